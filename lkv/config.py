@@ -1,0 +1,84 @@
+"""Frozen settings. The paper's tables are the defaults; no torch here."""
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a policy must know of the model it was trained for.
+
+    `weights` are a few dozen weight values from fixed places: a fingerprint that survives a change of dtype.
+    """
+
+    architecture: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: str
+    max_positions: int
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Training schedule of App. C.3 (paper preset).
+
+    `batch` counts contexts a step, each with up to `continuations` continuations. `hidden_norm` is the paper's open
+    choice for ||H_T - H_S||^2: "relative" divides by ||H_T||^2 a token, "mean" by the hidden size, "sum" by nothing.
+    `hold` is the last share of the steps that keep the final tau and R (0 in the paper).
+    """
+
+    steps: int = 1000
+    batch: int = 64
+    continuations: int = 1
+    lr: float = 1e-3
+    lr_end: float = 1e-4
+    warmup: int = 20
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    tau_start: float = 1.0
+    tau_end: float = 0.001
+    retention_start: float = 0.5
+    retention_end: float = 0.15
+    hold: float = 0.0
+    beta: float = 0.5
+    hidden_norm: str = "relative"
+    min_tokens: int = 2000
+    max_tokens: int = 16000
+    max_continuation: int = 512
+    seed: int = 0
+    dtype: str = "bfloat16"
+    checkpoint_every: int = 20
+    evaluate_every: int = 100
+    validation_samples: int = 16
+
+
+PRESETS: dict[str, TrainingConfig] = {
+    "paper": TrainingConfig(),
+    "cpu": TrainingConfig(
+        steps=1000,
+        batch=2,
+        continuations=2,
+        lr=2e-3,
+        lr_end=2e-4,
+        tau_end=0.01,
+        hold=0.25,
+        min_tokens=500,
+        max_tokens=2000,
+        max_continuation=144,
+    ),
+}
+
+
+def from_dict(cls: type, values: dict[str, Any]) -> Any:
+    """Build the dataclass `cls` from JSON values, lists becoming tuples; TypeError for unknown or missing fields."""
+    known = {f.name for f in fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise TypeError(f"unknown fields {unknown} for {cls.__name__}")
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+__all__ = ["PRESETS", "ModelSpec", "TrainingConfig", "asdict", "from_dict", "replace"]

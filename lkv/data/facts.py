@@ -1,0 +1,46 @@
+"""Small invented facts to hide in real text: a question that only the hidden sentence answers."""
+
+import random
+import re
+
+_NAMES = "Alma Boris Chiara Dmitri Elena Farid Greta Hugo Ines Jonas Kenji Lucia Marek Nadia Omar Petra Quentin Rosa Sven Tara Ulla Viktor Wanda Yusuf Zoe".split()
+_SURNAMES = "Abbot Bergman Castillo Dorsey Ekholm Farrow Grimaldi Hashimoto Iversen Jankovic Keller Lindqvist Moreau Novak Okafor Petrov Quimby Rossi Sandoval Takeda Unger Varga Whitlock Yilmaz Zeman".split()
+_ADJECTIVES = "amber brass copper crimson dusty emerald faded golden hollow ivory jagged narrow oaken pale quiet rusty scarlet silver tangled velvet wooden yellow".split()
+_THINGS = "archive barn bridge cabinet canoe cellar chapel clock compass drawer engine ferry garden harbour kettle lantern ledger library locker mill orchard piano quarry safe tower trunk vault violin wagon windmill".split()
+_CITIES = "Aarhus Bergen Cadiz Debrecen Esch Fez Ghent Haifa Izmir Jena Kyoto Lima Malaga Nantes Oslo Porto Quito Riga Seville Tartu Utrecht Varna Wroclaw York Zadar".split()
+_JOBS = "architect baker botanist carpenter chemist dentist editor geologist jeweller librarian locksmith mason nurse painter pilot plumber sculptor surveyor tailor translator".split()
+_FOODS = "apricots barley beetroot cardamom chestnuts figs ginger hazelnuts lentils mulberries olives parsnips plums quinces radishes rhubarb saffron turnips walnuts".split()
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
+
+
+def fact(rng: random.Random) -> tuple[str, str, str]:
+    """One invented fact as (sentence, question, answer)."""
+    person = f"{rng.choice(_NAMES)} {rng.choice(_SURNAMES)}"
+    place = f"the {rng.choice(_ADJECTIVES)} {rng.choice(_THINGS)}"
+    number = str(rng.randint(100, 99999))
+    code = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(rng.randint(4, 7)))
+    city, job, food = rng.choice(_CITIES), rng.choice(_JOBS), rng.choice(_FOODS)
+    year = str(rng.randint(1650, 2020))
+    forms = [
+        (f"The number painted on {place} is {number}.", f"What number is painted on {place}?", number),
+        (f"The password for {place} is {code}.", f"What is the password for {place}?", code),
+        (f"{person} works as a {job} in {city}.", f"In which city does {person} work as a {job}?", city),
+        (f"By trade, {person} was a {job}.", f"What was the trade of {person}?", job),
+        (f"{person} was born in {city} in {year}.", f"In which year was {person} born?", year),
+        (f"{place.capitalize()} was bought by {person} for {number} crowns.", f"Who bought {place}?", person),
+        (f"{place.capitalize()} was sold for {number} crowns.", f"For how many crowns was {place} sold?", number),
+        (f"There are {number} sacks of {food} in {place}.", f"How many sacks are in {place}?", number),
+        (f"{person} keeps the {food} in {place}.", f"Where does {person} keep the {food}?", f"in {place}"),
+        (f"Remember that the key to {place} hangs in {city}.", f"Where does the key to {place} hang?", f"in {city}"),
+        (f"Note: the value of {code.lower()}_{job} is {number}.", f"What is the value of {code.lower()}_{job}?", number),
+        (f"The telephone extension of {person} is {number}.", f"What is the extension of {person}?", number),
+    ]
+    return rng.choice(forms)
+
+
+def hide(rng: random.Random, text: str, sentences: list[str]) -> str:
+    """Insert each sentence at a random sentence boundary of `text`."""
+    parts = [part for part in _SENTENCE_END.split(text) if part]
+    for sentence in sentences:
+        parts.insert(rng.randint(0, len(parts)), sentence)
+    return " ".join(parts)

@@ -1,0 +1,55 @@
+"""The exceptions a user can meet. Each message says what is wrong, what is allowed and how to mend it."""
+
+
+class LkvError(Exception):
+    """Base of every error that LKV raises on purpose."""
+
+
+class UnsupportedModelError(LkvError):
+    """The model's architecture has no cache that LKV can evict from."""
+
+
+class PolicyMismatchError(LkvError):
+    """The policy was trained for another model."""
+
+
+class PolicyFileError(LkvError):
+    """A policy file is missing, truncated or tampered with."""
+
+
+class PromptError(LkvError):
+    """The prompt is empty, too short or longer than the model can read."""
+
+
+class DataError(LkvError):
+    """There is no usable data, or a data file is malformed."""
+
+
+class TrainingError(LkvError):
+    """Training cannot go on, or a checkpoint does not belong to this run."""
+
+
+class CacheError(LkvError):
+    """A cache is used in a way it cannot serve."""
+
+
+class DefaultModelError(LkvError):
+    """The embedded default model cannot be found or converted."""
+
+
+class RetentionError(LkvError, ValueError):
+    """The retention is outside (0, 1]."""
+
+
+def check_retention(retention: float) -> float:
+    """Return `retention` as a float if it lies in (0, 1]; raise `RetentionError` otherwise."""
+    try:
+        value = float(retention)
+    except (TypeError, ValueError):
+        value = float("nan")
+    if not 0.0 < value <= 1.0:
+        raise RetentionError(
+            f"retention is {retention!r}, but it is the fraction of the cache to keep and must lie in (0, 1]; "
+            "use 0.15 to keep 15%, or 1.0 to keep everything."
+        )
+    return value

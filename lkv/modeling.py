@@ -1,0 +1,133 @@
+"""The seam to transformers: the only file that knows its internals (and `cache.py` its base classes).
+
+An attention function sees no cache. So a cache layer tags the key tensor that its `update` returns with a hook, and
+the attention function registered here hands the call to that hook; untagged keys go to the stock implementation.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lkv.cache import HOOK
+from lkv.config import ModelSpec
+from lkv.errors import UnsupportedModelError
+
+_PREFIX = "lkv_"
+_SAMPLES_PER_WEIGHT = 4
+
+
+def attach(model: Any) -> ModelSpec:
+    """Let LKV caches work in `model`, whatever attention implementation it has; other caches behave as before.
+
+    Idempotent. Returns the model's `ModelSpec`; raises UnsupportedModelError where eviction cannot work.
+    """
+    spec = inspect_model(model)
+    base = model.config._attn_implementation or "eager"
+    if not base.startswith(_PREFIX):
+        if base != "eager" and base not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+            raise UnsupportedModelError(
+                f"the attention implementation {base!r} is not registered with transformers; load the model with "
+                "attn_implementation='sdpa' or 'eager'."
+            )
+        AttentionInterface.register(_PREFIX + base, partial(_attention, base))
+        # Without a mask function of the same name transformers would drop the padding.
+        AttentionMaskInterface.register(_PREFIX + base, ALL_MASK_ATTENTION_FUNCTIONS[base])
+        model.set_attn_implementation(_PREFIX + base)
+    return spec
+
+
+def _attention(base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any):
+    stock = partial(_stock(base, module), module, query, key, value, mask, **kwargs)
+    hook = getattr(key, HOOK, None)
+    if hook is None:
+        return stock()
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    return hook(query, key, value, mask, scale, lambda: stock()[0]), None
+
+
+def _stock(base: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
+    if base == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[base]
+
+
+def inspect_model(model: Any) -> ModelSpec:
+    """Read what a policy must know from a causal language model; UnsupportedModelError says why one is refused."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "generate"):
+        raise UnsupportedModelError("this is no transformers causal language model; give one with .generate().")
+    name = type(model).__name__
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if not isinstance(kv_heads, int) or not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):
+        raise UnsupportedModelError(
+            f"{name} has no per-head key-value cache; LKV works with multi-head and grouped-query attention."
+        )
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
+        kinds.add("sliding_attention") if not getattr(text, "layer_types", None) else None
+    if kinds != {"full_attention"}:
+        raise UnsupportedModelError(
+            f"{name} has layers of kind {sorted(kinds - {'full_attention'})}; only full-attention layers can be "
+            "evicted from. Use a model whose layers all have full attention."
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; LKV works with decoder-only models.")
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    rope = getattr(text, "rope_parameters", None) or {}
+    return ModelSpec(
+        architecture=name,
+        layers=text.num_hidden_layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=", ".join(f"{key} {rope[key]}" for key in sorted(rope) if rope[key] is not None),
+        max_positions=text.max_position_embeddings,
+        weights=_fingerprint(model, text.num_hidden_layers),
+    )
+
+
+@torch.no_grad()
+def _fingerprint(model: nn.Module, layers: int) -> tuple[float, ...]:
+    """A few values of each matrix of the first, middle and last layer, in the order of their names."""
+    values: list[float] = []
+    wanted = {0, layers // 2, layers - 1}
+    for name, weight in sorted(model.named_parameters()):
+        layer = re.search(r"layers\.(\d+)\.", name)
+        if layer and int(layer[1]) in wanted and weight.ndim == 2 and weight.is_floating_point():
+            flat = weight.detach().flatten()
+            places = torch.linspace(0, flat.numel() - 1, _SAMPLES_PER_WEIGHT + 2, dtype=torch.float64)[1:-1].long()
+            values += [round(float(x), 8) for x in flat[places.to(flat.device)].float().cpu()]
+    return tuple(values)
+
+
+@torch.no_grad()
+def read_prompt(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The full k and v [B, H, T, d] of every layer for the prompt `ids` [B, T]; the head is not computed."""
+    cache = DynamicCache()
+    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """`model` in eval mode for the duration, with its training flag put back afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+__all__ = ["attach", "evaluation_mode", "inspect_model", "read_prompt"]

@@ -1,0 +1,40 @@
+"""From a command line's settings to a finished policy: model, data, trainer and card put together."""
+
+from pathlib import Path
+
+import torch
+
+from lkv.config import TrainingConfig, asdict
+from lkv.data.mixture import Mixture
+from lkv.data.sample import TokenizedSample, tokenize
+from lkv.embedded import DEFAULT, load_model
+from lkv.modeling import inspect_model
+from lkv.policy import Policy
+from lkv.training import Trainer, require_samples
+
+
+def train_policy(config: TrainingConfig, model_name: str | None, data: Path, out: Path) -> Policy:
+    """Train a policy, or resume its training, and save it under out/policy. Accelerate spreads it over processes."""
+    from accelerate import Accelerator
+
+    training, held_out = (
+        Mixture(data, config.min_tokens, config.max_tokens, config.seed, validation) for validation in (False, True)
+    )
+    accelerator = Accelerator()
+    model, tokenizer = load_model(model_name or DEFAULT, getattr(torch, config.dtype))
+    model.to(accelerator.device)
+    torch.manual_seed(config.seed)
+    card = {"model": model_name or DEFAULT, "sources": training.names, "training": asdict(config)}
+    policy = Policy(inspect_model(model), card).to(accelerator.device)
+
+    def sample(mixture: Mixture, index: int) -> TokenizedSample:
+        text = mixture.sample(index, config.continuations)
+        return tokenize(text, tokenizer, config.max_tokens, config.max_continuation)
+
+    validation = require_samples([sample(held_out, index) for index in range(config.validation_samples)])
+    trainer = Trainer(model, policy, config, lambda index: sample(training, index), validation, out, accelerator)
+    trainer.run()
+    if accelerator.is_main_process:
+        policy.save_pretrained(out / "policy")
+        print(f"the policy is in {out / 'policy'}")
+    return policy

@@ -1,0 +1,48 @@
+"""Teacher and student of the distillation share one frozen prompt; the student sees it under a soft mask (Sec. 3.5).
+
+Eviction in a layer follows that layer's own attention over the whole prompt, so the prompt's k and v are those of the
+uncompressed model. Only the continuation rows differ, and only they are computed twice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lkv.cache import Cache, HookedLayer
+from lkv.ops.soft_mask_attention import soft_mask_attention
+
+
+class FrozenPrompt(Cache):
+    """A cache holding the full k and v [1, H, T, d] of a prompt, layer by layer, for continuations of any number.
+
+    `log_mask` [L, n, H, T] weighs the prompt's tokens for each of n continuations (None: the full cache). Own tokens
+    of a continuation are not masked. For one forward pass: what it appends is not stored.
+    """
+
+    def __init__(self, prompt: list[tuple[Tensor, Tensor]], log_mask: Tensor | None = None):
+        masks: Any = [None] * len(prompt) if log_mask is None else log_mask
+        super().__init__(layers=[_FrozenLayer(k, v, mask) for (k, v), mask in zip(prompt, masks, strict=True)])
+
+
+class _FrozenLayer(HookedLayer):
+    def __init__(self, k: Tensor, v: Tensor, log_mask: Tensor | None):
+        super().__init__()
+        self._prompt, self._log_mask = (k, v), log_mask
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.tag(key_states.view_as(key_states)), value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self._prompt[0].shape[2]
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        rows, heads, new, _ = key.shape
+        k, v = (torch.cat([old.expand(rows, -1, -1, -1), own], 2) for old, own in zip(self._prompt, (key, value)))
+        log_mask = k.new_zeros((rows, heads, k.shape[2]), dtype=torch.float32)
+        if self._log_mask is not None:
+            log_mask = torch.cat([self._log_mask, log_mask[..., :new].to(self._log_mask.dtype)], -1)
+        return soft_mask_attention(query, k, v, log_mask, scale).transpose(1, 2)

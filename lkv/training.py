@@ -1,0 +1,319 @@
+"""Training (Sec. 3.5, App. C): the frozen model with its full cache teaches itself with a compressed one."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import log_softmax
+from tqdm import tqdm
+
+from lkv.config import TrainingConfig, asdict
+from lkv.data.sample import TokenizedSample
+from lkv.errors import DataError, TrainingError
+from lkv.modeling import attach, evaluation_mode, read_prompt
+from lkv.ops.soft_topk import soft_topk
+from lkv.policy import Policy
+from lkv.student import FrozenPrompt
+
+_CHECKPOINT = "checkpoint.safetensors"
+_CURVE = "curve.jsonl"
+_EVICTED = -1e4  # a log-mask whose exponential is exactly zero
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate, temperature and retention at one step (App. C.3)."""
+
+    lr: float
+    tau: float
+    retention: float
+
+
+def schedule(config: TrainingConfig, step: int) -> Schedule:
+    """Linear warm-up and decay of the rate; exponential decay of tau and R, then `hold` at their final values."""
+    if step < config.warmup:
+        lr = config.lr * (step + 1) / config.warmup
+    else:
+        progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+        lr = config.lr + (config.lr_end - config.lr) * progress
+    share = min(1.0, step / max(1.0, config.steps * (1 - config.hold)))
+    return Schedule(
+        lr=lr,
+        tau=config.tau_start * (config.tau_end / config.tau_start) ** share,
+        retention=config.retention_start * (config.retention_end / config.retention_start) ** share,
+    )
+
+
+def gumbel(shape: Iterable[int], generator: torch.Generator, device: torch.device) -> Tensor:
+    """Standard Gumbel noise from a CPU generator, the same on every device."""
+    uniform = torch.rand(tuple(shape), generator=generator).clamp(1e-10, 1 - 1e-7)
+    return -torch.log(-torch.log(uniform)).to(device)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the continuations of one sample gave: log-probabilities [N, V] of the target rows and hidden states."""
+
+    log_probs: Tensor
+    hidden: tuple[Tensor, ...]
+
+
+class Distiller:
+    """Runs teacher and student over the continuations of one sample."""
+
+    def __init__(self, model: Any, sample: TokenizedSample):
+        self._model = model
+        device = model.get_input_embeddings().weight.device
+        self.prompt = read_prompt(model, torch.tensor([sample.context], device=device))
+        self.tokens = len(sample.context)
+        width = max(len(ids) for ids, _ in sample.continuations)
+        shape = (len(sample.continuations), width)
+        ids, scored, own = torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape)
+        for row, (tokens, skip) in enumerate(sample.continuations):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            own[row, : len(tokens)] = 1.0 / len(tokens) / shape[0]
+            # Row i predicts token i + 1: the targets are predicted by rows skip - 1 .. len - 2.
+            first = max(0, skip - 1)
+            scored[row, first : len(tokens) - 1] = 1.0 / (len(tokens) - 1 - first) / shape[0]
+        self._ids = ids.to(device)
+        self._rows = scored.to(device) > 0
+        # Every continuation weighs the same, whatever its length.
+        self.weights = scored.to(device)[self._rows]
+        self.row_weights = own.to(device)
+
+    def run(self, log_mask: Tensor | None) -> Outputs:
+        """Forward of all continuations over the prompt under `log_mask` [L, n, H, T] (None: the full cache)."""
+        positions = torch.arange(self.tokens, self.tokens + self._ids.shape[1], device=self._ids.device)
+        out = self._model(
+            input_ids=self._ids,
+            position_ids=positions[None],
+            past_key_values=FrozenPrompt(self.prompt, log_mask),
+            use_cache=True,
+            output_hidden_states=True,
+        )
+        return Outputs(log_softmax(out.logits[self._rows].float(), -1), out.hidden_states[1:])
+
+    def scores(self, policy: Policy) -> Tensor:
+        """LKV-T scores u [L, H, T] of the prompt."""
+        return torch.cat([policy.tokens(k, v, layer) for layer, (k, v) in enumerate(self.prompt)])
+
+    def kl(self, teacher: Outputs, student: Outputs) -> Tensor:
+        """D_KL(P_T || P_S): mean over target tokens, then over continuations."""
+        return ((teacher.log_probs.exp() * (teacher.log_probs - student.log_probs)).sum(-1) * self.weights).sum()
+
+    def agreement(self, teacher: Outputs, student: Outputs) -> float:
+        """Share of target tokens with the same most probable token, averaged like `kl`."""
+        same = teacher.log_probs.argmax(-1) == student.log_probs.argmax(-1)
+        return float((same * self.weights).sum())
+
+    def hidden_distance(self, teacher: Outputs, student: Outputs, norm: str) -> Tensor:
+        """1/L sum_l ||H_T - H_S||^2, averaged over tokens; `norm` as in `TrainingConfig.hidden_norm`."""
+        total = self.row_weights.new_zeros(())
+        for target, own in zip(teacher.hidden, student.hidden, strict=True):
+            squared = (own.float() - target.float()).square().sum(-1)
+            if norm == "relative":
+                squared = squared / target.float().square().sum(-1).clamp(min=1e-12)
+            elif norm == "mean":
+                squared = squared / target.shape[-1]
+            total = total + (squared * self.row_weights).sum()
+        return total / len(teacher.hidden)
+
+
+def soft_mask(policy: Policy, scores: Tensor, retention: float, tau: float, noise: Tensor) -> Tensor:
+    """log m~ [L, n, H, T] = log ST_b(u + g; tau) with b = r t (Sec. 3.4); `noise` [n, L, H, T]."""
+    budgets = policy.ratios(retention) * scores.shape[-1]
+    return soft_topk(scores + noise, budgets, tau).log_mask.transpose(0, 1)
+
+
+def hard_mask(policy: Policy, scores: Tensor, retention: float, rows: int) -> Tensor:
+    """The mask of inference as a log-mask [L, n, H, T]: the best floor(r t) tokens of each head."""
+    budgets = (policy.inference_ratios(retention).double() * scores.shape[-1]).floor().long().to(scores.device)
+    rank = scores.argsort(-1, descending=True).argsort(-1)
+    mask = torch.where(rank < budgets[..., None], 0.0, _EVICTED)
+    return mask[:, None].expand(-1, rows, -1, -1)
+
+
+class Trainer:
+    """The loop: deterministic in (config, data), so that a resumed run continues bit for bit on a CPU."""
+
+    def __init__(
+        self,
+        model: Any,
+        policy: Policy,
+        config: TrainingConfig,
+        samples: Callable[[int], TokenizedSample],
+        validation: list[TokenizedSample],
+        folder: Path,
+        accelerator: Any = None,
+    ):
+        """`samples(i)` gives training sample i. `folder` takes checkpoint, curve and the finished policy."""
+        self._model, self._policy, self._config = model, policy, config
+        self._samples, self._validation, self._folder = samples, validation, folder
+        self._accelerator = accelerator
+        self._share = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+        self._parameters = dict(policy.named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(), lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.98)
+        )
+        self._step = 0
+
+    def run(self, stop_after: int | None = None) -> Policy:
+        """Train to the end (or `stop_after` steps from here), resuming a checkpoint in the folder. Returns the policy.
+
+        Raises TrainingError if the loss stops being a number; the last checkpoint stays as it was.
+        """
+        attach(self._model)
+        self._model.requires_grad_(False)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with evaluation_mode(self._model):
+            if (self._folder / _CHECKPOINT).is_file():
+                self._restore()
+            else:
+                self._calibrate()
+            end = self._config.steps if stop_after is None else min(self._config.steps, self._step + stop_after)
+            bar = tqdm(total=self._config.steps, initial=self._step, desc="training", disable=self._share[0] != 0)
+            while self._step < end:
+                losses = self._train_step()
+                self._step += 1
+                bar.update()
+                bar.set_postfix({key: f"{value:.3f}" for key, value in losses.items()})
+                last = self._step == self._config.steps
+                if last or self._step % self._config.evaluate_every == 0:
+                    self._record(losses)
+                if last or self._step % self._config.checkpoint_every == 0:
+                    self._save()
+            bar.close()
+        return self._policy
+
+    def _train_step(self) -> dict[str, float]:
+        now = schedule(self._config, self._step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = now.lr
+        self._optimizer.zero_grad(set_to_none=True)
+        index, count = self._share
+        sums = {"kl": 0.0, "hidden": 0.0}
+        for place in range(index, self._config.batch, count):
+            number = self._step * self._config.batch + place
+            generator = torch.Generator().manual_seed(self._config.seed * 1_000_003 + number)
+            sample = self._samples(number)
+            if not sample.continuations:
+                continue
+            run = Distiller(self._model, sample)
+            with torch.no_grad():
+                teacher = run.run(None)
+            scores = run.scores(self._policy)
+            noise = gumbel((len(sample.continuations), *scores.shape), generator, scores.device)
+            student = run.run(soft_mask(self._policy, scores, now.retention, now.tau, noise))
+            kl = run.kl(teacher, student)
+            hidden = run.hidden_distance(teacher, student, self._config.hidden_norm)
+            loss = (kl + self._config.beta * hidden) / self._config.batch
+            if not math.isfinite(float(loss)):
+                raise TrainingError(
+                    f"the loss is {float(loss)} at step {self._step} (sample {number}, source {sample.source!r}); "
+                    f"training stopped and {self._folder / _CHECKPOINT} keeps the last good state. Lower --lr, or "
+                    "load the model in float32."
+                )
+            loss.backward()
+            sums["kl"] += float(kl) / self._config.batch
+            sums["hidden"] += float(hidden) / self._config.batch
+        if self._accelerator is not None:
+            for parameter in self._parameters.values():
+                grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                parameter.grad = self._accelerator.reduce(grad, reduction="sum")
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm)
+        self._optimizer.step()
+        return sums | {"grad": float(norm), "R": now.retention, "tau": now.tau}
+
+    @torch.no_grad()
+    def _calibrate(self, count: int = 12) -> None:
+        """Measure mean and deviation of k and v of each head on the first training samples."""
+        sums: list[Tensor] = []
+        total = 0
+        for number in range(count):
+            sample = self._samples(number)
+            device = self._policy.tokens.mean.device
+            prompt = read_prompt(self._model, torch.tensor([sample.context], device=device))
+            kv = torch.cat([torch.cat([k, v], -1) for k, v in prompt]).double()
+            sums.append(torch.stack([kv.sum(2), kv.square().sum(2)]))
+            total += kv.shape[2]
+        first, second = torch.stack(sums).sum(0) / total
+        self._policy.tokens.mean.copy_(first)
+        self._policy.tokens.std.copy_((second - first.square()).clamp(min=1e-6).sqrt())
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Fidelity of the hard-masked policy at the final retention over the validation samples."""
+        kl = agreement = 0.0
+        for sample in self._validation:
+            run = Distiller(self._model, sample)
+            scores = run.scores(self._policy)
+            teacher = run.run(None)
+            student = run.run(hard_mask(self._policy, scores, self._config.retention_end, len(sample.continuations)))
+            kl += float(run.kl(teacher, student)) / len(self._validation)
+            agreement += run.agreement(teacher, student) / len(self._validation)
+        return {"kl": kl, "agreement": agreement}
+
+    def _record(self, losses: dict[str, float]) -> None:
+        if self._share[0] != 0:
+            return
+        row: dict[str, Any] = {"step": self._step, "contexts": self._step * self._config.batch}
+        row |= {f"train_{key}": round(value, 5) for key, value in losses.items()}
+        if self._validation:
+            row |= {f"validation_{key}": round(value, 5) for key, value in self.evaluate().items()}
+        # A run killed between this line and its checkpoint repeats the step: drop what lies ahead.
+        path = self._folder / _CURVE
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        rows = [*(old for old in rows if old["step"] < self._step), row]
+        _replace_text(path, "".join(json.dumps(r) + "\n" for r in rows))
+
+    def _save(self) -> None:
+        if self._share[0] != 0:
+            return
+        tensors = {f"policy.{name}": tensor for name, tensor in self._policy.state_dict().items()}
+        for name, parameter in self._parameters.items():
+            for key, value in self._optimizer.state[parameter].items():
+                tensors[f"optimizer.{key}.{name}"] = value
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        metadata = {"step": str(self._step), "config": json.dumps(asdict(self._config))}
+        target = self._folder / _CHECKPOINT
+        temporary = target.with_suffix(".tmp")
+        save_file(tensors, temporary, metadata)
+        os.replace(temporary, target)
+
+    def _restore(self) -> None:
+        path = self._folder / _CHECKPOINT
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        if json.loads(metadata["config"]) != asdict(self._config):
+            raise TrainingError(
+                f"{path} belongs to a run with other settings; give the same settings to resume it, or another folder."
+            )
+        state = {name.removeprefix("policy."): t for name, t in tensors.items() if name.startswith("policy.")}
+        self._policy.load_state_dict(state)
+        for name, parameter in self._parameters.items():
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                if (saved := tensors.get(f"optimizer.{key}.{name}")) is not None:
+                    self._optimizer.state[parameter][key] = saved if key == "step" else saved.to(parameter.device)
+        self._step = int(metadata["step"])
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def require_samples(samples: list[TokenizedSample]) -> list[TokenizedSample]:
+    """Raise DataError unless some sample has a continuation to learn from."""
+    if not any(sample.continuations for sample in samples):
+        raise DataError("no sample has a continuation to learn from; give longer texts, or lower --min-tokens.")
+    return samples
