@@ -1,46 +1,230 @@
 """RaggedCache: every KV head holds a span of its own length, and what is evicted is freed."""
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
-HOOK = "_lkv_hook"
+from lkv.embedded import default_policy
+from lkv.errors import CacheError, PromptError
+from lkv.hooks import Cache, HookedLayer
+from lkv.methods import Method, make_method, needs_policy
+from lkv.modeling import attach, has_padding
+from lkv.ops.ragged_attention import ragged_attention
+from lkv.policy import Policy
+
+_SLACK = {"cpu": 32}
+_GPU_SLACK = 256
 
 
-class HookedLayer(CacheLayerMixin):
-    """A cache layer that computes the attention over what it holds (see `modeling`)."""
+class RaggedCache(Cache):
+    """A transformers cache that evicts layer by layer while the prompt is read.
 
-    is_compileable = False
-    is_sliding = False
+    The prompt is the first forward pass; each layer attends over it in full, then keeps what its method chooses and
+    frees the rest. Everything after that (question, generated tokens) is appended and kept.
+    """
 
-    def tag(self, key: Tensor) -> Tensor:
-        """Mark `key` so that the attention function hands its call to `attend`."""
-        setattr(key, HOOK, self.attend)
-        return key
+    def __init__(
+        self,
+        model: Any,
+        policy: Policy | None = None,
+        retention: float = 0.15,
+        method: str | Method = "lkv",
+        slack: int | None = None,
+    ):
+        """`policy` defaults to the one shipped for the embedded model; `method` is a name of `methods.NAMES` or a
+        `Method` of your own; `slack` is the room in tokens that each head gets for what is appended.
 
-    @abstractmethod
+        Raises RetentionError, PolicyMismatchError, UnsupportedModelError or LkvError (unknown method).
+        """
+        self.spec = attach(model)
+        if isinstance(method, str):
+            if needs_policy(method):
+                policy = policy if policy is not None else default_policy()
+                policy.check_model(self.spec)
+                policy.to(model.device)
+            method = make_method(method, retention, policy)
+        self.method, self.retention = method, retention
+        super().__init__(layers=[RaggedLayer(index, method, slack) for index in range(self.spec.layers)])
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        if layer_idx == 0:
+            tokens = self.get_seq_length() + key_states.shape[2]
+            if tokens > self.spec.max_positions:
+                raise PromptError(
+                    f"the text would reach {tokens} tokens, but the model reads at most {self.spec.max_positions}; "
+                    "shorten it, or generate fewer tokens."
+                )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt that was compressed (0 before the first forward pass)."""
+        return self.layers[-1].prompt_length
+
+    def rewind(self) -> None:
+        """Forget everything appended after the prompt."""
+        for layer in self.layers:
+            layer.crop(layer.prompt_length - layer.get_seq_length())
+
+    def kept(self) -> list[list[int]]:
+        """Prompt entries held by each head, [L][H], summed over the batch."""
+        return [layer.kept.sum(0).tolist() for layer in self.layers]
+
+    def realised_retention(self) -> float:
+        """Prompt entries held divided by all of them."""
+        every = sum(layer.kept.numel() for layer in self.layers) * self.prompt_length
+        return sum(int(layer.kept.sum()) for layer in self.layers) / every if every else 1.0
+
+    def nbytes(self) -> int:
+        """Bytes of k and v storage really held, slack included."""
+        return sum(layer.nbytes() for layer in self.layers)
+
+    def full_nbytes(self) -> int:
+        """Bytes that an uncompressed cache would hold for the same tokens."""
+        return sum(layer.full_nbytes() for layer in self.layers)
+
+    # Cache's own property looks at attributes that ragged layers do not have before the prompt.
+    @property
+    def is_initialized(self) -> bool:
+        return all(layer.is_initialized for layer in self.layers)
+
+
+class RaggedLayer(HookedLayer):
+    """One layer: flat pools [P, d] of k and v in which each (batch, KV head) owns one span with slack at its end.
+
+    Appends are equal for all heads, so the tail's length is one integer. `keys` and `values` are the pools.
+    """
+
+    is_croppable = True
+
+    def __init__(self, index: int, method: Method, slack: int | None = None):
+        super().__init__()
+        self._index, self._method, self._slack = index, method, slack
+        self.prompt_length = 0
+        self.kept = torch.zeros(0, 0, dtype=torch.long)
+        self._tail = self._room = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            if self._slack is None:
+                self._slack = _SLACK.get(key_states.device.type, _GPU_SLACK)
+        if self.prompt_length:
+            # What is stored belongs to no autograd graph: a cache that held one would hold every activation.
+            self._append(key_states.detach(), value_states.detach())
+        return self.tag(key_states), value_states
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        """Attention output [B, T, Hq, d] for `query` [B, Hq, T, d]; `stock()` is the model's own attention."""
+        if not self.prompt_length:
+            out = stock()
+            if has_padding(mask):
+                raise CacheError("the batch holds padded prompts; give prompts of one length, or one at a time.")
+            self._evict(query.detach(), key.detach(), value.detach(), scale)
+            return out
+        lens = self._lens + self._tail
+        return ragged_attention(query, self.keys, self.values, self._starts, lens, scale).transpose(1, 2)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
+    def _evict(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+        """Keep the best tokens of each head and drop the rest (Sec. 3.4, inference)."""
+        batch, heads, tokens, _ = key.shape
+        scores = self._method.selector.scores(self._index, query, key, value, scale)
+        self.kept = torch.tensor(self._method.budget.counts(self._index, scores))
+        self.prompt_length = tokens
+        self._allocate(self.kept, key, value)
+        for b in range(batch):
+            for h, count in enumerate(self.kept[b].tolist()):
+                start = int(self._starts[b, h])
+                if count == tokens:
+                    chosen: Any = slice(None)
+                else:
+                    chosen = scores[b, h].topk(count, sorted=False).indices.sort().values
+                self.keys[start : start + count] = key[b, h, chosen]
+                self.values[start : start + count] = value[b, h, chosen]
 
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """(length, offset) of the keys that `update` returns; transformers <= 5.3 passes positions, not an int."""
-        length = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return length, self.get_seq_length()
+    def _allocate(self, lens: Tensor, key: Tensor, value: Tensor) -> None:
+        """New pools for spans of `lens` [B, H] entries and slack; `key` and `value` give head size and dtype."""
+        self._room = self._slack or 0
+        ends = (lens + self._room).flatten().cumsum(0)
+        starts = ends - lens.flatten() - self._room
+        size = int(ends[-1])
+        self._lens = lens.to(key.device, torch.int32)
+        self._starts = starts.view_as(lens).to(key.device, torch.int32)
+        self.keys, self.values = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
 
-    def get_max_length(self) -> int:
-        return -1
+    def _append(self, key: Tensor, value: Tensor) -> None:
+        """Scatter new k, v [B, H, n, d] to the ends of the spans."""
+        new = key.shape[2]
+        if new > self._room:
+            self._relay(new)
+        places = (self._starts + self._lens + self._tail)[..., None] + torch.arange(new, device=key.device)
+        self.keys[places] = key
+        self.values[places] = value
+        self._tail += new
+        self._room -= new
 
-    def get_max_cache_shape(self) -> int:
-        return -1
+    def _relay(self, new: int) -> None:
+        """Lay this layer's spans out again with room for `new` entries and fresh slack."""
+        keys, values, starts = self.keys, self.values, self._starts.tolist()
+        kept, tail, slack = self._lens.cpu(), self._tail, self._slack or 0
+        self._slack = slack + new
+        self._allocate(kept + tail, keys, values)
+        self._slack = slack
+        for row in range(kept.shape[0]):
+            for h, length in enumerate((kept[row] + tail).tolist()):
+                old, start = starts[row][h], int(self._starts[row, h])
+                self.keys[start : start + length] = keys[old : old + length]
+                self.values[start : start + length] = values[old : old + length]
+        self._lens -= tail
 
+    def get_seq_length(self, *args: Any) -> int:
+        """Logical length: positions seen, evicted ones included."""
+        return self.prompt_length + self._tail
 
-__all__ = ["HOOK", "Cache", "HookedLayer"]
+    def crop(self, tokens_to_remove: int) -> None:
+        """Cut `-tokens_to_remove` (<= 0, as in transformers >= 5.17) tokens off the tail.
+
+        Raises CacheError where the cut would reach into the compressed prompt.
+        """
+        cut = -tokens_to_remove
+        if not 0 <= cut <= self._tail:
+            raise CacheError(
+                f"{cut} tokens cannot be cut off: only the {self._tail} after the compressed prompt can; "
+                "give a number between minus that and 0."
+            )
+        self._tail -= cut
+        self._room += cut
+
+    def reset(self) -> None:
+        """Forget everything, and free it."""
+        self.keys = self.values = None
+        self.kept = torch.zeros(0, 0, dtype=torch.long)
+        self.prompt_length = self._tail = self._room = 0
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise CacheError("beam search does not work with RaggedCache yet; use greedy decoding or sampling.")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise CacheError("repeating a RaggedCache does not work yet; generate one sequence at a time.")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise CacheError("selecting rows of a RaggedCache does not work yet; generate one prompt at a time.")
+
+    def offload(self) -> None:
+        raise CacheError("RaggedCache does not offload; lower the retention instead.")
+
+    def nbytes(self) -> int:
+        """Bytes of storage behind the two pools."""
+        pools = (self.keys, self.values)
+        return sum(pool.untyped_storage().nbytes() for pool in pools if pool is not None)
+
+    def full_nbytes(self) -> int:
+        """Bytes of k and v of all tokens, had none been evicted."""
+        if self.keys is None:
+            return 0
+        entry = (self.keys.shape[-1] + self.values.shape[-1]) * self.keys.element_size()
+        return self.kept.numel() * self.get_seq_length() * entry

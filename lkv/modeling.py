@@ -1,7 +1,6 @@
-"""The seam to transformers: the only file that knows its internals (and `cache.py` its base classes).
+"""The seam to transformers: the only file that knows its internals (and `hooks.py` its base classes).
 
-An attention function sees no cache. So a cache layer tags the key tensor that its `update` returns with a hook, and
-the attention function registered here hands the call to that hook; untagged keys go to the stock implementation.
+Keys that carry a hook (see `hooks`) go to it; all others go to the model's stock attention.
 """
 
 import re
@@ -17,9 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lkv.cache import HOOK
 from lkv.config import ModelSpec
 from lkv.errors import UnsupportedModelError
+from lkv.hooks import HOOK
 
 _PREFIX = "lkv_"
 _SAMPLES_PER_WEIGHT = 4
@@ -111,6 +110,14 @@ def _fingerprint(model: nn.Module, layers: int) -> tuple[float, ...]:
     return tuple(values)
 
 
+def has_padding(mask: Any) -> bool:
+    """Whether a causal mask [B, 1, Tq, Tk] (bool, additive or None) hides a key from the last query."""
+    if not isinstance(mask, Tensor):
+        return False
+    last = mask[:, :, -1]
+    return not bool(last.all() if last.dtype == torch.bool else (last == 0).all())
+
+
 @torch.no_grad()
 def read_prompt(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The full k and v [B, H, T, d] of every layer for the prompt `ids` [B, T]; the head is not computed."""
@@ -130,4 +137,4 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-__all__ = ["attach", "evaluation_mode", "inspect_model", "read_prompt"]
+__all__ = ["attach", "evaluation_mode", "has_padding", "inspect_model", "read_prompt"]

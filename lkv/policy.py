@@ -148,7 +148,9 @@ class Policy(nn.Module):
         try:
             policy.load_state_dict({key: value.float() for key, value in load_file(weights).items()})
         except (SafetensorError, RuntimeError) as error:
-            raise PolicyFileError(f"{weights} does not hold this policy's tensors ({error}); fetch it again.") from error
+            raise PolicyFileError(
+                f"{weights} does not hold this policy's tensors ({error}); fetch it again."
+            ) from error
         return policy.eval().requires_grad_(False)
 
 

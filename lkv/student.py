@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.cache import Cache, HookedLayer
+from lkv.hooks import Cache, HookedLayer
 from lkv.ops.soft_mask_attention import soft_mask_attention
 
 

@@ -215,15 +215,15 @@ class Trainer:
             kl = run.kl(teacher, student)
             hidden = run.hidden_distance(teacher, student, self._config.hidden_norm)
             loss = (kl + self._config.beta * hidden) / self._config.batch
-            if not math.isfinite(float(loss)):
+            if not math.isfinite(loss.item()):
                 raise TrainingError(
-                    f"the loss is {float(loss)} at step {self._step} (sample {number}, source {sample.source!r}); "
+                    f"the loss is {loss.item()} at step {self._step} (sample {number}, source {sample.source!r}); "
                     f"training stopped and {self._folder / _CHECKPOINT} keeps the last good state. Lower --lr, or "
                     "load the model in float32."
                 )
             loss.backward()
-            sums["kl"] += float(kl) / self._config.batch
-            sums["hidden"] += float(hidden) / self._config.batch
+            sums["kl"] += kl.item() / self._config.batch
+            sums["hidden"] += hidden.item() / self._config.batch
         if self._accelerator is not None:
             for parameter in self._parameters.values():
                 grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

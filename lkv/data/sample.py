@@ -6,7 +6,6 @@ from typing import Any
 from lkv.prompts import context_ids, encode, question_ids
 
 
-
 @dataclass(frozen=True)
 class Continuation:
     """What comes after the context. `question` None means that `target` follows the context directly."""

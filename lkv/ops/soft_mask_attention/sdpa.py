@@ -36,10 +36,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float) -> T
 
 def _mask_columns(log_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """log m as columns [..., T, c] in `dtype`; half precision gets the rounding error as a second column."""
+    if dtype.itemsize >= 4:
+        return log_mask.to(dtype)[..., None]
     log_mask = log_mask.clamp(min=torch.finfo(dtype).min)
     high = log_mask.to(dtype)
-    if dtype.itemsize >= 4:
-        return high[..., None]
     low = (log_mask - high.to(log_mask.dtype)).detach().to(dtype)
     return torch.stack([high, low], -1)
 

@@ -1,0 +1,50 @@
+"""A cache layer that computes its own attention: the base of the ragged cache and of the training student.
+
+An attention function sees no cache. So a layer tags the key tensor that its `update` returns with a hook, and the
+attention function that `modeling` registers hands the call to that hook.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+HOOK = "_lkv_hook"
+
+
+class HookedLayer(CacheLayerMixin):
+    """A cache layer that computes the attention over what it holds."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def tag(self, key: Tensor) -> Tensor:
+        """Mark `key` so that the attention function hands its call to `attend`."""
+        setattr(key, HOOK, self.attend)
+        return key
+
+    @abstractmethod
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        """Attention output [B, T, Hq, d] for `query` [B, Hq, T, d]; `stock()` is the model's own attention."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """(length, offset) of the keys that `update` returns; transformers <= 5.3 passes positions, not an int."""
+        length = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return length, self.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+__all__ = ["HOOK", "Cache", "HookedLayer"]

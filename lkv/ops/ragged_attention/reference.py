@@ -1,0 +1,19 @@
+"""Ragged attention head by head, in float64 and with every matrix in full. The oracle for the fast backends."""
+
+import torch
+from torch import Tensor
+
+
+def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float) -> Tensor:
+    """Shapes as in `api.ragged_attention`."""
+    batch, heads, rows, _ = q.shape
+    groups = heads // starts.shape[1]
+    out = q.new_empty((batch, heads, rows, v_pool.shape[-1]))
+    for b in range(batch):
+        for head in range(heads):
+            start, length = int(starts[b, head // groups]), int(lens[b, head // groups])
+            k, v = k_pool[start : start + length].double(), v_pool[start : start + length].double()
+            scores = q[b, head].double() @ k.T * scale
+            visible = torch.ones(rows, length, dtype=torch.bool, device=q.device).tril(length - rows)
+            out[b, head] = (torch.softmax(scores.masked_fill(~visible, -torch.inf), -1) @ v).to(q.dtype)
+    return out

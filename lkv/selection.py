@@ -1,0 +1,59 @@
+"""Selectors: which tokens of a head are worth keeping."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from lkv.errors import PromptError
+from lkv.policy import Policy
+
+
+class Selector(Protocol):
+    """Scores the tokens of a prompt once a layer has attended over it."""
+
+    def scores(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Scores [B, H, T], higher is kept; `query` [B, Hq, T, d], `key` and `value` [B, H, T, d], after RoPE."""
+        ...
+
+
+class LearnedScores:
+    """LKV-T: the policy's MLP over [k; v]; no query is read (Sec. 3.4)."""
+
+    # The MLP's hidden layer is as large as k; blocks keep its memory below that of one layer's k and v.
+    _BLOCK = 2048
+
+    def __init__(self, policy: Policy):
+        self._policy = policy
+
+    @torch.no_grad()
+    def scores(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        blocks = zip(key.split(self._BLOCK, 2), value.split(self._BLOCK, 2), strict=True)
+        return torch.cat([self._policy.tokens(k, v, layer) for k, v in blocks], -1)
+
+
+class SnapKV:
+    """SnapKV (Li et al. 2024): attention received from the prompt's last `window` tokens, smoothed over positions."""
+
+    def __init__(self, window: int = 64, kernel: int = 5):
+        self._window, self._kernel = window, kernel
+
+    @torch.no_grad()
+    def scores(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        batch, heads, tokens, _ = key.shape
+        window = self._window
+        if tokens <= window:
+            raise PromptError(
+                f"the prompt has {tokens} tokens, but SnapKV observes the last {window} and needs more than that; "
+                "give a longer prompt or another method."
+            )
+        recent = query[:, :, -window:].reshape(batch, heads, -1, query.shape[-1])
+        logits = (recent @ key.transpose(-1, -2) * scale).view(batch, heads, -1, window, tokens)
+        future = torch.ones(window, tokens, dtype=torch.bool, device=key.device).triu(tokens - window + 1)
+        attention = torch.softmax(logits.masked_fill(future, -torch.inf).float(), -1)[..., :-window]
+        received = attention.mean(-2).flatten(0, 1)
+        smooth = avg_pool1d(received, self._kernel, padding=self._kernel // 2, stride=1)
+        older = smooth.view(batch, heads, -1, tokens - window).mean(2)
+        # The window itself is always kept.
+        return torch.cat([older, older.max().expand(batch, heads, window) + 1], -1)

@@ -1,0 +1,52 @@
+"""Small random models and a policy for them."""
+
+import os
+
+# One thread: the tensors are tiny, and the suite runs its files side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lkv.modeling import inspect_model
+from lkv.policy import Policy
+
+settings.register_profile("lkv", deadline=None, max_examples=40, derandomize=True)
+settings.load_profile("lkv")
+torch.set_num_threads(1)
+
+
+def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float64, **changes) -> LlamaForCausalLM:
+    """A random Llama with 3 layers, 4 query heads and 2 KV heads."""
+    torch.manual_seed(seed)
+    settings = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 67,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        # Large weights: attention far from uniform, so that a wrong mask shows.
+        "initializer_range": 0.3,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(settings | changes))).to(dtype).eval()
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture
+def policy(model) -> Policy:
+    torch.manual_seed(5)
+    policy = Policy(inspect_model(model))
+    torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
+    return policy.requires_grad_(False)

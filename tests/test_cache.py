@@ -1,0 +1,231 @@
+"""RaggedCache against the stock model, plain at retention 1 and with a -inf mask on what was evicted otherwise."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lkv.budget import PerHead, Uniform
+from lkv.cache import RaggedCache
+from lkv.errors import CacheError, LkvError, PolicyMismatchError, PromptError, RetentionError, UnsupportedModelError
+from lkv.methods import Method
+from lkv.modeling import attach
+from tests.conftest import tiny_llama
+from tests.oracle import hidden_from_continuation
+
+PROMPT, LATER = 40, 9
+
+
+class RandomScores:
+    """A selector with scores that the oracle can see too."""
+
+    def __init__(self, layers: int = 3, heads: int = 2, tokens: int = PROMPT, seed: int = 0):
+        self.table = torch.rand(layers, 1, heads, tokens, generator=torch.Generator().manual_seed(seed))
+
+    def scores(self, layer, query, key, value, scale):
+        return self.table[layer].expand(key.shape[0], -1, -1)
+
+
+def ids(tokens: int = PROMPT + LATER, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 67, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def stepwise(model, cache, text: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+    """Logits of everything after the prompt, fed in `chunks`."""
+    model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
+    logits, place = [], PROMPT
+    for size in chunks:
+        logits.append(model(text[:, place : place + size], past_key_values=cache, use_cache=True).logits)
+        place += size
+    return torch.cat(logits, 1)
+
+
+# Stock eager attention takes its softmax in float32 whatever the dtype: it has no exact float64 form to equal.
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "tolerance"),
+    [("sdpa", torch.float64, 1e-12), ("sdpa", torch.float32, 1e-4), ("eager", torch.float32, 1e-4)],
+)
+def test_full_retention_equals_the_stock_model(implementation, dtype, tolerance):
+    model = tiny_llama(dtype=dtype, attn_implementation=implementation)
+    text = ids()
+    expected = model(text).logits
+    cache = RaggedCache(model, retention=1.0, method=Method("all", Uniform(1.0), RandomScores()))
+    prompt = model(text[:, :PROMPT], past_key_values=cache, use_cache=True).logits
+    assert torch.equal(prompt, tiny_llama(dtype=dtype, attn_implementation=implementation)(text[:, :PROMPT]).logits)
+    cache.reset()
+    torch.testing.assert_close(
+        stepwise(model, cache, text, [1] * LATER), expected[:, PROMPT:], atol=tolerance, rtol=tolerance
+    )
+    # Other caches work as before in a model that LKV is attached to.
+    assert torch.equal(model(text).logits, expected)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.sampled_from([0.0, 0.03, 0.2, 0.5, 1.0]), min_size=6, max_size=6),
+    st.sampled_from([[1] * LATER, [LATER], [4, 1, 3, 1], [2, 7]]),
+    st.integers(0, 5), st.integers(1, 2), st.integers(0, 3),
+)  # fmt: skip
+def test_any_budgets_equal_the_stock_model_with_a_mask(ratios, chunks, slack, batch, seed):
+    """Budgets of every size, zero included; any chunks; slack that runs out and is laid again; unpadded batches."""
+    model, text = tiny_llama(), ids(batch=batch, seed=seed)
+    selector, table = RandomScores(seed=seed), [ratios[0:2], ratios[2:4], ratios[4:6]]
+    hidden = []
+    for layer in range(3):
+        gone = torch.ones(batch, 2, PROMPT, dtype=torch.bool)
+        for head in range(2):
+            count = int(table[layer][head] * PROMPT + 1e-6)
+            gone[:, head, selector.table[layer, 0, head].argsort(descending=True)[:count]] = False
+        hidden.append(gone)
+    with hidden_from_continuation(model, hidden, PROMPT):
+        expected = model(text).logits[:, PROMPT:]
+    cache = RaggedCache(model, method=Method("random", PerHead(table), selector), slack=slack)
+    torch.testing.assert_close(stepwise(model, cache, text, chunks), expected, atol=1e-11, rtol=1e-11)
+    assert cache.get_seq_length() == PROMPT + LATER
+    assert cache.kept() == [[batch * int(r * PROMPT + 1e-6) for r in row] for row in table]
+
+
+def test_generate_equals_the_stock_model_greedy_and_sampled(model, policy):
+    text = ids(PROMPT)
+    for settings_ in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}):
+        outs = []
+        for cache in (None, RaggedCache(model, policy, retention=1.0)):
+            torch.manual_seed(7)
+            outs.append(model.generate(text, max_new_tokens=12, past_key_values=cache, **settings_))
+        assert torch.equal(*outs)
+
+
+def test_eviction_during_generate_follows_the_policy(model, policy):
+    text = ids(PROMPT)
+    cache = RaggedCache(model, policy, retention=0.4)
+    out = model.generate(text, max_new_tokens=6, do_sample=False, past_key_values=cache)
+    expected = (policy.inference_ratios(0.4).double() * PROMPT).floor().long()
+    assert cache.kept() == expected.tolist()
+    assert len(set(expected.flatten().tolist())) > 2
+    assert cache.realised_retention() == pytest.approx(float(expected.sum()) / (6 * PROMPT))
+    assert out.shape[1] == PROMPT + 6
+
+
+def test_bytes_are_those_of_the_kept_entries_and_slack(model, policy):
+    cache = RaggedCache(model, policy, retention=0.25, slack=3)
+    text = ids(PROMPT)
+    model(text, past_key_values=cache, use_cache=True)
+    kept = sum(map(sum, cache.kept()))
+    assert cache.nbytes() == (kept + 6 * 3) * 2 * 8 * 8
+    assert cache.full_nbytes() == 6 * PROMPT * 2 * 8 * 8
+    for step in range(10):
+        model(text[:, step : step + 1], past_key_values=cache, use_cache=True)
+    # Two re-lays: at most one fresh slack lies unused.
+    assert cache.nbytes() <= (kept + 6 * (10 + 3 + 1)) * 2 * 8 * 8
+
+
+def live_bytes(shape_tail: int) -> int:
+    """Bytes of the distinct storages behind all live tensors whose last dimension is `shape_tail`."""
+    gc.collect()
+    found = {}
+    for item in gc.get_objects():
+        if type(item) is torch.Tensor and item.ndim and item.shape[-1] == shape_tail and item.dtype == torch.float64:
+            found[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+@torch.no_grad()
+def test_prefill_never_holds_more_than_the_kept_part_and_one_layer():
+    """Counted at the end of each layer: the k and v of all earlier layers are gone but for what was kept."""
+    model = tiny_llama(hidden_size=48, head_dim=20, num_hidden_layers=5, max_position_embeddings=4096)
+    tokens = 1000
+    selector = RandomScores(5, 2, tokens)
+    baseline = live_bytes(20)
+    seen = []
+
+    class Counting(RandomScores):
+        def scores(self, layer, query, key, value, scale):
+            seen.append(live_bytes(20) - baseline)
+            return selector.scores(layer, query, key, value, scale)
+
+    cache = RaggedCache(model, method=Method("count", Uniform(0.15), Counting(5, 2, tokens)), slack=8)
+    model(ids(tokens), past_key_values=cache, use_cache=True)
+    entry = 2 * 20 * 8
+    kept_layer, full_layer = 2 * (150 + 8) * entry, 2 * tokens * entry
+    # Query and rotary tables of this layer have the same last dimension: 4 heads of q, its rotation, cos and sin.
+    transient = (4 * 2 + 2 * 2 + 4 + 4) * tokens * 20 * 8
+    assert len(seen) == 5
+    for layer, held in enumerate(seen):
+        assert held <= layer * kept_layer + full_layer + transient
+    growth = [b - a for a, b in zip(seen, seen[1:], strict=False)]
+    assert max(growth[1:]) <= kept_layer
+    assert live_bytes(20) - baseline <= 5 * kept_layer + 2 * tokens * 20 * 8
+
+
+def test_rewind_forgets_what_came_after_the_prompt(model, policy):
+    cache = RaggedCache(model, policy, retention=0.5, slack=2)
+    text = ids()
+    first = stepwise(model, cache, text, [LATER])
+    cache.rewind()
+    assert cache.get_seq_length() == PROMPT
+    again = model(text[:, PROMPT:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(again, first, atol=1e-12, rtol=1e-12)
+    with pytest.raises(CacheError, match="cannot be cut off"):
+        cache.crop(-LATER - 1)
+
+
+def test_reset_frees_everything(model, policy):
+    cache = RaggedCache(model, policy, retention=0.5)
+    model(ids(PROMPT), past_key_values=cache, use_cache=True)
+    assert cache.nbytes() > 0
+    cache.reset()
+    assert cache.nbytes() == 0 and cache.get_seq_length() == 0
+
+
+def test_bad_use_is_named(model, policy):
+    with pytest.raises(RetentionError):
+        RaggedCache(model, policy, retention=0)
+    with pytest.raises(LkvError, match="no method"):
+        RaggedCache(model, policy, method="lvk")
+    with pytest.raises(PolicyMismatchError):
+        RaggedCache(tiny_llama(seed=9), policy)
+    cache = RaggedCache(model, policy)
+    with pytest.raises(PromptError, match="600 tokens, but the model reads at most 512"):
+        model(ids(600), past_key_values=cache, use_cache=True)
+    padded = torch.ones(2, PROMPT, dtype=torch.long)
+    padded[0, :5] = 0
+    cache = RaggedCache(model, policy)
+    with pytest.raises(CacheError, match="padded prompts"):
+        model(ids(PROMPT, 2), attention_mask=padded, past_key_values=cache, use_cache=True)
+    cache = RaggedCache(model, policy)
+    with pytest.raises(CacheError, match="beam search"):
+        model.generate(ids(PROMPT), past_key_values=cache, num_beams=2, max_new_tokens=3, do_sample=False)
+
+
+def test_unsupported_architectures_are_refused():
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        MambaConfig,
+        MambaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 20}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    refused = {
+        "sliding_attention": MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=8)),
+        "no per-head key-value cache": MambaForCausalLM(
+            MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=20, state_size=4)
+        ),
+        "encoder-decoder": T5ForConditionalGeneration(
+            T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=20)
+        ),
+    }
+    for reason, model in refused.items():
+        with pytest.raises(UnsupportedModelError, match=reason):
+            attach(model)
+    assert attach(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=None))).kv_heads == 1
+    assert attach(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20))).kv_heads == 2
+    with pytest.raises(UnsupportedModelError, match="no transformers causal language model"):
+        attach(torch.nn.Linear(2, 2))

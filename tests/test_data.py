@@ -1,0 +1,147 @@
+"""The mixture: deterministic, held out from validation, answers present; malformed data named."""
+
+import gzip
+import json
+import random
+
+import pytest
+
+from lkv.data import Mixture
+from lkv.data.facts import fact, hide
+from lkv.data.sample import Continuation, Sample, tokenize
+from lkv.errors import DataError
+
+
+def write(folder, name, rows):
+    with gzip.open(folder / name, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A small data folder with made-up rows in the official fields."""
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "near",
+        "some",
+        "old",
+        "river",
+        "bank",
+        "today",
+    ]
+    rng = random.Random(0)
+
+    def text(count):
+        return " ".join(rng.choice(words) for _ in range(count)) + "."
+
+    write(
+        tmp_path,
+        "squad_train_subset.jsonl.gz",
+        [{"title": f"T_{i}", "context": f"{text(60)} Key {i}.", "question": f"Which key? {i}", "answers": [f"Key {i}"]} for i in range(80)],
+    )  # fmt: skip
+    write(
+        tmp_path,
+        "hotpotqa_train_200.jsonl.gz",
+        [
+            {"question": f"Q{i}", "answer": f"A{i}", "supporting_facts": [["P0", 0], ["P3", 0]],
+             "context": [[f"P{j}", [text(30), f" A{i} here."]] for j in range(6)]}
+            for i in range(40)
+        ],
+    )  # fmt: skip
+    for number in range(40):
+        (tmp_path / f"story{number}.txt").write_text(text(900))
+        (tmp_path / f"tool{number}.py").write_text("\n".join(f"def f{k}(x):\n    return x + {k}" for k in range(80)))
+    return tmp_path
+
+
+def test_samples_are_a_function_of_seed_and_index(folder):
+    one, two = Mixture(folder, 100, 400, seed=3), Mixture(folder, 100, 400, seed=3)
+    other = Mixture(folder, 100, 400, seed=4)
+    assert [one.sample(i, 2) for i in range(20)] == [two.sample(i, 2) for i in reversed(range(20))][::-1]
+    assert [one.sample(i, 2) for i in range(20)] != [other.sample(i, 2) for i in range(20)]
+    assert set(one.names) == {"squad", "multihop", "prose", "code", "python", "facts"}
+    for index in range(100):
+        assert len(one.sample(index, 2).continuations) == 2
+
+
+def test_validation_items_are_never_trained_on(folder):
+    """Paragraphs of the validation mixture do not occur in the training mixture."""
+    parts = [Mixture(folder, 100, 400, validation=flag) for flag in (False, True)]
+    keys = [
+        {
+            paragraph
+            for i in range(400)
+            for paragraph in mixture.sample(i, 1).context.split("\n\n")
+            if "Key" in paragraph
+        }
+        for mixture in parts
+    ]
+    assert keys[0] and keys[1] and not keys[0] & keys[1]
+
+
+def test_questions_can_be_answered_from_their_context(folder):
+    mixture, checked = Mixture(folder, 100, 400), 0
+    for index in range(200):
+        item = mixture.sample(index, 1)
+        if item.source in ("squad", "multihop", "facts"):
+            answer = item.continuations[0].target
+            assert answer.removeprefix("in ").lower() in item.context.lower()
+            checked += 1
+    assert checked > 40
+
+
+def test_hidden_facts_keep_the_text_and_answer_their_question():
+    for seed in range(200):
+        rng = random.Random(seed)
+        sentence, question, answer = fact(rng)
+        assert question.endswith("?")
+        assert answer.removeprefix("in ").lower() in sentence.lower()
+        text = hide(rng, "One two. Three four! Five six?", [sentence])
+        assert sentence in text and text.replace(sentence, "").split() == [
+            "One",
+            "two.",
+            "Three",
+            "four!",
+            "Five",
+            "six?",
+        ]
+
+
+def test_missing_empty_and_malformed_data_is_named(tmp_path):
+    with pytest.raises(DataError, match="there is no data folder"):
+        Mixture(tmp_path / "nowhere", 10, 20)
+    with pytest.raises(DataError, match="holds no data to train on"):
+        Mixture(tmp_path, 10, 20)
+    with gzip.open(tmp_path / "squad_train_subset.jsonl.gz", "wt") as file:
+        file.write('{"title": "x", "context": "c", "question": "q", "answers": ["a"]}\n{broken\n')
+    with pytest.raises(DataError, match=r"squad_train_subset\.jsonl\.gz, line 2: not a JSON object"):
+        Mixture(tmp_path, 10, 20)
+
+
+class Letters:
+    """A tokenizer of one token a character."""
+
+    eos_token_id = 0
+    chat_template = None
+
+    def __call__(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [ord(c) for c in text]}
+
+
+def test_tokenized_sample_knows_where_the_target_begins():
+    item = Sample("s", "abcdef", (Continuation("why", "so"), Continuation(None, "ghi")))
+    tokens = tokenize(item, Letters(), max_context=4, max_continuation=100)
+    assert tokens.context == [ord(c) for c in "abcd"]
+    (asked, skip), (following, none) = tokens.continuations
+    assert "".join(map(chr, asked[:skip])) == "\n\nQuestion: why\nAnswer:"
+    assert asked[skip:] == [ord("s"), ord("o"), 0]
+    assert (following, none) == ([ord(c) for c in "ghi"], 0)

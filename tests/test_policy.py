@@ -1,0 +1,137 @@
+"""The policy: parameter counts of the paper, scores against plain layers, files that refuse to lie."""
+
+import json
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from lkv.config import ModelSpec, replace
+from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
+from lkv.modeling import inspect_model
+from lkv.policy import HeadBudgets, Policy, TokenScores
+from tests.conftest import tiny_llama
+
+
+def size(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def spec(layers: int, kv_heads: int, head_dim: int) -> ModelSpec:
+    return ModelSpec("X", layers, 4 * kv_heads, kv_heads, head_dim, "", 1000, (0.5, -1.0))
+
+
+@pytest.mark.parametrize(("layers", "tokens", "embeddings"), [(32, 8_454_144, 32_768), (36, 9_510_912, 36_864)])
+def test_parameter_counts_of_the_papers_table(layers, tokens, embeddings):
+    """App. C.1: Llama-3.1-8B has 8.50M parameters, Qwen3-8B 9.56M."""
+    with torch.device("meta"):
+        heads, scores = HeadBudgets(layers, 8, 128), TokenScores(layers, 8, 128)
+    assert size(scores) == tokens == layers * 8 * 33_024
+    assert heads.embeddings.numel() == embeddings
+    assert size(heads) - embeddings == 8_320
+    assert round((size(heads) + size(scores)) / 1e6, 2) == {32: 8.50, 36: 9.56}[layers]
+
+
+def test_token_scores_equal_plain_layers():
+    """Each head's MLP built from torch.nn.Linear on the normalised [k; v]."""
+    torch.manual_seed(0)
+    scores = TokenScores(2, 3, 8)
+    scores.mean.normal_(std=3.0)
+    scores.std.uniform_(0.2, 5.0)
+    k, v = torch.randn(2, 3, 11, 8) * 4, torch.randn(2, 3, 11, 8)
+    ours = scores(k, v, 1)
+    for head in range(3):
+        first, second = torch.nn.Linear(16, 8), torch.nn.Linear(8, 1, bias=False)
+        first.weight.data, first.bias.data = scores.hidden[1, head].T, scores.bias[1, head]
+        second.weight.data = scores.output[1, head][None]
+        x = (torch.cat([k, v], -1)[:, head] - scores.mean[1, head]) / scores.std[1, head]
+        plain = second(torch.nn.functional.silu(first(x)))[..., 0]
+        torch.testing.assert_close(ours[:, head], plain, atol=1e-5, rtol=1e-4)
+
+
+@given(st.floats(0.01, 0.99))
+def test_ratios_average_to_the_retention(retention):
+    torch.manual_seed(3)
+    policy = Policy(spec(5, 3, 16))
+    torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
+    ratios = policy.ratios(retention).detach()
+    assert float(ratios.mean()) == pytest.approx(retention, rel=1e-5)
+    assert float(ratios.min()) >= 0 and float(ratios.max()) <= 1
+    assert float(ratios.std()) > 0.001
+
+
+def test_full_retention_keeps_everything():
+    assert bool((Policy(spec(2, 2, 8)).inference_ratios(1.0) == 1.0).all())
+
+
+@pytest.mark.parametrize("retention", [0.0, -0.1, 1.01, float("nan"), "much"])
+def test_retention_outside_its_range_is_refused(retention):
+    with pytest.raises(RetentionError, match=re.escape("must lie in (0, 1]")):
+        Policy(spec(2, 2, 8)).inference_ratios(retention)
+
+
+def test_saved_policy_loads_equal(tmp_path, policy):
+    policy.card["sources"] = ["a"]
+    policy.save_pretrained(tmp_path / "p")
+    loaded = Policy.from_pretrained(tmp_path / "p")
+    assert loaded.spec == policy.spec and loaded.card == {"sources": ["a"]}
+    for name, tensor in policy.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=0, atol=0)
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["config.json", "policy.safetensors"]
+
+
+def test_missing_truncated_and_tampered_files_are_refused(tmp_path, policy):
+    with pytest.raises(PolicyFileError, match="there is no policy folder"):
+        Policy.from_pretrained(tmp_path / "nowhere" / "at" / "all")
+    with pytest.raises(PolicyFileError, match=r"has no config\.json"):
+        Policy.from_pretrained(tmp_path)
+    policy.save_pretrained(tmp_path)
+    weights = tmp_path / "policy.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    with pytest.raises(PolicyFileError, match="truncated or changed"):
+        Policy.from_pretrained(tmp_path)
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(PolicyFileError, match="truncated or changed"):
+        Policy.from_pretrained(tmp_path)
+    weights.unlink()
+    with pytest.raises(PolicyFileError, match=r"has no policy\.safetensors"):
+        Policy.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(PolicyFileError, match="cannot be read"):
+        Policy.from_pretrained(tmp_path)
+
+
+def test_a_newer_format_is_refused(tmp_path, policy):
+    policy.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"format": 99}))
+    with pytest.raises(PolicyFileError, match="format 99"):
+        Policy.from_pretrained(tmp_path)
+
+
+def test_a_failed_save_leaves_the_old_policy(tmp_path, policy, monkeypatch):
+    policy.save_pretrained(tmp_path)
+    before = load_file(tmp_path / "policy.safetensors")
+
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("lkv.policy.save_file", fail)
+    policy.tokens.bias += 1
+    with pytest.raises(OSError, match="no space"):
+        policy.save_pretrained(tmp_path)
+    after = load_file(tmp_path / "policy.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    Policy.from_pretrained(tmp_path)
+
+
+def test_other_models_are_refused_and_other_dtypes_are_not(policy, model):
+    policy.check_model(inspect_model(model.to(torch.bfloat16)))
+    with pytest.raises(PolicyMismatchError, match="other weights"):
+        policy.check_model(inspect_model(tiny_llama(seed=1)))
+    with pytest.raises(PolicyMismatchError, match="kv_heads 2, but the model given has 4"):
+        policy.check_model(replace(policy.spec, kv_heads=4))

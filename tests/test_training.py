@@ -1,0 +1,251 @@
+"""Training: the paper's schedule, teacher and student against the stock model and the cache, exact resume."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lkv.cache import RaggedCache
+from lkv.config import PRESETS, TrainingConfig, replace
+from lkv.data.sample import TokenizedSample
+from lkv.errors import DataError, TrainingError
+from lkv.modeling import attach, inspect_model
+from lkv.ops.soft_topk import soft_topk
+from lkv.policy import Policy
+from lkv.training import Distiller, Trainer, gumbel, hard_mask, require_samples, schedule, soft_mask
+from tests.conftest import tiny_llama
+
+CONFIG = TrainingConfig(
+    steps=6, batch=2, warmup=2, checkpoint_every=2, evaluate_every=3, tau_end=0.05, min_tokens=30, max_tokens=40
+)
+
+
+def sample(number: int, tokens: int = 30) -> TokenizedSample:
+    generator = torch.Generator().manual_seed(number)
+    draw = lambda count: torch.randint(3, 67, (count,), generator=generator).tolist()  # noqa: E731
+    return TokenizedSample("random", draw(tokens), [(draw(9), 4), (draw(6), 0)])
+
+
+def trainer(folder, config=CONFIG, samples=sample, **kwargs):
+    model = tiny_llama(dtype=torch.float32)
+    torch.manual_seed(1)
+    policy = Policy(inspect_model(model))
+    return Trainer(model, policy, config, samples, [sample(1000)], folder, **kwargs), policy
+
+
+def test_schedule_is_the_papers():
+    """App. C.3: warm-up over 20 steps, linear decay 1e-3 to 1e-4, exponential tau and R."""
+    paper = PRESETS["paper"]
+    assert (paper.steps, paper.batch, paper.beta, paper.max_grad_norm) == (1000, 64, 0.5, 1.0)
+    assert schedule(paper, 0).lr == pytest.approx(1e-3 / 20)
+    assert schedule(paper, 20).lr == pytest.approx(1e-3)
+    assert schedule(paper, 1000).lr == pytest.approx(1e-4)
+    assert schedule(paper, 0).tau == 1.0 and schedule(paper, 0).retention == 0.5
+    assert schedule(paper, 500).tau == pytest.approx(math.sqrt(0.001))
+    assert schedule(paper, 500).retention == pytest.approx(math.sqrt(0.5 * 0.15))
+    assert schedule(paper, 1000).tau == pytest.approx(0.001)
+    assert schedule(paper, 1000).retention == pytest.approx(0.15)
+
+
+def test_hold_keeps_the_final_values():
+    config = TrainingConfig(steps=100, hold=0.25)
+    assert schedule(config, 75) != schedule(config, 74)
+    assert schedule(config, 75).tau == schedule(config, 99).tau == pytest.approx(0.001)
+
+
+def test_gumbel_noise_has_its_moments():
+    noise = gumbel((200_000,), torch.Generator().manual_seed(0), torch.device("cpu"))
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.01)
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, rel=0.02)
+
+
+def test_teacher_equals_the_stock_model(model):
+    item = sample(3)
+    expected = [
+        torch.log_softmax(model(torch.tensor([item.context + ids])).logits[0, 30 + max(0, skip - 1) : -1].float(), -1)
+        for ids, skip in item.continuations
+    ]
+    attach(model)
+    out = Distiller(model, item).run(None)
+    torch.testing.assert_close(out.log_probs, torch.cat(expected))
+
+
+def test_student_equals_inference_through_the_cache(model, policy):
+    """The hard-masked student is the exact twin of what the ragged cache computes (DESIGN: continuation mode)."""
+    item = sample(4)
+    attach(model)
+    run = Distiller(model, item)
+    out = run.run(hard_mask(policy, run.scores(policy), 0.3, 2))
+    rows = []
+    for ids, skip in item.continuations:
+        cache = RaggedCache(model, policy, retention=0.3)
+        model(torch.tensor([item.context]), past_key_values=cache, use_cache=True)
+        logits = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0]
+        rows.append(torch.log_softmax(logits[max(0, skip - 1) : -1].float(), -1))
+    torch.testing.assert_close(out.log_probs, torch.cat(rows), atol=1e-6, rtol=1e-6)
+
+
+def test_losses_are_the_papers_formulas(model):
+    item = sample(5)
+    attach(model)
+    run = Distiller(model, item)
+    teacher = run.run(None)
+    log_mask = -torch.rand(3, 2, 2, 30, dtype=torch.float64) * 5
+    student = run.run(log_mask)
+    counts = [5, 5]  # targets: 9 - 4 after a question; 6 - 1 directly after the context
+    rows = torch.split(
+        torch.nn.functional.kl_div(student.log_probs, teacher.log_probs, reduction="none", log_target=True).sum(-1),
+        counts,
+    )
+    torch.testing.assert_close(run.kl(teacher, student), torch.stack([r.mean() for r in rows]).mean())
+    for norm in ("sum", "mean", "relative"):
+        total = 0.0
+        for target, own in zip(teacher.hidden, student.hidden, strict=True):
+            for row, length in enumerate((9, 6)):
+                squared = (target[row, :length] - own[row, :length]).float().norm(dim=-1) ** 2
+                scale = {"sum": 1.0, "mean": 32.0, "relative": target[row, :length].float().norm(dim=-1) ** 2}[norm]
+                total += float((squared / scale).mean()) / 2 / 3
+        assert float(run.hidden_distance(teacher, student, norm)) == pytest.approx(total, rel=1e-5)
+    assert 0 <= run.agreement(teacher, student) <= 1
+
+
+def test_soft_mask_spends_the_budget_of_each_head(model, policy):
+    scores = torch.randn(3, 2, 30)
+    mask = soft_mask(policy, scores, 0.2, 0.5, torch.randn(4, 3, 2, 30)).exp()
+    expected = (policy.ratios(0.2) * 30)[:, None].expand(3, 4, 2)
+    torch.testing.assert_close(mask.sum(-1), expected, atol=1e-4, rtol=0)
+    assert float(mask.sum()) == pytest.approx(4 * 0.2 * 6 * 30, rel=1e-5)
+
+
+def test_gradients_of_the_whole_loss_against_finite_differences(model, policy):
+    """Through soft mask, attention, model and losses, to a budget embedding and a selector weight."""
+    attach(model)
+    model.requires_grad_(False)
+    policy = policy.double().requires_grad_(True)
+    torch.nn.init.normal_(policy.heads.embeddings, std=1.0)
+    run = Distiller(model, sample(6))
+    with torch.no_grad():
+        teacher = run.run(None)
+    noise = gumbel((2, 3, 2, 30), torch.Generator().manual_seed(0), torch.device("cpu")).double()
+    kv = torch.stack([torch.cat(layer, -1)[0] for layer in run.prompt])
+
+    def loss() -> torch.Tensor:
+        hidden = torch.einsum("lhtc,lhcd->lhtd", kv, policy.tokens.hidden) + policy.tokens.bias[:, :, None]
+        scores = torch.einsum("lhtd,lhd->lht", torch.nn.functional.silu(hidden), policy.tokens.output)
+        budgets = policy.ratios(0.3) * 30
+        student = run.run(soft_topk(scores + noise, budgets, 0.5).log_mask.transpose(0, 1))
+        return sum((a - b).square().mean() for a, b in zip(teacher.hidden, student.hidden, strict=True))
+
+    loss().backward()
+    for parameter, place in [
+        (policy.heads.embeddings, (1, 0, 3)),
+        (policy.tokens.hidden, (0, 1, 2, 4)),
+        (policy.tokens.output, (2, 0, 5)),
+    ]:
+        step = 1e-5
+        with torch.no_grad():
+            parameter[place] += step
+            up = float(loss())
+            parameter[place] -= 2 * step
+            down = float(loss())
+            parameter[place] += step
+        slope = float(parameter.grad[place])
+        assert slope != 0
+        assert slope == pytest.approx((up - down) / (2 * step), rel=2e-4, abs=1e-10)
+
+
+def test_training_lowers_the_loss_and_changes_the_budgets(tmp_path):
+    run, policy = trainer(tmp_path, replace(CONFIG, steps=60, lr=1e-2, evaluate_every=20), lambda _: sample(8))
+    before = policy.ratios(0.15).detach().clone()
+    run.run()
+    curve = [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in curve] == [20, 40, 60]
+    assert float((policy.ratios(0.15) - before).detach().abs().max()) > 0.02
+    untrained = trainer(tmp_path / "other", samples=lambda _: sample(8))[0]
+    attach(untrained._model)
+    untrained._validation = run._validation = [sample(8)]
+    assert run.evaluate()["kl"] < 0.8 * untrained.evaluate()["kl"]
+
+
+def test_normalisation_is_measured_on_the_training_text(tmp_path):
+    run, policy = trainer(tmp_path)
+    run.run(stop_after=1)
+    model = tiny_llama(dtype=torch.float32)
+    kv = []
+    for number in range(12):
+        cache = model(torch.tensor([sample(number).context]), use_cache=True).past_key_values
+        kv.append(torch.cat([cache.layers[2].keys, cache.layers[2].values], -1)[0].detach())
+    kv = torch.cat(kv, 1)
+    torch.testing.assert_close(policy.tokens.mean[2], kv.mean(1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(policy.tokens.std[2], kv.std(1, correction=0), atol=1e-4, rtol=1e-3)
+
+
+def test_resumed_training_is_bit_for_bit_the_same(tmp_path):
+    whole, first = trainer(tmp_path / "whole")
+    whole.run()
+    trainer(tmp_path / "parts")[0].run(stop_after=3)  # one step beyond the checkpoint, to be repeated
+    resumed, second = trainer(tmp_path / "parts")
+    resumed.run()
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+    assert (tmp_path / "whole/curve.jsonl").read_text() == (tmp_path / "parts/curve.jsonl").read_text()
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+import tests.test_training as t
+def slow(number):
+    time.sleep(float(sys.argv[2]))
+    return t.sample(number)
+run, policy = t.trainer(Path(sys.argv[1]), samples=slow)
+run.run()
+policy.save_pretrained(Path(sys.argv[1]) / "policy")
+"""
+
+
+def test_training_killed_with_signal_9_resumes_to_the_same_weights(tmp_path):
+    def start(folder, delay):
+        return subprocess.Popen([sys.executable, "-c", SCRIPT, str(folder), str(delay)], stderr=subprocess.DEVNULL)
+
+    killed = start(tmp_path / "killed", 0.2)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "killed/checkpoint.safetensors").exists():
+        assert killed.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert not (tmp_path / "killed/policy").exists()
+    for folder in ("killed", "whole"):
+        assert start(tmp_path / folder, 0).wait(timeout=120) == 0
+    ours, theirs = (load_file(tmp_path / folder / "policy/policy.safetensors") for folder in ("killed", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_nan_in_the_loss_stops_and_keeps_the_checkpoint(tmp_path):
+    run, _ = trainer(tmp_path)
+    run.run(stop_after=4)
+    before = (tmp_path / "checkpoint.safetensors").read_bytes()
+    broken, _ = trainer(tmp_path)
+    broken._model.lm_head.weight.data[5] = torch.nan
+    with pytest.raises(TrainingError, match=r"the loss is nan at step 4 .* keeps the last good state"):
+        broken.run()
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
+
+
+def test_checkpoint_of_other_settings_is_refused(tmp_path):
+    trainer(tmp_path)[0].run(stop_after=2)
+    with pytest.raises(TrainingError, match="other settings"):
+        trainer(tmp_path, replace(CONFIG, lr=5.0))[0].run()
+
+
+def test_samples_without_continuations_are_named():
+    with pytest.raises(DataError, match="no sample has a continuation"):
+        require_samples([TokenizedSample("x", [1, 2], [])])
