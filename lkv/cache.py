@@ -130,7 +130,7 @@ class RaggedLayer(HookedLayer):
 
     def _evict(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
         """Keep the best tokens of each head and drop the rest (Sec. 3.4, inference)."""
-        batch, heads, tokens, _ = key.shape
+        batch, tokens = key.shape[0], key.shape[2]
         scores = self._method.selector.scores(self._index, query, key, value, scale)
         self.kept = torch.tensor(self._method.budget.counts(self._index, scores))
         self.prompt_length = tokens

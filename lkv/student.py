@@ -41,7 +41,8 @@ class _FrozenLayer(HookedLayer):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
         rows, heads, new, _ = key.shape
-        k, v = (torch.cat([old.expand(rows, -1, -1, -1), own], 2) for old, own in zip(self._prompt, (key, value)))
+        k = torch.cat([self._prompt[0].expand(rows, -1, -1, -1), key], 2)
+        v = torch.cat([self._prompt[1].expand(rows, -1, -1, -1), value], 2)
         log_mask = k.new_zeros((rows, heads, k.shape[2]), dtype=torch.float32)
         if self._log_mask is not None:
             log_mask = torch.cat([self._log_mask, log_mask[..., :new].to(self._log_mask.dtype)], -1)

@@ -292,7 +292,7 @@ class Trainer:
         path = self._folder / _CHECKPOINT
         with safe_open(path, "pt") as file:
             metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if json.loads(metadata["config"]) != asdict(self._config):
             raise TrainingError(
                 f"{path} belongs to a run with other settings; give the same settings to resume it, or another folder."

@@ -1,6 +1,7 @@
 """RaggedCache against the stock model, plain at retention 1 and with a -inf mask on what was evicted otherwise."""
 
 import gc
+from itertools import pairwise
 
 import pytest
 import torch
@@ -154,7 +155,7 @@ def test_prefill_never_holds_more_than_the_kept_part_and_one_layer():
     assert len(seen) == 5
     for layer, held in enumerate(seen):
         assert held <= layer * kept_layer + full_layer + transient
-    growth = [b - a for a, b in zip(seen, seen[1:], strict=False)]
+    growth = [b - a for a, b in pairwise(seen)]
     assert max(growth[1:]) <= kept_layer
     assert live_bytes(20) - baseline <= 5 * kept_layer + 2 * tokens * 20 * 8
 

@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import kl_div
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lkv.cache import RaggedCache
 from lkv.config import PRESETS, TrainingConfig, replace
@@ -94,16 +97,14 @@ def test_student_equals_inference_through_the_cache(model, policy):
 
 def test_losses_are_the_papers_formulas(model):
     item = sample(5)
-    attach(model)
+    attach(model.requires_grad_(False))
     run = Distiller(model, item)
     teacher = run.run(None)
     log_mask = -torch.rand(3, 2, 2, 30, dtype=torch.float64) * 5
     student = run.run(log_mask)
     counts = [5, 5]  # targets: 9 - 4 after a question; 6 - 1 directly after the context
-    rows = torch.split(
-        torch.nn.functional.kl_div(student.log_probs, teacher.log_probs, reduction="none", log_target=True).sum(-1),
-        counts,
-    )
+    pointwise = kl_div(student.log_probs, teacher.log_probs, reduction="none", log_target=True)
+    rows = torch.split(pointwise.sum(-1), counts)
     torch.testing.assert_close(run.kl(teacher, student), torch.stack([r.mean() for r in rows]).mean())
     for norm in ("sum", "mean", "relative"):
         total = 0.0
@@ -124,10 +125,18 @@ def test_soft_mask_spends_the_budget_of_each_head(model, policy):
     assert float(mask.sum()) == pytest.approx(4 * 0.2 * 6 * 30, rel=1e-5)
 
 
+def rms_norm_in_float64(module, x):
+    return module.weight * x * (x.square().mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
+
+
 def test_gradients_of_the_whole_loss_against_finite_differences(model, policy):
     """Through soft mask, attention, model and losses, to a budget embedding and a selector weight."""
     attach(model)
     model.requires_grad_(False)
+    for module in model.modules():
+        # The stock norm rounds to float32, which finite differences would see.
+        if isinstance(module, LlamaRMSNorm):
+            module.forward = partial(rms_norm_in_float64, module)
     policy = policy.double().requires_grad_(True)
     torch.nn.init.normal_(policy.heads.embeddings, std=1.0)
     run = Distiller(model, sample(6))
@@ -158,7 +167,7 @@ def test_gradients_of_the_whole_loss_against_finite_differences(model, policy):
             parameter[place] += step
         slope = float(parameter.grad[place])
         assert slope != 0
-        assert slope == pytest.approx((up - down) / (2 * step), rel=2e-4, abs=1e-10)
+        assert slope == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-10)
 
 
 def test_training_lowers_the_loss_and_changes_the_budgets(tmp_path):

@@ -3,186 +3,34 @@
 import random
 import re
 
-_NAMES = [
-    "Alma",
-    "Boris",
-    "Chiara",
-    "Dmitri",
-    "Elena",
-    "Farid",
-    "Greta",
-    "Hugo",
-    "Ines",
-    "Jonas",
-    "Kenji",
-    "Lucia",
-    "Marek",
-    "Nadia",
-    "Omar",
-    "Petra",
-    "Quentin",
-    "Rosa",
-    "Sven",
-    "Tara",
-    "Ulla",
-    "Viktor",
-    "Wanda",
-    "Yusuf",
-    "Zoe",
-]
-_SURNAMES = [
-    "Abbot",
-    "Bergman",
-    "Castillo",
-    "Dorsey",
-    "Ekholm",
-    "Farrow",
-    "Grimaldi",
-    "Hashimoto",
-    "Iversen",
-    "Jankovic",
-    "Keller",
-    "Lindqvist",
-    "Moreau",
-    "Novak",
-    "Okafor",
-    "Petrov",
-    "Quimby",
-    "Rossi",
-    "Sandoval",
-    "Takeda",
-    "Unger",
-    "Varga",
-    "Whitlock",
-    "Yilmaz",
-    "Zeman",
-]
-_ADJECTIVES = [
-    "amber",
-    "brass",
-    "copper",
-    "crimson",
-    "dusty",
-    "emerald",
-    "faded",
-    "golden",
-    "hollow",
-    "ivory",
-    "jagged",
-    "narrow",
-    "oaken",
-    "pale",
-    "quiet",
-    "rusty",
-    "scarlet",
-    "silver",
-    "tangled",
-    "velvet",
-    "wooden",
-    "yellow",
-]
-_THINGS = [
-    "archive",
-    "barn",
-    "bridge",
-    "cabinet",
-    "canoe",
-    "cellar",
-    "chapel",
-    "clock",
-    "compass",
-    "drawer",
-    "engine",
-    "ferry",
-    "garden",
-    "harbour",
-    "kettle",
-    "lantern",
-    "ledger",
-    "library",
-    "locker",
-    "mill",
-    "orchard",
-    "piano",
-    "quarry",
-    "safe",
-    "tower",
-    "trunk",
-    "vault",
-    "violin",
-    "wagon",
-    "windmill",
-]
-_CITIES = [
-    "Aarhus",
-    "Bergen",
-    "Cadiz",
-    "Debrecen",
-    "Esch",
-    "Fez",
-    "Ghent",
-    "Haifa",
-    "Izmir",
-    "Jena",
-    "Kyoto",
-    "Lima",
-    "Malaga",
-    "Nantes",
-    "Oslo",
-    "Porto",
-    "Quito",
-    "Riga",
-    "Seville",
-    "Tartu",
-    "Utrecht",
-    "Varna",
-    "Wroclaw",
-    "York",
-    "Zadar",
-]
-_JOBS = [
-    "architect",
-    "baker",
-    "botanist",
-    "carpenter",
-    "chemist",
-    "dentist",
-    "editor",
-    "geologist",
-    "jeweller",
-    "librarian",
-    "locksmith",
-    "mason",
-    "nurse",
-    "painter",
-    "pilot",
-    "plumber",
-    "sculptor",
-    "surveyor",
-    "tailor",
-    "translator",
-]
-_FOODS = [
-    "apricots",
-    "barley",
-    "beetroot",
-    "cardamom",
-    "chestnuts",
-    "figs",
-    "ginger",
-    "hazelnuts",
-    "lentils",
-    "mulberries",
-    "olives",
-    "parsnips",
-    "plums",
-    "quinces",
-    "radishes",
-    "rhubarb",
-    "saffron",
-    "turnips",
-    "walnuts",
-]
+_NAMES = """
+Alma Boris Chiara Dmitri Elena Farid Greta Hugo Ines Jonas Kenji Lucia Marek Nadia Omar Petra Quentin Rosa
+Sven Tara Ulla Viktor Wanda Yusuf Zoe
+""".split()
+_SURNAMES = """
+Abbot Bergman Castillo Dorsey Ekholm Farrow Grimaldi Hashimoto Iversen Jankovic Keller Lindqvist Moreau Novak
+Okafor Petrov Quimby Rossi Sandoval Takeda Unger Varga Whitlock Yilmaz Zeman
+""".split()
+_ADJECTIVES = """
+amber brass copper crimson dusty emerald faded golden hollow ivory jagged narrow oaken pale quiet rusty
+scarlet silver tangled velvet wooden yellow
+""".split()
+_THINGS = """
+archive barn bridge cabinet canoe cellar chapel clock compass drawer engine ferry garden harbour kettle
+lantern ledger library locker mill orchard piano quarry safe tower trunk vault violin wagon windmill
+""".split()
+_CITIES = """
+Aarhus Bergen Cadiz Debrecen Esch Fez Ghent Haifa Izmir Jena Kyoto Lima Malaga Nantes Oslo Porto Quito Riga
+Seville Tartu Utrecht Varna Wroclaw York Zadar
+""".split()
+_JOBS = """
+architect baker botanist carpenter chemist dentist editor geologist jeweller librarian locksmith mason nurse
+painter pilot plumber sculptor surveyor tailor translator
+""".split()
+_FOODS = """
+apricots barley beetroot cardamom chestnuts figs ginger hazelnuts lentils mulberries olives parsnips plums
+quinces radishes rhubarb saffron turnips walnuts
+""".split()
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
@@ -193,6 +41,7 @@ def fact(rng: random.Random) -> tuple[str, str, str]:
     number = str(rng.randint(100, 99999))
     code = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(rng.randint(4, 7)))
     city, job, food = rng.choice(_CITIES), rng.choice(_JOBS), rng.choice(_FOODS)
+    variable = f"{code.lower()}_{job}"
     year = str(rng.randint(1650, 2020))
     forms = [
         (f"The number painted on {place} is {number}.", f"What number is painted on {place}?", number),

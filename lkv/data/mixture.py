@@ -177,7 +177,8 @@ def _window_start(rng: random.Random, text: str, size: int, anchor: int) -> int:
     """A random start such that text[start:start + size] holds the place `anchor` (-1: the text's beginning)."""
     if anchor < 0 or len(text) <= size:
         return 0
-    return rng.randint(max(0, anchor - size + 200), max(0, min(anchor, len(text) - size)))
+    last = min(anchor, len(text) - size)
+    return rng.randint(min(last, max(0, anchor - size + 200)), last)
 
 
 def _window(rng: random.Random, text: str, size: float) -> str:
