@@ -46,3 +46,17 @@ class LearnedBudget(PerHead):
 
     def __init__(self, policy: Policy, retention: float):
         super().__init__(policy.inference_ratios(retention).tolist())
+
+
+class GlobalTopK:
+    """One contest of all tokens of all heads by raw scores [L, B, H, T] (KVzip's rule)."""
+
+    def __init__(self, table: Tensor, retention: float):
+        layers, _, heads, tokens = table.shape
+        room = int(check_retention(retention) * layers * heads * tokens + _ROUNDING)
+        flat = table.transpose(0, 1).flatten(1)
+        threshold = flat.topk(room, -1).values[:, -1]
+        self._counts = (table >= threshold[None, :, None, None]).sum(-1)
+
+    def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
+        return self._counts[layer].tolist()

@@ -13,9 +13,9 @@ from lkv.methods import Method, make_method, needs_policy
 from lkv.modeling import attach, has_padding
 from lkv.ops.ragged_attention import ragged_attention
 from lkv.policy import Policy
+from lkv.prefill import PromptLayer
 
-_SLACK = {"cpu": 32}
-_GPU_SLACK = 256
+_CPU_SLACK, _GPU_SLACK = 32, 256
 
 
 class RaggedCache(Cache):
@@ -46,7 +46,8 @@ class RaggedCache(Cache):
                 policy.to(model.device)
             method = make_method(method, retention, policy)
         self.method, self.retention = method, retention
-        super().__init__(layers=[RaggedLayer(index, method, slack) for index in range(self.spec.layers)])
+        self.ragged = [RaggedLayer(index, method, slack) for index in range(self.spec.layers)]
+        super().__init__(layers=[*self.ragged])
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if layer_idx == 0:
@@ -58,43 +59,48 @@ class RaggedCache(Cache):
                 )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def fill(self, prompt: list[PromptLayer]) -> None:
+        """Take over a prompt that was read before (`prefill.read_prompt`): one prefill serves many methods."""
+        for layer, whole in zip(self.ragged, prompt, strict=True):
+            layer.fill(whole)
+
     @property
     def prompt_length(self) -> int:
         """Tokens of the prompt that was compressed (0 before the first forward pass)."""
-        return self.layers[-1].prompt_length
+        return self.ragged[-1].prompt_length
 
     def rewind(self) -> None:
         """Forget everything appended after the prompt."""
-        for layer in self.layers:
+        for layer in self.ragged:
             layer.crop(layer.prompt_length - layer.get_seq_length())
 
     def kept(self) -> list[list[int]]:
         """Prompt entries held by each head, [L][H], summed over the batch."""
-        return [layer.kept.sum(0).tolist() for layer in self.layers]
+        return [layer.kept.sum(0).tolist() for layer in self.ragged]
 
     def realised_retention(self) -> float:
         """Prompt entries held divided by all of them."""
-        every = sum(layer.kept.numel() for layer in self.layers) * self.prompt_length
-        return sum(int(layer.kept.sum()) for layer in self.layers) / every if every else 1.0
+        every = sum(layer.kept.numel() for layer in self.ragged) * self.prompt_length
+        return sum(int(layer.kept.sum()) for layer in self.ragged) / every if every else 1.0
 
     def nbytes(self) -> int:
         """Bytes of k and v storage really held, slack included."""
-        return sum(layer.nbytes() for layer in self.layers)
+        return sum(layer.nbytes() for layer in self.ragged)
 
     def full_nbytes(self) -> int:
         """Bytes that an uncompressed cache would hold for the same tokens."""
-        return sum(layer.full_nbytes() for layer in self.layers)
+        return sum(layer.full_nbytes() for layer in self.ragged)
 
     # Cache's own property looks at attributes that ragged layers do not have before the prompt.
     @property
     def is_initialized(self) -> bool:
-        return all(layer.is_initialized for layer in self.layers)
+        return all(layer.is_initialized for layer in self.ragged)
 
 
 class RaggedLayer(HookedLayer):
     """One layer: flat pools [P, d] of k and v in which each (batch, KV head) owns one span with slack at its end.
 
-    Appends are equal for all heads, so the tail's length is one integer. `keys` and `values` are the pools.
+    Appends are equal for all heads, so the tail's length is one integer.
     """
 
     is_croppable = True
@@ -102,15 +108,21 @@ class RaggedLayer(HookedLayer):
     def __init__(self, index: int, method: Method, slack: int | None = None):
         super().__init__()
         self._index, self._method, self._slack = index, method, slack
-        self.prompt_length = 0
-        self.kept = torch.zeros(0, 0, dtype=torch.long)
-        self._tail = self._room = 0
+        self.reset()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        if self._slack is None:
+            self._slack = _CPU_SLACK if key_states.device.type == "cpu" else _GPU_SLACK
+
+    def fill(self, prompt: PromptLayer) -> None:
+        """Evict from k and v computed before."""
+        self.lazy_initialization(prompt.key, prompt.value)
+        self._evict(prompt.query, prompt.key, prompt.value, prompt.scale)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            if self._slack is None:
-                self._slack = _SLACK.get(key_states.device.type, _GPU_SLACK)
         if self.prompt_length:
             # What is stored belongs to no autograd graph: a cache that held one would hold every activation.
             self._append(key_states.detach(), value_states.detach())
@@ -126,9 +138,9 @@ class RaggedLayer(HookedLayer):
             self._evict(query.detach(), key.detach(), value.detach(), scale)
             return out
         lens = self._lens + self._tail
-        return ragged_attention(query, self.keys, self.values, self._starts, lens, scale).transpose(1, 2)
+        return ragged_attention(query, self.k_pool, self.v_pool, self._starts, lens, scale).transpose(1, 2)
 
-    def _evict(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+    def _evict(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> None:
         """Keep the best tokens of each head and drop the rest (Sec. 3.4, inference)."""
         batch, tokens = key.shape[0], key.shape[2]
         scores = self._method.selector.scores(self._index, query, key, value, scale)
@@ -142,8 +154,8 @@ class RaggedLayer(HookedLayer):
                     chosen: Any = slice(None)
                 else:
                     chosen = scores[b, h].topk(count, sorted=False).indices.sort().values
-                self.keys[start : start + count] = key[b, h, chosen]
-                self.values[start : start + count] = value[b, h, chosen]
+                self.k_pool[start : start + count] = key[b, h, chosen]
+                self.v_pool[start : start + count] = value[b, h, chosen]
 
     def _allocate(self, lens: Tensor, key: Tensor, value: Tensor) -> None:
         """New pools for spans of `lens` [B, H] entries and slack; `key` and `value` give head size and dtype."""
@@ -153,7 +165,7 @@ class RaggedLayer(HookedLayer):
         size = int(ends[-1])
         self._lens = lens.to(key.device, torch.int32)
         self._starts = starts.view_as(lens).to(key.device, torch.int32)
-        self.keys, self.values = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
+        self.k_pool, self.v_pool = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
 
     def _append(self, key: Tensor, value: Tensor) -> None:
         """Scatter new k, v [B, H, n, d] to the ends of the spans."""
@@ -161,14 +173,14 @@ class RaggedLayer(HookedLayer):
         if new > self._room:
             self._relay(new)
         places = (self._starts + self._lens + self._tail)[..., None] + torch.arange(new, device=key.device)
-        self.keys[places] = key
-        self.values[places] = value
+        self.k_pool[places] = key
+        self.v_pool[places] = value
         self._tail += new
         self._room -= new
 
     def _relay(self, new: int) -> None:
         """Lay this layer's spans out again with room for `new` entries and fresh slack."""
-        keys, values, starts = self.keys, self.values, self._starts.tolist()
+        keys, values, starts = self.k_pool, self.v_pool, self._starts.tolist()
         kept, tail, slack = self._lens.cpu(), self._tail, self._slack or 0
         self._slack = slack + new
         self._allocate(kept + tail, keys, values)
@@ -176,8 +188,8 @@ class RaggedLayer(HookedLayer):
         for row in range(kept.shape[0]):
             for h, length in enumerate((kept[row] + tail).tolist()):
                 old, start = starts[row][h], int(self._starts[row, h])
-                self.keys[start : start + length] = keys[old : old + length]
-                self.values[start : start + length] = values[old : old + length]
+                self.k_pool[start : start + length] = keys[old : old + length]
+                self.v_pool[start : start + length] = values[old : old + length]
         self._lens -= tail
 
     def get_seq_length(self, *args: Any) -> int:
@@ -200,7 +212,7 @@ class RaggedLayer(HookedLayer):
 
     def reset(self) -> None:
         """Forget everything, and free it."""
-        self.keys = self.values = None
+        self.k_pool = self.v_pool = torch.empty(0, 0)
         self.kept = torch.zeros(0, 0, dtype=torch.long)
         self.prompt_length = self._tail = self._room = 0
         self.is_initialized = False
@@ -219,12 +231,9 @@ class RaggedLayer(HookedLayer):
 
     def nbytes(self) -> int:
         """Bytes of storage behind the two pools."""
-        pools = (self.keys, self.values)
-        return sum(pool.untyped_storage().nbytes() for pool in pools if pool is not None)
+        return self.k_pool.untyped_storage().nbytes() + self.v_pool.untyped_storage().nbytes()
 
     def full_nbytes(self) -> int:
         """Bytes of k and v of all tokens, had none been evicted."""
-        if self.keys is None:
-            return 0
-        entry = (self.keys.shape[-1] + self.values.shape[-1]) * self.keys.element_size()
+        entry = (self.k_pool.shape[-1] + self.v_pool.shape[-1]) * self.k_pool.element_size()
         return self.kept.numel() * self.get_seq_length() * entry

@@ -1,13 +1,16 @@
 """The command line: lkv ask | train | inspect."""
 
 import argparse
+import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 from lkv.config import PRESETS, TrainingConfig, replace
-from lkv.errors import LkvError
+from lkv.errors import LkvError, check_retention
+from lkv.methods import FULL, NAMES
 
 _TRAINING_OPTIONS = ("steps", "batch", "continuations", "lr", "seed", "min_tokens", "max_tokens", "hidden_norm")
 
@@ -27,6 +30,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lkv", description="Learned KV cache eviction for transformers models.")
     commands = parser.add_subparsers(required=True)
 
+    ask = commands.add_parser("ask", help="ask a question about a text file from a compressed cache")
+    ask.add_argument("file", type=Path)
+    ask.add_argument("question")
+    ask.add_argument("--retention", type=float, default=0.15, help="share of the cache to keep, in (0, 1]")
+    ask.add_argument("--method", default="lkv", help=f"one of {', '.join([*NAMES, FULL])}")
+    ask.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
+    ask.add_argument("--policy", default=None, help="folder or hub id of a policy (default: the one shipped)")
+    ask.add_argument("--max-new-tokens", type=int, default=128)
+    ask.set_defaults(run=_ask)
+
+    inspect = commands.add_parser("inspect", help="show what a policy learned")
+    inspect.add_argument("policy", nargs="?", default=None, help="folder or hub id (default: the one shipped)")
+    inspect.add_argument("--retention", type=float, default=0.15)
+    inspect.add_argument("--figure", type=Path, default=None, help="write the budgets as a picture")
+    inspect.set_defaults(run=_inspect)
+
     train = commands.add_parser("train", help="train a policy for a model, or resume the training")
     train.add_argument("--preset", choices=sorted(PRESETS), default="paper")
     train.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
@@ -37,6 +56,42 @@ def _parser() -> argparse.ArgumentParser:
         train.add_argument("--" + name.replace("_", "-"), type=types[name], default=None)
     train.set_defaults(run=_train)
     return parser
+
+
+def _ask(options: argparse.Namespace) -> None:
+    from lkv.compression import compress
+    from lkv.embedded import DEFAULT, load_model
+    from lkv.policy import Policy
+
+    try:
+        text = options.file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LkvError(f"{options.file} cannot be read as text ({error}); give a UTF-8 text file.") from error
+    check_retention(options.retention)
+    policy = Policy.from_pretrained(options.policy) if options.policy else None
+    model, tokenizer = load_model(options.model or DEFAULT)
+    started = time.perf_counter()
+    context = compress(model, tokenizer, text, options.method, options.retention, policy)
+    seconds = time.perf_counter() - started
+    print(f"[{context.tokens} tokens read in {seconds:.1f} s, {context.nbytes():,} bytes of k and v]", file=sys.stderr)
+    context.ask(options.question, options.max_new_tokens, stream=True)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from lkv.embedded import default_policy
+    from lkv.policy import Policy
+
+    policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
+    ratios = policy.inference_ratios(options.retention)
+    print(f"{policy.spec.architecture}: {policy.spec.layers} layers x {policy.spec.kv_heads} KV heads")
+    print(f"card: {json.dumps(policy.card)}")
+    for layer, row in enumerate(ratios.tolist()):
+        print(f"layer {layer:3}: " + " ".join(f"{ratio:.3f}" for ratio in row))
+    if options.figure:
+        from lkv.figures import draw_budgets
+
+        draw_budgets(ratios.tolist(), options.retention, options.figure)
+        print(f"the picture is in {options.figure}")
 
 
 def _train(options: argparse.Namespace) -> None:

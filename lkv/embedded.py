@@ -96,8 +96,6 @@ def _convert(target: Path) -> None:
             del config.quantization_config
         plain = type(model)(config)
         plain.load_state_dict(model.state_dict())
-        # The model's template writes <|im_start|> itself; the tokenizer must not add another.
-        tokenizer.add_bos_token = False
         plain.save_pretrained(work)
         tokenizer.save_pretrained(work)
         sizes = {path.name: path.stat().st_size for path in work.iterdir()}

@@ -1,13 +1,18 @@
 """Methods by name: a budget rule with a selector."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+
+import torch
+from torch import Tensor
 
 from lkv.budget import Budget, LearnedBudget, Uniform
 from lkv.errors import LkvError, check_retention
 from lkv.policy import Policy
 from lkv.selection import LearnedScores, Selector, SnapKV
 
+FULL = "full"  # no method: transformers' own cache, uncompressed
 NAMES = {
     "lkv": "learned budgets (LKV-H) and learned token scores (LKV-T)",
     "lkv-t": "uniform budgets, learned token scores (LKV-T)",
@@ -43,3 +48,27 @@ def make_method(name: str, retention: float, policy: Policy | None) -> Method:
     budget = Uniform(retention) if name == "lkv-t" else LearnedBudget(policy, retention)
     selector = SnapKV() if name == "lkv-h+snapkv" else LearnedScores(policy)
     return Method(name, budget, selector)
+
+
+class _Rows:
+    """Row i of the batch follows method i."""
+
+    def __init__(self, methods: Sequence[Method]):
+        self._methods = methods
+
+    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        rows = []
+        for i, method in enumerate(self._methods):
+            own = slice(i, i + 1)
+            q = None if query is None else query[own]
+            rows.append(method.selector.scores(layer, q, key[own], value[own], scale).float())
+        return torch.cat(rows)
+
+    def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
+        return [m.budget.counts(layer, scores[i : i + 1])[0] for i, m in enumerate(self._methods)]
+
+
+def side_by_side(methods: Sequence[Method]) -> Method:
+    """A method for a batch whose row i is evicted by `methods[i]`: many methods in one pass over one prompt."""
+    rows = _Rows(methods)
+    return Method(" | ".join(method.name for method in methods), rows, rows)

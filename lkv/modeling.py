@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -118,12 +118,9 @@ def has_padding(mask: Any) -> bool:
     return not bool(last.all() if last.dtype == torch.bool else (last == 0).all())
 
 
-@torch.no_grad()
-def read_prompt(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The full k and v [B, H, T, d] of every layer for the prompt `ids` [B, T]; the head is not computed."""
-    cache = DynamicCache()
-    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-    return [(layer.keys, layer.values) for layer in cache.layers]
+def kv_nbytes(cache: Any) -> int:
+    """Bytes of storage behind the k and v of one of transformers' own caches."""
+    return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
 @contextmanager
@@ -137,4 +134,4 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-__all__ = ["attach", "evaluation_mode", "has_padding", "inspect_model", "read_prompt"]
+__all__ = ["attach", "evaluation_mode", "has_padding", "inspect_model", "kv_nbytes"]

@@ -13,8 +13,9 @@ from lkv.policy import Policy
 class Selector(Protocol):
     """Scores the tokens of a prompt once a layer has attended over it."""
 
-    def scores(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Scores [B, H, T], higher is kept; `query` [B, Hq, T, d], `key` and `value` [B, H, T, d], after RoPE."""
+    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Scores [B, H, T], higher is kept; `query` [B, Hq, T, d] (None where no selector reads it), `key` and `value`
+        [B, H, T, d], after RoPE."""
         ...
 
 
@@ -28,7 +29,7 @@ class LearnedScores:
         self._policy = policy
 
     @torch.no_grad()
-    def scores(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
         blocks = zip(key.split(self._BLOCK, 2), value.split(self._BLOCK, 2), strict=True)
         return torch.cat([self._policy.tokens(k, v, layer) for k, v in blocks], -1)
 
@@ -40,8 +41,10 @@ class SnapKV:
         self._window, self._kernel = window, kernel
 
     @torch.no_grad()
-    def scores(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
         batch, heads, tokens, _ = key.shape
+        if query is None:
+            raise ValueError("SnapKV reads the queries; call read_prompt with queries=True.")
         window = self._window
         if tokens <= window:
             raise PromptError(
@@ -57,3 +60,13 @@ class SnapKV:
         older = smooth.view(batch, heads, -1, tokens - window).mean(2)
         # The window itself is always kept.
         return torch.cat([older, older.max().expand(batch, heads, window) + 1], -1)
+
+
+class GivenScores:
+    """Scores computed elsewhere, as a table [L, B, H, T]."""
+
+    def __init__(self, table: Tensor):
+        self._table = table
+
+    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        return self._table[layer]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lkv.hooks import Cache, HookedLayer
 from lkv.ops.soft_mask_attention import soft_mask_attention
+from lkv.prefill import PromptLayer
 
 
 class FrozenPrompt(Cache):
@@ -21,28 +22,28 @@ class FrozenPrompt(Cache):
     of a continuation are not masked. For one forward pass: what it appends is not stored.
     """
 
-    def __init__(self, prompt: list[tuple[Tensor, Tensor]], log_mask: Tensor | None = None):
+    def __init__(self, prompt: list[PromptLayer], log_mask: Tensor | None = None):
         masks: Any = [None] * len(prompt) if log_mask is None else log_mask
-        super().__init__(layers=[_FrozenLayer(k, v, mask) for (k, v), mask in zip(prompt, masks, strict=True)])
+        super().__init__(layers=[_FrozenLayer(layer, mask) for layer, mask in zip(prompt, masks, strict=True)])
 
 
 class _FrozenLayer(HookedLayer):
-    def __init__(self, k: Tensor, v: Tensor, log_mask: Tensor | None):
+    def __init__(self, prompt: PromptLayer, log_mask: Tensor | None):
         super().__init__()
-        self._prompt, self._log_mask = (k, v), log_mask
+        self._prompt, self._log_mask = prompt, log_mask
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.tag(key_states.view_as(key_states)), value_states
 
     def get_seq_length(self, *args: Any) -> int:
-        return self._prompt[0].shape[2]
+        return self._prompt.key.shape[2]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
         rows, heads, new, _ = key.shape
-        k = torch.cat([self._prompt[0].expand(rows, -1, -1, -1), key], 2)
-        v = torch.cat([self._prompt[1].expand(rows, -1, -1, -1), value], 2)
+        k = torch.cat([self._prompt.key.expand(rows, -1, -1, -1), key], 2)
+        v = torch.cat([self._prompt.value.expand(rows, -1, -1, -1), value], 2)
         log_mask = k.new_zeros((rows, heads, k.shape[2]), dtype=torch.float32)
         if self._log_mask is not None:
             log_mask = torch.cat([self._log_mask, log_mask[..., :new].to(self._log_mask.dtype)], -1)

@@ -18,9 +18,10 @@ from tqdm import tqdm
 from lkv.config import TrainingConfig, asdict
 from lkv.data.sample import TokenizedSample
 from lkv.errors import DataError, TrainingError
-from lkv.modeling import attach, evaluation_mode, read_prompt
+from lkv.modeling import attach, evaluation_mode
 from lkv.ops.soft_topk import soft_topk
 from lkv.policy import Policy
+from lkv.prefill import read_prompt
 from lkv.student import FrozenPrompt
 
 _CHECKPOINT = "checkpoint.safetensors"
@@ -103,7 +104,7 @@ class Distiller:
 
     def scores(self, policy: Policy) -> Tensor:
         """LKV-T scores u [L, H, T] of the prompt."""
-        return torch.cat([policy.tokens(k, v, layer) for layer, (k, v) in enumerate(self.prompt)])
+        return torch.cat([policy.tokens(kv.key, kv.value, layer) for layer, kv in enumerate(self.prompt)])
 
     def kl(self, teacher: Outputs, student: Outputs) -> Tensor:
         """D_KL(P_T || P_S): mean over target tokens, then over continuations."""
@@ -241,7 +242,7 @@ class Trainer:
             sample = self._samples(number)
             device = self._policy.tokens.mean.device
             prompt = read_prompt(self._model, torch.tensor([sample.context], device=device))
-            kv = torch.cat([torch.cat([k, v], -1) for k, v in prompt]).double()
+            kv = torch.cat([torch.cat([layer.key, layer.value], -1) for layer in prompt]).double()
             sums.append(torch.stack([kv.sum(2), kv.square().sum(2)]))
             total += kv.shape[2]
         first, second = torch.stack(sums).sum(0) / total

@@ -43,15 +43,17 @@ def test_properties_and_finite_gradients(values, draw, tau):
     """Sum, order, translation invariance; gradients finite for integer k, ties and wide gaps."""
     x = torch.tensor(values, requires_grad=True)
     k = torch.tensor(float(draw % (len(values) + 1)), requires_grad=True)
-    mask, log_mask = soft_topk(x, k, tau)
-    assert abs(float(mask.sum()) - float(k)) < 1e-5 * len(values)
+    soft = soft_topk(x, k, tau)
+    mask, log_mask = soft.mask.detach(), soft.log_mask.detach()
+    assert abs(float(mask.sum()) - float(k.detach())) < 1e-5 * len(values)
+    assert not bool(log_mask.isnan().any())
     assert float(mask.min()) >= 0 and float(mask.max()) <= 1
     order = x.argsort()
     assert bool((mask[order].diff() >= -1e-6).all())
     shifted = soft_topk(x.detach() + 7.0, k.detach(), tau).mask
     if tau == 1.0:
-        torch.testing.assert_close(shifted, mask.detach(), atol=2e-5, rtol=0)
-    (mask.square().sum() + (log_mask.clamp(min=-30) * mask.detach()).sum()).backward()
+        torch.testing.assert_close(shifted, mask, atol=2e-5, rtol=0)
+    (soft.mask.square().sum() + (soft.log_mask.clamp(min=-30) * mask).sum()).backward()
     assert bool(x.grad.isfinite().all()) and bool(k.grad.isfinite())
 
 

@@ -143,7 +143,7 @@ def test_gradients_of_the_whole_loss_against_finite_differences(model, policy):
     with torch.no_grad():
         teacher = run.run(None)
     noise = gumbel((2, 3, 2, 30), torch.Generator().manual_seed(0), torch.device("cpu")).double()
-    kv = torch.stack([torch.cat(layer, -1)[0] for layer in run.prompt])
+    kv = torch.stack([torch.cat([layer.key, layer.value], -1)[0] for layer in run.prompt])
 
     def loss() -> torch.Tensor:
         hidden = torch.einsum("lhtc,lhcd->lhtd", kv, policy.tokens.hidden) + policy.tokens.bias[:, :, None]

@@ -55,8 +55,8 @@ def fact(rng: random.Random) -> tuple[str, str, str]:
         (f"{person} keeps the {food} in {place}.", f"Where does {person} keep the {food}?", f"in {place}"),
         (f"Remember that the key to {place} hangs in {city}.", f"Where does the key to {place} hang?", f"in {city}"),
         (
-            f"Note: the value of {code.lower()}_{job} is {number}.",
-            f"What is the value of {code.lower()}_{job}?",
+            f"Note: the value of {variable} is {number}.",
+            f"What is the value of {variable}?",
             number,
         ),
         (f"The telephone extension of {person} is {number}.", f"What is the extension of {person}?", number),

@@ -13,16 +13,22 @@ from typing import Any, TypeVar
 
 from lkv.data import sources
 from lkv.data.facts import fact, hide
+from lkv.data.packing import (
+    CHARS_PER_TOKEN,
+    CODE_CHARS_PER_TOKEN,
+    pack,
+    repeat,
+    some_questions,
+    split_to_continue,
+    window,
+    window_start,
+)
 from lkv.data.sample import Continuation, Sample
 from lkv.data.sources import Meeting, Passage, Puzzle
 from lkv.errors import DataError
 
 T = TypeVar("T")
-_CHARS_PER_TOKEN = 3.9
-_CODE_CHARS_PER_TOKEN = 2.9
 _VALIDATION_SHARE = 20  # one item in 20 is held out
-_NEXT_CHARS = 340
-_REPEAT_WORDS = 54
 
 
 class Mixture:
@@ -79,7 +85,7 @@ class Mixture:
         context, asked = build(rng, items, tokens)
         asked = asked[:continuations]
         while len(asked) < continuations:
-            asked.append(_repeat(rng, context))
+            asked.append(repeat(rng, context))
         return Sample(name, context, tuple(asked))
 
     @property
@@ -88,9 +94,9 @@ class Mixture:
         return [recipe[0] for recipe in self._recipes]
 
     def _squad_sample(self, rng: random.Random, items: Sequence[Passage], tokens: float):
-        packed = _pack(rng, items, tokens * _CHARS_PER_TOKEN, lambda p: len(p.text))
-        asked = _some_questions(rng, packed, 2)
-        return "\n\n".join(p.text for p in packed), _sometimes_repeat(rng, asked, packed[-1].text)
+        packed = pack(rng, items, tokens * CHARS_PER_TOKEN, lambda p: len(p.text))
+        asked = some_questions(rng, packed, 2)
+        return "\n\n".join(p.text for p in packed), [*asked, repeat(rng, packed[-1].text)]
 
     def _multihop_sample(self, rng: random.Random, items: Sequence[Puzzle], tokens: float):
         puzzle = rng.choice(items)
@@ -98,52 +104,52 @@ class Mixture:
         rest = [p for i, p in enumerate(puzzle.passages) if i not in puzzle.needed]
         extra = rng.choice(items)
         rest += extra.passages
-        room = tokens * _CHARS_PER_TOKEN - sum(len(p.text) for p in chosen)
-        chosen += _pack(rng, rest, room, lambda p: len(p.text)) if room > 0 else []
+        room = tokens * CHARS_PER_TOKEN - sum(len(p.text) for p in chosen)
+        chosen += pack(rng, rest, room, lambda p: len(p.text)) if room > 0 else []
         rng.shuffle(chosen)
         return "\n\n".join(f"{p.title}\n{p.text}" for p in chosen), [Continuation(puzzle.question, puzzle.answer)]
 
     def _document_sample(self, rng: random.Random, items: Sequence[Passage], tokens: float):
         passage = rng.choice(items)
-        size = int(tokens * _CHARS_PER_TOKEN)
+        size = int(tokens * CHARS_PER_TOKEN)
         questions = [qa for qa in passage.questions if qa[1] in passage.text] or list(passage.questions)
         if questions and rng.random() < 0.75:
             anchor = rng.choice(questions)
-            start = _window_start(rng, passage.text, size, passage.text.find(anchor[1]))
-            window = passage.text[start : start + size]
-            near = [qa for qa in questions if qa[1] in window and qa != anchor]
+            start = window_start(rng, passage.text, size, passage.text.find(anchor[1]))
+            text = passage.text[start : start + size]
+            near = [qa for qa in questions if qa[1] in text and qa != anchor]
             asked = [anchor, *rng.sample(near, min(1, len(near)))]
-            return window, [Continuation(question, answer) for question, answer in asked]
-        return _split_to_continue(rng, [passage.text], size)
+            return text, [Continuation(question, answer) for question, answer in asked]
+        return split_to_continue(rng, [passage.text], size)
 
     def _meeting_sample(self, rng: random.Random, items: Sequence[Meeting], tokens: float):
         meeting = rng.choice(items)
-        size = int(tokens * _CHARS_PER_TOKEN)
+        size = int(tokens * CHARS_PER_TOKEN)
         if meeting.queries and rng.random() < 0.6:
             query, answer, first, _ = rng.choice(meeting.queries)
             text = "\n".join(meeting.turns[max(0, first - rng.randint(0, 8)) :])[:size]
             return text, [Continuation(query, answer)]
-        return _split_to_continue(rng, ["\n".join(meeting.turns)], size)
+        return split_to_continue(rng, ["\n".join(meeting.turns)], size)
 
     def _dialogue_sample(self, rng: random.Random, items: Sequence[Passage], tokens: float):
-        packed = _pack(rng, items, tokens * _CHARS_PER_TOKEN, lambda p: len(p.text))
+        packed = pack(rng, items, tokens * CHARS_PER_TOKEN, lambda p: len(p.text))
         item = rng.choice(packed)
         opening = " ".join(item.text.split()[:12])
         asked = [Continuation(f'Summarize the dialogue that starts with: "{opening}"', item.questions[0][1])]
         return "\n\n".join(p.text for p in packed), asked
 
     def _exam_sample(self, rng: random.Random, items: Sequence[tuple[str, str]], tokens: float):
-        shots = _pack(rng, items, tokens * _CHARS_PER_TOKEN, lambda qa: len(qa[0]) + len(qa[1]) + 20)
+        shots = pack(rng, items, tokens * CHARS_PER_TOKEN, lambda qa: len(qa[0]) + len(qa[1]) + 20)
         question, answer = rng.choice(items)
         context = "\n\n".join(f"Question: {q}\nAnswer: {a}" for q, a in shots)
         return context, [Continuation(None, f"\n\nQuestion: {question}\nAnswer: {answer}")]
 
     def _code_sample(self, rng: random.Random, items: Sequence[Passage], tokens: float):
         texts = [f"{p.title}\n{p.text}" for p in rng.sample(items, min(3, len(items)))]
-        return _split_to_continue(rng, texts, int(tokens * _CODE_CHARS_PER_TOKEN))
+        return split_to_continue(rng, texts, int(tokens * CODE_CHARS_PER_TOKEN))
 
     def _facts_sample(self, rng: random.Random, items: Sequence[Passage], tokens: float):
-        text = _window(rng, "\n".join(p.text for p in rng.sample(items, min(2, len(items)))), tokens * _CHARS_PER_TOKEN)
+        text = window(rng, "\n".join(p.text for p in rng.sample(items, min(2, len(items)))), tokens * CHARS_PER_TOKEN)
         facts = [fact(rng) for _ in range(rng.choice([1, 2, 4, 8]))]
         asked = [Continuation(question, answer) for _, question, answer in facts[:2]]
         return hide(rng, text, [sentence for sentence, _, _ in facts]), asked
@@ -151,59 +157,3 @@ class Mixture:
 
 def _held_out(item: object) -> bool:
     return int.from_bytes(hashlib.blake2b(repr(item).encode(), digest_size=4).digest(), "big") % _VALIDATION_SHARE == 0
-
-
-def _pack(rng: random.Random, items: Sequence[T], room: float, size: Callable[[T], int]) -> list[T]:
-    """Random items until `room` characters are full; at least one."""
-    packed: list[T] = []
-    for item in rng.sample(items, min(len(items), 64)):
-        if packed and room < size(item):
-            break
-        packed.append(item)
-        room -= size(item)
-    return packed
-
-
-def _some_questions(rng: random.Random, packed: Sequence[Passage], count: int) -> list[Continuation]:
-    questions = [qa for passage in packed for qa in passage.questions]
-    return [Continuation(q, a) for q, a in rng.sample(questions, min(count, len(questions)))]
-
-
-def _sometimes_repeat(rng: random.Random, asked: list[Continuation], text: str) -> list[Continuation]:
-    return [*asked, _repeat(rng, text)]
-
-
-def _window_start(rng: random.Random, text: str, size: int, anchor: int) -> int:
-    """A random start such that text[start:start + size] holds the place `anchor` (-1: the text's beginning)."""
-    if anchor < 0 or len(text) <= size:
-        return 0
-    last = min(anchor, len(text) - size)
-    return rng.randint(min(last, max(0, anchor - size + 200)), last)
-
-
-def _window(rng: random.Random, text: str, size: float) -> str:
-    start = rng.randint(0, max(0, len(text) - int(size)))
-    return text[start : start + int(size)]
-
-
-def _split_to_continue(rng: random.Random, texts: Sequence[str], size: int) -> tuple[str, list[Continuation]]:
-    """Several texts one after another, cut at a line or word; the continuation is what comes next."""
-    text = "\n\n".join(text[: size // len(texts)] for text in texts[:-1])
-    last = texts[-1]
-    room = max(400, size - len(text))
-    start = rng.randint(0, max(0, len(last) - room - _NEXT_CHARS))
-    window = last[start : start + room + _NEXT_CHARS]
-    cut = max(1, len(window) - _NEXT_CHARS)
-    break_at = max(window.rfind("\n", 0, cut), window.rfind(" ", max(0, cut - 40), cut))
-    cut = break_at if break_at > 0 else cut
-    context = f"{text}\n\n{window[:cut]}" if text else window[:cut]
-    return context, [Continuation(None, window[cut:]), _repeat(rng, context)]
-
-
-def _repeat(rng: random.Random, context: str) -> Continuation:
-    """Reconstruction: a strong signal that asks for no particular fact."""
-    words = context.split(" ")
-    start = rng.randint(0, max(0, len(words) - _REPEAT_WORDS))
-    opening, rest = words[start : start + 8], words[start + 8 : start + _REPEAT_WORDS]
-    question = f'Repeat the part of the text that starts with: "{" ".join(opening)}"'
-    return Continuation(question, " ".join(rest) or " ".join(opening))

@@ -36,7 +36,8 @@ class Puzzle(NamedTuple):
     needed: frozenset[int]
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects of a gzipped JSON-lines file; DataError names the file and line of one that cannot be read."""
     if not path.is_file():
         return
     with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -50,13 +51,14 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def squad(folder: Path) -> list[Passage]:
     """SQuAD v1.1 train: paragraphs, each with all its questions."""
     grouped: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for row in _lines(folder / "squad_train_subset.jsonl.gz"):
+    for row in rows(folder / "squad_train_subset.jsonl.gz"):
         grouped.setdefault((row["title"] or "", row["context"]), []).append((row["question"], row["answers"][0]))
     return [Passage(title.replace("_", " "), text, tuple(qa)) for (title, text), qa in grouped.items()]
 
 
-def _hotpot_like(path: Path) -> Iterator[Puzzle]:
-    for row in _lines(path):
+def hotpot_like(path: Path) -> Iterator[Puzzle]:
+    """Questions over titled paragraphs in HotpotQA's fields."""
+    for row in rows(path):
         titles = {title for title, _ in row["supporting_facts"]}
         passages = tuple(Passage(title, "".join(lines)) for title, lines in row["context"])
         needed = frozenset(i for i, passage in enumerate(passages) if passage.title in titles)
@@ -65,9 +67,9 @@ def _hotpot_like(path: Path) -> Iterator[Puzzle]:
 
 def multihop(folder: Path) -> list[Puzzle]:
     """HotpotQA, 2WikiMultihopQA and MuSiQue train questions with their paragraphs."""
-    puzzles = list(_hotpot_like(folder / "hotpotqa_train_200.jsonl.gz"))
-    puzzles += _hotpot_like(folder / "2wiki_train_500.jsonl.gz")
-    for row in _lines(folder / "musique_train_100.jsonl.gz"):
+    puzzles = list(hotpot_like(folder / "hotpotqa_train_200.jsonl.gz"))
+    puzzles += hotpot_like(folder / "2wiki_train_500.jsonl.gz")
+    for row in rows(folder / "musique_train_100.jsonl.gz"):
         passages = tuple(Passage(p["title"], p["paragraph_text"]) for p in row["paragraphs"])
         needed = frozenset(i for i, p in enumerate(row["paragraphs"]) if p["is_supporting"])
         puzzles.append(Puzzle(row["question"], row["answer"], passages, needed))
@@ -76,28 +78,36 @@ def multihop(folder: Path) -> list[Puzzle]:
 
 def stories(folder: Path) -> list[Passage]:
     """FairytaleQA (whole tales with questions) and SQuALITY (long stories with questions)."""
-    found = []
-    for row in _lines(folder / "fairytaleqa_train.jsonl.gz"):
-        qa = tuple((q["question"], q["answers"][0]) for q in row["qas"] if q["answers"])
-        found.append(Passage(row["name"], row["story"], qa))
-    for row in _lines(folder / "squality_train.jsonl.gz"):
+    found = list(tales(folder / "fairytaleqa_train.jsonl.gz"))
+    for row in rows(folder / "squality_train.jsonl.gz"):
         text = re.sub(r"\n\s*\n?", "\n", row["document"]).strip()
-        qa = [(q["question_text"], q["responses"][0]["response_text"]) for q in row["questions"] if q["responses"]]
-        found.append(Passage("", text, tuple(qa)))
+        asked = [q for q in row["questions"] if q["responses"]]
+        qa = tuple((q["question_text"], q["responses"][0]["response_text"]) for q in asked)
+        found.append(Passage("", text, qa))
     return found
+
+
+def tales(path: Path) -> Iterator[Passage]:
+    """FairytaleQA: whole tales with questions."""
+    for row in rows(path):
+        yield Passage(
+            row["name"], row["story"], tuple((q["question"], q["answers"][0]) for q in row["qas"] if q["answers"])
+        )
+
+
+def squad_format(path: Path) -> Iterator[Passage]:
+    """Paragraphs with extractive questions in SQuAD's nested JSON (gzip)."""
+    if path.is_file():
+        for article in json.loads(gzip.decompress(path.read_bytes()))["data"]:
+            for p in article["paragraphs"]:
+                yield Passage(
+                    "", p["context"], tuple((q["question"], q["answers"][0]["text"]) for q in p["qas"] if q["answers"])
+                )
 
 
 def papers(folder: Path) -> list[Passage]:
     """COVID-QA: scientific papers with extractive questions."""
-    path = folder / "covidqa_200423.json.gz"
-    if not path.is_file():
-        return []
-    data = json.loads(gzip.decompress(path.read_bytes()))["data"]
-    return [
-        Passage("", p["context"], tuple((q["question"], q["answers"][0]["text"]) for q in p["qas"] if q["answers"]))
-        for article in data
-        for p in article["paragraphs"]
-    ]
+    return list(squad_format(folder / "covidqa_200423.json.gz"))
 
 
 class Meeting(NamedTuple):
@@ -110,7 +120,7 @@ class Meeting(NamedTuple):
 def meetings(folder: Path, name: str = "qmsum_train.jsonl.gz") -> list[Meeting]:
     """QMSum meeting transcripts with their specific queries."""
     found = []
-    for row in _lines(folder / name):
+    for row in rows(folder / name):
         turns = tuple(f"{t['speaker']}: {t['content']}" for t in row["meeting_transcripts"])
         queries = []
         for q in row["specific_query_list"]:
@@ -133,7 +143,7 @@ def dialogues(folder: Path) -> list[Passage]:
 def exam(folder: Path) -> list[tuple[str, str]]:
     """MMLU questions as (question with its choices, answer)."""
     found = []
-    for row in _lines(folder / "mmlu_dev_test.jsonl.gz"):
+    for row in rows(folder / "mmlu_dev_test.jsonl.gz"):
         choices = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
         answer = row["choices"]["ABCD".index(row["answer"])]
         found.append((f"{row['question']}\n{choices}", f"{row['answer']}. {answer}"))
@@ -153,7 +163,7 @@ def wikipedia(folder: Path) -> list[Passage]:
 
 def code(folder: Path) -> list[Passage]:
     """Source files: Java, C++ and C# of the training folder, and the folder's own source files."""
-    found = [Passage(row["path"], row["code"]) for row in _lines(folder / "code_java_cpp_csharp.jsonl.gz")]
+    found = [Passage(row["path"], row["code"]) for row in rows(folder / "code_java_cpp_csharp.jsonl.gz")]
     return found + list(_files(folder, CODE_ENDINGS))
 
 

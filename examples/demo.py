@@ -1,0 +1,115 @@
+"""The main job on the embedded model: a long document answered from 15% of its cache, beside full cache and SnapKV.
+
+python -m examples.demo    (writes demo-output/summary.json and demo-output/budgets.png)
+"""
+
+import pydoc_data.topics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lkv import Context, compress, default_policy, load_default
+from lkv.figures import draw_budgets
+from lkv.results import write_results
+
+OUT = Path("demo-output")
+RETENTION = 0.15
+TOKENS = 4200
+# Real text that lies on every machine: pages of the Python language reference, with three notes left between the lines.
+PAGES = ("exceptions", "naming", "objects", "import", "with", "function", "class", "execmodel", "types")
+NOTES = (
+    (
+        0.15,
+        "The spare key to the reading room is kept in Lisbon.",
+        "Where is the spare key to the reading room kept?",
+        "Lisbon",
+    ),
+    (
+        0.50,
+        "The password for the old archive is walnut.",
+        "What is the password for the old archive?",
+        "walnut",
+    ),
+    (
+        0.82,
+        "The telephone extension of Marta Lindgren is 5308.",
+        "What is the telephone extension of Marta Lindgren?",
+        "5308",
+    ),
+)
+
+
+def document(tokenizer: Any) -> str:
+    """About `TOKENS` tokens of the language reference with the notes at their depths."""
+    pages = pydoc_data.topics.topics
+    paragraphs = "\n\n".join(pages[name] for name in PAGES if name in pages).split("\n\n")
+    kept, count = [], 0
+    for paragraph in paragraphs:
+        count += len(tokenizer(paragraph, add_special_tokens=False)["input_ids"])
+        kept.append(paragraph)
+        if count >= TOKENS:
+            break
+    for depth, sentence, _, _ in reversed(NOTES):
+        kept.insert(int(depth * len(kept)), sentence)
+    return "\n\n".join(kept)
+
+
+def measure(context: Context, seconds: float, reference: list[str], method: str) -> tuple[list[dict], list[str]]:
+    """Rows for the summary: each answer, then bytes, times and agreement with the full cache's answers."""
+    rows, answers = [], []
+    started = time.perf_counter()
+    written = 0
+    for _, _, question, answer in NOTES:
+        text = context.ask(question, max_new_tokens=24)
+        written += context.answered_tokens
+        answers.append(text)
+        correct = answer.lower() in text.lower()
+        rows.append({"method": method, "question": question, "correct": correct, "answer": text})
+    per_token = (time.perf_counter() - started) / written * 1000
+    agreement = []
+    for (_, _, question, _), reply in zip(NOTES, reference or answers, strict=True):
+        logits, ids = context.predict(question, reply)
+        agreement.append(float((logits.argmax(-1) == ids).float().mean()))
+    shared = {"method": method, "tokens": context.tokens, "retention": 1.0 if method == "full" else RETENTION}
+    for name, value, unit in (
+        ("cache", context.nbytes(), "bytes of k and v held"),
+        ("prefill", seconds, "seconds"),
+        ("answering", per_token, "milliseconds a token"),
+        ("agreement", sum(agreement) / len(agreement), "share of the full cache's tokens predicted"),
+    ):
+        rows.append(shared | {"name": name, "value": value, "unit": unit})
+    return rows, answers
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model, tokenizer = load_default()
+    text = document(tokenizer)
+    compress(model, tokenizer, text[:2000]).ask("What is this about?", max_new_tokens=2)  # warm-up
+    rows: list[dict] = []
+    reference: list[str] = []
+    for method in ("full", "lkv", "snapkv"):
+        started = time.perf_counter()
+        context = compress(model, tokenizer, text, method=method, retention=RETENTION)
+        seconds = time.perf_counter() - started
+        own, answers = measure(context, seconds, reference, method)
+        reference = reference or answers
+        rows += own
+        title = {"full": "full cache", "lkv": f"LKV, R = {RETENTION}", "snapkv": f"SnapKV, R = {RETENTION}"}[method]
+        values = {row["name"]: row["value"] for row in own if "name" in row}
+        print(f"\n{title}: {context.tokens} tokens, {values['cache']:,} bytes of k and v, prefill "
+              f"{values['prefill']:.1f} s, {values['answering']:.0f} ms a token, "
+              f"agreement with the full cache {values['agreement']:.2f}")  # fmt: skip
+        for row in own:
+            if "question" in row:
+                print(f"  {'right' if row['correct'] else 'WRONG'}  {row['question']}  ->  {row['answer']!r}")
+    policy = default_policy()
+    draw_budgets(policy.inference_ratios(RETENTION).tolist(), RETENTION, OUT / "budgets.png")
+    write_results(OUT / "summary.json", "demo", rows, seed=0, command="make demo")
+    print(f"\n{OUT}/summary.json and {OUT}/budgets.png are written.")
+
+
+if __name__ == "__main__":
+    main()

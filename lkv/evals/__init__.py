@@ -1,0 +1,1 @@
+"""Measuring methods: one prefill, every method, the same continuations."""

@@ -1,0 +1,65 @@
+"""KVzip (Kim et al. 2025), plainly: a second pass repeats the context, and a token counts by the attention it gets."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lkv.budget import GlobalTopK
+from lkv.hooks import Cache, HookedLayer
+from lkv.methods import Method
+from lkv.prefill import PromptLayer
+from lkv.prompts import question_ids
+from lkv.selection import GivenScores
+
+_REQUEST = "Repeat the previous context exactly."
+_ROWS = 256  # attention rows held at a time
+
+
+class _ListeningLayer(HookedLayer):
+    def __init__(self, prompt: PromptLayer):
+        super().__init__()
+        self._prompt = prompt
+        self.scores = prompt.key.new_zeros(prompt.key.shape[:3], dtype=torch.float32)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.tag(key_states), value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self._prompt.key.shape[2]
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        batch, heads, rows, dim = query.shape
+        tokens, kv_heads = self._prompt.key.shape[2], key.shape[1]
+        k, v = torch.cat([self._prompt.key, key], 2), torch.cat([self._prompt.value, value], 2)
+        grouped = query.view(batch, kv_heads, heads // kv_heads, rows, dim)
+        parts = []
+        for start in range(0, rows, _ROWS):
+            q = grouped[..., start : start + _ROWS, :]
+            logits = q @ k[:, :, None].transpose(-1, -2) * scale
+            visible = torch.ones(q.shape[-2], k.shape[2], dtype=torch.bool, device=q.device).tril(tokens + start)
+            attention = torch.softmax(logits.masked_fill(~visible, -torch.inf), -1)
+            received = attention[..., :tokens].amax((2, 3)).float()
+            self.scores = torch.maximum(self.scores, received)
+            parts.append(attention @ v[:, :, None])
+        return torch.cat(parts, -2).view(batch, heads, rows, -1).transpose(1, 2)
+
+
+@torch.no_grad()
+def kvzip(model: Any, tokenizer: Any, ids: list[int], prompt: list[PromptLayer], retention: float) -> Method:
+    """The method for the one prompt `ids`, already read into `prompt`: reconstruction scores, global budgets."""
+    replay = question_ids(tokenizer, _REQUEST) + ids
+    layers = [_ListeningLayer(layer) for layer in prompt]
+    device = prompt[0].key.device
+    positions = torch.arange(len(ids), len(ids) + len(replay), device=device)[None]
+    model.base_model(
+        input_ids=torch.tensor([replay], device=device),
+        position_ids=positions,
+        past_key_values=Cache(layers=[*layers]),
+        use_cache=True,
+    )
+    table = torch.stack([layer.scores for layer in layers])
+    return Method("kvzip", GlobalTopK(table, retention), GivenScores(table))

@@ -1,0 +1,49 @@
+"""A prompt read once with the full cache: its k and v (and q) serve the distillation and every method compared."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lkv.hooks import Cache, HookedLayer
+from lkv.modeling import attach
+
+
+class PromptLayer(NamedTuple):
+    """One layer's k and v [B, H, T, d] after RoPE, the attention scale, and q [B, Hq, T, d] if it was asked for."""
+
+    key: Tensor
+    value: Tensor
+    scale: float
+    query: Tensor | None
+
+
+@torch.no_grad()
+def read_prompt(model: Any, ids: Tensor, queries: bool = False) -> list[PromptLayer]:
+    """What the layers of `model` hold after reading `ids` [B, T]; the output head is not computed."""
+    spec = attach(model)
+    layers = [_CapturingLayer(queries) for _ in range(spec.layers)]
+    model.base_model(input_ids=ids, past_key_values=Cache(layers=[*layers]), use_cache=True)
+    return [layer.captured for layer in layers]
+
+
+class _CapturingLayer(HookedLayer):
+    captured: PromptLayer
+
+    def __init__(self, queries: bool):
+        super().__init__()
+        self._queries = queries
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.tag(key_states), value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        # The tag on `key` refers to this layer: without a copy of the view, k and layer would keep each other alive.
+        self.captured = PromptLayer(key.view_as(key), value, scale, query if self._queries else None)
+        return stock()

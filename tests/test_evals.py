@@ -1,0 +1,125 @@
+"""Comparisons: side by side equals one by one; KVzip against its definition; intervals; needles; result files."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.common import resumable
+from lkv.budget import GlobalTopK, Uniform
+from lkv.cache import RaggedCache
+from lkv.evals.compare import Comparison
+from lkv.evals.metrics import bootstrap
+from lkv.evals.needles import make_needles
+from lkv.kvzip import kvzip
+from lkv.methods import Method, make_method
+from lkv.modeling import attach
+from lkv.prefill import read_prompt
+from lkv.results import write_results
+from lkv.selection import GivenScores, LearnedScores, SnapKV
+from tests.test_compression import Words
+
+TOKENS = 48
+
+
+def prompt_of(model, seed=0):
+    ids = torch.randint(3, 67, (TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
+    attach(model)
+    return ids, read_prompt(model, torch.tensor([ids]), queries=True)
+
+
+def test_side_by_side_equals_one_by_one(model, policy):
+    ids, prompt = prompt_of(model)
+    methods = [
+        Method("full", Uniform(1.0), LearnedScores(policy)),
+        make_method("lkv", 0.3, policy),
+        Method("snap", Uniform(0.3), SnapKV(window=6)),
+    ]
+    run = Comparison(model, ids, prompt, methods)
+    continuation = [5, 9, 33, 21, 8, 60]
+    fidelity = run.fidelity(continuation, 2)
+    answers = run.answers([4, 7, 11], 6)
+    log_probs = []
+    for method, answer, realised in zip(methods, answers, run.realised(), strict=True):
+        cache = RaggedCache(model, method=method)
+        model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        assert realised == pytest.approx(cache.realised_retention())
+        logits = model(torch.tensor([continuation]), past_key_values=cache, use_cache=True).logits[0, 1:-1].detach()
+        log_probs.append(torch.log_softmax(logits.float(), -1))
+        cache.rewind()
+        out = model.generate(torch.tensor([[*ids, 4, 7, 11]]), past_key_values=cache, do_sample=False, max_new_tokens=6)
+        assert out[0, TOKENS + 3 :].tolist() == answer[: out.shape[1] - TOKENS - 3]
+    for own, measured in zip(log_probs, fidelity, strict=True):
+        kl = torch.nn.functional.kl_div(own, log_probs[0], reduction="none", log_target=True).sum(-1).mean()
+        assert measured.kl == pytest.approx(float(kl), abs=1e-6)
+        assert measured.agreement == pytest.approx(float((own.argmax(-1) == log_probs[0].argmax(-1)).float().mean()))
+    assert fidelity[0].kl == 0 and fidelity[0].agreement == 1 and fidelity[1].kl > 0
+
+
+def test_kvzip_scores_are_the_attention_that_a_replay_gives(model):
+    """Against the attention weights of the stock eager model over context + replay."""
+    ids, prompt = prompt_of(model)
+    method = kvzip(model, Words(), ids, prompt, 0.25)
+    replay = Words()("\n\nQuestion: Repeat the previous context exactly.\nAnswer:")["input_ids"] + ids
+    model.set_attn_implementation("eager")
+    weights = model(torch.tensor([ids + replay]), output_attentions=True).attentions
+    kept = 0
+    for layer, attention in enumerate(weights):
+        received = attention[0, :, TOKENS:, :TOKENS].view(2, 2, -1, TOKENS).amax((1, 2))
+        scores = method.selector.scores(layer, None, prompt[layer].key, prompt[layer].value, 1.0)
+        torch.testing.assert_close(scores[0].double(), received.detach(), atol=1e-5, rtol=1e-4)
+        kept += sum(method.budget.counts(layer, scores)[0])
+    assert kept == int(0.25 * 3 * 2 * TOKENS)
+
+
+def test_global_budgets_are_one_contest():
+    table = torch.rand(4, 2, 3, 25)
+    counts = torch.tensor([GlobalTopK(table, 0.2).counts(layer, table[layer]) for layer in range(4)])
+    for row in range(2):
+        best = table[:, row].flatten().topk(60).indices // 25
+        expected = torch.bincount(best, minlength=12).view(4, 3)
+        assert torch.equal(counts[:, row], expected)
+    assert GivenScores(table).scores(2, None, table[0], table[0], 1.0) is not None
+
+
+def test_bootstrap_interval_covers_the_mean():
+    mean = bootstrap([0.0, 1.0] * 50)
+    assert mean.value == 0.5 and mean.n == 100
+    # The normal approximation: 1.96 * 0.5 / sqrt(100).
+    assert mean.low == pytest.approx(0.5 - 0.098, abs=0.02) and mean.high == pytest.approx(0.5 + 0.098, abs=0.02)
+    assert bootstrap([0.0, 1.0] * 50) == mean
+    with pytest.raises(ValueError, match="no values"):
+        bootstrap([])
+
+
+def test_needles_lie_in_the_prose_once_and_are_asked_for():
+    prose = ["Some sentence of real prose stands here. " * 2000]
+    for seed in range(5):
+        tokenizer = Words()
+        item = make_needles(tokenizer, prose, 300, 4, seed)
+        assert 250 < len(item.ids) < 330
+        key = item.question.split(" for ")[1].split(" mentioned")[0]
+        needle = tokenizer(f"One of the special magic numbers for {key} is: {item.answer}.")["input_ids"]
+        places = [i for i in range(len(item.ids)) if item.ids[i : i + len(needle)] == needle]
+        assert len(places) == 1
+        assert make_needles(tokenizer, prose, 300, 4, seed) == item
+
+
+def test_result_files_have_the_agreed_form(tmp_path):
+    write_results(tmp_path / "deep/x.json", "x", [{"method": "lkv", "value": 0.1234567}], 3, "make x")
+    document = json.loads((tmp_path / "deep/x.json").read_text())
+    assert list(document) == ["name", "command", "seed", "date", "machine", "versions", "rows"]
+    assert document["rows"] == [{"method": "lkv", "value": 0.12346}] and document["seed"] == 3
+    assert document["versions"]["torch"].startswith("2.")
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["x.json"]
+
+
+def test_interrupted_benchmarks_resume(tmp_path):
+    path = tmp_path / "x.jsonl"
+    with pytest.raises(KeyboardInterrupt), resumable(path) as done:
+        done.add("a", {"value": 1})
+        raise KeyboardInterrupt
+    with resumable(path) as done:
+        assert done == {"a": {"value": 1}}
+        done.add("b", {"value": 2})
+    assert not path.exists()

@@ -1,0 +1,60 @@
+"""The structure: data flows one way, and transformers' internals are known in two files."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "lkv"
+# A file imports only from those above it.
+ORDER = [
+    "errors", "config", "results", "ops", "policy", "prompts", "hooks", "modeling", "prefill", "budget", "selection",
+    "methods", "embedded", "cache", "compression", "kvzip", "student", "data", "training", "recipes", "evals",
+    "figures", "cli",
+]  # fmt: skip
+
+
+def imports(path: Path, nested: bool = True) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = []
+    for node in ast.walk(tree) if nested else tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.append(node.module)
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    return found
+
+
+def files() -> list[Path]:
+    return sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+def test_every_file_has_its_place():
+    assert {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in files()} == set(ORDER)
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_upwards_only(path):
+    place = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    for module in imports(path):
+        if module.startswith("lkv."):
+            other = module.split(".")[1]
+            assert other == place or ORDER.index(other) < ORDER.index(place), f"{path.name} imports {module}"
+
+
+def test_internals_of_transformers_stay_in_the_seam():
+    public = {"transformers"}
+    for path in files():
+        inside = {module for module in imports(path) if module.split(".")[0] == "transformers"} - public
+        assert not inside or path.name in ("modeling.py", "hooks.py"), f"{path.name} imports {inside}"
+
+
+def test_backends_do_not_import_each_other():
+    for path in ROOT.glob("ops/*/*.py"):
+        if path.name not in ("api.py", "__init__.py"):
+            assert not [module for module in imports(path) if module.startswith("lkv")]
+
+
+def test_configuration_figures_and_results_need_no_torch():
+    for name in ("config", "figures", "results", "errors"):
+        assert not {module.split(".")[0] for module in imports(ROOT / f"{name}.py")} & {"torch", "transformers"}
