@@ -30,10 +30,11 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, default=None)
     parser.add_argument("--samples", type=int, default=50)
     parser.add_argument("--retention", type=float, default=0.15)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "needles.json")
     options = parser.parse_args()
-    model, tokenizer = load_default()
+    model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
     essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
     prose = [essays["text"].replace("\n", " ")]

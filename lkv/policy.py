@@ -106,12 +106,19 @@ class Policy(nn.Module):
                 "config.json, or train a policy for yours with `lkv train`."
             )
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write policy.safetensors and config.json into `folder`; a failed save leaves the old files as they were."""
+    def save_pretrained(self, folder: str | os.PathLike[str], half: bool = False) -> None:
+        """Write policy.safetensors and config.json into `folder`; a failed save leaves the old files as they were.
+
+        `half` stores the parameters in float16, half the size.
+        """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         weights = target / (_WEIGHTS + ".tmp")
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        learned = dict(self.named_parameters()) if half else {}
+        state = {
+            name: tensor.detach().cpu().contiguous().to(torch.float16 if name in learned else tensor.dtype)
+            for name, tensor in self.state_dict().items()
+        }
         save_file(state, weights)
         config = {"format": _FORMAT, "sha256": _sha256(weights), "model": asdict(self.spec), "card": self.card}
         text = target / (_CONFIG + ".tmp")

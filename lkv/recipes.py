@@ -24,7 +24,7 @@ def train_policy(config: TrainingConfig, model_name: str | None, data: Path, out
     model, tokenizer = load_model(model_name or DEFAULT, getattr(torch, config.dtype))
     model.to(accelerator.device)
     torch.manual_seed(config.seed)
-    card = {"model": model_name or DEFAULT, "sources": training.names, "training": asdict(config)}
+    card = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
     policy = Policy(inspect_model(model), card).to(accelerator.device)
 
     def sample(mixture: Mixture, index: int) -> TokenizedSample:
@@ -35,6 +35,6 @@ def train_policy(config: TrainingConfig, model_name: str | None, data: Path, out
     trainer = Trainer(model, policy, config, lambda index: sample(training, index), validation, out, accelerator)
     trainer.run()
     if accelerator.is_main_process:
-        policy.save_pretrained(out / "policy")
+        policy.save_pretrained(out / "policy", half=True)
         print(f"the policy is in {out / 'policy'}")
     return policy

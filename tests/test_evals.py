@@ -116,7 +116,7 @@ def test_result_files_have_the_agreed_form(tmp_path):
 
 def test_interrupted_benchmarks_resume(tmp_path):
     path = tmp_path / "x.jsonl"
-    with pytest.raises(KeyboardInterrupt), resumable(path) as done:
+    with pytest.raises(KeyboardInterrupt), resumable(path) as done:  # noqa: PT012
         done.add("a", {"value": 1})
         raise KeyboardInterrupt
     with resumable(path) as done:

@@ -83,6 +83,16 @@ def test_saved_policy_loads_equal(tmp_path, policy):
     assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["config.json", "policy.safetensors"]
 
 
+def test_half_size_policy_scores_nearly_the_same(tmp_path, policy):
+    policy.save_pretrained(tmp_path / "whole")
+    policy.save_pretrained(tmp_path / "half", half=True)
+    sizes = [(tmp_path / name / "policy.safetensors").stat().st_size for name in ("whole", "half")]
+    assert sizes[1] < 0.75 * sizes[0]
+    k, v = torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8)
+    half = Policy.from_pretrained(tmp_path / "half")
+    torch.testing.assert_close(half.tokens(k, v, 1), policy.tokens(k, v, 1), atol=5e-3, rtol=5e-3)
+
+
 def test_missing_truncated_and_tampered_files_are_refused(tmp_path, policy):
     with pytest.raises(PolicyFileError, match="there is no policy folder"):
         Policy.from_pretrained(tmp_path / "nowhere" / "at" / "all")

@@ -31,6 +31,22 @@ T = TypeVar("T")
 _VALIDATION_SHARE = 20  # one item in 20 is held out
 
 
+# Where each source's text comes from, for the card of a policy trained on it.
+_ORIGINS = {
+    "squad": "SQuAD v1.1 train (CC BY-SA 4.0)",
+    "multihop": "HotpotQA (CC BY-SA 4.0), 2WikiMultihopQA (Apache-2.0), MuSiQue (CC BY 4.0), train splits",
+    "stories": "FairytaleQA train (Apache-2.0), SQuALITY train (CC BY 4.0)",
+    "papers": "COVID-QA (Apache-2.0)",
+    "meetings": "QMSum train (MIT)",
+    "dialogues": "MTS-Dialog train (CC BY 4.0)",
+    "exam": "MMLU dev and test (MIT)",
+    "prose": "WikiText-2 validation (CC BY-SA 3.0); text files of the data folder",
+    "code": "React Native sources in Java, C++ and C# (MIT); source files of the data folder",
+    "python": "Python standard library (PSF)",
+    "facts": "invented facts in the prose, stories and papers above",
+}
+
+
 class Mixture:
     """Samples of every source found in `folder` (its README's file names, plain text, code)."""
 
@@ -87,6 +103,11 @@ class Mixture:
         while len(asked) < continuations:
             asked.append(repeat(rng, context))
         return Sample(name, context, tuple(asked))
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Sources in use, each with its data sets and their licences."""
+        return {name: _ORIGINS[name] for name in self.names}
 
     @property
     def names(self) -> list[str]:

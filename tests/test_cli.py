@@ -1,0 +1,89 @@
+"""The command line: one clear sentence for each mistake, resume after an interruption, figures."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lkv.cli import main
+from lkv.config import PRESETS, replace
+from lkv.policy import Policy
+from tests.conftest import tiny_llama
+from tests.test_data import folder  # noqa: F401
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A tiny random model and a byte-level tokenizer, saved as a user would have them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(["<pad>", "<s>", "</s>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    path = tmp_path / "model"
+    fast.save_pretrained(path)
+    tiny_llama(dtype=torch.float32, vocab_size=len(vocabulary)).save_pretrained(path)
+    assert AutoTokenizer.from_pretrained(path)("ab")["input_ids"]
+    return path
+
+
+def arguments(model, data, out, *more):
+    return ["train", "--preset", "cpu", "--model", str(model), "--data", str(data), "--out", str(out), *more]
+
+
+SMALL = ("--steps", "4", "--min-tokens", "60", "--max-tokens", "120", "--batch", "2")
+
+
+def test_train_writes_a_policy_that_asks(model_folder, folder, tmp_path, capsys):  # noqa: F811
+    out = tmp_path / "out"
+    assert main(arguments(model_folder, folder, out, *SMALL)) == 0
+    policy = Policy.from_pretrained(out / "policy")
+    assert policy.card["training"]["steps"] == 4
+    assert set(policy.card["data"]) == {"squad", "multihop", "prose", "code", "python", "facts"}
+    rows = [json.loads(line) for line in (out / "curve.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 4 and rows[-1]["validation_kl"] >= 0
+    text = tmp_path / "text.txt"
+    text.write_text("a few words of text " * 10)
+    command = ["ask", str(text), "why?", "--model", str(model_folder), "--policy", str(out / "policy")]
+    assert main([*command, "--max-new-tokens", "3", "--retention", "0.5"]) == 0
+    assert main(["inspect", str(out / "policy"), "--figure", str(tmp_path / "budgets.png")]) == 0
+    assert (tmp_path / "budgets.png").read_bytes().startswith(b"\x89PNG")
+    assert "3 layers x 2 KV heads" in capsys.readouterr().out
+    # Another run in the same folder with other settings is refused; the finished policy stays.
+    assert main(arguments(model_folder, folder, out, *SMALL, "--lr", "0.5")) == 1
+    assert "other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--retention", "1.5"], "must lie in (0, 1]"),
+        (["--policy", "nowhere"], "there is no policy folder 'nowhere'"),
+    ],
+)
+def test_ask_mistakes_are_one_sentence(tmp_path, capsys, change, message):
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 50)
+    assert main(["ask", str(text), "why?", *change]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("lkv: ") and len(error.splitlines()) == 1
+
+
+def test_unreadable_files_are_named(tmp_path, capsys, model_folder):
+    assert main(["ask", str(tmp_path / "no.txt"), "why?"]) == 1
+    assert "cannot be read as text" in capsys.readouterr().err
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert main(["ask", str(tmp_path / "binary"), "why?"]) == 1
+    assert "cannot be read as text" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(arguments(model_folder, tmp_path / "empty", tmp_path / "out")) == 1
+    assert "holds no data to train on" in capsys.readouterr().err
+
+
+def test_presets_differ_where_they_should():
+    paper, cpu = PRESETS["paper"], PRESETS["cpu"]
+    assert (cpu.retention_start, cpu.retention_end, cpu.beta, cpu.max_grad_norm) == (0.5, 0.15, 0.5, 1.0)
+    assert replace(paper, steps=5).steps == 5

@@ -1,0 +1,97 @@
+"""The embedded default: converted once, a broken conversion redone, and the shipped policy at work on it."""
+
+import json
+
+import pytest
+import torch
+
+from lkv.cli import main
+from lkv.compression import compress
+from lkv.embedded import DEFAULT, default_policy, load_default, load_model
+from lkv.errors import DefaultModelError
+from lkv.modeling import inspect_model
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_default()
+
+
+def test_model_is_smollm2(loaded):
+    model, tokenizer = loaded
+    spec = inspect_model(model)
+    assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim, spec.max_positions) == (30, 9, 3, 64, 8192)
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    # Digits are split, and no special token is added.
+    ids = tokenizer("Hello 1234")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["Hello", "Ġ", "1", "2", "3", "4"]
+    assert tokenizer.decode(ids) == "Hello 1234"
+
+
+def test_model_speaks(loaded):
+    model, tokenizer = loaded
+    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    assert "Paris" in tokenizer.decode(model.generate(ids, max_new_tokens=3, do_sample=False)[0])
+
+
+def test_shipped_policy_belongs_to_it_and_names_its_data(loaded):
+    policy = default_policy()
+    policy.check_model(inspect_model(loaded[0]))
+    assert sum(p.numel() for p in policy.parameters()) == 756_672
+    assert policy.card["model"] == DEFAULT
+    data = " ".join(policy.card["data"].values())
+    assert "SQuAD" in data and "Python standard library" in data
+    assert "TREC" not in data and "Multi-News" not in data
+    ratios = policy.inference_ratios(0.15)
+    assert float(ratios.mean()) == pytest.approx(0.15, abs=1e-4)
+    # Budgets differ several-fold between heads: the policy learned something.
+    assert float(ratios.max()) > 0.5 and float(ratios.min()) < 0.05
+
+
+def test_compressed_context_answers_where_snapkv_fails(loaded):
+    model, tokenizer = loaded
+    text = "\n".join(
+        f"On day {n} the weather was {word}, and the farmers went to the fields as they always did before noon."
+        for n, word in enumerate(["mild", "wet", "dry", "windy", "cold", "warm"] * 8)
+    )
+    place = text.find("On day 17")
+    text = text[:place] + "The name of the lighthouse keeper is Fergus. " + text[place:]
+    question = "What is the name of the lighthouse keeper?"
+    answers = {}
+    for method in ("full", "lkv", "snapkv"):
+        answers[method] = compress(model, tokenizer, text, method=method, retention=0.15).ask(question, 24)
+    assert "Fergus" in answers["full"] and "Fergus" in answers["lkv"]
+    assert "Fergus" not in answers["snapkv"]
+
+
+def test_broken_conversion_is_redone(tmp_path, monkeypatch, loaded, capsys):
+    monkeypatch.setenv("LKV_CACHE", str(tmp_path))
+    folder = tmp_path / DEFAULT
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"half a model")
+    (folder / "conversion.json").write_text(json.dumps({"files": {"model.safetensors": 538_090_408}}))
+    model, _ = load_default(torch.bfloat16)
+    assert "converting" in capsys.readouterr().err
+    for ours, theirs in zip(model.parameters(), loaded[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs.to(torch.bfloat16))
+    assert [path.name for path in tmp_path.iterdir()] == [DEFAULT]
+    load_default(torch.bfloat16)
+    assert "converting" not in capsys.readouterr().err
+
+
+def test_missing_models_are_named(tmp_path, monkeypatch):
+    with pytest.raises(DefaultModelError, match="no model could be loaded from"):
+        load_model(str(tmp_path / "nowhere"))
+    monkeypatch.setenv("LKV_CACHE", str(tmp_path))
+    monkeypatch.setattr("lkv.embedded._PACKAGE", "no-such-package")
+    with pytest.raises(DefaultModelError, match="needs the package no-such-package"):
+        load_default()
+
+
+def test_ask_streams_an_answer(tmp_path, capsys):
+    path = tmp_path / "text.txt"
+    path.write_text("The harbour of Old Quay was built by Ada Brooks in the year of the great storm. " * 12)
+    assert main(["ask", str(path), "Who built the harbour of Old Quay?", "--max-new-tokens", "20"]) == 0
+    captured = capsys.readouterr()
+    assert "Ada Brooks" in captured.out
+    assert "bytes of k and v" in captured.err
