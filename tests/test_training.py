@@ -18,11 +18,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from lkv.cache import RaggedCache
 from lkv.config import PRESETS, TrainingConfig, replace
 from lkv.data.sample import TokenizedSample
+from lkv.distillation import Distiller, gumbel, hard_mask, soft_mask
 from lkv.errors import DataError, TrainingError
 from lkv.modeling import attach, inspect_model
 from lkv.ops.soft_topk import soft_topk
 from lkv.policy import Policy
-from lkv.training import Distiller, Trainer, gumbel, hard_mask, require_samples, schedule, soft_mask
+from lkv.training import Trainer, require_samples, schedule
 from tests.conftest import tiny_llama
 
 CONFIG = TrainingConfig(
