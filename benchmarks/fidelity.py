@@ -82,14 +82,12 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
         query, answer, first, _ = rng.choice(chosen.queries)
         context = "\n".join(chosen.turns[max(0, first - 3) :])
         text, following = context[:size], context[size : size + 300]
-        return text, [Continuation(query, answer), Continuation(None, following or answer)]
+        return text, [Continuation(query, answer), *([Continuation(None, following)] if following else [])]
 
     def code_lines(rng: random.Random, tokens: int) -> Asked:
         size = int(tokens * CODE_CHARS_PER_TOKEN)
         text, (following, _) = split_to_continue(rng, [rng.choice(code).text], size)
-        half = len(following.target) // 2
-        earlier = Continuation(None, following.target[:half])
-        return text, [following, earlier]
+        return text, [following]
 
     return {
         "prose QA": prose_qa,
@@ -104,12 +102,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--policy", type=Path, default=None)
-    parser.add_argument("--contexts", type=int, default=22, help="contexts a task, with up to two continuations each")
+    parser.add_argument("--contexts", type=int, default=21, help="contexts a task, with up to two continuations each")
     parser.add_argument("--retention", type=float, default=0.15)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "fidelity.json")
     options = parser.parse_args()
-    model, tokenizer = load_default()
+    model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
     build = builders(options.data)
     prose = [p.text for p in sources.tales(options.data / "fairytaleqa_val.jsonl.gz")]

@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
     train.add_argument("--data", type=Path, required=True, help="folder with data sets, text or code")
     train.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the policy")
+    train.add_argument("--init", type=Path, default=None, help="folder of another run to start from (preset finish)")
     types = {f.name: type(getattr(TrainingConfig(), f.name)) for f in fields(TrainingConfig)}
     for name in _TRAINING_OPTIONS:
         train.add_argument("--" + name.replace("_", "-"), type=types[name], default=None)
@@ -98,7 +99,7 @@ def _train(options: argparse.Namespace) -> None:
     from lkv.recipes import train_policy
 
     chosen = {name: getattr(options, name) for name in _TRAINING_OPTIONS if getattr(options, name) is not None}
-    train_policy(replace(PRESETS[options.preset], **chosen), options.model, options.data, options.out)
+    train_policy(replace(PRESETS[options.preset], **chosen), options.model, options.data, options.out, options.init)
 
 
 if __name__ == "__main__":

@@ -55,19 +55,35 @@ class TrainingConfig:
     validation_samples: int = 16
 
 
+_CPU = TrainingConfig(
+    steps=1000,
+    batch=2,
+    continuations=2,
+    lr=2e-3,
+    lr_end=2e-4,
+    tau_end=0.01,
+    hold=0.25,
+    min_tokens=500,
+    max_tokens=2000,
+    max_continuation=144,
+)
 PRESETS: dict[str, TrainingConfig] = {
     "paper": TrainingConfig(),
-    "cpu": TrainingConfig(
-        steps=1000,
-        batch=2,
-        continuations=2,
-        lr=2e-3,
-        lr_end=2e-4,
-        tau_end=0.01,
-        hold=0.25,
-        min_tokens=500,
-        max_tokens=2000,
-        max_continuation=144,
+    "cpu": _CPU,
+    # Second stage on a CPU, from the weights of a first run: the final retention throughout and a temperature at which
+    # gradients are still quiet.
+    "finish": replace(
+        _CPU,
+        steps=300,
+        seed=1,
+        warmup=10,
+        lr=1e-3,
+        lr_end=1e-4,
+        tau_start=0.15,
+        tau_end=0.05,
+        retention_start=0.15,
+        hold=0.0,
+        evaluate_every=60,
     ),
 }
 

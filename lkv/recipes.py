@@ -10,29 +10,38 @@ from lkv.data.sample import TokenizedSample, tokenize
 from lkv.embedded import DEFAULT, load_model
 from lkv.modeling import inspect_model
 from lkv.policy import Policy
-from lkv.training import Trainer, require_samples
+from lkv.training import Trainer, require_samples, start_from
 
 
-def train_policy(config: TrainingConfig, model_name: str | None, data: Path, out: Path) -> Policy:
-    """Train a policy, or resume its training, and save it under out/policy. Accelerate spreads it over processes."""
+def train_policy(
+    config: TrainingConfig, model_name: str | None, data: Path, out: Path, init: Path | None = None
+) -> Policy:
+    """Train a policy, or resume its training, and save it under out/policy. Accelerate spreads it over processes.
+
+    `init` is the folder of another run whose weights this one starts from.
+    """
     from accelerate import Accelerator
 
-    training, held_out = (
-        Mixture(data, config.min_tokens, config.max_tokens, config.seed, validation) for validation in (False, True)
-    )
+    training = Mixture(data, config.min_tokens, config.max_tokens, config.seed)
+    # The same held-out samples for every seed, so that curves of different runs compare.
+    held_out = Mixture(data, config.min_tokens, config.max_tokens, validation=True)
     accelerator = Accelerator()
     model, tokenizer = load_model(model_name or DEFAULT, getattr(torch, config.dtype))
     model.to(accelerator.device)
     torch.manual_seed(config.seed)
     card = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
     policy = Policy(inspect_model(model), card).to(accelerator.device)
+    if init is not None:
+        card["started_from"] = start_from(policy, init)
 
     def sample(mixture: Mixture, index: int) -> TokenizedSample:
         text = mixture.sample(index, config.continuations)
         return tokenize(text, tokenizer, config.max_tokens, config.max_continuation)
 
     validation = require_samples([sample(held_out, index) for index in range(config.validation_samples)])
-    trainer = Trainer(model, policy, config, lambda index: sample(training, index), validation, out, accelerator)
+    trainer = Trainer(
+        model, policy, config, lambda index: sample(training, index), validation, out, accelerator, init is not None
+    )
     trainer.run()
     if accelerator.is_main_process:
         policy.save_pretrained(out / "policy", half=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -62,11 +62,15 @@ class Trainer:
         validation: list[TokenizedSample],
         folder: Path,
         accelerator: Any = None,
+        calibrated: bool = False,
     ):
-        """`samples(i)` gives training sample i. `folder` takes checkpoint, curve and the finished policy."""
+        """`samples(i)` gives training sample i. `folder` takes checkpoint, curve and the finished policy.
+
+        `calibrated`: the policy already holds its input statistics (it starts from another run).
+        """
         self._model, self._policy, self._config = model, policy, config
         self._samples, self._validation, self._folder = samples, validation, folder
-        self._accelerator = accelerator
+        self._accelerator, self._calibrated = accelerator, calibrated
         self._share = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
         self._parameters = dict(policy.named_parameters())
         self._optimizer = torch.optim.AdamW(
@@ -85,7 +89,7 @@ class Trainer:
         with evaluation_mode(self._model):
             if (self._folder / _CHECKPOINT).is_file():
                 self._restore()
-            else:
+            elif not self._calibrated:
                 self._calibrate()
             end = self._config.steps if stop_after is None else min(self._config.steps, self._step + stop_after)
             bar = tqdm(total=self._config.steps, initial=self._step, desc="training", disable=self._share[0] != 0)
@@ -198,13 +202,11 @@ class Trainer:
         os.replace(temporary, target)
 
     def _restore(self) -> None:
-        path = self._folder / _CHECKPOINT
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors, metadata = read_checkpoint(self._folder)
         if json.loads(metadata["config"]) != asdict(self._config):
             raise TrainingError(
-                f"{path} belongs to a run with other settings; give the same settings to resume it, or another folder."
+                f"{self._folder / _CHECKPOINT} belongs to a run with other settings; give the same settings to resume "
+                "it, or another folder."
             )
         state = {name.removeprefix("policy."): t for name, t in tensors.items() if name.startswith("policy.")}
         self._policy.load_state_dict(state)
@@ -213,6 +215,26 @@ class Trainer:
                 if (saved := tensors.get(f"optimizer.{key}.{name}")) is not None:
                     self._optimizer.state[parameter][key] = saved if key == "step" else saved.to(parameter.device)
         self._step = int(metadata["step"])
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata (step, config) of a run's checkpoint. Raises TrainingError if there is none to read."""
+    path = folder / _CHECKPOINT
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(f"{path} cannot be read ({error}); give the folder of a training run.") from error
+
+
+def start_from(policy: Policy, folder: Path) -> dict[str, Any]:
+    """Give `policy` the weights of another run's checkpoint; returns that run's step and settings for the card."""
+    tensors, metadata = read_checkpoint(folder)
+    try:
+        policy.load_state_dict({n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")})
+    except RuntimeError as error:
+        raise TrainingError(f"the checkpoint in {folder} is of another model's policy; train from scratch.") from error
+    return {"step": int(metadata["step"]), "training": json.loads(metadata["config"])}
 
 
 def _replace_text(path: Path, text: str) -> None:
