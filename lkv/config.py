@@ -70,11 +70,11 @@ _CPU = TrainingConfig(
 PRESETS: dict[str, TrainingConfig] = {
     "paper": TrainingConfig(),
     "cpu": _CPU,
-    # Second stage on a CPU, from the weights of a first run: the final retention throughout and a temperature at which
-    # gradients are still quiet.
+    # Second stage on a CPU, from the weights of a first run: the final retention throughout, a temperature at which
+    # gradients are still quiet, and contexts twice as long.
     "finish": replace(
         _CPU,
-        steps=300,
+        steps=220,
         seed=1,
         warmup=10,
         lr=1e-3,
@@ -83,7 +83,8 @@ PRESETS: dict[str, TrainingConfig] = {
         tau_end=0.05,
         retention_start=0.15,
         hold=0.0,
-        evaluate_every=60,
+        evaluate_every=55,
+        max_tokens=4096,
     ),
 }
 

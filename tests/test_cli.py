@@ -57,6 +57,18 @@ def test_train_writes_a_policy_that_asks(model_folder, folder, tmp_path, capsys)
     assert "other settings" in capsys.readouterr().err
 
 
+def test_a_second_stage_starts_from_the_weights_of_the_first(model_folder, folder, tmp_path, capsys):  # noqa: F811
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main(arguments(model_folder, folder, first, *SMALL)) == 0
+    assert main(arguments(model_folder, folder, second, *SMALL, "--init", str(first), "--lr", "1e-9")) == 0
+    one, two = (Policy.from_pretrained(run / "policy") for run in (first, second))
+    assert two.card["started_from"]["step"] == 4
+    for name, tensor in one.state_dict().items():
+        torch.testing.assert_close(two.state_dict()[name], tensor, atol=1e-4, rtol=1e-3)
+    assert main(arguments(model_folder, folder, tmp_path / "third", *SMALL, "--init", str(tmp_path))) == 1
+    assert "give the folder of a training run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
