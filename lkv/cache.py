@@ -1,5 +1,6 @@
 """RaggedCache: every KV head holds a span of its own length, and what is evicted is freed."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lkv.embedded import default_policy
-from lkv.errors import CacheError, PromptError
+from lkv.errors import CacheError, PromptError, check_retention
 from lkv.hooks import Cache, HookedLayer
 from lkv.methods import Method, make_method, needs_policy
 from lkv.modeling import attach, has_padding
@@ -45,6 +46,9 @@ class RaggedCache(Cache):
                 policy.check_model(self.spec)
                 policy.to(model.device)
             method = make_method(method, retention, policy)
+            self._least_share = check_retention(retention)
+        else:
+            self._least_share = 1.0
         self.method, self.retention = method, retention
         self.ragged = [RaggedLayer(index, method, slack) for index in range(self.spec.layers)]
         super().__init__(layers=[*self.ragged])
@@ -52,6 +56,11 @@ class RaggedCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if layer_idx == 0:
             tokens = self.get_seq_length() + key_states.shape[2]
+            if not self.prompt_length and tokens * self._least_share < 1:
+                raise PromptError(
+                    f"the prompt has {tokens} tokens: at retention {self.retention} nothing of it would be kept. Give "
+                    f"at least {math.ceil(1 / self._least_share)} tokens, or a higher retention."
+                )
             if tokens > self.spec.max_positions:
                 raise PromptError(
                     f"the text would reach {tokens} tokens, but the model reads at most {self.spec.max_positions}; "

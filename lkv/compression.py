@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, TextStreamer
 
 from lkv.cache import RaggedCache
-from lkv.errors import PromptError, check_retention
+from lkv.errors import PromptError
 from lkv.methods import FULL, Method
 from lkv.modeling import attach, kv_nbytes
 from lkv.policy import Policy
@@ -91,17 +91,11 @@ def compress(
     """
     if not text.strip():
         raise PromptError("the text is empty; give some text to compress.")
-    retention = 1.0 if method == FULL else check_retention(retention)
     cache = DynamicCache() if method == FULL else RaggedCache(model, policy, retention, method)
     limit = attach(model).max_positions
     ids = context_ids(tokenizer, text)
     if len(ids) >= limit:
         raise PromptError(f"the text has {len(ids)} tokens, but the model reads at most {limit}; shorten it.")
-    if retention * len(ids) < 1:
-        raise PromptError(
-            f"the text has {len(ids)} tokens: at retention {retention} nothing would be kept. Give at least "
-            f"{int(1 / retention) + 1} tokens, or a higher retention."
-        )
     device = model.get_input_embeddings().weight.device
     model.base_model(input_ids=torch.tensor([ids], device=device), past_key_values=cache, use_cache=True)
     return Context(model, tokenizer, ids, cache)

@@ -187,6 +187,8 @@ def test_bad_use_is_named(model, policy):
         RaggedCache(model, policy, method="lvk")
     with pytest.raises(PolicyMismatchError):
         RaggedCache(tiny_llama(seed=9), policy)
+    with pytest.raises(PromptError, match=r"has 5 tokens: at retention 0\.15 nothing of it would be kept"):
+        model.generate(ids(5), past_key_values=RaggedCache(model, policy), max_new_tokens=2)
     cache = RaggedCache(model, policy)
     with pytest.raises(PromptError, match="600 tokens, but the model reads at most 512"):
         model(ids(600), past_key_values=cache, use_cache=True)

@@ -67,7 +67,9 @@ def test_sampling_settings_reach_generate(model, policy):
 def test_bad_prompts_are_named(model, policy):
     with pytest.raises(PromptError, match="the text is empty"):
         compress(model, Words(), "  \n", policy=policy)
-    with pytest.raises(PromptError, match=r"has 3 tokens: at retention 0\.15 nothing would be kept\. Give at least 7"):
+    with pytest.raises(
+        PromptError, match=r"has 3 tokens: at retention 0\.15 nothing of it would be kept\. Give at least 7"
+    ):
         compress(model, Words(), "one two three", policy=policy)
     with pytest.raises(PromptError, match="has 600 tokens, but the model reads at most 512"):
         compress(model, Words(), "word " * 600, policy=policy)
