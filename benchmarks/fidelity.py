@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, methods_of, resumable
+from benchmarks.common import RESULTS, command_of, methods_of, resumable, settings_of
 from lkv.data import sources
 from lkv.data.packing import (
     CHARS_PER_TOKEN,
@@ -113,7 +113,7 @@ def main() -> None:
     build = builders(options.data)
     prose = [p.text for p in sources.tales(options.data / "fairytaleqa_val.jsonl.gz")]
     tasks = [*build, "needles"]
-    with resumable(options.out.with_suffix(".jsonl")) as done:
+    with resumable(options.out.with_suffix(".jsonl"), settings_of(options)) as done:
         for number, task in tqdm([(n, t) for n in range(options.contexts) for t in tasks], desc="fidelity"):
             if f"{task}-{number}" in done:
                 continue
@@ -142,18 +142,20 @@ def main() -> None:
             "fidelity",
             summarise(dict(done), tasks, options.contexts, options.retention),
             options.seed,
-            "python -m benchmarks.fidelity --data EVAL_FOLDER",
+            command_of("benchmarks.fidelity", options),
         )
 
 
 def summarise(done: dict, tasks: list[str], contexts: int, retention: float) -> list[dict]:
-    """Rows per task and over all tasks: KL with its interval (over continuations), and agreement."""
+    """Rows per task and over all tasks: KL and agreement, with intervals from resampling the contexts."""
     rows = []
     for task in ["all", *tasks]:
         chosen = [done[f"{t}-{n}"] for t in tasks if task in ("all", t) for n in range(contexts)]
         for i, name in enumerate(ALL):
-            values = [continuation[i] for sample in chosen for continuation in sample["measured"]]
-            kl, agreement = bootstrap([v[0] for v in values]), bootstrap([v[1] for v in values])
+            kl, agreement = (
+                bootstrap([[continuation[i][k] for continuation in sample["measured"]] for sample in chosen])
+                for k in (0, 1)
+            )
             rows.append(
                 {
                     "method": name,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, methods_of, resumable
+from benchmarks.common import RESULTS, command_of, methods_of, resumable, settings_of
 from lkv.embedded import default_policy, load_default
 from lkv.evals.compare import Comparison
 from lkv.evals.metrics import bootstrap
@@ -39,7 +39,7 @@ def main() -> None:
     essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
     prose = [essays["text"].replace("\n", " ")]
     cases = [(t, n, s) for s in range(options.samples) for t in (1000, 2000) for n in (1, 4)]
-    with resumable(options.out.with_suffix(".jsonl")) as done:
+    with resumable(options.out.with_suffix(".jsonl"), settings_of(options)) as done:
         for tokens, needles, sample in tqdm(cases, desc="needles"):
             key = f"{tokens}-{needles}-{sample}"
             if key in done:
@@ -55,19 +55,20 @@ def main() -> None:
             for needles in (1, 4):
                 results = [done[f"{tokens}-{needles}-{s}"] for s in range(options.samples)]
                 for i, name in enumerate(NAMES):
-                    mean = bootstrap([float(r["found"][i]) for r in results])
+                    mean = bootstrap([[float(r["found"][i])] for r in results])
                     rows.append(
                         {
                             "method": name,
                             "tokens": tokens,
                             "needles": needles,
+                            "dtype": options.dtype,
                             "retention": 1.0 if name == "full" else options.retention,
                             "realised": sum(r["realised"][i] for r in results) / len(results),
                             **mean._asdict(),
                             "unit": "share of needles found",
                         }
                     )
-    write_results(options.out, "needles", rows, options.seed, "python -m benchmarks.needles --data EVAL_FOLDER")
+    write_results(options.out, "needles", rows, options.seed, command_of("benchmarks.needles", options))
     for row in rows:
         print(f"{row['method']:14} {row['tokens']} {row['needles']} {row['value']:.2f}")
 

@@ -34,7 +34,7 @@ def main() -> None:
     for tokens in options.tokens:
         ids = torch.randint(100, 40_000, (1, tokens), generator=torch.Generator().manual_seed(0))
         seconds: dict[str, list[float]] = {name: [] for name in ("full", *METHODS)}
-        held = {}
+        held, realised = {}, {"full": 1.0}
         # Interleaved, so that a noisy minute falls on all of them alike; the first round warms up.
         for repeat in range(options.repeats + 1):
             for name, record in seconds.items():
@@ -46,18 +46,13 @@ def main() -> None:
                     record.append(time.perf_counter() - started)
                 held[name] = cache.nbytes() if isinstance(cache, RaggedCache) else kv_nbytes(cache)
                 if isinstance(cache, RaggedCache):
-                    realised = cache.realised_retention()
+                    realised[name] = cache.realised_retention()
         for name, record in seconds.items():
             shared = {"method": name, "tokens": tokens, "retention": 1.0 if name == "full" else options.retention}
-            ratios = bootstrap([own / full for own, full in zip(record, seconds["full"], strict=True)])
-            times.append(
-                shared
-                | {"value": statistics.median(record) / statistics.median(seconds["full"]), "low": ratios.low}
-                | {"high": ratios.high, "n": len(record), "unit": "ratio of medians", "baseline": "full"}
-                | {"seconds": statistics.median(record)}
-            )
-            kept = 1.0 if name == "full" else realised
-            sizes.append(shared | {"realised": kept, "value": held[name] / held["full"], "bytes": held[name]})
+            ratio = bootstrap([[own / full] for own, full in zip(record, seconds["full"], strict=True)])
+            times.append(shared | ratio._asdict() | {"unit": "mean of paired ratios", "baseline": "full"})
+            times[-1]["seconds"] = statistics.median(record)
+            sizes.append(shared | {"realised": realised[name], "value": held[name] / held["full"], "bytes": held[name]})
             sizes[-1] |= {"n": 1, "unit": "ratio of bytes, slack included", "baseline": "full"}
             print(f"{tokens} {name:8} {times[-1]['value']:.3f} of the time, {sizes[-1]['value']:.4f} of the bytes")
     write_results(options.out / "prefill.json", "prefill", times, 0, "python -m benchmarks.prefill")

@@ -2,13 +2,14 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from lkv.errors import check_retention
 from lkv.policy import Policy
 
 # r t is rounded down (Sec. 3.3); the margin keeps 0.15 x 4000 = 599.9999 from losing a token to rounding.
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 
 
 class Budget(Protocol):
@@ -27,7 +28,7 @@ class Uniform:
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
         batch, heads, tokens = scores.shape
-        return [[int(self._retention * tokens + _ROUNDING)] * heads] * batch
+        return [[int(self._retention * tokens + ROUNDING)] * heads] * batch
 
 
 class PerHead:
@@ -38,7 +39,7 @@ class PerHead:
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
         batch, _, tokens = scores.shape
-        return [[min(tokens, int(ratio * tokens + _ROUNDING)) for ratio in self._ratios[layer]]] * batch
+        return [[min(tokens, int(ratio * tokens + ROUNDING)) for ratio in self._ratios[layer]]] * batch
 
 
 class LearnedBudget(PerHead):
@@ -53,10 +54,10 @@ class GlobalTopK:
 
     def __init__(self, table: Tensor, retention: float):
         layers, _, heads, tokens = table.shape
-        room = int(check_retention(retention) * layers * heads * tokens + _ROUNDING)
-        flat = table.transpose(0, 1).flatten(1)
-        threshold = flat.topk(room, -1).values[:, -1]
-        self._counts = (table >= threshold[None, :, None, None]).sum(-1)
+        room = int(check_retention(retention) * layers * heads * tokens + ROUNDING)
+        best = table.transpose(0, 1).flatten(1).topk(room, -1).indices // tokens
+        winners = [torch.bincount(row, minlength=layers * heads).view(layers, heads) for row in best]
+        self._counts = torch.stack(winners, 1)
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
         return self._counts[layer].tolist()

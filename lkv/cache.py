@@ -40,6 +40,8 @@ class RaggedCache(Cache):
         Raises RetentionError, PolicyMismatchError, UnsupportedModelError or LkvError (unknown method).
         """
         self.spec = attach(model)
+        if getattr(model.generation_config, "prefill_chunk_size", None):
+            raise CacheError("prefill_chunk_size does not work with RaggedCache yet: unset it in generation_config.")
         if isinstance(method, str):
             if needs_policy(method):
                 policy = policy if policy is not None else default_policy()
@@ -49,6 +51,8 @@ class RaggedCache(Cache):
             self._least_share = check_retention(retention)
         else:
             self._least_share = 1.0
+        if slack is not None and slack < 0:
+            raise CacheError(f"slack is {slack}, but it is a number of tokens: give 0 or more, or None.")
         self.method, self.retention = method, retention
         self.ragged = [RaggedLayer(index, method, slack) for index in range(self.spec.layers)]
         super().__init__(layers=[*self.ragged])
@@ -56,6 +60,7 @@ class RaggedCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if layer_idx == 0:
             tokens = self.get_seq_length() + key_states.shape[2]
+            self._check_use(key_states.shape[0])
             if not self.prompt_length and tokens * self._least_share < 1:
                 raise PromptError(
                     f"the prompt has {tokens} tokens: at retention {self.retention} nothing of it would be kept. Give "
@@ -67,6 +72,23 @@ class RaggedCache(Cache):
                     "shorten it, or generate fewer tokens."
                 )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_use(self, rows: int) -> None:
+        held = self.ragged[0].kept.shape[0]
+        if held and rows != held:
+            raise CacheError(
+                f"this cache holds {held} rows, but {rows} were given: beam search and several sequences a prompt do "
+                "not work yet. Generate one sequence a row."
+            )
+        if len({(layer.prompt_length, layer.get_seq_length()) for layer in self.ragged}) > 1:
+            raise CacheError(
+                "an interrupted forward pass left the layers of this cache unequal; call rewind() if the prompt was "
+                "complete, else reset() and read the prompt again."
+            )
+
+    def activate_past_recording(self) -> None:
+        """Assisted decoding asks for this first; its candidates would be compressed with the prompt."""
+        raise CacheError("assisted decoding does not work with RaggedCache yet; use greedy decoding or sampling.")
 
     def fill(self, prompt: list[PromptLayer]) -> None:
         """Take over a prompt that was read before (`prefill.read_prompt`): one prefill serves many methods."""
@@ -100,11 +122,6 @@ class RaggedCache(Cache):
         """Bytes that an uncompressed cache would hold for the same tokens."""
         return sum(layer.full_nbytes() for layer in self.ragged)
 
-    # Cache's own property looks at attributes that ragged layers do not have before the prompt.
-    @property
-    def is_initialized(self) -> bool:
-        return all(layer.is_initialized for layer in self.ragged)
-
 
 class RaggedLayer(HookedLayer):
     """One layer: flat pools [P, d] of k and v in which each (batch, KV head) owns one span with slack at its end.
@@ -116,13 +133,13 @@ class RaggedLayer(HookedLayer):
 
     def __init__(self, index: int, method: Method, slack: int | None = None):
         super().__init__()
-        self._index, self._method, self._slack = index, method, slack
+        self._index, self._method, self._slack_asked = index, method, slack
         self.reset()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        if self._slack is None:
-            self._slack = _CPU_SLACK if key_states.device.type == "cpu" else _GPU_SLACK
+        default = _CPU_SLACK if key_states.device.type == "cpu" else _GPU_SLACK
+        self._slack = default if self._slack_asked is None else self._slack_asked
 
     def fill(self, prompt: PromptLayer) -> None:
         """Evict from k and v computed before."""
@@ -140,10 +157,10 @@ class RaggedLayer(HookedLayer):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
+        if has_padding(mask):
+            raise CacheError("the batch holds padding; give prompts of one length, or one at a time.")
         if not self.prompt_length:
             out = stock()
-            if has_padding(mask):
-                raise CacheError("the batch holds padded prompts; give prompts of one length, or one at a time.")
             self._evict(query.detach(), key.detach(), value.detach(), scale)
             return out
         lens = self._lens + self._tail
@@ -153,11 +170,11 @@ class RaggedLayer(HookedLayer):
         """Keep the best tokens of each head and drop the rest (Sec. 3.4, inference)."""
         batch, tokens = key.shape[0], key.shape[2]
         scores = self._method.selector.scores(self._index, query, key, value, scale)
-        self.kept = torch.tensor(self._method.budget.counts(self._index, scores))
-        self.prompt_length = tokens
-        self._allocate(self.kept, key, value)
+        kept = torch.tensor(self._method.budget.counts(self._index, scores))
+        self._allocate(kept, self._slack, key, value)
+        self.kept, self.prompt_length = kept, tokens
         for b in range(batch):
-            for h, count in enumerate(self.kept[b].tolist()):
+            for h, count in enumerate(kept[b].tolist()):
                 start = int(self._starts[b, h])
                 if count == tokens:
                     chosen: Any = slice(None)
@@ -166,15 +183,16 @@ class RaggedLayer(HookedLayer):
                 self.k_pool[start : start + count] = key[b, h, chosen]
                 self.v_pool[start : start + count] = value[b, h, chosen]
 
-    def _allocate(self, lens: Tensor, key: Tensor, value: Tensor) -> None:
-        """New pools for spans of `lens` [B, H] entries and slack; `key` and `value` give head size and dtype."""
-        self._room = self._slack or 0
-        ends = (lens + self._room).flatten().cumsum(0)
-        starts = ends - lens.flatten() - self._room
+    def _allocate(self, lens: Tensor, room: int, key: Tensor, value: Tensor) -> None:
+        """New pools for spans of `lens` [B, H] entries, each with `room` for more; shaped like `key` and `value`."""
+        ends = (lens + room).flatten().cumsum(0)
+        starts = ends - lens.flatten() - room
         size = int(ends[-1])
+        # Both pools first: where memory is short the layer stays as it was.
+        k_pool, v_pool = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
+        self.k_pool, self.v_pool, self._room = k_pool, v_pool, room
         self._lens = lens.to(key.device, torch.int32)
         self._starts = starts.view_as(lens).to(key.device, torch.int32)
-        self.k_pool, self.v_pool = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
 
     def _append(self, key: Tensor, value: Tensor) -> None:
         """Scatter new k, v [B, H, n, d] to the ends of the spans."""
@@ -190,10 +208,8 @@ class RaggedLayer(HookedLayer):
     def _relay(self, new: int) -> None:
         """Lay this layer's spans out again with room for `new` entries and fresh slack."""
         keys, values, starts = self.k_pool, self.v_pool, self._starts.tolist()
-        kept, tail, slack = self._lens.cpu(), self._tail, self._slack or 0
-        self._slack = slack + new
-        self._allocate(kept + tail, keys, values)
-        self._slack = slack
+        kept, tail = self._lens.cpu(), self._tail
+        self._allocate(kept + tail, self._slack + new, keys, values)
         for row in range(kept.shape[0]):
             for h, length in enumerate((kept[row] + tail).tolist()):
                 old, start = starts[row][h], int(self._starts[row, h])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from lkv.config import PRESETS, TrainingConfig, replace
+from lkv.config import HIDDEN_NORMS, PRESETS, TrainingConfig, replace
 from lkv.errors import LkvError, check_retention
 from lkv.methods import FULL, NAMES
 
@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--method", default="lkv", help=f"one of {', '.join([*NAMES, FULL])}")
     ask.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
     ask.add_argument("--policy", default=None, help="folder or hub id of a policy (default: the one shipped)")
-    ask.add_argument("--max-new-tokens", type=int, default=128)
+    ask.add_argument("--max-new-tokens", type=_positive, default=128)
     ask.set_defaults(run=_ask)
 
     inspect = commands.add_parser("inspect", help="show what a policy learned")
@@ -54,9 +54,18 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--init", type=Path, default=None, help="folder of another run to start from (preset finish)")
     types = {f.name: type(getattr(TrainingConfig(), f.name)) for f in fields(TrainingConfig)}
     for name in _TRAINING_OPTIONS:
-        train.add_argument("--" + name.replace("_", "-"), type=types[name], default=None)
+        choices = HIDDEN_NORMS if name == "hidden_norm" else None
+        kind = _positive if types[name] is int and name != "seed" else types[name]
+        train.add_argument("--" + name.replace("_", "-"), type=kind, default=None, choices=choices)
     train.set_defaults(run=_train)
     return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
+    return number
 
 
 def _ask(options: argparse.Namespace) -> None:

@@ -33,7 +33,10 @@ class Context:
 
     def rewind(self) -> None:
         """Forget what was asked and answered; `ask` does so by itself."""
-        self.cache.crop(self.tokens - self.cache.get_seq_length())
+        # Layer by layer: an interrupted forward pass leaves them unequal.
+        layers: Any = self.cache.layers
+        for layer in layers:
+            layer.crop(self.tokens - layer.get_seq_length())
 
     @torch.no_grad()
     def predict(self, question: str, answer: str) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,9 @@ class ModelSpec:
     weights: tuple[float, ...]
 
 
+HIDDEN_NORMS = ("relative", "mean", "sum")
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     """Training schedule of App. C.3 (paper preset).
@@ -98,4 +101,4 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-__all__ = ["PRESETS", "ModelSpec", "TrainingConfig", "asdict", "from_dict", "replace"]
+__all__ = ["HIDDEN_NORMS", "PRESETS", "ModelSpec", "TrainingConfig", "asdict", "from_dict", "replace"]

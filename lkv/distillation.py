@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
+from lkv.budget import ROUNDING
 from lkv.data.sample import TokenizedSample
 from lkv.ops.soft_topk import soft_topk
 from lkv.policy import Policy
@@ -100,7 +101,9 @@ def soft_mask(policy: Policy, scores: Tensor, retention: float, tau: float, nois
 
 def hard_mask(policy: Policy, scores: Tensor, retention: float, rows: int) -> Tensor:
     """The mask of inference as a log-mask [L, n, H, T]: the best floor(r t) tokens of each head."""
-    budgets = (policy.inference_ratios(retention).double() * scores.shape[-1]).floor().long().to(scores.device)
+    budgets = (
+        (policy.inference_ratios(retention).double() * scores.shape[-1] + ROUNDING).floor().long().to(scores.device)
+    )
     rank = scores.argsort(-1, descending=True).argsort(-1)
     mask = torch.where(rank < budgets[..., None], 0.0, _EVICTED)
     return mask[:, None].expand(-1, rows, -1, -1)

@@ -100,8 +100,9 @@ def _convert(target: Path) -> None:
         tokenizer.save_pretrained(work)
         sizes = {path.name: path.stat().st_size for path in work.iterdir()}
         (work / _DONE).write_text(json.dumps({"source": source.name, "files": sizes}), encoding="utf-8")
-        if target.exists():
-            shutil.rmtree(target)
-        os.rename(work, target)
+        # Another process may have finished first: its conversion is as good as this one.
+        if not _is_complete(target):
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(work, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)

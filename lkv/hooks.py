@@ -35,15 +35,11 @@ class HookedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """(length, offset) of the keys that `update` returns; transformers <= 5.3 passes positions, not an int."""
-        length = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return length, self.get_seq_length()
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of the keys that `update` returns."""
+        return query_length, self.get_seq_length()
 
     def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
         return -1
 
 

@@ -41,10 +41,10 @@ class _ListeningLayer(HookedLayer):
             q = grouped[..., start : start + _ROWS, :]
             logits = q @ k[:, :, None].transpose(-1, -2) * scale
             visible = torch.ones(q.shape[-2], k.shape[2], dtype=torch.bool, device=q.device).tril(tokens + start)
-            attention = torch.softmax(logits.masked_fill(~visible, -torch.inf), -1)
-            received = attention[..., :tokens].amax((2, 3)).float()
+            attention = torch.softmax(logits.masked_fill(~visible, -torch.inf).float(), -1)
+            received = attention[..., :tokens].amax((2, 3))
             self.scores = torch.maximum(self.scores, received)
-            parts.append(attention @ v[:, :, None])
+            parts.append(attention.to(v.dtype) @ v[:, :, None])
         return torch.cat(parts, -2).view(batch, heads, rows, -1).transpose(1, 2)
 
 

@@ -32,15 +32,22 @@ def attach(model: Any) -> ModelSpec:
     spec = inspect_model(model)
     base = model.config._attn_implementation or "eager"
     if not base.startswith(_PREFIX):
-        if base != "eager" and base not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        if base not in ("sdpa", "eager"):
             raise UnsupportedModelError(
-                f"the attention implementation {base!r} is not registered with transformers; load the model with "
+                f"LKV does not work over the attention implementation {base!r} yet; load the model with "
                 "attn_implementation='sdpa' or 'eager'."
             )
         AttentionInterface.register(_PREFIX + base, partial(_attention, base))
         # Without a mask function of the same name transformers would drop the padding.
         AttentionMaskInterface.register(_PREFIX + base, ALL_MASK_ATTENTION_FUNCTIONS[base])
-        model.set_attn_implementation(_PREFIX + base)
+        if model._can_set_attn_implementation():
+            model.set_attn_implementation(_PREFIX + base)
+    # Models with attention code of their own never call a registered function: every token would be lost.
+    if not (model.config._attn_implementation or "").startswith(_PREFIX):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes attention by code of its own, which LKV cannot reach; use a model "
+            "whose attention goes through transformers' AttentionInterface."
+        )
     return spec
 
 
@@ -82,6 +89,12 @@ def inspect_model(model: Any) -> ModelSpec:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; LKV works with decoder-only models.")
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        raise UnsupportedModelError(f"{name} states no number of positions; LKV works with models that have a limit.")
+    devices = {str(weight.device) for weight in model.parameters()}
+    if len(devices) > 1 or "meta" in devices:
+        raise UnsupportedModelError(f"{name} is spread over {sorted(devices)}; load it whole on one device.")
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     rope = getattr(text, "rope_parameters", None) or {}
     return ModelSpec(
@@ -91,7 +104,7 @@ def inspect_model(model: Any) -> ModelSpec:
         kv_heads=kv_heads,
         head_dim=head_dim,
         rope=", ".join(f"{key} {rope[key]}" for key in sorted(rope) if rope[key] is not None),
-        max_positions=text.max_position_embeddings,
+        max_positions=limit,
         weights=_fingerprint(model, text.num_hidden_layers),
     )
 
@@ -102,7 +115,7 @@ def _fingerprint(model: nn.Module, layers: int) -> tuple[float, ...]:
     values: list[float] = []
     wanted = {0, layers // 2, layers - 1}
     for name, weight in sorted(model.named_parameters()):
-        layer = re.search(r"layers\.(\d+)\.", name)
+        layer = re.search(r"\.(\d+)\.", name)
         if layer and int(layer[1]) in wanted and weight.ndim == 2 and weight.is_floating_point():
             flat = weight.detach().flatten()
             places = torch.linspace(0, flat.numel() - 1, _SAMPLES_PER_WEIGHT + 2, dtype=torch.float64)[1:-1].long()

@@ -100,7 +100,8 @@ class Policy(nn.Module):
                     "use the model it was trained for, or train a policy for yours with `lkv train`."
                 )
         a, b = torch.tensor(self.spec.weights), torch.tensor(spec.weights)
-        if a.shape != b.shape or bool(((a - b).abs() > _FINGERPRINT_TOLERANCE * a.abs().maximum(b.abs())).any()):
+        allowed = 1e-6 + _FINGERPRINT_TOLERANCE * a.abs() if a.shape == b.shape else a
+        if a.shape != b.shape or not len(a) or bool(((a - b).abs() > allowed).any()):
             raise PolicyMismatchError(
                 "this policy was trained for other weights of the same architecture; use the model named in its "
                 "config.json, or train a policy for yours with `lkv train`."
@@ -132,18 +133,18 @@ class Policy(nn.Module):
         folder = _resolve(name)
         try:
             config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-            spec, digest = from_dict(ModelSpec, config["model"]), config["sha256"]
+            if config["format"] != _FORMAT:
+                raise PolicyFileError(
+                    f"{folder / _CONFIG} has format {config['format']!r}, but this version reads format {_FORMAT}; "
+                    "update lkv-cache or train the policy again."
+                )
+            policy, digest = cls(from_dict(ModelSpec, config["model"]), config.get("card")), config["sha256"]
         except FileNotFoundError:
             raise PolicyFileError(
                 f"{folder} has no {_CONFIG}; give the folder that Policy.save_pretrained wrote."
             ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise PolicyFileError(f"{folder / _CONFIG} cannot be read ({error}); fetch or save it again.") from error
-        if config.get("format") != _FORMAT:
-            raise PolicyFileError(
-                f"{folder / _CONFIG} has format {config.get('format')!r}, but this version reads format {_FORMAT}; "
-                "update lkv-cache or train the policy again."
-            )
         weights = folder / _WEIGHTS
         if not weights.is_file():
             raise PolicyFileError(f"{folder} has no {_WEIGHTS}; fetch or save the policy again.")
@@ -151,7 +152,6 @@ class Policy(nn.Module):
             raise PolicyFileError(
                 f"{weights} is not the file its {_CONFIG} was written for (truncated or changed); fetch it again."
             )
-        policy = cls(spec, config.get("card"))
         try:
             policy.load_state_dict({key: value.float() for key, value in load_file(weights).items()})
         except (SafetensorError, RuntimeError) as error:

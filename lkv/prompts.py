@@ -27,7 +27,12 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def context_ids(tokenizer: Any, context: str) -> list[int]:
     """Ids of everything up to the end of the context."""
-    return encode(tokenizer, chat_parts(tokenizer)[0] + context)
+    ids = encode(tokenizer, chat_parts(tokenizer)[0] + context)
+    # A chat template writes the first token itself; without one, base models expect what their tokenizer adds.
+    first = getattr(tokenizer, "bos_token_id", None)
+    if first is None or getattr(tokenizer, "chat_template", None) or tokenizer("a")["input_ids"][:1] != [first]:
+        return ids
+    return [first, *ids]
 
 
 def question_ids(tokenizer: Any, question: str) -> list[int]:

@@ -1,7 +1,6 @@
 """Training (Sec. 3.5, App. C): the frozen model with its full cache teaches itself with a compressed one."""
 
 import json
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from lkv.config import TrainingConfig, asdict
+from lkv.config import ModelSpec, TrainingConfig, asdict, from_dict
 from lkv.data.sample import TokenizedSample
 from lkv.distillation import Distiller, gumbel, hard_mask, soft_mask
-from lkv.errors import DataError, TrainingError
+from lkv.errors import DataError, PolicyMismatchError, TrainingError
 from lkv.modeling import attach, evaluation_mode
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
@@ -113,6 +112,7 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         index, count = self._share
         sums = {"kl": 0.0, "hidden": 0.0}
+        broken = ""
         for place in range(index, self._config.batch, count):
             number = self._step * self._config.batch + place
             generator = torch.Generator().manual_seed(self._config.seed * 1_000_003 + number)
@@ -128,22 +128,33 @@ class Trainer:
             kl = run.kl(teacher, student)
             hidden = run.hidden_distance(teacher, student, self._config.hidden_norm)
             loss = (kl + self._config.beta * hidden) / self._config.batch
-            if not math.isfinite(loss.item()):
-                raise TrainingError(
-                    f"the loss is {loss.item()} at step {self._step} (sample {number}, source {sample.source!r}); "
-                    f"training stopped and {self._folder / _CHECKPOINT} keeps the last good state. Lower --lr, or "
-                    "load the model in float32."
-                )
+            if not loss.isfinite():
+                broken = f"{loss.item()} at step {self._step} (sample {number}, source {sample.source!r})"
+                break
             loss.backward()
             sums["kl"] += kl.item() / self._config.batch
             sums["hidden"] += hidden.item() / self._config.batch
+        self._stop_if(broken)
         if self._accelerator is not None:
             for parameter in self._parameters.values():
                 grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
                 parameter.grad = self._accelerator.reduce(grad, reduction="sum")
+            total = torch.tensor(list(sums.values()), device=self._policy.tokens.mean.device)
+            sums = dict(zip(sums, self._accelerator.reduce(total, reduction="sum").tolist(), strict=True))
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm)
         self._optimizer.step()
         return sums | {"grad": float(norm), "R": now.retention, "tau": now.tau}
+
+    def _stop_if(self, broken: str) -> None:
+        """Raise TrainingError if the loss of any process is no number, in all processes together."""
+        count = torch.tensor(float(bool(broken)), device=self._policy.tokens.mean.device)
+        if self._accelerator is not None:
+            count = self._accelerator.reduce(count, reduction="sum")
+        if count.item():
+            raise TrainingError(
+                f"the loss is {broken or 'no number in another process'}; training stopped and "
+                f"{self._folder / _CHECKPOINT} keeps the last good state. Lower --lr, or load the model in float32."
+            )
 
     @torch.no_grad()
     def _calibrate(self, count: int = 12) -> None:
@@ -195,7 +206,11 @@ class Trainer:
             for key, value in self._optimizer.state[parameter].items():
                 tensors[f"optimizer.{key}.{name}"] = value
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        metadata = {"step": str(self._step), "config": json.dumps(asdict(self._config))}
+        metadata = {
+            "step": str(self._step),
+            "config": json.dumps(asdict(self._config)),
+            "model": json.dumps(asdict(self._policy.spec)),
+        }
         target = self._folder / _CHECKPOINT
         temporary = target.with_suffix(".tmp")
         save_file(tensors, temporary, metadata)
@@ -208,6 +223,7 @@ class Trainer:
                 f"{self._folder / _CHECKPOINT} belongs to a run with other settings; give the same settings to resume "
                 "it, or another folder."
             )
+        _check_model(self._policy, metadata, self._folder)
         state = {name.removeprefix("policy."): t for name, t in tensors.items() if name.startswith("policy.")}
         self._policy.load_state_dict(state)
         for name, parameter in self._parameters.items():
@@ -230,11 +246,18 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def start_from(policy: Policy, folder: Path) -> dict[str, Any]:
     """Give `policy` the weights of another run's checkpoint; returns that run's step and settings for the card."""
     tensors, metadata = read_checkpoint(folder)
-    try:
-        policy.load_state_dict({n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")})
-    except RuntimeError as error:
-        raise TrainingError(f"the checkpoint in {folder} is of another model's policy; train from scratch.") from error
+    _check_model(policy, metadata, folder)
+    policy.load_state_dict({n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")})
     return {"step": int(metadata["step"]), "training": json.loads(metadata["config"])}
+
+
+def _check_model(policy: Policy, metadata: dict[str, str], folder: Path) -> None:
+    try:
+        policy.check_model(from_dict(ModelSpec, json.loads(metadata["model"])))
+    except (KeyError, PolicyMismatchError) as error:
+        raise TrainingError(
+            f"the checkpoint in {folder} was trained for another model; give that model, or another folder."
+        ) from error
 
 
 def _replace_text(path: Path, text: str) -> None:

@@ -195,15 +195,58 @@ def test_bad_use_is_named(model, policy):
     padded = torch.ones(2, PROMPT, dtype=torch.long)
     padded[0, :5] = 0
     cache = RaggedCache(model, policy)
-    with pytest.raises(CacheError, match="padded prompts"):
+    with pytest.raises(CacheError, match="holds padding"):
         model(ids(PROMPT, 2), attention_mask=padded, past_key_values=cache, use_cache=True)
     cache = RaggedCache(model, policy)
     with pytest.raises(CacheError, match="beam search"):
         model.generate(ids(PROMPT), past_key_values=cache, num_beams=2, max_new_tokens=3, do_sample=False)
 
 
+def test_what_does_not_work_yet_is_refused(model, policy):
+    prompt = ids(PROMPT)
+    with pytest.raises(CacheError, match="assisted decoding"):
+        model.generate(prompt, past_key_values=RaggedCache(model, policy), prompt_lookup_num_tokens=3, max_new_tokens=4)
+    with pytest.raises(CacheError, match="slack is -1"):
+        RaggedCache(model, policy, slack=-1)
+    cache = RaggedCache(model, policy)
+    model(ids(PROMPT, 2), past_key_values=cache, use_cache=True)
+    padding = torch.ones(2, PROMPT + 4, dtype=torch.long)
+    padding[1, PROMPT : PROMPT + 2] = 0
+    with pytest.raises(CacheError, match="holds padding"):
+        model(ids(4, 2), attention_mask=padding, past_key_values=cache, use_cache=True)
+    cache = RaggedCache(model, policy)
+    model(prompt, past_key_values=cache, use_cache=True)
+    with pytest.raises(CacheError, match="this cache holds 1 rows, but 2 were given"):
+        model(ids(4, 2), past_key_values=cache, use_cache=True)
+    model.generation_config.prefill_chunk_size = 8
+    with pytest.raises(CacheError, match="prefill_chunk_size"):
+        RaggedCache(model, policy)
+
+
+def test_interrupted_forward_is_noticed_and_mended(model, policy):
+    text = ids()
+    cache = RaggedCache(model, policy, retention=0.5)
+    model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
+    expected = model(text[:, PROMPT:], past_key_values=cache, use_cache=True).logits
+    cache.rewind()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(text[:, PROMPT:], past_key_values=cache, use_cache=True)
+    handle.remove()
+    with pytest.raises(CacheError, match="interrupted forward pass"):
+        model(text[:, PROMPT:], past_key_values=cache, use_cache=True)
+    cache.rewind()
+    torch.testing.assert_close(model(text[:, PROMPT:], past_key_values=cache, use_cache=True).logits, expected)
+
+
 def test_unsupported_architectures_are_refused():
     from transformers import (
+        FalconConfig,
+        FalconForCausalLM,
         GPT2Config,
         GPT2LMHeadModel,
         MambaConfig,
@@ -221,6 +264,11 @@ def test_unsupported_architectures_are_refused():
         "no per-head key-value cache": MambaForCausalLM(
             MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=20, state_size=4)
         ),
+        "code of its own": FalconForCausalLM(
+            FalconConfig(
+                hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=20, max_position_embeddings=64
+            )
+        ),
         "encoder-decoder": T5ForConditionalGeneration(
             T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=20)
         ),
@@ -230,5 +278,9 @@ def test_unsupported_architectures_are_refused():
             attach(model)
     assert attach(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=None))).kv_heads == 1
     assert attach(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20))).kv_heads == 2
+    flex = tiny_llama()
+    flex.set_attn_implementation("flex_attention")
+    with pytest.raises(UnsupportedModelError, match="'flex_attention' yet"):
+        attach(flex)
     with pytest.raises(UnsupportedModelError, match="no transformers causal language model"):
         attach(torch.nn.Linear(2, 2))

@@ -113,6 +113,17 @@ def test_missing_empty_and_malformed_data_is_named(tmp_path):
         Mixture(tmp_path, 10, 20)
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_few_plain_texts_are_enough(tmp_path, count):
+    for number in range(count):
+        words = random.Random(number).choices(["alpha", "beta", "gamma", "delta", "omega"], k=4000)
+        (tmp_path / f"book{number}.txt").write_text(" ".join(words))
+    for validation in (False, True):
+        mixture = Mixture(tmp_path, 100, 300, validation=validation)
+        assert {"prose", "facts"} <= set(mixture.names)
+        assert mixture.sample(0, 2).continuations
+
+
 class Letters:
     """A tokenizer of one token a character."""
 

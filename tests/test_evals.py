@@ -8,6 +8,7 @@ import torch
 from benchmarks.common import resumable
 from lkv.budget import GlobalTopK, Uniform
 from lkv.cache import RaggedCache
+from lkv.errors import DataError
 from lkv.evals.compare import Comparison
 from lkv.evals.metrics import bootstrap
 from lkv.evals.needles import make_needles
@@ -79,15 +80,19 @@ def test_global_budgets_are_one_contest():
         best = table[:, row].flatten().topk(60).indices // 25
         expected = torch.bincount(best, minlength=12).view(4, 3)
         assert torch.equal(counts[:, row], expected)
-    assert GivenScores(table).scores(2, None, table[0], table[0], 1.0) is not None
+    assert torch.equal(GivenScores(table).scores(2, None, table[0], table[0], 1.0), table[2])
 
 
 def test_bootstrap_interval_covers_the_mean():
-    mean = bootstrap([0.0, 1.0] * 50)
+    singles = [[0.0], [1.0]] * 50
+    mean = bootstrap(singles)
     assert mean.value == 0.5 and mean.n == 100
     # The normal approximation: 1.96 * 0.5 / sqrt(100).
     assert mean.low == pytest.approx(0.5 - 0.098, abs=0.02) and mean.high == pytest.approx(0.5 + 0.098, abs=0.02)
-    assert bootstrap([0.0, 1.0] * 50) == mean
+    assert bootstrap(singles) == mean
+    # Values that share a context count once: 100 groups of three copies have the interval of 100 values.
+    copies = bootstrap([[x[0]] * 3 for x in singles])
+    assert copies.n == 300 and copies.high - copies.low == pytest.approx(mean.high - mean.low)
     with pytest.raises(ValueError, match="no values"):
         bootstrap([])
 
@@ -116,10 +121,21 @@ def test_result_files_have_the_agreed_form(tmp_path):
 
 def test_interrupted_benchmarks_resume(tmp_path):
     path = tmp_path / "x.jsonl"
-    with pytest.raises(KeyboardInterrupt), resumable(path) as done:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), resumable(path, {"a": 1}) as done:  # noqa: PT012
         done.add("a", {"value": 1})
         raise KeyboardInterrupt
-    with resumable(path) as done:
+    with resumable(path, {"a": 1}) as done:
         assert done == {"a": {"value": 1}}
         done.add("b", {"value": 2})
     assert not path.exists()
+
+
+def test_samples_of_other_settings_are_not_mixed_and_torn_lines_are_dropped(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"seed": "1"}\n{"key": "a", "value": 1}\n{"key": "b", "va')
+    with pytest.raises(DataError, match="other settings"), resumable(path, {"seed": "2"}):
+        pass
+    with resumable(path, {"seed": "1"}) as done:
+        assert done == {"a": {"value": 1}}
+        done.add("b", {"value": 2})
+        assert [json.loads(line).get("key") for line in path.read_text().splitlines()] == [None, "a", "b"]

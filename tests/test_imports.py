@@ -14,10 +14,10 @@ ORDER = [
 ]  # fmt: skip
 
 
-def imports(path: Path, nested: bool = True) -> list[str]:
+def imports(path: Path) -> list[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = []
-    for node in ast.walk(tree) if nested else tree.body:
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             found.append(node.module)
         elif isinstance(node, ast.Import):

@@ -113,6 +113,15 @@ def test_missing_truncated_and_tampered_files_are_refused(tmp_path, policy):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(PolicyFileError, match="cannot be read"):
         Policy.from_pretrained(tmp_path)
+    for broken in (
+        [],
+        {"format": 1},
+        {"format": 1, "model": [], "sha256": ""},
+        {"format": 1, "model": {"layers": "x"}},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(broken))
+        with pytest.raises(PolicyFileError, match="cannot be read"):
+            Policy.from_pretrained(tmp_path)
 
 
 def test_a_newer_format_is_refused(tmp_path, policy):
@@ -127,7 +136,8 @@ def test_a_failed_save_leaves_the_old_policy(tmp_path, policy, monkeypatch):
     policy.save_pretrained(tmp_path)
     before = load_file(tmp_path / "policy.safetensors")
 
-    def fail(*_):
+    def fail(_, path):
+        path.write_bytes(b"half a file")
         raise OSError("no space left")
 
     monkeypatch.setattr("lkv.policy.save_file", fail)

@@ -58,7 +58,12 @@ class Mixture:
         self._seed = f"{seed}-{'validation' if validation else 'train'}"
 
         def part(items: Iterable[T]) -> list[T]:
-            return [item for item in items if _held_out(item) == validation]
+            everything = list(items)
+            chosen = [item for item in everything if _held_out(item) == validation]
+            # A handful of texts may all have fallen on one side: then the first one alone is held out.
+            if len(everything) > 1 and len(chosen) in (0, len(everything)):
+                chosen = everything[:1] if validation else everything[1:]
+            return chosen
 
         self._squad = part(sources.squad(folder))
         self._puzzles = part(sources.multihop(folder))

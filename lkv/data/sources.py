@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from lkv.errors import DataError
 
 CODE_ENDINGS = {".py", ".java", ".cpp", ".cc", ".c", ".h", ".cs", ".js", ".ts", ".go", ".rs"}
+_PIECE_CHARS = 12_000
 TEXT_ENDINGS = {".txt", ".md", ".rst"}
 
 
@@ -187,4 +188,7 @@ def plain_text(folder: Path) -> list[Passage]:
 def _files(folder: Path, endings: set[str]) -> Iterator[Passage]:
     for path in sorted(folder.rglob("*")):
         if path.suffix in endings and path.is_file() and not path.name.startswith("README"):
-            yield Passage(str(path.relative_to(folder)), path.read_text(encoding="utf-8", errors="replace"))
+            text = path.read_text(encoding="utf-8", errors="replace")
+            # Pieces, so that one long book can serve both for training and for validation.
+            for start in range(0, len(text), _PIECE_CHARS):
+                yield Passage(str(path.relative_to(folder)), text[start : start + _PIECE_CHARS])
