@@ -32,9 +32,9 @@ from lkv.prefill import read_prompt
 from lkv.prompts import question_ids
 from lkv.results import write_results
 
-NAMES = ("full", "lkv", "lkv-t", "snapkv", "lkv-h+snapkv")
+NAMES = ("full", "lkv", "lkv-t", "snapkv")
 ALL = (*NAMES, "kvzip")
-CONTINUATIONS = 2
+CONTINUATIONS = 4
 LONGEST = 160
 
 Asked = tuple[str, list[Continuation]]
@@ -73,8 +73,9 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
         first = rng.choice(explicit)
         start = window_start(rng, tale.text, size, tale.text.find(first[1]))
         text = tale.text[start : start + size]
-        near = [qa for qa in explicit if qa[1] in text and qa != first] or explicit
-        return text, [Continuation(*first), Continuation(*rng.choice(near))]
+        near = [qa for qa in explicit if qa[1] in text and qa != first]
+        asked = [first, *rng.sample(near, min(len(near), CONTINUATIONS - 1))]
+        return text, [Continuation(question, answer) for question, answer in asked]
 
     def meeting(rng: random.Random, tokens: int) -> Asked:
         chosen = rng.choice([m for m in meetings if m.queries])
@@ -102,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--policy", type=Path, default=None)
-    parser.add_argument("--contexts", type=int, default=21, help="contexts a task, with up to two continuations each")
+    parser.add_argument("--contexts", type=int, default=12, help="contexts a task (code: double)")
     parser.add_argument("--retention", type=float, default=0.15)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--seed", type=int, default=0)
@@ -114,19 +115,20 @@ def main() -> None:
     prose = [p.text for p in sources.tales(options.data / "fairytaleqa_val.jsonl.gz")]
     tasks = [*build, "needles"]
     with resumable(options.out.with_suffix(".jsonl"), settings_of(options)) as done:
-        for number, task in tqdm([(n, t) for n in range(options.contexts) for t in tasks], desc="fidelity"):
+        count = {task: options.contexts * (2 if task == "code" else 1) for task in tasks}
+        cases = sorted((number, task) for task in tasks for number in range(count[task]))
+        for number, task in tqdm(cases, desc="fidelity"):
             if f"{task}-{number}" in done:
                 continue
             rng = random.Random(f"{options.seed}-{task}-{number}")
             tokens = rng.randint(1000, 2000)
             if task == "needles":
                 item = make_needles(tokenizer, prose, tokens, 4, options.seed * 100_000 + number)
-                prefix = question_ids(tokenizer, item.question)
-                answer = f"The special magic number is {item.answer}."
-                ids, asked = (
-                    item.ids,
-                    [(prefix + tokenizer(answer, add_special_tokens=False)["input_ids"], len(prefix))],
-                )
+                ids, asked = item.ids, []
+                for question, answer in item.facts:
+                    prefix = question_ids(tokenizer, question)
+                    target = encode(tokenizer, f"The special magic number is {answer}.")
+                    asked.append((prefix + target, len(prefix)))
             else:
                 context, continuations = build[task](rng, tokens)
                 tokenized = tokenize(Sample(task, context, tuple(continuations)), tokenizer, 2000, LONGEST)
@@ -140,17 +142,17 @@ def main() -> None:
         write_results(
             options.out,
             "fidelity",
-            summarise(dict(done), tasks, options.contexts, options.retention),
+            summarise(dict(done), count, options.retention),
             options.seed,
             command_of("benchmarks.fidelity", options),
         )
 
 
-def summarise(done: dict, tasks: list[str], contexts: int, retention: float) -> list[dict]:
+def summarise(done: dict, count: dict[str, int], retention: float) -> list[dict]:
     """Rows per task and over all tasks: KL and agreement, with intervals from resampling the contexts."""
     rows = []
-    for task in ["all", *tasks]:
-        chosen = [done[f"{t}-{n}"] for t in tasks if task in ("all", t) for n in range(contexts)]
+    for task in ["all", *count]:
+        chosen = [done[f"{t}-{n}"] for t in count if task in ("all", t) for n in range(count[t])]
         for i, name in enumerate(ALL):
             kl, agreement = (
                 bootstrap([[continuation[i][k] for continuation in sample["measured"]] for sample in chosen])

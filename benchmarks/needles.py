@@ -21,7 +21,7 @@ from lkv.prefill import read_prompt
 from lkv.prompts import question_ids
 from lkv.results import write_results
 
-NAMES = ("full", "lkv", "lkv-t", "snapkv", "lkv-h+snapkv")
+NAMES = ("full", "lkv", "lkv-t", "snapkv")
 
 
 def main() -> None:

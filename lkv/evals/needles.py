@@ -14,9 +14,10 @@ _SECOND = "badger cactus dolphin eagle falcon gecko heron iguana jackal koala le
 
 @dataclass(frozen=True)
 class Needles:
-    """A context in which sentences are hidden, the question about one of them, and its answer."""
+    """A context in which facts are hidden, all of them as (question, answer), and the one to ask for."""
 
     ids: list[int]
+    facts: list[tuple[str, str]]
     question: str
     answer: str
 
@@ -35,9 +36,14 @@ def make_needles(tokenizer: Any, prose: Sequence[str], tokens: int, needles: int
     room = tokens - len(context_ids(tokenizer, " ".join(sentences)))
     size = len(tokenizer(" ".join(words), add_special_tokens=False)["input_ids"])
     words = words[: int(len(words) * min(1.0, room / size))]
-    asked = rng.randrange(needles)
+    facts = [
+        (f"What is the special magic number for {key} mentioned in the provided text?", number)
+        for key, number in zip(keys, numbers, strict=True)
+    ]
+    question, answer = rng.choice(facts)
     return Needles(
         ids=context_ids(tokenizer, hide(rng, " ".join(words), sentences)),
-        question=f"What is the special magic number for {keys[asked]} mentioned in the provided text?",
-        answer=numbers[asked],
+        facts=facts,
+        question=question,
+        answer=answer,
     )
