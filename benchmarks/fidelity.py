@@ -29,7 +29,7 @@ from lkv.evals.needles import make_needles
 from lkv.kvzip import kvzip
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
-from lkv.prompts import question_ids
+from lkv.prompts import encode, question_ids
 from lkv.results import write_results
 
 NAMES = ("full", "lkv", "lkv-t", "snapkv")
