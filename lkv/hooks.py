@@ -21,9 +21,13 @@ class HookedLayer(CacheLayerMixin):
     is_sliding = False
 
     def tag(self, key: Tensor) -> Tensor:
-        """Mark `key` so that the attention function hands its call to `attend`."""
-        setattr(key, HOOK, self.attend)
-        return key
+        """A view of `key` marked so that the attention function hands its call to `attend`.
+
+        A layer stores `key` itself, never the view: the mark refers to the layer, and together they would never die.
+        """
+        view = key.view_as(key)
+        setattr(view, HOOK, self.attend)
+        return view
 
     @abstractmethod
     def attend(

@@ -36,6 +36,7 @@ class _CapturingLayer(HookedLayer):
         self._queries = queries
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._key = key_states
         return self.tag(key_states), value_states
 
     def get_seq_length(self, *args: Any) -> int:
@@ -44,6 +45,5 @@ class _CapturingLayer(HookedLayer):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        # The tag on `key` refers to this layer: without a copy of the view, k and layer would keep each other alive.
-        self.captured = PromptLayer(key.view_as(key), value, scale, query if self._queries else None)
+        self.captured = PromptLayer(self._key, value, scale, query if self._queries else None)
         return stock()

@@ -33,7 +33,7 @@ class _FrozenLayer(HookedLayer):
         self._prompt, self._log_mask = prompt, log_mask
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.tag(key_states.view_as(key_states)), value_states
+        return self.tag(key_states), value_states
 
     def get_seq_length(self, *args: Any) -> int:
         return self._prompt.key.shape[2]
