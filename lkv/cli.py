@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
     train.add_argument("--data", type=Path, required=True, help="folder with data sets, text or code")
     train.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the policy")
-    train.add_argument("--init", type=Path, default=None, help="folder of another run to start from (preset finish)")
+    train.add_argument("--init", type=Path, default=None, help="policy or run to start from (preset finish)")
     types = {f.name: type(getattr(TrainingConfig(), f.name)) for f in fields(TrainingConfig)}
     for name in _TRAINING_OPTIONS:
         choices = HIDDEN_NORMS if name == "hidden_norm" else None

@@ -161,6 +161,11 @@ class Policy(nn.Module):
         return policy.eval().requires_grad_(False)
 
 
+def is_policy(folder: Path) -> bool:
+    """Whether `folder` holds a policy that `save_pretrained` wrote."""
+    return (folder / _CONFIG).is_file() and (folder / _WEIGHTS).is_file()
+
+
 def _resolve(name: str | os.PathLike[str]) -> Path:
     folder = Path(name)
     if folder.is_dir():

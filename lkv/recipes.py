@@ -18,7 +18,7 @@ def train_policy(
 ) -> Policy:
     """Train a policy, or resume its training, and save it under out/policy. Accelerate spreads it over processes.
 
-    `init` is the folder of another run whose weights this one starts from.
+    `init` is the folder of a policy or of another run whose weights this one starts from.
     """
     from accelerate import Accelerator
 

@@ -18,7 +18,7 @@ from lkv.data.sample import TokenizedSample
 from lkv.distillation import Distiller, gumbel, hard_mask, soft_mask
 from lkv.errors import DataError, PolicyMismatchError, TrainingError
 from lkv.modeling import attach, evaluation_mode
-from lkv.policy import Policy
+from lkv.policy import Policy, is_policy
 from lkv.prefill import read_prompt
 
 _CHECKPOINT = "checkpoint.safetensors"
@@ -223,7 +223,7 @@ class Trainer:
                 f"{self._folder / _CHECKPOINT} belongs to a run with other settings; give the same settings to resume "
                 "it, or another folder."
             )
-        _check_model(self._policy, metadata, self._folder)
+        _check_model(self._policy, _spec_of(metadata), self._folder)
         state = {name.removeprefix("policy."): t for name, t in tensors.items() if name.startswith("policy.")}
         self._policy.load_state_dict(state)
         for name, parameter in self._parameters.items():
@@ -244,20 +244,29 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def start_from(policy: Policy, folder: Path) -> dict[str, Any]:
-    """Give `policy` the weights of another run's checkpoint; returns that run's step and settings for the card."""
+    """Give `policy` the weights of a finished policy or of a run's checkpoint; returns what its card should tell."""
+    if is_policy(folder):
+        finished = Policy.from_pretrained(folder)
+        _check_model(policy, finished.spec, folder)
+        policy.load_state_dict(finished.state_dict())
+        return finished.card
     tensors, metadata = read_checkpoint(folder)
-    _check_model(policy, metadata, folder)
+    _check_model(policy, _spec_of(metadata), folder)
     policy.load_state_dict({n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")})
     return {"step": int(metadata["step"]), "training": json.loads(metadata["config"])}
 
 
-def _check_model(policy: Policy, metadata: dict[str, str], folder: Path) -> None:
+def _spec_of(metadata: dict[str, str]) -> ModelSpec | None:
+    return from_dict(ModelSpec, json.loads(metadata["model"])) if "model" in metadata else None
+
+
+def _check_model(policy: Policy, spec: ModelSpec | None, folder: Path) -> None:
     try:
-        policy.check_model(from_dict(ModelSpec, json.loads(metadata["model"])))
-    except (KeyError, PolicyMismatchError) as error:
-        raise TrainingError(
-            f"the checkpoint in {folder} was trained for another model; give that model, or another folder."
-        ) from error
+        if spec is not None:
+            return policy.check_model(spec)
+    except PolicyMismatchError:
+        pass
+    raise TrainingError(f"{folder} was trained for another model; give that model, or another folder.")
 
 
 def _replace_text(path: Path, text: str) -> None:
