@@ -64,7 +64,7 @@ def main() -> None:
                     "dtype": str(dtype).removeprefix("torch."),
                     "tokens": options.tokens,
                     "realised": cache.realised_retention(),
-                    "value": f"{float(difference):.2e}",
+                    "value": float(difference),
                     "largest_logit": float(expected.abs().max()),
                     "n": LATER,
                     "unit": "largest difference of a logit",
