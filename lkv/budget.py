@@ -1,52 +1,101 @@
 """Budget rules: how many tokens each KV head may keep."""
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lkv.errors import check_retention
+from lkv.errors import RetentionError, check_retention
 from lkv.policy import Policy
 
 # r t is rounded down (Sec. 3.3); the margin keeps 0.15 x 4000 = 599.9999 from losing a token to rounding.
 ROUNDING = 1e-6
 
 
+@dataclass(frozen=True)
+class Share:
+    """What to keep of a text: a fraction of its tokens or, where `tokens` is given, that many a head on average."""
+
+    retention: float = 0.15
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_retention(self.retention)
+        if self.tokens is not None and (isinstance(self.tokens, bool) or int(self.tokens) != self.tokens < 1):
+            raise RetentionError(f"budget_tokens is {self.tokens!r}, but a head keeps a whole number of tokens >= 1.")
+
+    def of(self, tokens: int) -> float:
+        """The fraction to keep of a text of `tokens` tokens, in (0, 1]."""
+        return self.retention if self.tokens is None else min(1.0, self.tokens / max(1, tokens))
+
+    def __str__(self) -> str:
+        return f"retention {self.retention}" if self.tokens is None else f"budget_tokens {self.tokens}"
+
+
+def share(amount: float | Share) -> Share:
+    """A retention as a `Share`. Raises RetentionError outside (0, 1]."""
+    return amount if isinstance(amount, Share) else Share(check_retention(amount))
+
+
 class Budget(Protocol):
-    """A rule that turns a retention into token counts."""
+    """A rule that turns the scores of a prompt into token counts."""
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
         """How many tokens each head of `layer` keeps, [B][H], given its scores [B, H, T]."""
         ...
 
 
-class Uniform:
-    """Every head keeps the same share."""
+class FixedBudget(ABC):
+    """A rule that looks at the prompt's length alone, so that it can be applied while a text still grows."""
 
-    def __init__(self, retention: float):
-        self._retention = check_retention(retention)
+    @abstractmethod
+    def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
+        """The share of `tokens` that each head of `layer` keeps."""
+
+    def limits(self, layer: int, heads: int, tokens: int) -> list[int]:
+        """floor(r t) of each head."""
+        return [min(tokens, int(ratio * tokens + ROUNDING)) for ratio in self.ratios(layer, heads, tokens)]
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
         batch, heads, tokens = scores.shape
-        return [[int(self._retention * tokens + ROUNDING)] * heads] * batch
+        return [self.limits(layer, heads, tokens)] * batch
 
 
-class PerHead:
+class Uniform(FixedBudget):
+    """Every head keeps the same share."""
+
+    def __init__(self, retention: float | Share):
+        self._share = share(retention)
+
+    def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
+        return [self._share.of(tokens)] * heads
+
+
+class PerHead(FixedBudget):
     """Each head keeps floor(r t) tokens by its own fixed ratio r, from a list [L][H]."""
 
     def __init__(self, ratios: list[list[float]]):
         self._ratios = ratios
 
-    def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
-        batch, _, tokens = scores.shape
-        return [[min(tokens, int(ratio * tokens + ROUNDING)) for ratio in self._ratios[layer]]] * batch
+    def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
+        return self._ratios[layer]
 
 
-class LearnedBudget(PerHead):
+class LearnedBudget(FixedBudget):
     """LKV-H: the policy's ratios, fixed after training (Sec. 3.3)."""
 
-    def __init__(self, policy: Policy, retention: float):
-        super().__init__(policy.inference_ratios(retention).tolist())
+    def __init__(self, policy: Policy, retention: float | Share):
+        self._policy, self._share = policy, share(retention)
+        self._solved: tuple[float, list[list[float]]] | None = None
+
+    def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
+        retention = self._share.of(tokens)
+        # One Soft-TopK over all heads of the model serves every layer.
+        if self._solved is None or self._solved[0] != retention:
+            self._solved = (retention, self._policy.inference_ratios(retention).tolist())
+        return self._solved[1][layer]
 
 
 class GlobalTopK:

@@ -7,8 +7,8 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
-from lkv.budget import Budget, LearnedBudget, Uniform
-from lkv.errors import LkvError, check_retention
+from lkv.budget import Budget, LearnedBudget, Share, Uniform, share
+from lkv.errors import LkvError
 from lkv.policy import Policy
 from lkv.selection import LearnedScores, Selector, SnapKV
 
@@ -35,9 +35,9 @@ def needs_policy(name: str) -> bool:
     return name != "snapkv"
 
 
-def make_method(name: str, retention: float, policy: Policy | None) -> Method:
-    """The method `name` at `retention`. Raises LkvError for an unknown name or a policy that is missing."""
-    retention = check_retention(retention)
+def make_method(name: str, amount: float | Share, policy: Policy | None) -> Method:
+    """The method `name` that keeps `amount`. Raises LkvError for an unknown name or a policy that is missing."""
+    retention = share(amount)
     if name not in NAMES:
         near = get_close_matches(name, NAMES, n=2) or sorted(NAMES)
         raise LkvError(f"there is no method {name!r}; did you mean {' or '.join(map(repr, near))}?")
@@ -50,8 +50,10 @@ def make_method(name: str, retention: float, policy: Policy | None) -> Method:
     return Method(name, budget, selector)
 
 
-class _Rows:
+class _Rows(Selector):
     """Row i of the batch follows method i."""
+
+    reads_queries = True
 
     def __init__(self, methods: Sequence[Method]):
         self._methods = methods

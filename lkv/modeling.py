@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.config import ModelSpec
-from lkv.errors import UnsupportedModelError
+from lkv.errors import PromptError, UnsupportedModelError
 from lkv.hooks import HOOK
 
 _PREFIX = "lkv_"
@@ -131,6 +131,21 @@ def has_padding(mask: Any) -> bool:
     return not bool(last.all() if last.dtype == torch.bool else (last == 0).all())
 
 
+def left_padding(mask: Any) -> list[int] | None:
+    """How many keys each row of a causal mask [B, 1, Tq, Tk] hides at its beginning; None where nothing is hidden.
+
+    Raises PromptError for padding anywhere else.
+    """
+    if not isinstance(mask, Tensor):
+        return None
+    last = mask[:, 0, -1]
+    visible = last if last.dtype == torch.bool else last == 0
+    first = visible.long().argmax(-1)
+    if bool((visible.sum(-1) != visible.shape[-1] - first).any()):
+        raise PromptError("the batch is padded on the right; pad it on the left (tokenizer.padding_side = 'left').")
+    return first.tolist() if bool(first.any()) else None
+
+
 def kv_nbytes(cache: Any) -> int:
     """Bytes of storage behind the k and v of one of transformers' own caches."""
     return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
@@ -147,4 +162,4 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-__all__ = ["attach", "evaluation_mode", "has_padding", "inspect_model", "kv_nbytes"]
+__all__ = ["attach", "evaluation_mode", "has_padding", "inspect_model", "kv_nbytes", "left_padding"]

@@ -1,6 +1,6 @@
 """Selectors: which tokens of a head are worth keeping."""
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -10,20 +10,25 @@ from lkv.errors import PromptError
 from lkv.policy import Policy
 
 
-class Selector(Protocol):
+class Selector(ABC):
     """Scores the tokens of a prompt once a layer has attended over it."""
 
+    reads_queries = False
+    # A token's score depends on its own k and v alone: computed once, it is final, however the text goes on.
+    local = False
+
+    @abstractmethod
     def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Scores [B, H, T], higher is kept; `query` [B, Hq, T, d] (None where no selector reads it), `key` and `value`
         [B, H, T, d], after RoPE."""
-        ...
 
 
-class LearnedScores:
+class LearnedScores(Selector):
     """LKV-T: the policy's MLP over [k; v]; no query is read (Sec. 3.4)."""
 
     # The MLP's hidden layer is as large as k; blocks keep its memory below that of one layer's k and v.
     _BLOCK = 2048
+    local = True
 
     def __init__(self, policy: Policy):
         self._policy = policy
@@ -34,8 +39,10 @@ class LearnedScores:
         return torch.cat([self._policy.tokens(k, v, layer) for k, v in blocks], -1)
 
 
-class SnapKV:
+class SnapKV(Selector):
     """SnapKV (Li et al. 2024): attention received from the prompt's last `window` tokens, smoothed over positions."""
+
+    reads_queries = True
 
     def __init__(self, window: int = 64, kernel: int = 5):
         self._window, self._kernel = window, kernel
@@ -62,7 +69,7 @@ class SnapKV:
         return torch.cat([older, older.max().expand(batch, heads, window) + 1], -1)
 
 
-class GivenScores:
+class GivenScores(Selector):
     """Scores computed elsewhere, as a table [L, B, H, T]."""
 
     def __init__(self, table: Tensor):

@@ -13,13 +13,14 @@ from lkv.cache import RaggedCache
 from lkv.errors import CacheError, LkvError, PolicyMismatchError, PromptError, RetentionError, UnsupportedModelError
 from lkv.methods import Method
 from lkv.modeling import attach
+from lkv.selection import Selector
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
 
 PROMPT, LATER = 40, 9
 
 
-class RandomScores:
+class RandomScores(Selector):
     """A selector with scores that the oracle can see too."""
 
     def __init__(self, layers: int = 3, heads: int = 2, tokens: int = PROMPT, seed: int = 0):
@@ -192,34 +193,39 @@ def test_bad_use_is_named(model, policy):
     cache = RaggedCache(model, policy)
     with pytest.raises(PromptError, match="600 tokens, but the model reads at most 512"):
         model(ids(600), past_key_values=cache, use_cache=True)
-    padded = torch.ones(2, PROMPT, dtype=torch.long)
-    padded[0, :5] = 0
-    cache = RaggedCache(model, policy)
-    with pytest.raises(CacheError, match="holds padding"):
-        model(ids(PROMPT, 2), attention_mask=padded, past_key_values=cache, use_cache=True)
-    cache = RaggedCache(model, policy)
-    with pytest.raises(CacheError, match="beam search"):
-        model.generate(ids(PROMPT), past_key_values=cache, num_beams=2, max_new_tokens=3, do_sample=False)
 
 
-def test_what_does_not_work_yet_is_refused(model, policy):
+def test_what_cannot_work_is_refused(model, policy):
     prompt = ids(PROMPT)
-    with pytest.raises(CacheError, match="assisted decoding"):
+    with pytest.raises(CacheError, match="assisted decoding sends its first candidates together with the prompt"):
         model.generate(prompt, past_key_values=RaggedCache(model, policy), prompt_lookup_num_tokens=3, max_new_tokens=4)
     with pytest.raises(CacheError, match="slack is -1"):
         RaggedCache(model, policy, slack=-1)
+    with pytest.raises(CacheError, match="prompt_tokens is 0"):
+        RaggedCache(model, policy, prompt_tokens=0)
+    with pytest.raises(CacheError, match="must be announced"):
+        RaggedCache(model, policy, streaming=True)
+    with pytest.raises(RetentionError, match="budget_tokens is 0"):
+        RaggedCache(model, policy, budget_tokens=0)
+    for option in ({"streaming": True, "prompt_tokens": 9}, {"decode_eviction": True}):
+        with pytest.raises(CacheError, match="does not work with 'snapkv'"):
+            RaggedCache(model, method="snapkv", **option)
     cache = RaggedCache(model, policy)
     model(ids(PROMPT, 2), past_key_values=cache, use_cache=True)
     padding = torch.ones(2, PROMPT + 4, dtype=torch.long)
     padding[1, PROMPT : PROMPT + 2] = 0
-    with pytest.raises(CacheError, match="holds padding"):
+    with pytest.raises(CacheError, match="padding in what follows the compressed prompt"):
         model(ids(4, 2), attention_mask=padding, past_key_values=cache, use_cache=True)
+    right = torch.ones(2, PROMPT, dtype=torch.long)
+    right[0, -5:] = 0
+    with pytest.raises(PromptError, match="pad it on the left"):
+        model(ids(PROMPT, 2), attention_mask=right, past_key_values=RaggedCache(model, policy), use_cache=True)
     cache = RaggedCache(model, policy)
     model(prompt, past_key_values=cache, use_cache=True)
     with pytest.raises(CacheError, match="this cache holds 1 rows, but 2 were given"):
         model(ids(4, 2), past_key_values=cache, use_cache=True)
     model.generation_config.prefill_chunk_size = 8
-    with pytest.raises(CacheError, match="prefill_chunk_size"):
+    with pytest.raises(CacheError, match="must be announced"):
         RaggedCache(model, policy)
 
 

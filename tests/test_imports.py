@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent / "lkv"
 # A file imports only from those above it.
 ORDER = [
     "errors", "config", "results", "ops", "policy", "prompts", "hooks", "modeling", "prefill", "budget", "selection",
-    "methods", "embedded", "cache", "compression", "kvzip", "student", "data", "distillation", "training",
+    "methods", "spans", "layer", "embedded", "cache", "compression", "kvzip", "student", "data", "distillation", "training",
     "recipes", "evals", "figures", "cli",
 ]  # fmt: skip
 

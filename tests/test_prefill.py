@@ -67,6 +67,6 @@ def test_a_ragged_cache_dies_with_its_last_reference(model, policy, no_collector
     cache = RaggedCache(model, policy, 0.5)
     with torch.no_grad():
         model(torch.randint(3, 67, (1, 20)), past_key_values=cache)
-    pools = [weakref.ref(layer.k_pool) for layer in cache.ragged]
+    pools = [weakref.ref(layer.spans.k) for layer in cache.ragged]
     del cache
     assert not any(reference() is not None for reference in pools)

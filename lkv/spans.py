@@ -1,0 +1,108 @@
+"""Spans: entries of unequal number a head, one after another in flat pools, each span with room at its end."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Spans:
+    """Flat pools [P, d] of k and v in which each (batch, KV head) owns one contiguous span (Sec. 4.5).
+
+    A span is `lens` settled entries, `tail` appended ones and `room` for more. Appends are equal for all heads, so tail
+    and room are one integer each. `scores` [P] float32 goes with the entries where scores are to be kept.
+    """
+
+    def __init__(self, lens: Tensor, room: int, key: Tensor, value: Tensor, scored: bool = False):
+        """Unfilled pools for `lens` [B, H] (int64 on the CPU) entries, with dtype and device of `key` and `value`."""
+        self.lens, self.tail, self.room = lens, 0, room
+        every = lens.flatten()
+        ends = (every + room).cumsum(0)
+        self.starts = (ends - every - room).view_as(lens)
+        size = int(ends[-1]) if len(ends) else 0
+        self.k, self.v = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
+        self.scores = key.new_empty(size, dtype=torch.float32) if scored else None
+        # The attention kernels read these where the pools are: no step waits for a copy.
+        self._device_starts = self.starts.to(key.device, torch.int32)
+        self._device_lens = lens.to(key.device, torch.int32)
+
+    def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Pools of k and v, starts and lengths (int32 [B, H], on the pools' device) as `ragged_attention` wants them."""
+        return self.k, self.v, self._device_starts, self._device_lens + self.tail
+
+    def put(self, row: int, head: int, key: Tensor, value: Tensor, scores: Tensor | None = None) -> None:
+        """Fill one span's settled entries."""
+        start = int(self.starts[row, head])
+        own = slice(start, start + len(key))
+        self.k[own], self.v[own] = key, value
+        if self.scores is not None and scores is not None:
+            self.scores[own] = scores
+
+    def append(self, key: Tensor, value: Tensor, scores: Tensor | None = None) -> None:
+        """Scatter new k, v [B, H, n, d] (and scores [B, H, n]) to the ends; there must be room for n."""
+        new = key.shape[2]
+        ends = self._device_starts + self._device_lens + self.tail
+        places = ends[..., None] + torch.arange(new, device=key.device)
+        self.k[places], self.v[places] = key, value
+        if self.scores is not None and scores is not None:
+            self.scores[places] = scores
+        self.tail += new
+        self.room -= new
+
+    def cut(self, tokens: int) -> None:
+        """Forget the last `tokens` appended entries."""
+        self.tail -= tokens
+        self.room += tokens
+
+    def settle(self, limits: Sequence[Sequence[int]], room: int) -> "Spans":
+        """New spans of the entries with the best scores, at most `limits` [B][H] of each; nothing in their tail."""
+        assert self.scores is not None
+        held = self.lens + self.tail
+        lens = torch.minimum(torch.tensor(limits), held)
+        chosen = []
+        for start, length, count in zip(
+            self.starts.flatten().tolist(), held.flatten().tolist(), lens.flatten().tolist(), strict=True
+        ):
+            own = self.scores[start : start + length]
+            best = torch.arange(length, device=own.device) if count == length else own.topk(count).indices.sort().values
+            chosen.append(best + start)
+        new = Spans(lens, room, self.k, self.v, scored=True)
+        new._take(self, torch.cat(chosen))
+        return new
+
+    def select(self, rows: Tensor, room: int) -> "Spans":
+        """New spans for the batch rows `rows` [n] of these, tails included, with `room` after them."""
+        new = Spans(self.lens[rows] + self.tail, room, self.k, self.v, self.scores is not None)
+        new._take(self, _places(self.starts[rows], new.lens).to(self.k.device))
+        new.lens = new.lens - self.tail
+        new._device_lens -= self.tail
+        new.tail = self.tail
+        return new
+
+    def relaid(self, room: int) -> "Spans":
+        """A copy with `room` after the tails."""
+        return self.select(torch.arange(len(self.lens)), room)
+
+    def _take(self, other: "Spans", entries: Tensor) -> None:
+        """Fill all spans, in order, with entries of `other`'s pools."""
+        places = _places(self.starts, self.lens).to(self.k.device)
+        self.k[places], self.v[places] = other.k[entries], other.v[entries]
+        if self.scores is not None and other.scores is not None:
+            self.scores[places] = other.scores[entries]
+
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """Settled k and v of all spans one after another, without room or tail: [sum of lens, d] each."""
+        places = _places(self.starts, self.lens).to(self.k.device)
+        return self.k[places], self.v[places]
+
+    def nbytes(self) -> int:
+        """Bytes of storage behind the pools."""
+        pools = (self.k, self.v) if self.scores is None else (self.k, self.v, self.scores)
+        return sum(pool.untyped_storage().nbytes() for pool in pools)
+
+
+def _places(starts: Tensor, lens: Tensor) -> Tensor:
+    """Pool indices of all entries of the spans at `starts` with `lens` entries, one span after another."""
+    starts, lens = starts.flatten(), lens.flatten()
+    first = lens.cumsum(0) - lens
+    return torch.arange(int(lens.sum())) + torch.repeat_interleave(starts - first, lens)
