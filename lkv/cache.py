@@ -69,8 +69,8 @@ class RaggedCache(Cache):
         self.plan = Plan(method, self.share, slack, prompt_tokens, streaming, decode_eviction)
         if self.plan.scored and not (method.selector.local and isinstance(method.budget, FixedBudget)):
             raise CacheError(
-                f"{'streaming' if streaming else 'decode eviction'} does not work with {method.name!r}: it needs scores "
-                "that depend on k and v of the token alone and budgets that depend on the length alone; use 'lkv'."
+                f"{'streaming' if streaming else 'decode eviction'} does not work with {method.name!r}: it needs scores"
+                " that depend on k and v of the token alone and budgets that depend on the length alone; use 'lkv'."
             )
         self.ragged = [RaggedLayer(index, self.plan) for index in range(self.spec.layers)]
         super().__init__(layers=[*self.ragged])
@@ -89,8 +89,8 @@ class RaggedCache(Cache):
         held = len(self.ragged[0].kept)
         if held and rows != held:
             raise CacheError(
-                f"this cache holds {held} rows, but {rows} were given; call batch_repeat_interleave({rows}) for several "
-                "sequences from one compressed prompt, or make a new cache for other prompts."
+                f"this cache holds {held} rows, but {rows} were given; call batch_repeat_interleave(n) for n sequences "
+                "from each compressed prompt, or make a new cache for other prompts."
             )
         if tokens > self.spec.max_positions:
             raise PromptError(

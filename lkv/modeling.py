@@ -57,7 +57,13 @@ def _attention(base: str, module: nn.Module, query: Tensor, key: Tensor, value: 
     if hook is None:
         return stock()
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    return hook(query, key, value, mask, scale, lambda: stock()[0]), None
+    return _hooked(hook, query, key, value, mask, scale, lambda: stock()[0]), None
+
+
+@torch.compiler.disable
+def _hooked(hook: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Out of a compiled graph: what a layer holds changes shape with every token, and would be compiled every time."""
+    return hook(*args)
 
 
 def _stock(base: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:

@@ -27,7 +27,7 @@ class Spans:
         self._device_lens = lens.to(key.device, torch.int32)
 
     def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Pools of k and v, starts and lengths (int32 [B, H], on the pools' device) as `ragged_attention` wants them."""
+        """Pools of k and v, starts and lengths (int32 [B, H], on the pools' device), as for `ragged_attention`."""
         return self.k, self.v, self._device_starts, self._device_lens + self.tail
 
     def put(self, row: int, head: int, key: Tensor, value: Tensor, scores: Tensor | None = None) -> None:
@@ -36,7 +36,7 @@ class Spans:
         own = slice(start, start + len(key))
         self.k[own], self.v[own] = key, value
         if self.scores is not None and scores is not None:
-            self.scores[own] = scores
+            self.scores[own] = scores.float()
 
     def append(self, key: Tensor, value: Tensor, scores: Tensor | None = None) -> None:
         """Scatter new k, v [B, H, n, d] (and scores [B, H, n]) to the ends; there must be room for n."""
@@ -45,7 +45,7 @@ class Spans:
         places = ends[..., None] + torch.arange(new, device=key.device)
         self.k[places], self.v[places] = key, value
         if self.scores is not None and scores is not None:
-            self.scores[places] = scores
+            self.scores[places] = scores.float()
         self.tail += new
         self.room -= new
 

@@ -1,0 +1,381 @@
+"""The cache under everything that `generate` does: batches, beams, chunks, turns, candidates, long answers."""
+
+from itertools import chain, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lkv.budget import PerHead, Share, Uniform
+from lkv.cache import RaggedCache
+from lkv.errors import CacheError
+from lkv.methods import Method
+from lkv.modeling import attach
+from lkv.prefill import read_prompt
+from lkv.selection import Selector, SnapKV
+from tests.conftest import tiny_llama
+from tests.oracle import evicting_at, hidden_from_continuation
+
+RATIOS = [[0.5, 0.2], [0.05, 0.6], [0.0, 1.0]]
+
+
+def score(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return (key.sum(-1) - 0.5 * value.square().sum(-1)).float()
+
+
+class OwnScores(Selector):
+    """A selector that looks at k and v of the token alone."""
+
+    local = True
+
+    def scores(self, layer, query, key, value, scale):
+        return score(key, value)
+
+
+METHOD = Method("own", PerHead(RATIOS), OwnScores())
+
+
+def ids(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 67, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(texts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Texts [1, t] of unequal length as one batch padded on the left."""
+    longest = max(text.shape[1] for text in texts)
+    rows = [torch.nn.functional.pad(text, (longest - text.shape[1], 0)) for text in texts]
+    masks = [torch.nn.functional.pad(torch.ones_like(text), (longest - text.shape[1], 0)) for text in texts]
+    return {"input_ids": torch.cat(rows), "attention_mask": torch.cat(masks)}
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(4, 40), min_size=1, max_size=4), st.integers(0, 9), st.sampled_from(["sdpa", "eager"]))
+def test_a_padded_batch_equals_its_rows_alone(lengths, seed, implementation):
+    model = tiny_llama(dtype=torch.float64 if implementation == "sdpa" else torch.float32)
+    model.set_attn_implementation(implementation)
+    texts = [ids(1, length, seed + row) for row, length in enumerate(lengths)]
+    cache = RaggedCache(model, method=METHOD, slack=2)
+    out = model.generate(
+        **padded(texts), past_key_values=cache, max_new_tokens=6, do_sample=False, eos_token_id=None,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    tolerance = 1e-10 if implementation == "sdpa" else 1e-3
+    for row, text in enumerate(texts):
+        alone = RaggedCache(model, method=METHOD)
+        single = model.generate(
+            text, past_key_values=alone, max_new_tokens=6, do_sample=False, eos_token_id=None,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        for mine, theirs in zip(out.logits, single.logits, strict=True):
+            torch.testing.assert_close(mine[row], theirs[0], atol=tolerance, rtol=tolerance)
+        # Budgets come from the real length; padding is not stored.
+        for layer, own in zip(cache.ragged, alone.ragged, strict=True):
+            assert torch.equal(layer.kept[row], own.kept[0])
+    if len(texts) == 1:
+        return
+    real = sum(lengths)
+    held = sum(int(layer.kept.sum()) for layer in cache.ragged)
+    assert cache.realised_retention() == pytest.approx(held / (6 * real))
+    entries = held + 6 * len(texts) * 5  # the last generated token is never fed
+    assert (
+        entries * 2 * 8 <= cache.nbytes() / model.lm_head.weight.element_size() <= (entries + 6 * len(texts) * 3) * 16
+    )
+
+
+def test_a_padded_batch_under_snapkv_equals_its_rows_alone():
+    model = tiny_llama()
+    method = Method("snapkv", Uniform(0.4), SnapKV(window=4))
+    texts = [ids(1, 30), ids(1, 21, 1)]
+    cache = RaggedCache(model, method=method)
+    batch = padded(texts)
+    positions = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    model(**batch, position_ids=positions, past_key_values=cache, use_cache=True)
+    for row, text in enumerate(texts):
+        alone = RaggedCache(model, method=method)
+        model(text, past_key_values=alone, use_cache=True)
+        for layer, own in zip(cache.ragged, alone.ragged, strict=True):
+            for head in range(2):
+                spans, single = layer.spans, own.spans
+                start, count = int(spans.starts[row, head]), int(spans.lens[row, head])
+                first = int(single.starts[0, head])
+                torch.testing.assert_close(spans.k[start : start + count], single.k[first : first + count])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_beams": 3, "do_sample": False},
+        {"num_beams": 3, "do_sample": False, "num_return_sequences": 3, "length_penalty": 0.5},
+        {"do_sample": True, "num_return_sequences": 3, "temperature": 1.5},
+        {"num_beams": 2, "do_sample": True},
+    ],
+    ids=["beams", "beams-3", "samples-3", "beam-sample"],
+)
+def test_generate_at_full_retention_equals_the_stock_model(how, policy):
+    """Beam search, several return sequences and a padded batch, against transformers' own cache."""
+    model = tiny_llama()
+    batch = padded([ids(1, 30), ids(1, 22, 1)])
+    outs = []
+    for cache in (None, RaggedCache(model, policy, retention=1.0, slack=3)):
+        torch.manual_seed(3)
+        outs.append(model.generate(**batch, past_key_values=cache, max_new_tokens=9, **how))
+    assert torch.equal(*outs)
+
+
+def test_beam_search_over_a_compressed_prompt_equals_the_masked_model():
+    model = tiny_llama()
+    text = ids(1, 30)
+    keys = score_table(model, text)
+    hidden = []
+    for layer, table in enumerate(keys):
+        gone = torch.ones(1, 2, 30, dtype=torch.bool)
+        for head in range(2):
+            best = table[0, head].argsort(descending=True)[: int(RATIOS[layer][head] * 30 + 1e-6)]
+            gone[0, head, best] = False
+        hidden.append(gone)
+    how = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False}
+    mine = model.generate(text, past_key_values=RaggedCache(model, method=METHOD), **how)
+    # The stock model without a cache: every step reads the whole text under the mask.
+    with hidden_from_continuation(model, hidden, 30):
+        expected = model.generate(text, use_cache=False, **how)
+    assert torch.equal(mine, expected)
+
+
+def score_table(model, text: torch.Tensor) -> list[torch.Tensor]:
+    return [score(layer.key, layer.value) for layer in read_prompt(model, text)]
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 13), min_size=1, max_size=6), st.integers(0, 9), st.integers(1, 3), st.booleans())
+def test_a_prompt_in_parts_is_evicted_when_it_has_ended(parts, seed, batch, queries):
+    """Exact mode: the same cache as after one pass, whatever the parts."""
+    model, tokens = tiny_llama(), sum(parts) + 6
+    text = ids(batch, tokens + 4, seed)
+    method = Method("snapkv", PerHead(RATIOS), SnapKV(window=4)) if queries else METHOD
+    whole = RaggedCache(model, method=method)
+    model(text[:, :tokens], past_key_values=whole, use_cache=True)
+    cache, place = RaggedCache(model, method=method, prompt_tokens=tokens), 0
+    for size in [*parts, 6]:
+        model(text[:, place : place + size], past_key_values=cache, use_cache=True)
+        place += size
+    assert cache.get_seq_length() == cache.prompt_length == tokens
+    for mine, theirs in zip(cache.ragged, whole.ragged, strict=True):
+        assert torch.equal(mine.kept, theirs.kept)
+        torch.testing.assert_close(mine.spans.packed(), theirs.spans.packed(), atol=1e-11, rtol=1e-11)
+    after = [model(text[:, tokens:], past_key_values=c, use_cache=True).logits for c in (cache, whole)]
+    torch.testing.assert_close(*after, atol=1e-10, rtol=1e-10)
+
+
+def test_generate_reads_a_padded_prompt_in_chunks(policy):
+    model = tiny_llama()
+    batch = padded([ids(1, 30), ids(1, 22, 1)])
+    plain = model.generate(**batch, past_key_values=RaggedCache(model, policy, 0.4), max_new_tokens=6, do_sample=False)
+    cache = RaggedCache(model, policy, 0.4, prompt_tokens=30)
+    parts = model.generate(**batch, past_key_values=cache, max_new_tokens=6, do_sample=False, prefill_chunk_size=7)
+    assert torch.equal(parts, plain)
+
+
+@settings(max_examples=12)
+@given(st.integers(1, 17), st.integers(20, 40), st.integers(1, 2), st.integers(0, 9))
+def test_streaming_equals_the_model_that_evicts_between_chunks(chunk, tokens, batch, seed):
+    model = tiny_llama()
+    text = ids(batch, tokens + 5, seed)
+    cache = RaggedCache(model, method=METHOD, prompt_tokens=tokens, streaming=True, slack=3)
+    logits = []
+    places = [*range(0, tokens, chunk), tokens]
+    for start, end in pairwise(places):
+        logits.append(model(text[:, start:end], past_key_values=cache, use_cache=True).logits)
+        limits = [int(ratio * end + 1e-6) for row in RATIOS for ratio in row]
+        assert all(h <= batch * x for h, x in zip(chain(*cache.kept()), limits, strict=True))
+    assert cache.prompt_length == tokens
+    logits.append(model(text[:, tokens:], past_key_values=cache, use_cache=True).logits)
+    with evicting_at(model, places[1:], score, RATIOS):
+        expected = model(text).logits
+    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-10, rtol=1e-10)
+
+
+def test_streaming_in_generate(policy):
+    model = tiny_llama()
+    text = ids(1, 40)
+    cache = RaggedCache(model, policy, 0.4, prompt_tokens=40, streaming=True)
+    out = model.generate(text, past_key_values=cache, max_new_tokens=5, do_sample=False, prefill_chunk_size=9)
+    assert out.shape == (1, 45) and cache.prompt_length == 40
+    exact = RaggedCache(model, policy, 0.4)
+    model(text, past_key_values=exact, use_cache=True)
+    assert cache.kept() == exact.kept()
+
+
+def test_one_streamed_part_is_the_exact_mode(policy):
+    model = tiny_llama()
+    text = ids(2, 40)
+    exact, streamed = RaggedCache(model, policy, 0.4), RaggedCache(model, policy, 0.4, prompt_tokens=36, streaming=True)
+    model(text[:, :36], past_key_values=exact, use_cache=True)
+    expected = model(text[:, 36:], past_key_values=exact, use_cache=True).logits
+    # Prompt and what follows in one pass.
+    mine = model(text, past_key_values=streamed, use_cache=True).logits[:, 36:]
+    torch.testing.assert_close(mine, expected, atol=1e-10, rtol=1e-10)
+
+
+@settings(max_examples=12)
+@given(st.integers(1, 6), st.integers(8, 25), st.integers(0, 9))
+def test_long_answers_are_evicted_from_when_the_slack_runs_out(slack, answer, seed):
+    model, tokens = tiny_llama(), 20
+    text = ids(1, tokens + answer, seed)
+    cache = RaggedCache(model, method=METHOD, slack=slack, decode_eviction=True)
+    logits = [model(text[:, :tokens], past_key_values=cache, use_cache=True).logits]
+    room, places = slack, [tokens]
+    for place in range(tokens, tokens + answer):
+        if room == 0:
+            places.append(place)
+            room = slack + 1
+        room -= 1
+        logits.append(model(text[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
+        # Never more than each head's share, the slack and one token.
+        held = sum(int((layer.spans.lens + layer.spans.tail).sum()) for layer in cache.ragged)
+        assert held <= sum(int(r * (place + 1) + 1e-6) + slack + 1 for row in RATIOS for r in row)
+    with evicting_at(model, places, score, RATIOS):
+        expected = model(text).logits
+    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-10, rtol=1e-10)
+    if len(places) > 1:
+        with pytest.raises(CacheError, match="cannot be cut off"):
+            cache.rewind()
+
+
+def test_several_turns_on_one_cache(policy):
+    """What was said is fed again as ids; only what is new reaches the model."""
+    model = tiny_llama()
+    text, later = ids(1, 30), ids(1, 7, 5)
+    cache = RaggedCache(model, policy, 0.5)
+    first = model.generate(text, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    second = model.generate(torch.cat([first, later], 1), past_key_values=cache, max_new_tokens=5, do_sample=False)
+    step = RaggedCache(model, policy, 0.5)
+    model(text, past_key_values=step, use_cache=True)
+    logits = model(second[:, 30:-1], past_key_values=step, use_cache=True).logits
+    assert torch.equal(logits[0, -5:].argmax(-1), second[0, -5:])
+    assert cache.prompt_length == 30 and cache.get_seq_length() == 46
+
+
+def test_assisted_decoding_equals_greedy_decoding(policy):
+    attach(model := tiny_llama())
+    # A repeating text, so that prompt lookup finds candidates, right and wrong ones.
+    text = ids(1, 8).repeat(1, 5)
+    greedy = model.generate(text, past_key_values=RaggedCache(model, policy, 0.5), max_new_tokens=15, do_sample=False)
+    lengths = []
+
+    def note(module, args, kwargs):
+        lengths.append(kwargs["input_ids"].shape[1])
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    for how in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": tiny_llama(seed=1)}):
+        cache = RaggedCache(model, policy, 0.5, prompt_tokens=40)
+        lengths.clear()
+        out = model.generate(text, past_key_values=cache, max_new_tokens=15, do_sample=False, **how)
+        assert torch.equal(out, greedy)
+        assert max(lengths[1:]) > 1, "no candidate was ever checked"
+        assert cache.prompt_length == 40
+    handle.remove()
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("feed"), st.integers(1, 5)),
+    st.tuples(st.just("crop"), st.integers(0, 4)),
+    st.tuples(st.just("reorder"), st.lists(st.integers(0, 2), min_size=3, max_size=3)),
+    st.tuples(st.just("select"), st.lists(st.integers(0, 2), min_size=1, max_size=3)),
+    st.tuples(st.just("repeat"), st.integers(1, 2)),
+    st.tuples(st.just("fork"), st.just(0)),
+)
+
+
+@settings(max_examples=25)
+@given(st.lists(OPERATIONS, min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 20))
+def test_any_order_of_operations_equals_a_dense_model_of_the_cache(operations, slack, seed):
+    """Append, crop, reorder, select, repeat and fork in any order, against whole texts under a -inf mask."""
+    model, prompt = tiny_llama(), 18
+    text = ids(2, prompt, seed)
+    hidden = [torch.ones(2, 2, prompt, dtype=torch.bool) for _ in range(3)]
+    for layer, table in enumerate(score_table(model, text)):
+        for row in range(2):
+            for head in range(2):
+                count = int(RATIOS[layer][head] * prompt + 1e-6)
+                hidden[layer][row, head, table[row, head].argsort(descending=True)[:count]] = False
+    cache = RaggedCache(model, method=METHOD, slack=slack)
+    model(text, past_key_values=cache, use_cache=True)
+    rows, forks = text, []
+    for number, (name, argument) in enumerate(operations):
+        if name == "feed":
+            new = ids(len(rows), argument, seed + number)
+            rows = torch.cat([rows, new], 1)
+            mine = model(new, past_key_values=cache, use_cache=True).logits
+            with hidden_from_continuation(model, hidden, prompt):
+                expected = model(rows).logits[:, -argument:]
+            torch.testing.assert_close(mine, expected, atol=1e-10, rtol=1e-10)
+        elif name == "crop":
+            cut = min(argument, rows.shape[1] - prompt)
+            cache.crop(-cut)
+            rows = rows[:, : rows.shape[1] - cut]
+        elif name == "fork":
+            forks.append((cache, rows, hidden))
+            cache = cache.fork()
+        else:
+            order = torch.arange(len(rows))
+            if name == "repeat":
+                order = order.repeat_interleave(argument)
+                cache.batch_repeat_interleave(argument)
+            else:
+                order = torch.tensor([i % len(rows) for i in argument])
+                order = order[: len(rows)] if name == "reorder" else order
+                (cache.reorder_cache if name == "reorder" else cache.batch_select_indices)(order)
+            rows, hidden = rows[order], [layer[order] for layer in hidden]
+        assert cache.get_seq_length() == rows.shape[1]
+    for other, texts, gone in forks:
+        new = ids(len(texts), 2, 99)
+        with hidden_from_continuation(model, gone, prompt):
+            expected = model(torch.cat([texts, new], 1)).logits[:, -2:]
+        mine = model(new, past_key_values=other, use_cache=True).logits
+        torch.testing.assert_close(mine, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_budget_in_tokens(policy):
+    model = tiny_llama()
+    for tokens in (40, 60):
+        cache = RaggedCache(model, policy, budget_tokens=10)
+        model(ids(1, tokens), past_key_values=cache, use_cache=True)
+        kept = sum(map(sum, cache.kept()))
+        assert 54 <= kept <= 60  # 6 heads; each count is rounded down
+        other = RaggedCache(model, policy, retention=10 / tokens)
+        model(ids(1, tokens), past_key_values=other, use_cache=True)
+        assert cache.kept() == other.kept()
+    assert Share(tokens=10).of(5) == 1.0
+    everything = RaggedCache(model, policy, budget_tokens=1000)
+    model(ids(1, 40), past_key_values=everything, use_cache=True)
+    assert everything.realised_retention() == 1.0
+
+
+def test_no_step_of_decoding_copies_the_cache():
+    """Bytes newly allocated while a token is read, but for the one re-lay when the slack is used up."""
+    peaks = {}
+    for tokens in (400, 1600):
+        model = tiny_llama(max_position_embeddings=4096, dtype=torch.float32)
+        cache = RaggedCache(model, method=Method("half", Uniform(0.5), OwnScores()), slack=6)
+        model(ids(1, tokens), past_key_values=cache, use_cache=True)
+        pools = [layer.spans.k.data_ptr() for layer in cache.ragged]
+        largest = 0
+        for step in range(5):
+            with torch.profiler.profile(profile_memory=True) as profile:
+                model(ids(1, 1, step), past_key_values=cache, use_cache=True)
+            largest = max(largest, *(event.self_cpu_memory_usage for event in profile.events()))
+        assert pools == [layer.spans.k.data_ptr() for layer in cache.ragged]
+        peaks[tokens] = largest
+    entry_bytes = 8 * 4
+    # The logits of one token over the held entries are all that may grow.
+    assert peaks[1600] - peaks[400] <= 600 * 4 * 2 < 600 * entry_bytes
+
+
+def test_a_compiled_model_gives_the_same(policy):
+    model = tiny_llama(dtype=torch.float32)
+    text = ids(1, 30)
+    expected = model.generate(text, past_key_values=RaggedCache(model, policy, 0.5), max_new_tokens=3, do_sample=False)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="eager")
+    out = model.generate(text, past_key_values=RaggedCache(model, policy, 0.5), max_new_tokens=3, do_sample=False)
+    assert torch.equal(out, expected)
