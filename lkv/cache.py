@@ -50,12 +50,13 @@ class RaggedCache(Cache):
         """
         self.spec = attach(model)
         self.share: Share | None = Share(retention, budget_tokens)
+        self.policy: Policy | None = None
         if isinstance(method, str):
             if needs_policy(method):
-                policy = policy if policy is not None else default_policy()
-                policy.check_model(self.spec)
-                policy.to(model.device)
-            method = make_method(method, self.share, policy)
+                self.policy = policy if policy is not None else default_policy()
+                self.policy.check_model(self.spec)
+                self.policy.to(model.device)
+            method = make_method(method, self.share, self.policy)
         else:
             self.share = None
         if slack is not None and slack < 0:
@@ -117,6 +118,11 @@ class RaggedCache(Cache):
         twin.ragged = [layer.fork() for layer in self.ragged]
         twin.layers = [*twin.ragged]
         return twin
+
+    @property
+    def rewindable(self) -> bool:
+        """Whether what follows the prompt can be cut off again."""
+        return not self.plan.decode_eviction
 
     @property
     def prompt_length(self) -> int:

@@ -1,25 +1,34 @@
-"""Compress once, ask many times."""
+"""Compress once, ask many times, today or tomorrow."""
 
+import hashlib
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, TextStreamer
 
+from lkv import saving
+from lkv.budget import Share
 from lkv.cache import RaggedCache
-from lkv.errors import PromptError
+from lkv.config import ModelSpec, asdict, from_dict
+from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.methods import FULL, Method
 from lkv.modeling import attach, kv_nbytes
-from lkv.policy import Policy
+from lkv.policy import Policy, differs
 from lkv.prompts import context_ids, encode, question_ids
+from lkv.selection import Selector
 
 
 class Context:
     """A text read once into a compressed cache. Every question starts from the same cache."""
 
-    def __init__(self, model: Any, tokenizer: Any, ids: list[int], cache: Cache):
+    def __init__(self, model: Any, tokenizer: Any, ids: list[int], cache: Cache, about: dict[str, Any] | None = None):
+        """`about` tells how the text was compressed; it is saved with the context."""
         self._model, self._tokenizer, self._ids = model, tokenizer, ids
         self.cache = cache
+        self.about = about or {}
         self.answered_tokens = 0  # length of the last answer
 
     @property
@@ -44,10 +53,11 @@ class Context:
         prefix, target = question_ids(self._tokenizer, question), encode(self._tokenizer, answer)
         device = self._model.get_input_embeddings().weight.device
         ids = torch.tensor([prefix + target], device=device)
+        cache = self._working_cache()
         try:
-            logits = self._model(input_ids=ids, past_key_values=self.cache, use_cache=True).logits[0]
+            logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
         finally:
-            self.rewind()
+            self._done(cache)
         return logits[len(prefix) - 1 : -1], ids[0, len(prefix) :]
 
     def ask(self, question: str, max_new_tokens: int = 128, stream: bool = False, **generation: Any) -> str:
@@ -61,20 +71,93 @@ class Context:
         # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
         ids = torch.tensor([self._ids + question_ids(self._tokenizer, question)], device=device)
         settings = {"do_sample": False, "max_new_tokens": max_new_tokens} | generation
+        rows = max(settings.get("num_beams") or 1, settings.get("num_return_sequences") or 1)
+        if rows > 1:
+            raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
         streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
+        cache = self._working_cache()
         try:
             out = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=self.cache,
+                past_key_values=cache,
                 streamer=streamer,
                 pad_token_id=self._tokenizer.pad_token_id,
                 **settings,
             )
         finally:
-            self.rewind()
+            self._done(cache)
         self.answered_tokens = out.shape[1] - ids.shape[1]
         return self._tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+    def _working_cache(self) -> Cache:
+        """The cache itself where it can be cut back afterwards, else a copy."""
+        return self._ragged().fork() if self._needs_copy() else self.cache
+
+    def _done(self, cache: Cache) -> None:
+        if cache is self.cache:
+            self.rewind()
+
+    def _needs_copy(self) -> bool:
+        return isinstance(self.cache, RaggedCache) and not self.cache.rewindable
+
+    def _ragged(self) -> RaggedCache:
+        if not isinstance(self.cache, RaggedCache):
+            raise CacheError("this context is not compressed: forking and saving work with every method but 'full'.")
+        return self.cache
+
+    def fork(self) -> "Context":
+        """A copy with a cache of its own."""
+        return Context(self._model, self._tokenizer, list(self._ids), self._ragged().fork(), dict(self.about))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the compressed context to one safetensors file. Raises ContextFileError if that fails; an older file
+        at `path` then stays as it was."""
+        cache = self._ragged()
+        states = [layer.state() for layer in cache.ragged]
+        tensors = {f"{name}.{index}": tensor for index, state in enumerate(states) for name, tensor in state.items()}
+        tensors["ids"] = torch.tensor(self._ids, dtype=torch.int32)
+        saving.write(Path(path), tensors, {"model": asdict(cache.spec), **self.about})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Any, tokenizer: Any, policy: Policy | None = None) -> "Context":
+        """A saved context, to be asked again by the same model; in the model's dtype, on its device.
+
+        `policy` is not needed; where it is given it must be the one the text was compressed with. Raises
+        ContextFileError for a missing, foreign or damaged file, another model or another policy.
+        """
+        tensors, about = saving.read(Path(path))
+        spec = attach(model)
+        try:
+            if difference := differs(from_dict(ModelSpec, about["model"]), spec):
+                raise ContextFileError(f"{path} was saved by a model with {difference}; load it with that model.")
+            if policy is not None and policy.digest() != about["policy"]:
+                raise ContextFileError(
+                    f"{path} was compressed under another policy; load it without a policy, or compress the text again."
+                )
+            cache = RaggedCache(model, method=Method(about["method"], _Loaded(), _Loaded()))
+            weight = model.get_input_embeddings().weight
+            for index, layer in enumerate(cache.ragged):
+                state = {name: tensors[f"{name}.{index}"] for name in ("k", "v", "kept", "real", "length")}
+                layer.restore(state, weight.device, weight.dtype)
+            ids = tensors["ids"].tolist()
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
+        kept_about = {key: about[key] for key in _ABOUT}
+        return cls(model, tokenizer, ids, cache, kept_about)
+
+
+_ABOUT = ("method", "retention", "budget_tokens", "policy", "text_sha256")
+
+
+class _Loaded(Selector):
+    """In place of budget and selector of a loaded context: its text has been compressed already."""
+
+    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        raise CacheError("a loaded context cannot read another text; compress that one with lkv.compress.")
+
+    def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
+        raise CacheError("a loaded context cannot read another text; compress that one with lkv.compress.")
 
 
 @torch.no_grad()
@@ -83,22 +166,43 @@ def compress(
     tokenizer: Any,
     text: str,
     method: str | Method = "lkv",
-    retention: float = 0.15,
+    retention: float = Share.retention,
     policy: Policy | None = None,
+    *,
+    chunk: int | None = None,
+    **options: Any,
 ) -> Context:
     """Read `text` as the context of a chat and keep `retention` of its k and v; no question is known yet.
 
-    `method` is a name of `methods.NAMES`, a `Method` of your own, or "full" for the uncompressed cache.
+    `method` is a name of `methods.NAMES`, a `Method` of your own, or "full" for the uncompressed cache. `chunk` reads
+    the text in parts of that many tokens. `options` go to RaggedCache: budget_tokens, streaming, decode_eviction, ...
 
     Raises PromptError for a text that is empty, too short to keep anything of, or beyond the model's positions.
     """
     if not text.strip():
         raise PromptError("the text is empty; give some text to compress.")
-    cache = DynamicCache() if method == FULL else RaggedCache(model, policy, retention, method)
-    limit = attach(model).max_positions
+    if chunk is not None and chunk < 1:
+        raise PromptError(f"chunk is {chunk}, but a part of the text has at least one token.")
+    if options.get("streaming") and chunk is None:
+        raise PromptError("streaming reads the text in parts; give their size in tokens as chunk, for example 1024.")
     ids = context_ids(tokenizer, text)
+    limit = attach(model).max_positions
     if len(ids) >= limit:
         raise PromptError(f"the text has {len(ids)} tokens, but the model reads at most {limit}; shorten it.")
+    cache: Cache = DynamicCache()
+    about = {}
+    if method != FULL:
+        if chunk is not None:
+            options["prompt_tokens"] = len(ids)
+        cache = RaggedCache(model, policy, retention, method, **options)
+        about = {
+            "method": cache.plan.method.name,
+            "retention": retention,
+            "budget_tokens": options.get("budget_tokens"),
+            "policy": cache.policy.digest() if cache.policy is not None else None,
+            "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        }
     device = model.get_input_embeddings().weight.device
-    model.base_model(input_ids=torch.tensor([ids], device=device), past_key_values=cache, use_cache=True)
-    return Context(model, tokenizer, ids, cache)
+    for part in torch.tensor([ids], device=device).split(chunk or len(ids), 1):
+        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+    return Context(model, tokenizer, ids, cache, about)

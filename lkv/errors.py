@@ -33,6 +33,10 @@ class CacheError(LkvError):
     """A cache is used in a way it cannot serve."""
 
 
+class ContextFileError(LkvError):
+    """A saved context is missing, damaged, or belongs to another model or policy."""
+
+
 class DefaultModelError(LkvError):
     """The embedded default model cannot be found or converted."""
 

@@ -275,6 +275,23 @@ class RaggedLayer(HookedLayer):
         twin.spans = None if self.spans is None else self.spans.relaid(self.spans.room)
         return twin
 
+    def state(self) -> dict[str, Tensor]:
+        """What eviction left, packed: k, v [sum of kept, d], kept [B, H], real [B] and the prompt's length [1]."""
+        if self.spans is None or not self.prompt_length or self._settled != self.prompt_length:
+            raise CacheError("there is no compressed prompt to save, or its answers were evicted together with it.")
+        key, value = self.spans.packed()
+        counts = {"kept": self.kept, "real": torch.tensor(self.real), "length": torch.tensor([self.prompt_length])}
+        return {"k": key, "v": value, **counts}
+
+    def restore(self, state: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        """Take up what `state` gave."""
+        key, value = state["k"].to(device, dtype), state["v"].to(device, dtype)
+        self.lazy_initialization(key, value)
+        self.kept, self.real = state["kept"], state["real"].tolist()
+        self.spans = Spans(self.kept, self._first_room, key, value)
+        self.spans.unpack(key, value)
+        self.prompt_length = self._settled = int(state["length"])
+
     def nbytes(self) -> int:
         """Bytes of k and v storage really held, those of a prompt still being read included."""
         parts = (self._whole.key, self._whole.value) if self._whole is not None else ()

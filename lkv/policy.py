@@ -66,6 +66,19 @@ class TokenScores(nn.Module):
         return (silu(hidden) @ self.output[layer][..., None]).squeeze(-1)
 
 
+def differs(expected: ModelSpec, given: ModelSpec) -> str | None:
+    """What tells the model `given` from the one `expected`, or None."""
+    for name in ("architecture", "layers", "heads", "kv_heads", "head_dim", "rope"):
+        mine, theirs = getattr(expected, name), getattr(given, name)
+        if mine != theirs:
+            return f"{name} {mine!r}, but the model given has {theirs!r}"
+    a, b = torch.tensor(expected.weights), torch.tensor(given.weights)
+    allowed = 1e-6 + _FINGERPRINT_TOLERANCE * a.abs() if a.shape == b.shape else a
+    if a.shape != b.shape or not len(a) or bool(((a - b).abs() > allowed).any()):
+        return "other weights of the same architecture"
+    return None
+
+
 class Policy(nn.Module):
     """How much every head keeps (LKV-H) and which tokens (LKV-T), for one model."""
 
@@ -92,20 +105,18 @@ class Policy(nn.Module):
 
     def check_model(self, spec: ModelSpec) -> None:
         """Raise PolicyMismatchError unless `spec` describes the model this policy was trained for."""
-        for name in ("architecture", "layers", "heads", "kv_heads", "head_dim", "rope"):
-            mine, theirs = getattr(self.spec, name), getattr(spec, name)
-            if mine != theirs:
-                raise PolicyMismatchError(
-                    f"this policy was trained for a model with {name} {mine!r}, but the model given has {theirs!r}; "
-                    "use the model it was trained for, or train a policy for yours with `lkv train`."
-                )
-        a, b = torch.tensor(self.spec.weights), torch.tensor(spec.weights)
-        allowed = 1e-6 + _FINGERPRINT_TOLERANCE * a.abs() if a.shape == b.shape else a
-        if a.shape != b.shape or not len(a) or bool(((a - b).abs() > allowed).any()):
+        if difference := differs(self.spec, spec):
             raise PolicyMismatchError(
-                "this policy was trained for other weights of the same architecture; use the model named in its "
-                "config.json, or train a policy for yours with `lkv train`."
+                f"this policy was trained for a model with {difference}; use the model it was trained for, or train a "
+                "policy for yours with `lkv train`."
             )
+
+    def digest(self) -> str:
+        """SHA-256 of the parameters: equal for policies that decide alike."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            digest.update(name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     def save_pretrained(self, folder: str | os.PathLike[str], half: bool = False) -> None:
         """Write policy.safetensors and config.json into `folder`; a failed save leaves the old files as they were.

@@ -95,6 +95,11 @@ class Spans:
         places = _places(self.starts, self.lens).to(self.k.device)
         return self.k[places], self.v[places]
 
+    def unpack(self, key: Tensor, value: Tensor) -> None:
+        """Fill the settled entries with what `packed` gave."""
+        places = _places(self.starts, self.lens).to(self.k.device)
+        self.k[places], self.v[places] = key.to(self.k), value.to(self.v)
+
     def nbytes(self) -> int:
         """Bytes of storage behind the pools."""
         pools = (self.k, self.v) if self.scores is None else (self.k, self.v, self.scores)

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from lkv.compression import compress
-from lkv.errors import PromptError, RetentionError
+from lkv.compression import Context, compress
+from lkv.errors import CacheError, ContextFileError, PromptError, RetentionError
+from lkv.modeling import inspect_model
+from lkv.policy import Policy
+from tests.conftest import tiny_llama
 
 
 class Words:
@@ -81,3 +85,106 @@ def test_bad_prompts_are_named(model, policy):
     with pytest.raises(PromptError, match="the model reads at most 512"):
         context.ask("word " * 500)
     assert context.cache.get_seq_length() == 60
+
+
+def test_a_fork_goes_its_own_way(model, policy):
+    context = compress(model, Words(), TEXT, retention=0.4, policy=policy)
+    answer = context.ask("what is one ?", max_new_tokens=8)
+    twin = context.fork()
+    model(torch.full((1, 5), 9), past_key_values=twin.cache, use_cache=True)
+    assert context.cache.get_seq_length() == 60 and twin.cache.get_seq_length() == 65
+    twin.rewind()
+    assert twin.ask("what is one ?", max_new_tokens=8) == context.ask("what is one ?", max_new_tokens=8) == answer
+    with pytest.raises(CacheError, match="every method but 'full'"):
+        compress(model, Words(), TEXT, method="full").fork()
+
+
+@pytest.mark.parametrize("options", [{"chunk": 7}, {"chunk": 100}, {"chunk": 60, "streaming": True}])
+def test_reading_in_parts_gives_the_same_context(model, policy, options):
+    whole = compress(model, Words(), TEXT, retention=0.4, policy=policy)
+    parts = compress(model, Words(), TEXT, retention=0.4, policy=policy, **options)
+    assert parts.cache.kept() == whole.cache.kept()
+    assert parts.ask("what is one ?", 8) == whole.ask("what is one ?", 8)
+
+
+def test_long_answers_leave_the_context_as_it_was(model, policy):
+    context = compress(model, Words(), TEXT, retention=0.3, policy=policy, decode_eviction=True, slack=2)
+    kept, size = context.cache.kept(), context.nbytes()
+    answer = context.ask("go on", max_new_tokens=30, eos_token_id=None)
+    assert context.answered_tokens == 30
+    assert (context.cache.kept(), context.nbytes(), context.cache.get_seq_length()) == (kept, size, 60)
+    assert context.ask("go on", max_new_tokens=30, eos_token_id=None) == answer
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_saved_context_answers_as_before(dtype, tmp_path):
+    model = tiny_llama(dtype=dtype)
+    policy = Policy(inspect_model(model)).requires_grad_(False)
+    context = compress(model, Words(), TEXT, retention=0.4, policy=policy)
+    answer = context.ask("what is one ?", max_new_tokens=8)
+    context.save(tmp_path / "deep" / "context.kv")
+    again = Context.load(tmp_path / "deep" / "context.kv", model, Words(), policy)
+    assert again.ask("what is one ?", max_new_tokens=8) == answer
+    assert again.about == context.about and again.cache.kept() == context.cache.kept()
+    assert again.cache.realised_retention() == context.cache.realised_retention()
+    for mine, theirs in zip(again.cache.ragged, context.cache.ragged, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.spans.packed(), theirs.spans.packed(), strict=True))
+    # No bytes of the evicted entries are in the file.
+    entries = sum(map(sum, context.cache.kept()))
+    size = (tmp_path / "deep" / "context.kv").stat().st_size
+    assert size - entries * 2 * 8 * torch.finfo(dtype).bits // 8 < 4500
+    again.cache.reset()
+    with pytest.raises(CacheError, match="cannot read another text"):
+        model(torch.full((1, 30), 9), past_key_values=again.cache, use_cache=True)
+
+
+def test_a_context_that_does_not_fit_is_refused(model, policy, tmp_path):
+    path = tmp_path / "context.kv"
+    compress(model, Words(), TEXT, retention=0.4, policy=policy).save(path)
+    before = path.read_bytes()
+    other = tiny_llama(seed=3)
+    with pytest.raises(ContextFileError, match="saved by a model with other weights"):
+        Context.load(path, other, Words())
+    with pytest.raises(ContextFileError, match="saved by a model with layers 3, but the model given has 2"):
+        Context.load(path, tiny_llama(num_hidden_layers=2), Words())
+    torch.manual_seed(1)
+    with pytest.raises(ContextFileError, match="compressed under another policy"):
+        Context.load(path, model, Words(), Policy(inspect_model(model)))
+    with pytest.raises(ContextFileError, match="there is no file"):
+        Context.load(tmp_path / "nothing.kv", model, Words())
+    for place in (40, len(before) - 9):
+        damaged = bytearray(before)
+        damaged[place] ^= 0x41
+        (tmp_path / "damaged.kv").write_bytes(damaged)
+        with pytest.raises(ContextFileError, match=r"damaged|no saved context"):
+            Context.load(tmp_path / "damaged.kv", model, Words())
+    (tmp_path / "short.kv").write_bytes(before[: len(before) // 2])
+    with pytest.raises(ContextFileError, match="no saved context"):
+        Context.load(tmp_path / "short.kv", model, Words())
+    save_file({"k": torch.zeros(3)}, tmp_path / "foreign.kv")
+    with pytest.raises(ContextFileError, match="no saved context"):
+        Context.load(tmp_path / "foreign.kv", model, Words())
+
+
+def test_a_failed_save_leaves_the_old_file(model, policy, tmp_path, monkeypatch):
+    path = tmp_path / "context.kv"
+    context = compress(model, Words(), TEXT, retention=0.4, policy=policy)
+    context.save(path)
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("lkv.saving.os.replace", full)
+    with pytest.raises(ContextFileError, match="no space left on device"):
+        compress(model, Words(), TEXT, retention=0.8, policy=policy).save(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_bad_options_are_named(model, policy):
+    with pytest.raises(PromptError, match="chunk is 0"):
+        compress(model, Words(), TEXT, policy=policy, chunk=0)
+    with pytest.raises(PromptError, match="give their size in tokens as chunk"):
+        compress(model, Words(), TEXT, policy=policy, streaming=True)
+    with pytest.raises(CacheError, match="one answer"):
+        compress(model, Words(), TEXT, policy=policy).ask("why ?", num_beams=2)
