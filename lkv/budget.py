@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lkv.errors import RetentionError, check_retention
+from lkv.errors import CacheError, RetentionError, check_retention
 from lkv.policy import Policy
 
 # r t is rounded down (Sec. 3.3); the margin keeps 0.15 x 4000 = 599.9999 from losing a token to rounding.
@@ -56,7 +56,10 @@ class FixedBudget(ABC):
 
     def limits(self, layer: int, heads: int, tokens: int) -> list[int]:
         """floor(r t) of each head."""
-        return [min(tokens, int(ratio * tokens + ROUNDING)) for ratio in self.ratios(layer, heads, tokens)]
+        ratios = self.ratios(layer, heads, tokens)
+        if len(ratios) != heads:
+            raise CacheError(f"the budget rule names {len(ratios)} heads a layer, but {heads} are computed here.")
+        return [min(tokens, int(ratio * tokens + ROUNDING)) for ratio in ratios]
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
         batch, heads, tokens = scores.shape
@@ -86,15 +89,16 @@ class PerHead(FixedBudget):
 class LearnedBudget(FixedBudget):
     """LKV-H: the policy's ratios, fixed after training (Sec. 3.3)."""
 
-    def __init__(self, policy: Policy, retention: float | Share):
-        self._policy, self._share = policy, share(retention)
+    def __init__(self, policy: Policy, retention: float | Share, heads: slice = slice(None)):
+        """`heads`: the KV heads that this process computes."""
+        self._policy, self._share, self._heads = policy, share(retention), heads
         self._solved: tuple[float, list[list[float]]] | None = None
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
         retention = self._share.of(tokens)
-        # One Soft-TopK over all heads of the model serves every layer.
+        # One Soft-TopK over all heads of the model serves every layer and process.
         if self._solved is None or self._solved[0] != retention:
-            self._solved = (retention, self._policy.inference_ratios(retention).tolist())
+            self._solved = (retention, self._policy.inference_ratios(retention)[:, self._heads].tolist())
         return self._solved[1][layer]
 
 

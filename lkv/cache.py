@@ -11,7 +11,7 @@ from lkv.errors import CacheError, PromptError
 from lkv.hooks import Cache
 from lkv.layer import Plan, RaggedLayer
 from lkv.methods import Method, make_method, needs_policy
-from lkv.modeling import attach
+from lkv.modeling import attach, local_heads
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 
@@ -21,6 +21,7 @@ class RaggedCache(Cache):
 
     Unless `prompt_tokens` says otherwise the prompt is the first forward pass; each layer attends over it in full, then
     keeps what its method chooses and frees the rest. Everything after that (question, answer) is appended and kept.
+    Under tensor parallelism each process evicts its own KV heads; counts and bytes are those of its heads.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class RaggedCache(Cache):
                 self.policy = policy if policy is not None else default_policy()
                 self.policy.check_model(self.spec)
                 self.policy.to(model.device)
-            method = make_method(method, self.share, self.policy)
+            method = make_method(method, self.share, self.policy, local_heads(model))
         else:
             self.share = None
         if slack is not None and slack < 0:

@@ -114,6 +114,10 @@ class Context:
         """Write the compressed context to one safetensors file. Raises ContextFileError if that fails; an older file
         at `path` then stays as it was."""
         cache = self._ragged()
+        if cache.ragged[0].kept.shape[1] != cache.spec.kv_heads:
+            raise CacheError(
+                "this process holds a share of the heads only; save the context from a model in one piece."
+            )
         states = [layer.state() for layer in cache.ragged]
         tensors = {f"{name}.{index}": tensor for index, state in enumerate(states) for name, tensor in state.items()}
         tensors["ids"] = torch.tensor(self._ids, dtype=torch.int32)

@@ -35,8 +35,11 @@ def needs_policy(name: str) -> bool:
     return name != "snapkv"
 
 
-def make_method(name: str, amount: float | Share, policy: Policy | None) -> Method:
-    """The method `name` that keeps `amount`. Raises LkvError for an unknown name or a policy that is missing."""
+def make_method(name: str, amount: float | Share, policy: Policy | None, heads: slice = slice(None)) -> Method:
+    """The method `name` that keeps `amount`, for the KV heads `heads` of the model.
+
+    Raises LkvError for an unknown name or a policy that is missing.
+    """
     retention = share(amount)
     if name not in NAMES:
         near = get_close_matches(name, NAMES, n=2) or sorted(NAMES)
@@ -45,8 +48,8 @@ def make_method(name: str, amount: float | Share, policy: Policy | None) -> Meth
         return Method(name, Uniform(retention), SnapKV())
     if policy is None:
         raise LkvError(f"the method {name!r} needs a policy; give one with Policy.from_pretrained(...).")
-    budget = Uniform(retention) if name == "lkv-t" else LearnedBudget(policy, retention)
-    selector = SnapKV() if name == "lkv-h+snapkv" else LearnedScores(policy)
+    budget = Uniform(retention) if name == "lkv-t" else LearnedBudget(policy, retention, heads)
+    selector = SnapKV() if name == "lkv-h+snapkv" else LearnedScores(policy, heads)
     return Method(name, budget, selector)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,6 +23,7 @@ from lkv.hooks import HOOK
 
 _PREFIX = "lkv_"
 _SAMPLES_PER_WEIGHT = 4
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 def attach(model: Any) -> ModelSpec:
@@ -73,14 +75,17 @@ def _stock(base: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
 
 
 def inspect_model(model: Any) -> ModelSpec:
-    """Read what a policy must know from a causal language model; UnsupportedModelError says why one is refused."""
+    """Read what a policy must know from a causal language model; UnsupportedModelError says why one is refused.
+
+    Under tensor parallelism the spec is that of the whole model, and every process of the group must call this.
+    """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
         raise UnsupportedModelError("this is no transformers causal language model; give one with .generate().")
     name = type(model).__name__
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None)
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    kv_heads = _kv_heads(text)
     if not isinstance(kv_heads, int) or not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):
         raise UnsupportedModelError(
             f"{name} has no per-head key-value cache; LKV works with multi-head and grouped-query attention."
@@ -101,6 +106,7 @@ def inspect_model(model: Any) -> ModelSpec:
     devices = {str(weight.device) for weight in model.parameters()}
     if len(devices) > 1 or "meta" in devices:
         raise UnsupportedModelError(f"{name} is spread over {sorted(devices)}; load it whole on one device.")
+    local_heads(model)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     rope = getattr(text, "rope_parameters", None) or {}
     return ModelSpec(
@@ -115,7 +121,37 @@ def inspect_model(model: Any) -> ModelSpec:
     )
 
 
-@torch.no_grad()
+def local_heads(model: Any) -> slice:
+    """The KV heads whose k and v this process computes: all of them, or its share under tensor parallelism.
+
+    Raises UnsupportedModelError where the heads cannot be shared out evenly, or the model is split in another way.
+    """
+    heads = _kv_heads(model.config.get_text_config(decoder=True))
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or mesh.size() == 1:
+        return slice(0, heads)
+    name, size = type(model).__name__, getattr(model, "tp_size", None) or 1
+    if mesh.size() != size:
+        raise UnsupportedModelError(
+            f"{name} is split over {mesh.size()} processes, but only {size} share its heads; load it with tensor "
+            "parallelism alone (tp_plan='auto')."
+        )
+    # A plan may leave attention whole, or gather k and v again ("colwise_gather_output"): then all heads are here.
+    if not any(key.endswith(_KEY_PROJECTIONS) and style == "colwise" for key, style in model.tp_plan.items()):
+        return slice(0, heads)
+    if heads % size:
+        raise UnsupportedModelError(
+            f"{name} has {heads} KV heads, which {size} processes cannot share evenly; use a number of processes that "
+            f"divides {heads}."
+        )
+    rank = (mesh if mesh.ndim == 1 else mesh["tp"]).get_local_rank()
+    return slice(rank * heads // size, (rank + 1) * heads // size)
+
+
+def _kv_heads(text: Any) -> Any:
+    return getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+
+
 def _fingerprint(model: nn.Module, layers: int) -> tuple[float, ...]:
     """A few values of each matrix of the first, middle and last layer, in the order of their names."""
     values: list[float] = []
@@ -123,10 +159,26 @@ def _fingerprint(model: nn.Module, layers: int) -> tuple[float, ...]:
     for name, weight in sorted(model.named_parameters()):
         layer = re.search(r"\.(\d+)\.", name)
         if layer and int(layer[1]) in wanted and weight.ndim == 2 and weight.is_floating_point():
-            flat = weight.detach().flatten()
-            places = torch.linspace(0, flat.numel() - 1, _SAMPLES_PER_WEIGHT + 2, dtype=torch.float64)[1:-1].long()
-            values += [round(float(x), 8) for x in flat[places.to(flat.device)].float().cpu()]
+            places = torch.linspace(0, weight.numel() - 1, _SAMPLES_PER_WEIGHT + 2, dtype=torch.float64)[1:-1].long()
+            values += [round(float(x), 8) for x in _values(weight, places)]
     return tuple(values)
+
+
+@torch.no_grad()
+def _values(weight: Tensor, places: Tensor) -> Tensor:
+    """The values at flat `places` of a matrix, also of one whose rows or columns lie in several processes."""
+    rows, columns = places // weight.shape[1], places % weight.shape[1]
+    index = rows.to(weight.device)
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None:
+        found = weight[index]
+    else:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        # A lookup fetches the few rows alone; indexing would gather the whole matrix.
+        whole: Any = embedding(DTensor.from_local(index, mesh, [Replicate()] * mesh.ndim, run_check=False), weight)
+        found = whole.full_tensor()
+    return found.float().cpu()[torch.arange(len(rows)), columns]
 
 
 def has_padding(mask: Any) -> bool:
@@ -168,4 +220,4 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-__all__ = ["attach", "evaluation_mode", "has_padding", "inspect_model", "kv_nbytes", "left_padding"]
+__all__ = ["attach", "evaluation_mode", "has_padding", "inspect_model", "kv_nbytes", "left_padding", "local_heads"]

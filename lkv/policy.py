@@ -56,14 +56,14 @@ class TokenScores(nn.Module):
         self.bias = nn.Parameter(torch.zeros(layers, kv_heads, head_dim))
         self.output = nn.Parameter(torch.randn(layers, kv_heads, head_dim) / math.sqrt(head_dim))
 
-    def forward(self, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """Scores u [B, H, T] in float32 for `k`, `v` [B, H, T, d] of one layer."""
+    def forward(self, k: Tensor, v: Tensor, layer: int, heads: slice = slice(None)) -> Tensor:
+        """Scores u [B, H, T] in float32 for `k`, `v` [B, H, T, d] of the KV heads `heads` of one layer."""
         # The normalisation is folded into the first matrix, so that k and v are read once and never copied whole.
-        weight = self.hidden[layer] / self.std[layer][..., None]
-        bias = self.bias[layer] - (self.mean[layer][..., None, :] @ weight).squeeze(-2)
+        weight = self.hidden[layer, heads] / self.std[layer, heads][..., None]
+        bias = self.bias[layer, heads] - (self.mean[layer, heads][..., None, :] @ weight).squeeze(-2)
         d = k.shape[-1]
         hidden = k.float() @ weight[:, :d] + v.float() @ weight[:, d:] + bias[:, None]
-        return (silu(hidden) @ self.output[layer][..., None]).squeeze(-1)
+        return (silu(hidden) @ self.output[layer, heads][..., None]).squeeze(-1)
 
 
 def differs(expected: ModelSpec, given: ModelSpec) -> str | None:

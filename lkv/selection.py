@@ -30,13 +30,14 @@ class LearnedScores(Selector):
     _BLOCK = 2048
     local = True
 
-    def __init__(self, policy: Policy):
-        self._policy = policy
+    def __init__(self, policy: Policy, heads: slice = slice(None)):
+        """`heads`: the KV heads that this process computes."""
+        self._policy, self._heads = policy, heads
 
     @torch.no_grad()
     def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
         blocks = zip(key.split(self._BLOCK, 2), value.split(self._BLOCK, 2), strict=True)
-        return torch.cat([self._policy.tokens(k, v, layer) for k, v in blocks], -1)
+        return torch.cat([self._policy.tokens(k, v, layer, self._heads) for k, v in blocks], -1)
 
 
 class SnapKV(Selector):
