@@ -8,10 +8,10 @@ from torch import Tensor
 from lkv.budget import FixedBudget, Share
 from lkv.embedded import default_policy
 from lkv.errors import CacheError, PromptError
-from lkv.hooks import Cache
+from lkv.hooks import Cache, WindowLayer
 from lkv.layer import Plan, RaggedLayer
 from lkv.methods import Method, make_method, needs_policy
-from lkv.modeling import attach, local_heads
+from lkv.modeling import attach, layer_windows, local_heads
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 
@@ -21,6 +21,7 @@ class RaggedCache(Cache):
 
     Unless `prompt_tokens` says otherwise the prompt is the first forward pass; each layer attends over it in full, then
     keeps what its method chooses and frees the rest. Everything after that (question, answer) is appended and kept.
+    Sliding layers, where a model has some, hold their window whole and count in `nbytes` alone.
     Under tensor parallelism each process evicts its own KV heads; counts and bytes are those of its heads.
     """
 
@@ -75,7 +76,9 @@ class RaggedCache(Cache):
                 " that depend on k and v of the token alone and budgets that depend on the length alone; use 'lkv'."
             )
         self.ragged = [RaggedLayer(index, self.plan) for index in range(self.spec.layers)]
-        super().__init__(layers=[*self.ragged])
+        self._windows = [WindowLayer(window) for window in layer_windows(model) if window is not None]
+        full, sliding = iter(self.ragged), iter(self._windows)
+        super().__init__(layers=[next(full if window is None else sliding) for window in layer_windows(model)])
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if layer_idx == 0:
@@ -107,6 +110,8 @@ class RaggedCache(Cache):
                 "assisted decoding sends its first candidates together with the prompt: give "
                 "prompt_tokens=input_ids.shape[1] to RaggedCache, so that they are told apart."
             )
+        for layer in self._windows:
+            layer.activate_past_recording()
 
     def fill(self, prompt: list[PromptLayer]) -> None:
         """Take over a prompt that was read before (`prefill.read_prompt`): one prefill serves many methods."""
@@ -117,13 +122,15 @@ class RaggedCache(Cache):
         """A copy that goes on independently."""
         twin = copy.copy(self)
         twin.ragged = [layer.fork() for layer in self.ragged]
-        twin.layers = [*twin.ragged]
+        twin._windows = [layer.fork() for layer in self._windows]
+        full, sliding = iter(twin.ragged), iter(twin._windows)
+        twin.layers = [next(full if isinstance(layer, RaggedLayer) else sliding) for layer in self.layers]
         return twin
 
     @property
     def rewindable(self) -> bool:
         """Whether what follows the prompt can be cut off again."""
-        return not self.plan.decode_eviction
+        return not self.plan.decode_eviction and not self._windows
 
     @property
     def prompt_length(self) -> int:
@@ -131,7 +138,10 @@ class RaggedCache(Cache):
         return self.ragged[-1].prompt_length
 
     def rewind(self) -> None:
-        """Forget everything appended after the prompt. Raises CacheError if some of that was evicted already."""
+        """Forget everything appended after the prompt. Raises CacheError if some of that was evicted already, or if the
+        model has sliding layers, which have dropped what they would need."""
+        if self._windows:
+            raise CacheError("sliding layers cannot be cut back to the prompt; go on with a fork() made before.")
         for layer in self.ragged:
             layer.crop(layer.prompt_length - layer.get_seq_length())
 
@@ -146,8 +156,8 @@ class RaggedCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes of k and v storage really held, slack included."""
-        return sum(layer.nbytes() for layer in self.ragged)
+        return sum(layer.nbytes() for layer in self.ragged) + sum(layer.nbytes() for layer in self._windows)
 
     def full_nbytes(self) -> int:
         """Bytes that an uncompressed cache would hold for the same tokens."""
-        return sum(layer.full_nbytes() for layer in self.ragged)
+        return sum(layer.full_nbytes() for layer in self.ragged) + sum(layer.nbytes() for layer in self._windows)

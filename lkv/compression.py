@@ -114,6 +114,8 @@ class Context:
         """Write the compressed context to one safetensors file. Raises ContextFileError if that fails; an older file
         at `path` then stays as it was."""
         cache = self._ragged()
+        if len(cache.ragged) < len(cache.layers):
+            raise CacheError("contexts of models with sliding layers cannot be saved yet; compress the text each time.")
         if cache.ragged[0].kept.shape[1] != cache.spec.kv_heads:
             raise CacheError(
                 "this process holds a share of the heads only; save the context from a model in one piece."

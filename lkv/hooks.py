@@ -4,12 +4,13 @@ An attention function sees no cache. So a layer tags the key tensor that its `up
 attention function that `modeling` registers hands the call to that hook.
 """
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 HOOK = "_lkv_hook"
 
@@ -47,4 +48,24 @@ class HookedLayer(CacheLayerMixin):
         return -1
 
 
-__all__ = ["HOOK", "Cache", "HookedLayer"]
+class WindowLayer(DynamicSlidingWindowLayer):
+    """transformers' own layer for sliding attention: the last tokens, whole, beside layers that are evicted from."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        seen = super().update(key_states, value_states, *args, **kwargs)
+        # What is kept is a view of all that was seen; after a long prompt that would hold the whole prompt.
+        if key_states.shape[2] > self.sliding_window:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return seen
+
+    def fork(self) -> "WindowLayer":
+        """A copy that goes on independently; what it holds is replaced, never written to."""
+        return copy.copy(self)
+
+    def nbytes(self) -> int:
+        """Bytes of the k and v held."""
+        held = (self.keys, self.values) if self.is_initialized else ()
+        return sum(x.untyped_storage().nbytes() for x in held if x is not None)
+
+
+__all__ = ["HOOK", "Cache", "HookedLayer", "WindowLayer"]

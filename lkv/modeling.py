@@ -23,6 +23,7 @@ from lkv.hooks import HOOK
 
 _PREFIX = "lkv_"
 _SAMPLES_PER_WEIGHT = 4
+_KINDS = ("full_attention", "sliding_attention")
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 
@@ -90,13 +91,19 @@ def inspect_model(model: Any) -> ModelSpec:
         raise UnsupportedModelError(
             f"{name} has no per-head key-value cache; LKV works with multi-head and grouped-query attention."
         )
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
-        kinds.add("sliding_attention") if not getattr(text, "layer_types", None) else None
-    if kinds != {"full_attention"}:
+    windows = layer_windows(model)
+    other = {kind for kind in getattr(text, "layer_types", None) or [] if kind not in _KINDS}
+    if other or None not in windows:
         raise UnsupportedModelError(
-            f"{name} has layers of kind {sorted(kinds - {'full_attention'})}; only full-attention layers can be "
-            "evicted from. Use a model whose layers all have full attention."
+            f"{name} has layers of kind {sorted(other) or ['sliding_attention']}; LKV evicts from full-attention layers "
+            "and keeps sliding ones beside them as they are. Use a model of such layers."
+        )
+    if any(key.endswith(".sinks") for key, _ in model.named_parameters()) or getattr(
+        text, "attn_logit_softcapping", None
+    ):
+        raise UnsupportedModelError(
+            f"{name} has attention sinks or capped attention logits, which LKV does not compute yet; use a model with "
+            "plain softmax attention, such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3."
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; LKV works with decoder-only models.")
@@ -111,7 +118,7 @@ def inspect_model(model: Any) -> ModelSpec:
     rope = getattr(text, "rope_parameters", None) or {}
     return ModelSpec(
         architecture=name,
-        layers=text.num_hidden_layers,
+        layers=windows.count(None),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -119,6 +126,16 @@ def inspect_model(model: Any) -> ModelSpec:
         max_positions=limit,
         weights=_fingerprint(model, text.num_hidden_layers),
     )
+
+
+def layer_windows(model: Any) -> list[int | None]:
+    """The sliding window of each layer, None where a layer sees everything: the ones that are evicted from."""
+    text = model.config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    # Without a list of kinds a window holds for all layers.
+    everywhere = "sliding_attention" if window else "full_attention"
+    kinds = getattr(text, "layer_types", None) or [everywhere] * text.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def local_heads(model: Any) -> slice:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lkv.errors import UnsupportedModelError
 from lkv.hooks import Cache, HookedLayer
-from lkv.modeling import attach
+from lkv.modeling import attach, layer_windows
 
 
 class PromptLayer(NamedTuple):
@@ -21,8 +22,16 @@ class PromptLayer(NamedTuple):
 
 @torch.no_grad()
 def read_prompt(model: Any, ids: Tensor, queries: bool = False) -> list[PromptLayer]:
-    """What the layers of `model` hold after reading `ids` [B, T]; the output head is not computed."""
+    """What the layers of `model` hold after reading `ids` [B, T]; the output head is not computed.
+
+    Raises UnsupportedModelError for a model with sliding layers.
+    """
     spec = attach(model)
+    if any(window is not None for window in layer_windows(model)):
+        raise UnsupportedModelError(
+            f"{spec.architecture} has sliding layers: training and comparing methods work with models whose layers all "
+            "have full attention; compress() and RaggedCache work with this one."
+        )
     layers = [_CapturingLayer(queries) for _ in range(spec.layers)]
     model.base_model(input_ids=ids, past_key_values=Cache(layers=[*layers]), use_cache=True)
     return [layer.captured for layer in layers]

@@ -266,7 +266,7 @@ def test_unsupported_architectures_are_refused():
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 20}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     refused = {
-        "sliding_attention": MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=8)),
+        r"kind \['sliding_attention'\]": MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=8)),
         "no per-head key-value cache": MambaForCausalLM(
             MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=20, state_size=4)
         ),
