@@ -54,7 +54,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         seen = super().update(key_states, value_states, *args, **kwargs)
         # What is kept is a view of all that was seen; after a long prompt that would hold the whole prompt.
-        if key_states.shape[2] > self.sliding_window:
+        if key_states.shape[2] > self.sliding_window and self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys.clone(), self.values.clone()
         return seen
 

@@ -95,8 +95,8 @@ def inspect_model(model: Any) -> ModelSpec:
     other = {kind for kind in getattr(text, "layer_types", None) or [] if kind not in _KINDS}
     if other or None not in windows:
         raise UnsupportedModelError(
-            f"{name} has layers of kind {sorted(other) or ['sliding_attention']}; LKV evicts from full-attention layers "
-            "and keeps sliding ones beside them as they are. Use a model of such layers."
+            f"{name} has layers of kind {sorted(other) or ['sliding_attention']}; LKV evicts from full-attention ones "
+            "beside sliding ones that stay as they are. Use a model of such layers."
         )
     if any(key.endswith(".sinks") for key, _ in model.named_parameters()) or getattr(
         text, "attn_logit_softcapping", None
