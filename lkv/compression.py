@@ -15,7 +15,7 @@ from lkv.cache import RaggedCache
 from lkv.config import ModelSpec, asdict, from_dict
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.methods import FULL, Method
-from lkv.modeling import attach, kv_nbytes
+from lkv.modeling import attach, cut_to, kv_nbytes
 from lkv.policy import Policy, differs
 from lkv.prompts import context_ids, encode, question_ids
 from lkv.selection import Selector
@@ -42,10 +42,7 @@ class Context:
 
     def rewind(self) -> None:
         """Forget what was asked and answered; `ask` does so by itself."""
-        # Layer by layer: an interrupted forward pass leaves them unequal.
-        layers: Any = self.cache.layers
-        for layer in layers:
-            layer.crop(self.tokens - layer.get_seq_length())
+        cut_to(self.cache, self.tokens)
 
     @torch.no_grad()
     def predict(self, question: str, answer: str) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache as _StockCache
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from lkv.errors import CacheError
 
 HOOK = "_lkv_hook"
 
@@ -47,6 +50,31 @@ class HookedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` before transformers 5.17."""
+        return self.get_max_length()
+
+
+class Cache(_StockCache):
+    """A cache of hooked layers: whatever the version of transformers, they are called as its newest one does."""
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        if isinstance(query_length, Tensor):  # before transformers 5.4: the positions of the queries
+            query_length = query_length.shape[0]
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Cut `-tokens_to_remove` (<= 0) tokens off the end of every layer, and nothing for 0.
+
+        Raises CacheError for a length to keep, which is what assisted decoding gives before transformers 5.17.
+        """
+        if tokens_to_remove > 0:
+            raise CacheError(
+                f"crop({tokens_to_remove}) is no number of tokens to cut: give one <= 0. If assisted decoding did "
+                "this, it needs transformers 5.17 or newer; reset() the cache and read the prompt again."
+            )
+        super().crop(tokens_to_remove)
+
 
 class WindowLayer(DynamicSlidingWindowLayer):
     """transformers' own layer for sliding attention: the last tokens, whole, beside layers that are evicted from."""
@@ -57,6 +85,10 @@ class WindowLayer(DynamicSlidingWindowLayer):
         if key_states.shape[2] > self.sliding_window and self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys.clone(), self.values.clone()
         return seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        held = min(self.cumulative_length, self.sliding_window - 1)
+        return held + query_length, self.cumulative_length - held
 
     def fork(self) -> "WindowLayer":
         """A copy that goes on independently; what it holds is replaced, never written to."""

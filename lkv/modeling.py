@@ -226,6 +226,17 @@ def kv_nbytes(cache: Any) -> int:
     return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
+def cut_to(cache: Any, length: int) -> None:
+    """Cut every layer of `cache`, LKV's or transformers' own, back to its first `length` tokens.
+
+    Only a number below 0 means the same to `crop` in every version: from 5.17 on 0 cuts nothing, before it cuts all.
+    """
+    # Layer by layer: an interrupted forward pass leaves them unequal.
+    for layer in cache.layers:
+        if excess := layer.get_seq_length() - length:
+            layer.crop(-excess)
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """`model` in eval mode for the duration, with its training flag put back afterwards."""
@@ -237,4 +248,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-__all__ = ["attach", "evaluation_mode", "has_padding", "inspect_model", "kv_nbytes", "left_padding", "local_heads"]
+__all__ = [
+    "attach", "cut_to", "evaluation_mode", "has_padding", "inspect_model", "kv_nbytes", "layer_windows", "left_padding",
+    "local_heads",
+]  # fmt: skip

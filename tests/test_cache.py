@@ -171,6 +171,10 @@ def test_rewind_forgets_what_came_after_the_prompt(model, policy):
     torch.testing.assert_close(again, first, atol=1e-12, rtol=1e-12)
     with pytest.raises(CacheError, match="cannot be cut off"):
         cache.crop(-LATER - 1)
+    with pytest.raises(CacheError, match=r"crop\(5\) is no number of tokens to cut"):
+        cache.crop(5)
+    cache.crop(0)
+    assert cache.get_seq_length() == PROMPT + LATER
 
 
 def test_reset_frees_everything(model, policy):

@@ -33,6 +33,7 @@ def test_questions_do_not_see_each_other(model, policy, method):
     first = context.ask("what is one ?", max_new_tokens=8)
     other = context.ask("and what now then ?", max_new_tokens=8)
     assert context.ask("what is one ?", max_new_tokens=8) == first != other
+    context.rewind()
     assert context.cache.get_seq_length() == context.tokens == 60
 
 
