@@ -1,0 +1,261 @@
+"""Pools of keys or values held in 8 or 4 bits a value; the arithmetic is torchao's, an optional dependency.
+
+A group of values shares a step and its least value: value = code * step + least. Groups of values of one entry suit v;
+groups of one channel over the entries of a head suit k, whose outliers keep to their channels.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lkv.errors import LkvError
+
+BITS = (8, 4)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# The range of a group must itself be a float32.
+_LARGEST = 1e38
+
+
+class QuantizationError(LkvError):
+    """Quantised storage is asked for, but the library is missing or the stored tensors are not such a pool."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedPool:
+    """A pool [P, d] in `bits` bits a value.
+
+    `codes` uint8 [P, d], or [P, ceil(d / 2)] with two 4-bit codes a byte. Without `lens`, `step` and `least` are
+    [P, ceil(d / G)]: groups of G channels of one entry. With `lens`, the lengths of the spans that make up the pool,
+    they are [N, d]: groups of G entries of one channel, begun anew with each span. The last group of an entry or span
+    may be smaller. `step` is bfloat16, `least` float16 in a float16 pool and else bfloat16.
+    """
+
+    codes: Tensor
+    step: Tensor
+    least: Tensor
+    lens: tuple[int, ...] | None
+    bits: int
+    group: int
+    width: int
+    dtype: torch.dtype
+
+    @classmethod
+    @torch.no_grad()
+    def pack(
+        cls, pool: Tensor, bits: int, group: int = 32, lens: Tensor | Sequence[int] | None = None
+    ) -> "QuantizedPool":
+        """Quantise `pool` [P, d]: by channel within spans of `lens` entries (best for keys), else by entry (values).
+
+        No value is off by more than half a step, plus the rounding of the pool's dtype. A step is the range of the
+        group / (2^bits - 1), up to 1% more as steps are rounded up, and more in float32 and float64 pools where the
+        least value is far from 0: it is rounded down to a bfloat16. Raises ValueError for bits, group, lens, a shape,
+        a dtype or values that cannot be stored, and QuantizationError where torchao is missing.
+        """
+        _check(pool, bits, group)
+        ao = _torchao()
+        spans = None if lens is None else tuple(torch.as_tensor(lens).tolist())
+        if spans is None:
+            axis, block = -1, (1, 1, group)
+            groups = _fill(pool.float(), group, 1).unflatten(1, (-1, group))
+        elif sum(spans) == len(pool) and min(spans, default=0) >= 0:
+            axis, block = 1, (1, group, 1)
+            filled = [_fill(span, group, 0) for span in pool.float().split(spans)] if spans else [pool.float()]
+            groups = torch.cat(filled).unflatten(0, (-1, group))
+        else:
+            raise ValueError(f"lens {spans} are no spans that make up the pool's {len(pool)} entries.")
+        least = groups.amin(axis)
+        least = least.to(pool.dtype) if pool.element_size() == 2 else _round_down(least)
+        # With the least value at 0 the zero point is 0: ranges that do not reach 0 waste no codes.
+        groups -= least.unsqueeze(axis)
+        highest = 2**bits - 1
+        step, zero = ao.choose_qparams_affine(groups, ao.MappingType.ASYMMETRIC, block, torch.uint8, 0, highest)
+        # Rounded up, or the greatest values would be cut. A bfloat16 reaches as far as a float32.
+        step = -_round_down(-step)
+        if len(pool):
+            codes = ao.quantize_affine(groups, block, step.float(), zero, torch.uint8, 0, highest)
+        else:
+            # torchao takes an empty zero point for none.
+            codes = groups.to(torch.uint8)
+        if spans is None:
+            codes = codes.flatten(1)[:, : pool.shape[1]]
+        else:
+            codes = _cut(codes.flatten(0, 1), [(0, n, -n % group) for n in spans])
+        return cls(_join(codes, bits), step, least, spans, bits, group, pool.shape[1], pool.dtype)
+
+    def __len__(self) -> int:
+        return self.codes.shape[0]
+
+    def unpack_all(self) -> Tensor:
+        """All entries [P, d] in the pool's dtype."""
+        return self.unpack(0, len(self))
+
+    @torch.no_grad()
+    def unpack(self, start: int, stop: int) -> Tensor:
+        """Entries `start` to `stop` [stop - start, d] in the pool's dtype; no others are dequantised.
+
+        Groups over entries are dequantised whole. Raises ValueError for a slice outside the pool.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise ValueError(f"entries {start} to {stop} were asked for, but the pool has {len(self)}.")
+        if self.lens is None:
+            codes = _split(self.codes[start:stop], self.bits, self.width)
+            codes = functional.pad(codes, (0, -self.width % self.group)).unflatten(1, (-1, self.group))
+            values = self._dequantize(codes, -1, slice(start, stop)).flatten(1)[:, : self.width]
+        else:
+            pieces, first = self._pieces(start, stop)
+            parts = self.codes[start:stop].split([size for _, size, _ in pieces])
+            padded = [
+                functional.pad(part, (0, 0, piece[0], piece[2])) for part, piece in zip(parts, pieces, strict=True)
+            ]
+            codes = _split(torch.cat(padded), self.bits, self.width).unflatten(0, (-1, self.group))
+            values = self._dequantize(codes, 1, slice(first, first + len(codes))).flatten(0, 1)
+            values = _cut(values.to(self.dtype), pieces)
+        return values.to(self.dtype)
+
+    def _dequantize(self, codes: Tensor, axis: int, groups: slice) -> Tensor:
+        """float32 values of `codes` [n, m, G] or [n, G, d], whose groups lie along `axis`."""
+        block = [1, 1, 1]
+        block[axis] = self.group
+        step, least = self.step[groups].float(), self.least[groups].float()
+        values = _torchao().dequantize_affine(codes, block, step, None, torch.uint8, 0, 2**self.bits - 1)
+        values += least.unsqueeze(axis)
+        # Half a step above the greatest float16 would be infinite.
+        return values.clamp_(-65504, 65504) if self.dtype == torch.float16 else values
+
+    def _pieces(self, start: int, stop: int) -> tuple[list[tuple[int, int, int]], int]:
+        """What each span has of the slice: (missing before, entries, missing behind) to whole groups; the first group.
+
+        An empty piece stands for an empty slice.
+        """
+        assert self.lens is not None
+        pieces: list[tuple[int, int, int]] = []
+        first, begin, group = 0, 0, self.group
+        for n in self.lens:
+            low, high = max(start - begin, 0), min(stop - begin, n)
+            if low < high:
+                if not pieces:
+                    first += low // group
+                pieces.append((low % group, high - low, -high % group))
+            elif not pieces:
+                first += -(-n // group)
+            begin += n
+        return pieces or [(0, 0, 0)], first
+
+    def take(self, index: Tensor) -> "QuantizedPool":
+        """The entries `index` [n] of a pool grouped by entry, as if only they had been packed.
+
+        Raises ValueError where groups run over the entries: take whole spans there (`take_spans`).
+        """
+        if self.lens is not None:
+            raise ValueError("single entries cannot be taken from a pool grouped by channel; use take_spans.")
+        return replace(self, codes=self.codes[index], step=self.step[index], least=self.least[index])
+
+    def take_spans(self, index: Tensor | Sequence[int]) -> "QuantizedPool":
+        """The spans `index` [n] of a pool grouped by channel, as if only they had been packed.
+
+        Raises ValueError where the pool has no spans (`take`).
+        """
+        if self.lens is None:
+            raise ValueError("a pool grouped by entry knows no spans; use take with the entries.")
+        chosen = torch.as_tensor(index).tolist()
+        counts = [-(-n // self.group) for n in self.lens]
+
+        def runs(tensor: Tensor, sizes: Iterable[int]) -> Tensor:
+            parts = tensor.split([*sizes])
+            return torch.cat([tensor[:0], *(parts[i] for i in chosen)])
+
+        return replace(
+            self,
+            codes=runs(self.codes, self.lens),
+            step=runs(self.step, counts),
+            least=runs(self.least, counts),
+            lens=tuple(self.lens[i] for i in chosen),
+        )
+
+    def nbytes(self) -> int:
+        """Bytes of the storages held: codes, steps and least values."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in (self.codes, self.step, self.least))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything needed to restore the pool, ready for safetensors."""
+        layout = torch.tensor([self.bits, self.group, self.width, _DTYPES.index(self.dtype)])
+        held = {"layout": layout, "codes": self.codes, "step": self.step, "least": self.least}
+        return held if self.lens is None else {**held, "lens": torch.tensor(self.lens, dtype=torch.long)}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "QuantizedPool":
+        """The pool that gave `tensors()`, bit for bit. Raises QuantizationError if they do not fit one another."""
+        try:
+            codes, step, least = (tensors[name] for name in ("codes", "step", "least"))
+            bits, group, width, dtype = tensors["layout"].tolist()
+            lens = tuple(tensors["lens"].tolist()) if "lens" in tensors else None
+            by_channel = None if lens is None else (sum(-(-n // group) for n in lens), width)
+            fits = (
+                (bits in BITS and group > 1 and width > 0 and 0 <= dtype < len(_DTYPES))
+                and (codes.dtype == torch.uint8 and codes.shape == (len(codes), -(-width * bits // 8)))
+                and step.shape == least.shape == (by_channel or (len(codes), -(-width // group)))
+                and (lens is None or (sum(lens) == len(codes) and min(lens, default=0) >= 0))
+            )
+        except (KeyError, ValueError, TypeError, ZeroDivisionError):
+            fits = False
+        if not fits:
+            raise QuantizationError("these tensors are no quantised pool; give what QuantizedPool.tensors() returned.")
+        return cls(codes, step, least, lens, bits, group, width, _DTYPES[dtype])
+
+
+def _torchao() -> Any:
+    """torchao's primitives, imported only where they are needed. Raises QuantizationError if they are missing."""
+    try:
+        from torchao.quantization import quant_primitives
+    except ImportError as error:
+        raise QuantizationError(
+            f"quantised storage needs torchao, which cannot be imported ({error}); "
+            "run `pip install 'lkv-cache[quantization]'`."
+        ) from error
+    return quant_primitives
+
+
+def _check(pool: Tensor, bits: int, group: int) -> None:
+    if bits not in BITS:
+        raise ValueError(f"bits is {bits!r}, but it must be one of {BITS}.")
+    if group < 2:
+        raise ValueError(f"group is {group!r}, but it is the number of values that share a step: give 2 or more.")
+    if pool.ndim != 2 or not pool.shape[1] or pool.dtype not in _DTYPES:
+        raise ValueError(f"the pool is {pool.dtype} {tuple(pool.shape)}, but it must be floating point [P, d], d > 0.")
+    if pool.numel() and not float(pool.abs().amax()) <= _LARGEST:
+        raise ValueError(f"the pool holds values that are not finite or beyond {_LARGEST}: they cannot be quantised.")
+
+
+def _fill(values: Tensor, group: int, axis: int) -> Tensor:
+    """`values` with the last one repeated along `axis` up to whole groups: that changes no range."""
+    n = values.shape[axis]
+    return values.index_select(axis, torch.arange(n + -n % group, device=values.device).clamp(max=n - 1))
+
+
+def _cut(filled: Tensor, pieces: list[tuple[int, int, int]]) -> Tensor:
+    """`filled` without the rows before and behind each of its `pieces`."""
+    parts = filled.split([sum(piece) for piece in pieces]) if pieces else []
+    return torch.cat([filled[:0], *(part[p[0] : p[0] + p[1]] for part, p in zip(parts, pieces, strict=True))])
+
+
+def _round_down(values: Tensor) -> Tensor:
+    """The greatest bfloat16 not above each float32."""
+    near = values.bfloat16()
+    return torch.where(near.float() > values, torch.nextafter(near, torch.full_like(near, -torch.inf)), near)
+
+
+def _join(codes: Tensor, bits: int) -> Tensor:
+    """Two 4-bit codes a byte: the first half of the channels below, the second above."""
+    if bits == 8:
+        # A copy: a view would hold the filling too.
+        return codes.clone(memory_format=torch.contiguous_format)
+    half = -(-codes.shape[1] // 2)
+    return codes[:, :half] | functional.pad(codes[:, half:], (0, codes.shape[1] % 2)) << 4
+
+
+def _split(codes: Tensor, bits: int, width: int) -> Tensor:
+    return codes if bits == 8 else torch.cat([codes & 15, codes >> 4], 1)[:, :width]
