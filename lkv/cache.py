@@ -14,6 +14,7 @@ from lkv.methods import Method, make_method, needs_policy
 from lkv.modeling import attach, layer_windows, local_heads
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
+from lkv.quantization import BITS, require_library
 
 
 class RaggedCache(Cache):
@@ -37,6 +38,7 @@ class RaggedCache(Cache):
         prompt_tokens: int | None = None,
         streaming: bool = False,
         decode_eviction: bool = False,
+        bits: int | None = None,
     ):
         """`policy` defaults to the one shipped for the embedded model; `method` is a name of `methods.NAMES` or a
         `Method` of your own; `slack` is the room in tokens that each head gets for what is appended.
@@ -47,6 +49,7 @@ class RaggedCache(Cache):
         `streaming`: each head keeps its best floor(r * seen) after every pass over a part of the prompt, so that the
         cache never holds more than that and one part; later parts see what was kept of the earlier ones.
         `decode_eviction`: what is generated is evicted from as well, whenever a layer's slack has run out.
+        `bits`: hold what is kept of the prompt in 8 or 4 bits a value (needs torchao); what follows stays as it is.
 
         Raises RetentionError, PolicyMismatchError, UnsupportedModelError, CacheError or LkvError (unknown method).
         """
@@ -69,12 +72,16 @@ class RaggedCache(Cache):
             raise CacheError(
                 "a prompt that comes in parts must be announced: give prompt_tokens=input_ids.shape[1] to RaggedCache."
             )
-        self.plan = Plan(method, self.share, slack, prompt_tokens, streaming, decode_eviction)
+        if bits is not None and (bits not in BITS or decode_eviction):
+            raise CacheError(f"bits is {bits!r}, but it must be one of {BITS}, and decode eviction works without it.")
+        self.plan = Plan(method, self.share, slack, prompt_tokens, streaming, decode_eviction, bits)
         if self.plan.scored and not (method.selector.local and isinstance(method.budget, FixedBudget)):
             raise CacheError(
                 f"{'streaming' if streaming else 'decode eviction'} does not work with {method.name!r}: it needs scores"
                 " that depend on k and v of the token alone and budgets that depend on the length alone; use 'lkv'."
             )
+        if bits is not None:
+            require_library()
         self.ragged = [RaggedLayer(index, self.plan) for index in range(self.spec.layers)]
         self._windows = [WindowLayer(window) for window in layer_windows(model) if window is not None]
         full, sliding = iter(self.ragged), iter(self._windows)

@@ -141,8 +141,9 @@ class Context:
             cache = RaggedCache(model, method=Method(about["method"], _Loaded(), _Loaded()))
             weight = model.get_input_embeddings().weight
             for index, layer in enumerate(cache.ragged):
-                state = {name: tensors[f"{name}.{index}"] for name in ("k", "v", "kept", "real", "length")}
-                layer.restore(state, weight.device, weight.dtype)
+                end = f".{index}"
+                state = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
+                layer.restore(state, weight[:0])
             ids = tensors["ids"].tolist()
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
@@ -150,7 +151,7 @@ class Context:
         return cls(model, tokenizer, ids, cache, kept_about)
 
 
-_ABOUT = ("method", "retention", "budget_tokens", "policy", "text_sha256")
+_ABOUT = ("method", "retention", "budget_tokens", "bits", "policy", "text_sha256")
 
 
 class _Loaded(Selector):
@@ -202,6 +203,7 @@ def compress(
             "method": cache.plan.method.name,
             "retention": retention,
             "budget_tokens": options.get("budget_tokens"),
+            "bits": options.get("bits"),
             "policy": cache.policy.digest() if cache.policy is not None else None,
             "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         }

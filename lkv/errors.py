@@ -37,6 +37,10 @@ class ContextFileError(LkvError):
     """A saved context is missing, damaged, or belongs to another model or policy."""
 
 
+class QuantizationError(LkvError):
+    """Quantised storage is asked for, but the library is missing or the stored tensors are not such a pool."""
+
+
 class DefaultModelError(LkvError):
     """The embedded default model cannot be found or converted."""
 

@@ -16,7 +16,7 @@ from lkv.methods import Method
 from lkv.modeling import has_padding, left_padding
 from lkv.ops.ragged_attention import ragged_attention
 from lkv.prefill import PromptLayer
-from lkv.spans import Spans
+from lkv.spans import QuantizedSpans, Spans
 
 _CPU_SLACK, _GPU_SLACK = 32, 256
 
@@ -31,6 +31,7 @@ class Plan:
     prompt_tokens: int | None = None
     streaming: bool = False
     decode_eviction: bool = False
+    bits: int | None = None
 
     @property
     def scored(self) -> bool:
@@ -51,7 +52,7 @@ class RaggedLayer(HookedLayer):
 
     def reset(self) -> None:
         """Forget everything, and free it."""
-        self.spans: Spans | None = None
+        self.spans: Spans | QuantizedSpans | None = None
         self.kept = torch.zeros(0, 0, dtype=torch.long)
         self.real: list[int] = []
         self.prompt_length = 0  # 0 until the prompt has ended
@@ -178,8 +179,13 @@ class RaggedLayer(HookedLayer):
                 if count < len(own):
                     chosen = own.topk(count, sorted=False).indices.sort().values
                 spans.put(b, h, key[chosen], value[chosen], own[chosen])
-        self.spans, self.kept, self.real = spans, kept, [tokens - first for first in firsts]
+        self.kept, self.real = kept, [tokens - first for first in firsts]
         self.prompt_length = self._settled = tokens
+        self.spans = self._stored(spans)
+
+    def _stored(self, spans: Spans) -> Spans | QuantizedSpans:
+        """The compressed prompt as it is to be held."""
+        return spans if self._plan.bits is None else QuantizedSpans.of(spans, self._plan.bits)
 
     def _check_length(self, tokens: int) -> None:
         share = self._plan.share
@@ -197,22 +203,24 @@ class RaggedLayer(HookedLayer):
             self.spans = Spans(torch.zeros(batch, heads, dtype=torch.long), new, key, value, scored=True)
         out = self._continue(query, key, value, scale)
         ended = self._settled + new >= self._prompt_tokens
-        self._settle(self._first_room if ended else 0)
+        settled = self._settle(self._first_room if ended else 0)
         if ended:
             self.prompt_length = self._settled
             if not self._plan.decode_eviction:
-                self.spans.scores = None
+                settled.scores = None
+            self.spans = self._stored(settled)
         return out
 
-    def _settle(self, room: int) -> None:
+    def _settle(self, room: int) -> Spans:
         """Keep the best floor(r t) entries of each head, by the scores that stayed with them."""
-        assert self.spans is not None and isinstance(self._plan.method.budget, FixedBudget)
+        assert isinstance(self.spans, Spans) and isinstance(self._plan.method.budget, FixedBudget)
         budget, heads = self._plan.method.budget, self.spans.lens.shape[1]
         tail = self.spans.tail
         self.real = [real + tail for real in self.real or [0] * len(self.spans.lens)]
-        self.spans = self.spans.settle([budget.limits(self._index, heads, real) for real in self.real], room)
-        self.kept = self.spans.lens
+        settled = self.spans.settle([budget.limits(self._index, heads, real) for real in self.real], room)
+        self.spans, self.kept = settled, settled.lens
         self._settled += tail
+        return settled
 
     def _continue(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Append k, v [B, H, n, d] and attend over everything held: [B, Hq, n, d]."""
@@ -276,20 +284,23 @@ class RaggedLayer(HookedLayer):
         return twin
 
     def state(self) -> dict[str, Tensor]:
-        """What eviction left, packed: k, v [sum of kept, d], kept [B, H], real [B] and the prompt's length [1]."""
+        """What eviction left: the spans' state, kept [B, H], real [B] and the prompt's length [1]."""
         if self.spans is None or not self.prompt_length or self._settled != self.prompt_length:
             raise CacheError("there is no compressed prompt to save, or its answers were evicted together with it.")
-        key, value = self.spans.packed()
         counts = {"kept": self.kept, "real": torch.tensor(self.real), "length": torch.tensor([self.prompt_length])}
-        return {"k": key, "v": value, **counts}
+        return {**self.spans.state(), **counts}
 
-    def restore(self, state: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
-        """Take up what `state` gave."""
-        key, value = state["k"].to(device, dtype), state["v"].to(device, dtype)
-        self.lazy_initialization(key, value)
+    def restore(self, state: dict[str, Tensor], like: Tensor) -> None:
+        """Take up what `state` gave, on the device and in the dtype of `like`."""
+        self.lazy_initialization(like, like)
         self.kept, self.real = state["kept"], state["real"].tolist()
-        self.spans = Spans(self.kept, self._first_room, key, value)
-        self.spans.unpack(key, value)
+        if "k" in state:
+            key, value = state["k"].to(like), state["v"].to(like)
+            spans = Spans(self.kept, self._first_room, key, value)
+            spans.unpack(key, value)
+            self.spans = spans
+        else:
+            self.spans = QuantizedSpans.restore(state, self.kept, self._first_room, like)
         self.prompt_length = self._settled = int(state["length"])
 
     def nbytes(self) -> int:
@@ -301,5 +312,6 @@ class RaggedLayer(HookedLayer):
         """Bytes of k and v of all tokens, had none been evicted."""
         if self.spans is None:
             return 0
-        entry = (self.spans.k.shape[-1] + self.spans.v.shape[-1]) * self.spans.k.element_size()
+        pools = self.spans if isinstance(self.spans, Spans) else self.spans.fresh
+        entry = (pools.k.shape[-1] + pools.v.shape[-1]) * pools.k.element_size()
         return self.kept.numel() * self.get_seq_length() * entry

@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lkv.errors import LkvError
+from lkv.errors import QuantizationError
 
 BITS = (8, 4)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The range of a group must itself be a float32.
 _LARGEST = 1e38
-
-
-class QuantizationError(LkvError):
-    """Quantised storage is asked for, but the library is missing or the stored tensors are not such a pool."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,6 +201,11 @@ class QuantizedPool:
         if not fits:
             raise QuantizationError("these tensors are no quantised pool; give what QuantizedPool.tensors() returned.")
         return cls(codes, step, least, lens, bits, group, width, _DTYPES[dtype])
+
+
+def require_library() -> None:
+    """Raise QuantizationError now, rather than after a long prompt, if torchao is missing."""
+    _torchao()
 
 
 def _torchao() -> Any:

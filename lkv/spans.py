@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lkv.quantization import QuantizedPool
+
 
 class Spans:
     """Flat pools [P, d] of k and v in which each (batch, KV head) owns one contiguous span (Sec. 4.5).
@@ -90,6 +92,11 @@ class Spans:
         if self.scores is not None and other.scores is not None:
             self.scores[places] = other.scores[entries]
 
+    def state(self) -> dict[str, Tensor]:
+        """Settled entries as tensors to be saved."""
+        key, value = self.packed()
+        return {"k": key, "v": value}
+
     def packed(self) -> tuple[Tensor, Tensor]:
         """Settled k and v of all spans one after another, without room or tail: [sum of lens, d] each."""
         places = _places(self.starts, self.lens).to(self.k.device)
@@ -104,6 +111,90 @@ class Spans:
         """Bytes of storage behind the pools."""
         pools = (self.k, self.v) if self.scores is None else (self.k, self.v, self.scores)
         return sum(pool.untyped_storage().nbytes() for pool in pools)
+
+
+class QuantizedSpans:
+    """Spans whose settled entries are held in 8 or 4 bits a value, the appended ones as they are.
+
+    k is quantised by channel within a span and v by entry: measured best at both widths. An attention step restores
+    one layer's entries at a time.
+    """
+
+    scores = None
+
+    def __init__(self, lens: Tensor, key: QuantizedPool, value: QuantizedPool, fresh: Spans):
+        """`key` and `value` hold the settled entries of all spans packed; `fresh` the tails, of spans settled empty."""
+        self.lens, self.key, self.value, self.fresh = lens, key, value, fresh
+
+    @classmethod
+    def of(cls, spans: Spans, bits: int) -> "QuantizedSpans":
+        """The settled entries of `spans` quantised, with the same room."""
+        key, value = spans.packed()
+        fresh = Spans(torch.zeros_like(spans.lens), spans.room, spans.k, spans.v)
+        lens = spans.lens.flatten()
+        return cls(spans.lens, QuantizedPool.pack(key, bits, lens=lens), QuantizedPool.pack(value, bits), fresh)
+
+    @property
+    def tail(self) -> int:
+        """Appended entries a span."""
+        return self.fresh.tail
+
+    @property
+    def room(self) -> int:
+        """How many more can be appended."""
+        return self.fresh.room
+
+    def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `Spans.for_attention`, over pools restored for the moment."""
+        whole = Spans(self.lens + self.tail, 0, self.fresh.k, self.fresh.v)
+        device = self.fresh.k.device
+        settled = _places(whole.starts, self.lens).to(device)
+        tails = torch.full_like(self.lens, self.tail)
+        late, own = _places(whole.starts + self.lens, tails).to(device), _places(self.fresh.starts, tails).to(device)
+        whole.k[settled], whole.v[settled] = self.key.unpack_all(), self.value.unpack_all()
+        whole.k[late], whole.v[late] = self.fresh.k[own], self.fresh.v[own]
+        return whole.for_attention()
+
+    def append(self, key: Tensor, value: Tensor, scores: Tensor | None = None) -> None:
+        """As `Spans.append`."""
+        self.fresh.append(key, value)
+
+    def cut(self, tokens: int) -> None:
+        """As `Spans.cut`."""
+        self.fresh.cut(tokens)
+
+    def select(self, rows: Tensor, room: int) -> "QuantizedSpans":
+        """As `Spans.select`."""
+        heads = self.lens.shape[1]
+        spans = (rows[:, None] * heads + torch.arange(heads)).flatten()
+        starts = (self.lens.flatten().cumsum(0) - self.lens.flatten()).view_as(self.lens)
+        entries = _places(starts[rows], self.lens[rows]).to(self.fresh.k.device)
+        return QuantizedSpans(
+            self.lens[rows], self.key.take_spans(spans), self.value.take(entries), self.fresh.select(rows, room)
+        )
+
+    def relaid(self, room: int) -> "QuantizedSpans":
+        """A copy with `room` after the tails; what is settled is never written to and shared."""
+        return QuantizedSpans(self.lens, self.key, self.value, self.fresh.relaid(room))
+
+    def state(self) -> dict[str, Tensor]:
+        """Settled entries as tensors to be saved; `restore` takes them up."""
+        pools = (("k", self.key), ("v", self.value))
+        return {f"{side}_{name}": tensor for side, pool in pools for name, tensor in pool.tensors().items()}
+
+    @classmethod
+    def restore(cls, state: dict[str, Tensor], lens: Tensor, room: int, like: Tensor) -> "QuantizedSpans":
+        """What `state` gave, on the device and for a cache of the dtype of `like`."""
+        key, value = (
+            QuantizedPool.from_tensors({n[2:]: t.to(like.device) for n, t in state.items() if n.startswith(side + "_")})
+            for side in "kv"
+        )
+        fresh = Spans(torch.zeros_like(lens), room, like.new_empty(0, key.width), like.new_empty(0, value.width))
+        return cls(lens, key, value, fresh)
+
+    def nbytes(self) -> int:
+        """Bytes of storage of codes, steps, least values and tails."""
+        return self.key.nbytes() + self.value.nbytes() + self.fresh.nbytes()
 
 
 def _places(starts: Tensor, lens: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def test_bad_use_is_named(model, policy):
 
 def test_what_cannot_work_is_refused(model, policy):
     prompt = ids(PROMPT)
-    with pytest.raises(CacheError, match="assisted decoding sends its first candidates together with the prompt"):
+    with pytest.raises(CacheError, match="assisted decoding"):
         model.generate(prompt, past_key_values=RaggedCache(model, policy), prompt_lookup_num_tokens=3, max_new_tokens=4)
     with pytest.raises(CacheError, match="slack is -1"):
         RaggedCache(model, policy, slack=-1)

@@ -4,8 +4,11 @@ from itertools import chain, pairwise
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
+from transformers import DynamicCache
 
 from lkv.budget import PerHead, Share, Uniform
 from lkv.cache import RaggedCache
@@ -166,7 +169,17 @@ def test_a_prompt_in_parts_is_evicted_when_it_has_ended(parts, seed, batch, quer
     torch.testing.assert_close(*after, atol=1e-10, rtol=1e-10)
 
 
-def test_generate_reads_a_padded_prompt_in_chunks(policy):
+@pytest.fixture
+def stock_chunks() -> None:
+    """Skips where transformers' own chunked prefill (5.2) gives another text than its unchunked one."""
+    model, text = tiny_llama(), ids(1, 30)
+    plain = model.generate(text, max_new_tokens=4, do_sample=False)
+    how = {"past_key_values": DynamicCache(), "prefill_chunk_size": 7}
+    if not torch.equal(model.generate(text, max_new_tokens=4, do_sample=False, **how), plain):
+        pytest.skip("transformers' own chunked prefill is wrong in this version")
+
+
+def test_generate_reads_a_padded_prompt_in_chunks(policy, stock_chunks):
     model = tiny_llama()
     batch = padded([ids(1, 30), ids(1, 22, 1)])
     plain = model.generate(**batch, past_key_values=RaggedCache(model, policy, 0.4), max_new_tokens=6, do_sample=False)
@@ -194,7 +207,7 @@ def test_streaming_equals_the_model_that_evicts_between_chunks(chunk, tokens, ba
     torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-10, rtol=1e-10)
 
 
-def test_streaming_in_generate(policy):
+def test_streaming_in_generate(policy, stock_chunks):
     model = tiny_llama()
     text = ids(1, 40)
     cache = RaggedCache(model, policy, 0.4, prompt_tokens=40, streaming=True)
@@ -255,6 +268,7 @@ def test_several_turns_on_one_cache(policy):
     assert cache.prompt_length == 30 and cache.get_seq_length() == 46
 
 
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="needs transformers 5.17")
 def test_assisted_decoding_equals_greedy_decoding(policy):
     attach(model := tiny_llama())
     # A repeating text, so that prompt lookup finds candidates, right and wrong ones.

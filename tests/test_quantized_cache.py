@@ -1,0 +1,100 @@
+"""A cache in 8 or 4 bits a value, against a plain cache that holds the values it stands for."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lkv.cache import RaggedCache
+from lkv.compression import Context, compress
+from lkv.errors import CacheError
+from lkv.layer import RaggedLayer
+from lkv.spans import QuantizedSpans, Spans
+from tests.conftest import tiny_llama
+from tests.test_compression import TEXT, Words
+from tests.test_generation import METHOD, ids
+
+pytest.importorskip("torchao")
+
+
+def plain_twin(cache: RaggedCache) -> RaggedCache:
+    """The same cache with its settled entries restored."""
+    twin = cache.fork()
+    for layer in twin.ragged:
+        held = layer.spans
+        assert isinstance(held, QuantizedSpans)
+        key, value = held.key.unpack_all(), held.value.unpack_all()
+        layer.spans = Spans(held.lens, 64, key, value)
+        layer.spans.unpack(key, value)
+    return twin
+
+
+@settings(max_examples=12)
+@given(st.sampled_from([8, 4]), st.integers(0, 5), st.integers(0, 9), st.booleans())
+def test_it_equals_a_cache_of_the_values_it_stands_for(bits, slack, seed, streaming):
+    model, text = tiny_llama(dtype=torch.float32), ids(2, 40, seed)
+    cache = RaggedCache(model, method=METHOD, slack=slack, bits=bits, prompt_tokens=30, streaming=streaming)
+    with torch.no_grad():
+        model(text[:, :30], past_key_values=cache, use_cache=True)
+        twin = plain_twin(cache)
+        for change in (
+            lambda c: None,
+            lambda c: c.reorder_cache(torch.tensor([1, 0])),
+            lambda c: c.crop(-2),
+            lambda c: c.batch_select_indices(torch.tensor([1])),
+            lambda c: c.batch_repeat_interleave(3),
+            lambda c: c.rewind(),
+        ):
+            change(cache), change(twin)
+            new = text[:1, 30:34].expand(len(cache.ragged[0].kept), -1)
+            outs = [model(new, past_key_values=c, use_cache=True).logits for c in (cache, twin)]
+            torch.testing.assert_close(*outs, atol=1e-4, rtol=1e-4)
+            assert cache.get_seq_length() == twin.get_seq_length()
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.02), (4, 0.35)])
+def test_it_stays_close_to_the_unquantised_cache(bits, most):
+    model, text = tiny_llama(dtype=torch.float32, initializer_range=0.1), ids(1, 48)
+    outs = []
+    with torch.no_grad():
+        for width in (None, bits):
+            cache = RaggedCache(model, method=METHOD, bits=width)
+            model(text[:, :40], past_key_values=cache, use_cache=True)
+            outs.append(model(text[:, 40:], past_key_values=cache, use_cache=True).logits)
+    distance = (outs[1] - outs[0]).norm() / outs[0].norm()
+    assert 0 < distance < most
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_bytes_are_those_of_codes_steps_and_tails(bits):
+    model = tiny_llama(dtype=torch.bfloat16, hidden_size=256, head_dim=64, max_position_embeddings=2048)
+    cache = RaggedCache(model, method=METHOD, slack=4, bits=bits)
+    with torch.no_grad():
+        model(ids(1, 1000), past_key_values=cache, use_cache=True)
+    kept = [count for row in cache.kept() for count in row]
+    codes = 2 * sum(kept) * 64 * bits // 8
+    values = sum(kept) * 64 // 32 * 4  # a step and a least value in bfloat16 for 32 channels
+    keys = sum(-(-count // 32) for count in kept) * 64 * 4
+    slack = 6 * 4 * 2 * 64 * 2
+    assert cache.nbytes() == codes + values + keys + slack
+    assert cache.nbytes() / cache.full_nbytes() < cache.realised_retention() * (bits + 1.2) / 16 + 0.01
+
+
+def test_a_quantised_context_is_saved_as_it_is(tmp_path):
+    model = tiny_llama(dtype=torch.float32)
+    context = compress(model, Words(), TEXT, method=METHOD, bits=4)
+    answer = context.ask("what is one ?", max_new_tokens=8)
+    context.save(tmp_path / "context.kv")
+    again = Context.load(tmp_path / "context.kv", model, Words())
+    assert again.ask("what is one ?", max_new_tokens=8) == answer
+    assert again.about["bits"] == 4 and again.nbytes() == context.nbytes()
+    layers: list[RaggedLayer] = again.cache.ragged
+    for mine, theirs in zip(layers, context.cache.ragged, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.state().values(), theirs.state().values(), strict=True))
+
+
+def test_bad_widths_are_named(model):
+    with pytest.raises(CacheError, match=r"bits is 3, but it must be one of \(8, 4\)"):
+        RaggedCache(model, method=METHOD, bits=3)
+    with pytest.raises(CacheError, match="decode eviction works without it"):
+        RaggedCache(model, method=METHOD, bits=8, decode_eviction=True)
