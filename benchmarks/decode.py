@@ -1,0 +1,132 @@
+"""Decoding on a CPU over the compressed cache against the full one: attention alone, and whole tokens.
+
+python -m benchmarks.decode    (writes decode.json)
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import DynamicCache
+
+from benchmarks.common import RESULTS
+from lkv.cache import RaggedCache
+from lkv.embedded import default_policy, load_default
+from lkv.evals.metrics import bootstrap
+from lkv.ops.ragged_attention import ragged_attention
+from lkv.prefill import PromptLayer
+from lkv.results import write_results
+
+
+def random_prompt(spec: Any, tokens: int, dtype: torch.dtype) -> list[PromptLayer]:
+    """k and v of the model's shape without reading a prompt: decoding takes the same time whatever they hold."""
+    generator = torch.Generator().manual_seed(tokens)
+    shape = (1, spec.kv_heads, tokens, spec.head_dim)
+
+    def draw() -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return [PromptLayer(draw(), draw(), spec.head_dim**-0.5, None) for _ in range(spec.layers)]
+
+
+def full_attention(query: Tensor, prompt: list[PromptLayer], form: str) -> None:
+    """One step of attention in every layer over the full cache, in one of the forms that PyTorch offers."""
+    groups = query.shape[1] // prompt[0].key.shape[1]
+    for layer in prompt:
+        key, value = layer.key, layer.value
+        if form == "grouped":
+            scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        elif form == "repeated":
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            scaled_dot_product_attention(query, key, value)
+        else:
+            # The query heads of a group as rows of one head: nothing is masked for a single token.
+            rows = query.view(1, key.shape[1], groups, -1)
+            scaled_dot_product_attention(rows, key, value)
+
+
+def ragged(query: Tensor, cache: RaggedCache, scale: float) -> None:
+    for layer in cache.ragged:
+        assert layer.spans is not None
+        ragged_attention(query, *layer.spans.for_attention(), scale)
+
+
+def one_token(model: Any, cache: Any) -> None:
+    model(torch.tensor([[100]]), past_key_values=cache, use_cache=True)
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each run in turn, so that a noisy moment falls on all of them alike; two rounds warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats + 2):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            if repeat > 1:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def row_of(what: str, method: str, tokens: int, retention: float, own: list[float], full: list[float], **more: Any):
+    ratio = bootstrap([[mine / theirs] for mine, theirs in zip(own, full, strict=True)])
+    middle = sorted(own)[len(own) // 2]
+    print(f"{what:10} {tokens:5} {method:12} {1e3 * middle:8.2f} ms, {1 / ratio.value:.2f} times as fast")
+    unit = "time by that of the full cache, mean of pairs"
+    return (
+        {"what": what, "method": method, "tokens": tokens, "retention": retention, "unit": unit, "baseline": "full"}
+        | ratio._asdict()
+        | {"seconds": middle}
+        | more
+    )
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8000])
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--retention", type=float, default=0.15)
+    parser.add_argument("--out", type=Path, default=RESULTS / "decode.json")
+    options = parser.parse_args()
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model, _ = load_default(dtype)
+        policy, name = default_policy(), str(dtype).removeprefix("torch.")
+        for tokens in options.tokens:
+            cache = RaggedCache(model, policy, options.retention)
+            prompt = random_prompt(cache.spec, tokens, dtype)
+            cache.fill(prompt)
+            query = torch.randn(1, cache.spec.heads, 1, cache.spec.head_dim).to(dtype)
+            forms: dict[str, Callable[[], Any]] = {
+                form: partial(full_attention, query, prompt, form) for form in ("grouped", "repeated", "rows")
+            }
+            seconds = interleaved(forms | {"lkv": partial(ragged, query, cache, prompt[0].scale)}, options.repeats)
+            best = min(forms, key=lambda form: sorted(seconds[form])[options.repeats // 2])
+            shared = {"dtype": name, "realised": cache.realised_retention(), "full_form": best}
+            rows.append(
+                row_of("attention", "full", tokens, 1.0, seconds[best], seconds[best], **shared | {"realised": 1})
+            )
+            rows.append(row_of("attention", "lkv", tokens, options.retention, seconds["lkv"], seconds[best], **shared))
+
+            stock = DynamicCache()
+            for index, layer in enumerate(prompt):
+                stock.update(layer.key, layer.value, index)
+            steps: dict[str, Callable[[], Any]] = {
+                "full": partial(one_token, model, stock),
+                "lkv": partial(one_token, model, cache),
+            }
+            seconds = interleaved(steps, options.repeats)
+            for method, share in (("full", 1.0), ("lkv", options.retention)):
+                more = {"dtype": name, "realised": 1.0 if method == "full" else cache.realised_retention()}
+                rows.append(row_of("token", method, tokens, share, seconds[method], seconds["full"], **more))
+    write_results(options.out, "decode", rows, 0, "python -m benchmarks.decode")
+
+
+if __name__ == "__main__":
+    main()

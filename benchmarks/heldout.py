@@ -1,0 +1,117 @@
+"""Held-out contexts with reference continuations: prose QA, multi-hop QA, stories, meetings, code, needles."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lkv.data import sources
+from lkv.data.packing import (
+    CHARS_PER_TOKEN,
+    CODE_CHARS_PER_TOKEN,
+    pack,
+    some_questions,
+    split_to_continue,
+    window_start,
+)
+from lkv.data.sample import Continuation, Sample, tokenize
+from lkv.evals.needles import make_needles
+from lkv.prompts import encode, question_ids
+
+CONTINUATIONS = 4
+LONGEST = 160
+TASKS = ("prose QA", "multi-hop QA", "stories", "meetings", "code", "needles")
+
+Asked = tuple[str, list[Continuation]]
+
+
+def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
+    """One function a task: (random source, tokens) to a context and its continuations."""
+    paragraphs = list(sources.squad_format(folder / "xquad.en.json.gz"))
+    puzzles = list(sources.hotpot_like(folder / "hotpot_dev_400.jsonl.gz"))
+    tales = list(sources.tales(folder / "fairytaleqa_val.jsonl.gz"))
+    meetings = sources.meetings(folder, "qmsum_val.jsonl.gz")
+    code = [
+        sources.Passage("", row["context"] + row["input"])
+        for name in ("lcc", "repobench-p")
+        for row in sources.rows(folder / "longbench_sample" / f"{name}.jsonl.gz")
+    ]
+
+    def prose_qa(rng: random.Random, tokens: int) -> Asked:
+        packed = pack(rng, paragraphs, tokens * CHARS_PER_TOKEN, lambda p: len(p.text))
+        return "\n\n".join(p.text for p in packed), some_questions(rng, packed, CONTINUATIONS)
+
+    def multihop_qa(rng: random.Random, tokens: int) -> Asked:
+        one, other = rng.sample(puzzles, 2)
+        needed = [p.passages[i] for p in (one, other) for i in sorted(p.needed)]
+        rest = [p.passages[i] for p in (one, other) for i in range(len(p.passages)) if i not in p.needed]
+        room = tokens * CHARS_PER_TOKEN - sum(len(p.text) for p in needed)
+        chosen = [*needed, *pack(rng, rest, room, lambda p: len(p.text))]
+        rng.shuffle(chosen)
+        text = "\n\n".join(f"{p.title}\n{p.text}" for p in chosen)
+        return text, [Continuation(p.question, p.answer) for p in (one, other)]
+
+    def stories(rng: random.Random, tokens: int) -> Asked:
+        tale = rng.choice(tales)
+        explicit = [qa for qa in tale.questions if qa[1] in tale.text] or list(tale.questions)
+        size = int(tokens * CHARS_PER_TOKEN)
+        first = rng.choice(explicit)
+        start = window_start(rng, tale.text, size, tale.text.find(first[1]))
+        text = tale.text[start : start + size]
+        near = [qa for qa in explicit if qa[1] in text and qa != first]
+        asked = [first, *rng.sample(near, min(len(near), CONTINUATIONS - 1))]
+        return text, [Continuation(question, answer) for question, answer in asked]
+
+    def meeting(rng: random.Random, tokens: int) -> Asked:
+        chosen = rng.choice([m for m in meetings if m.queries])
+        size = int(tokens * CHARS_PER_TOKEN)
+        query, answer, first, _ = rng.choice(chosen.queries)
+        context = "\n".join(chosen.turns[max(0, first - 3) :])
+        text, following = context[:size], context[size : size + 300]
+        return text, [Continuation(query, answer), *([Continuation(None, following)] if following else [])]
+
+    def code_lines(rng: random.Random, tokens: int) -> Asked:
+        size = int(tokens * CODE_CHARS_PER_TOKEN)
+        text, (following, _) = split_to_continue(rng, [rng.choice(code).text], size)
+        return text, [following]
+
+    return {
+        "prose QA": prose_qa,
+        "multi-hop QA": multihop_qa,
+        "stories": stories,
+        "meetings": meeting,
+        "code": code_lines,
+    }
+
+
+class Case(NamedTuple):
+    """Ids of a context, and of each continuation with how many of them precede its target."""
+
+    ids: list[int]
+    asked: list[tuple[list[int], int]]
+
+
+class HeldOut:
+    """Cases by task and number, the same for the same seed."""
+
+    def __init__(self, folder: Path, tokenizer: Any, seed: int):
+        """`folder` is the evaluation folder; nothing in it is trained on."""
+        self._build = builders(folder)
+        self._prose = [p.text for p in sources.tales(folder / "fairytaleqa_val.jsonl.gz")]
+        self._tokenizer, self._seed = tokenizer, seed
+
+    def case(self, task: str, number: int) -> Case:
+        """A context of 1,000 to 2,000 tokens with what is asked of it."""
+        rng = random.Random(f"{self._seed}-{task}-{number}")
+        tokens = rng.randint(1000, 2000)
+        if task == "needles":
+            item = make_needles(self._tokenizer, self._prose, tokens, 4, self._seed * 100_000 + number)
+            asked = []
+            for question, answer in item.facts:
+                prefix = question_ids(self._tokenizer, question)
+                target = encode(self._tokenizer, f"The special magic number is {answer}.")
+                asked.append((prefix + target, len(prefix)))
+            return Case(item.ids, asked)
+        context, continuations = self._build[task](rng, tokens)
+        tokenized = tokenize(Sample(task, context, tuple(continuations)), self._tokenizer, 2000, LONGEST)
+        return Case(tokenized.context, tokenized.continuations)

@@ -1,0 +1,98 @@
+"""What streaming and quantised storage cost: KL from the full cache on the held-out continuations, against exact LKV.
+
+python -m benchmarks.variants --data FOLDER    (writes variants.json)
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.common import RESULTS, command_of, resumable, settings_of
+from benchmarks.heldout import TASKS, HeldOut
+from lkv.cache import RaggedCache
+from lkv.embedded import default_policy, load_default
+from lkv.evals.metrics import bootstrap
+from lkv.policy import Policy
+from lkv.results import write_results
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "streaming, chunks of 256": {"streaming": True, "chunk": 256},
+    "streaming, chunks of 1024": {"streaming": True, "chunk": 1024},
+    "8 bits": {"bits": 8},
+    "4 bits": {"bits": 4},
+}
+
+
+def read(
+    model: Any, policy: Policy, retention: float, ids: Tensor, chunk: int | None = None, **how: Any
+) -> RaggedCache:
+    """The prompt [1, T] in a cache of this kind."""
+    if chunk:
+        how["prompt_tokens"] = ids.shape[1]
+    cache = RaggedCache(model, policy, retention, **how)
+    for part in ids.split(chunk or ids.shape[1], 1):
+        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def log_probs(model: Any, cache: RaggedCache, ids: list[int], skip: int) -> Tensor:
+    """Log-probabilities of the tokens from `skip` on, after which the cache is as it was."""
+    logits = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits
+    cache.rewind()
+    return torch.log_softmax(logits[0, max(0, skip - 1) : -1].float(), -1)
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--contexts", type=int, default=6, help="contexts a task")
+    parser.add_argument("--retention", type=float, default=0.15)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS / "variants.json")
+    options = parser.parse_args()
+    model, tokenizer = load_default(torch.bfloat16)
+    policy = default_policy()
+    heldout = HeldOut(options.data, tokenizer, options.seed)
+    with resumable(options.out.with_suffix(".jsonl"), settings_of(options)) as done:
+        cases = [(number, task) for number in range(options.contexts) for task in TASKS]
+        for number, task in tqdm(cases, desc="variants"):
+            if f"{task}-{number}" in done:
+                continue
+            ids, asked = heldout.case(task, number)
+            context = torch.tensor([ids])
+            caches = [read(model, policy, options.retention, context, **how) for how in VARIANTS.values()]
+            full = read(model, policy, 1.0, context)
+            measured = []
+            for continuation, skip in asked:
+                target = log_probs(model, full, continuation, skip)
+                row = []
+                for cache in caches:
+                    own = log_probs(model, cache, continuation, skip)
+                    kl = (target.exp() * (target - own)).sum(-1).mean()
+                    row.append([float(kl), float((target.argmax(-1) == own.argmax(-1)).float().mean())])
+                measured.append(row)
+            shares = [cache.nbytes() / full.full_nbytes() for cache in caches]
+            done.add(f"{task}-{number}", {"tokens": len(ids), "measured": measured, "bytes": shares})
+        rows = []
+        samples = list(done.values())
+        for i, name in enumerate(VARIANTS):
+            mean, agreement = (bootstrap([[c[i][k] for c in sample["measured"]] for sample in samples]) for k in (0, 1))
+            size = bootstrap([[sample["bytes"][i]] for sample in samples])
+            rows.append(
+                {"method": "lkv", "variant": name, "retention": options.retention, "contexts": len(samples)}
+                | mean._asdict()
+                | {"unit": "nats a token, KL(full || compressed)", "kl": mean.value, "agreement": agreement.value}
+                | {"agreement_low": agreement.low, "agreement_high": agreement.high, "bytes": size.value}
+            )
+            print(f"{name:26} kl {mean.value:.3f} agreement {agreement.value:.3f} bytes {size.value:.3f} of full")
+        write_results(options.out, "variants", rows, options.seed, command_of("benchmarks.variants", options))
+
+
+if __name__ == "__main__":
+    main()
