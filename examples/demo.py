@@ -42,8 +42,8 @@ NOTES = (
 )
 
 
-def document(tokenizer: Any) -> str:
-    """The first `TOKENS` tokens of the licence with the notes at their depths."""
+def document(tokenizer: Any, tokens: int = TOKENS) -> str:
+    """About the first `tokens` tokens of the licence with the notes at their depths."""
     texts = [file.read_text(encoding="utf-8") for file in files(PACKAGE) or [] if file.name == "LICENSE.txt"]
     text = next(text for text in texts if OPENING in text)
     paragraphs = [" ".join(part.split()) for part in text[text.index(OPENING) :].split("\n\n") if part.strip()]
@@ -51,7 +51,7 @@ def document(tokenizer: Any) -> str:
     for paragraph in paragraphs:
         kept.append(paragraph)
         count += len(tokenizer(paragraph, add_special_tokens=False)["input_ids"])
-        if count >= TOKENS:
+        if count >= tokens:
             break
     for depth, sentence, _, _ in reversed(NOTES):
         kept.insert(int(depth * len(kept)), sentence)

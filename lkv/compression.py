@@ -40,6 +40,10 @@ class Context:
         """Bytes of k and v really held, slack included."""
         return self.cache.nbytes() if isinstance(self.cache, RaggedCache) else kv_nbytes(self.cache)
 
+    def full_nbytes(self) -> int:
+        """Bytes that an uncompressed cache holds for the same text."""
+        return self.cache.full_nbytes() if isinstance(self.cache, RaggedCache) else kv_nbytes(self.cache)
+
     def rewind(self) -> None:
         """Forget what was asked and answered; `ask` does so by itself."""
         cut_to(self.cache, self.tokens)

@@ -1,14 +1,12 @@
-"""Budget rules: how many tokens each KV head may keep."""
+"""What every budget rule is, and the plain ones: a share for all heads, or one for each."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from lkv.errors import CacheError, RetentionError, check_retention
-from lkv.policy import Policy
 
 # r t is rounded down (Sec. 3.3); the margin keeps 0.15 x 4000 = 599.9999 from losing a token to rounding.
 ROUNDING = 1e-6
@@ -84,33 +82,3 @@ class PerHead(FixedBudget):
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
         return self._ratios[layer]
-
-
-class LearnedBudget(FixedBudget):
-    """LKV-H: the policy's ratios, fixed after training (Sec. 3.3)."""
-
-    def __init__(self, policy: Policy, retention: float | Share, heads: slice = slice(None)):
-        """`heads`: the KV heads that this process computes."""
-        self._policy, self._share, self._heads = policy, share(retention), heads
-        self._solved: tuple[float, list[list[float]]] | None = None
-
-    def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        retention = self._share.of(tokens)
-        # One Soft-TopK over all heads of the model serves every layer and process.
-        if self._solved is None or self._solved[0] != retention:
-            self._solved = (retention, self._policy.inference_ratios(retention)[:, self._heads].tolist())
-        return self._solved[1][layer]
-
-
-class GlobalTopK:
-    """One contest of all tokens of all heads by raw scores [L, B, H, T] (KVzip's rule)."""
-
-    def __init__(self, table: Tensor, retention: float):
-        layers, _, heads, tokens = table.shape
-        room = int(check_retention(retention) * layers * heads * tokens + ROUNDING)
-        best = table.transpose(0, 1).flatten(1).topk(room, -1).indices // tokens
-        winners = [torch.bincount(row, minlength=layers * heads).view(layers, heads) for row in best]
-        self._counts = torch.stack(winners, 1)
-
-    def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
-        return self._counts[layer].tolist()
