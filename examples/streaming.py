@@ -11,10 +11,10 @@ from lkv import compress, load_default
 
 def main() -> None:
     model, tokenizer = load_default(torch.bfloat16)
-    context = compress(model, tokenizer, document(tokenizer, 2500), retention=0.15, chunk=512, streaming=True)
+    context = compress(model, tokenizer, document(tokenizer), retention=0.15, chunk=512, streaming=True)
     print(f"{context.tokens} tokens in parts of 512, {context.nbytes():,} bytes held")
     for _, _, question, _ in NOTES:
-        print(f"{question} {context.ask(question, max_new_tokens=20)}")
+        print(f"{question} {context.ask(question, max_new_tokens=14)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,108 @@
+"""The README's section of results, written from the result files and nothing else.
+
+python -m benchmarks.readme
+"""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.common import RESULTS
+
+README = RESULTS.parents[1] / "README.md"
+TITLE = "## What it keeps of the model\n\n"
+NAMES = {
+    "full": "full cache",
+    "lkv": "**LKV**",
+    "lkv-t": "LKV-T, uniform budgets",
+    "snapkv": "SnapKV",
+    "kvzip": "KVzip (two passes)",
+}
+
+
+def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:
+    """Rows of a result file with these values."""
+    path = RESULTS / f"{name}.json"
+    every = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    return [row for row in every if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def interval(row: dict[str, Any], key: str = "", digits: int = 3) -> str:
+    """value [low, high] of a row, or of the figure `key` in it."""
+    value, low, high = (row[part] for part in ((key, f"{key}_low", f"{key}_high") if key else ("value", "low", "high")))
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    lines = [[*head]]
+    lines += [["---"] * len(lines[0]), *([*line] for line in body)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def section() -> str:
+    """The text between the section's title and the next one."""
+    fidelity = {row["method"]: row for row in rows("fidelity", task="all")}
+    ours = fidelity["lkv"]
+    parts = [
+        f"SmolLM2-135M-Instruct at R = {ours['retention']}, the question unknown at compression. Each figure comes from a "
+        "file under `benchmarks/results/`, which names its command, machine and seed; intervals are 95%.",
+        f"Fidelity on held-out questions and text: {ours['n']} continuations of {ours['contexts']} contexts of 1k to 2k "
+        "tokens (`fidelity.json`).",
+        table(
+            ("", "KL(full \\|\\| compressed)", "top-1 agreement"),
+            ([NAMES[m], interval(fidelity[m]), interval(fidelity[m], "agreement")] for m in NAMES if m != "full"),
+        ),
+        "Needles found in real prose, 50 samples each (`needles.json`).",
+        table(
+            ("", *(f"{tokens // 1000}k, {count}" for tokens in (1000, 2000) for count in ("one", "one of four"))),
+            (
+                [NAMES[m]]
+                + [
+                    interval(rows("needles", method=m, tokens=tokens, needles=needles)[0], digits=2)
+                    for tokens in (1000, 2000)
+                    for needles in (1, 4)
+                ]
+                for m in ("full", "lkv", "snapkv", "lkv-t")
+            ),
+        ),
+    ]
+    if variants := rows("variants"):
+        parts += [
+            f"Streaming and quantised storage, against exact LKV on {variants[0]['contexts']} of these contexts "
+            "(`variants.json`; bytes are those of k and v held, slack included).",
+            table(
+                ("", "KL", "top-1 agreement", "bytes of the full cache's"),
+                ([r["variant"], interval(r), interval(r, "agreement"), f"{r['bytes']:.3f}"] for r in variants),
+            ),
+        ]
+    speed = []
+    for row in rows("prefill", method="lkv", tokens=4096):
+        size = rows("cache_bytes", method="lkv", tokens=4096)[0]
+        speed.append(
+            f"At 4,096 tokens the cache holds {size['value']:.3f} of the full cache's bytes, slack included, and prefill "
+            f"with eviction takes {interval(row)} of plain prefill (`cache_bytes.json`, `prefill.json`)."
+        )
+    for row in rows("decode", method="lkv", tokens=4096, dtype="float32", what="attention"):
+        token = rows("decode", method="lkv", tokens=4096, dtype="float32", what="token")[0]
+        speed.append(
+            f"Decoding over it, attention takes {interval(row)} of the time of PyTorch's best over the full cache, a "
+            f"whole token {interval(token)} (`decode.json`)."
+        )
+    for row in rows("streaming"):
+        speed.append(
+            f"Reading {row['tokens']:,} tokens in parts of {row['chunk']:,} never holds more than {row['value']:.3f} of the "
+            "full cache's bytes (`streaming.json`)."
+        )
+    return "\n\n".join([*parts, " ".join(speed)])
+
+
+def main() -> None:
+    text = README.read_text(encoding="utf-8")
+    start = text.index(TITLE) + len(TITLE)
+    end = text.index("\n## ", start)
+    README.write_text(text[:start] + section() + "\n" + text[end:], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
