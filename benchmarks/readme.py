@@ -45,10 +45,10 @@ def section() -> str:
     fidelity = {row["method"]: row for row in rows("fidelity", task="all")}
     ours = fidelity["lkv"]
     parts = [
-        f"SmolLM2-135M-Instruct at R = {ours['retention']}, the question unknown at compression. Each figure comes from a "
-        "file under `benchmarks/results/`, which names its command, machine and seed; intervals are 95%.",
-        f"Fidelity on held-out questions and text: {ours['n']} continuations of {ours['contexts']} contexts of 1k to 2k "
-        "tokens (`fidelity.json`).",
+        f"SmolLM2-135M-Instruct at R = {ours['retention']}, the question unknown at compression. Each figure comes "
+        "from a file under `benchmarks/results/`, which names its command, machine and seed; intervals are 95%.",
+        f"Fidelity on held-out questions and text: {ours['n']} continuations of {ours['contexts']} contexts of 1k to "
+        "2k tokens (`fidelity.json`).",
         table(
             ("", "KL(full \\|\\| compressed)", "top-1 agreement"),
             ([NAMES[m], interval(fidelity[m]), interval(fidelity[m], "agreement")] for m in NAMES if m != "full"),
@@ -80,8 +80,8 @@ def section() -> str:
     for row in rows("prefill", method="lkv", tokens=4096):
         size = rows("cache_bytes", method="lkv", tokens=4096)[0]
         speed.append(
-            f"At 4,096 tokens the cache holds {size['value']:.3f} of the full cache's bytes, slack included, and prefill "
-            f"with eviction takes {interval(row)} of plain prefill (`cache_bytes.json`, `prefill.json`)."
+            f"At 4,096 tokens the cache holds {size['value']:.3f} of the full cache's bytes, slack included, and "
+            f"prefill with eviction takes {interval(row)} of plain prefill (`cache_bytes.json`, `prefill.json`)."
         )
     for row in rows("decode", method="lkv", tokens=4096, dtype="float32", what="attention"):
         token = rows("decode", method="lkv", tokens=4096, dtype="float32", what="token")[0]
@@ -91,8 +91,8 @@ def section() -> str:
         )
     for row in rows("streaming"):
         speed.append(
-            f"Reading {row['tokens']:,} tokens in parts of {row['chunk']:,} never holds more than {row['value']:.3f} of the "
-            "full cache's bytes (`streaming.json`)."
+            f"Reading {row['tokens']:,} tokens in parts of {row['chunk']:,} never holds more than {row['value']:.3f} "
+            "of the full cache's bytes (`streaming.json`)."
         )
     return "\n\n".join([*parts, " ".join(speed)])
 

@@ -12,7 +12,10 @@ from lkv.config import HIDDEN_NORMS, PRESETS, TrainingConfig, replace
 from lkv.errors import LkvError, check_retention
 from lkv.methods import FULL, NAMES
 
-_TRAINING_OPTIONS = ("steps", "batch", "continuations", "lr", "seed", "min_tokens", "max_tokens", "hidden_norm")
+_TRAINING_OPTIONS = (
+    "steps", "batch", "continuations", "lr", "lr_end", "warmup", "tau_start", "tau_end", "seed", "min_tokens",
+    "max_tokens", "hidden_norm",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
