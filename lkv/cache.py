@@ -83,6 +83,8 @@ class RaggedCache(Cache):
         if bits is not None:
             require_library()
         self.ragged = [RaggedLayer(index, self.plan) for index in range(self.spec.layers)]
+        for layer in self.ragged:
+            layer.model_config = model.config.get_text_config(decoder=True)
         self._windows = [WindowLayer(window) for window in layer_windows(model) if window is not None]
         full, sliding = iter(self.ragged), iter(self._windows)
         super().__init__(layers=[next(full if window is None else sliding) for window in layer_windows(model)])

@@ -23,6 +23,8 @@ class HookedLayer(CacheLayerMixin):
 
     is_compileable = False
     is_sliding = False
+    # The configuration object of the one model whose k and v this layer may hold; None for any.
+    model_config: Any = None
 
     def tag(self, key: Tensor) -> Tensor:
         """A view of `key` marked so that the attention function hands its call to `attend`.

@@ -230,13 +230,23 @@ class RaggedLayer(HookedLayer):
         if self.spans.scores is not None:
             scores = self._plan.method.selector.scores(self._index, None, key, value, scale)
         if new > self.spans.room:
+            self._make_room(new)
+        self.spans.append(key, value, scores)
+        return ragged_attention(query, *self.spans.for_attention(), scale)
+
+    def _make_room(self, new: int) -> None:
+        assert self.spans is not None
+        try:
             if self._plan.decode_eviction and self.prompt_length:
                 self._settle(self._slack + new)
             else:
                 # A part of a prompt needs no slack: its spans are laid again right after it.
                 self.spans = self.spans.relaid(new + (self._slack if self.prompt_length else 0))
-        self.spans.append(key, value, scores)
-        return ragged_attention(query, *self.spans.for_attention(), scale)
+        except (MemoryError, RuntimeError) as error:
+            raise CacheError(
+                f"there is no memory for {new} more tokens in layer {self._index} ({error}); free some, or give "
+                "decode_eviction=True, a smaller slack or a lower retention. rewind() goes back to the prompt."
+            ) from error
 
     def crop(self, tokens_to_remove: int) -> None:
         """Cut `-tokens_to_remove` (<= 0, as in transformers >= 5.17) tokens off the tail.

@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.config import ModelSpec
-from lkv.errors import PromptError, UnsupportedModelError
+from lkv.errors import CacheError, PromptError, UnsupportedModelError
 from lkv.hooks import HOOK
 
 _PREFIX = "lkv_"
@@ -59,6 +59,9 @@ def _attention(base: str, module: nn.Module, query: Tensor, key: Tensor, value: 
     hook = getattr(key, HOOK, None)
     if hook is None:
         return stock()
+    owner = hook.__self__.model_config
+    if owner is not None and getattr(module, "config", owner) is not owner:
+        raise CacheError("this cache was made for another model; make one with RaggedCache(model, ...) for this model.")
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     return _hooked(hook, query, key, value, mask, scale, lambda: stock()[0]), None
 

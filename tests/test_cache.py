@@ -294,3 +294,28 @@ def test_unsupported_architectures_are_refused():
         attach(flex)
     with pytest.raises(UnsupportedModelError, match="no transformers causal language model"):
         attach(torch.nn.Linear(2, 2))
+
+
+def test_a_cache_serves_its_own_model_alone(model, policy):
+    cache = RaggedCache(model, policy, retention=0.5)
+    other = tiny_llama(seed=4)
+    attach(other)
+    with pytest.raises(CacheError, match="made for another model"):
+        other(ids(PROMPT), past_key_values=cache, use_cache=True)
+
+
+def test_running_out_of_memory_leaves_the_prompt(model, policy, monkeypatch):
+    text = ids()
+    cache = RaggedCache(model, policy, retention=0.5, slack=1)
+    model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
+    expected = model(text[:, PROMPT:], past_key_values=cache.fork(), use_cache=True).logits
+
+    def full(*_):
+        raise RuntimeError("can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.ragged[1].spans, "relaid", full)
+        with pytest.raises(CacheError, match=r"no memory for 9 more tokens in layer 1 \(can't allocate memory\)"):
+            model(text[:, PROMPT:], past_key_values=cache, use_cache=True)
+    cache.rewind()
+    torch.testing.assert_close(model(text[:, PROMPT:], past_key_values=cache, use_cache=True).logits, expected)
