@@ -3,11 +3,13 @@
 Keys that carry a hook (see `hooks`) go to it; all others go to the model's stock attention.
 """
 
+import copy
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ _PREFIX = "lkv_"
 _SAMPLES_PER_WEIGHT = 4
 _KINDS = ("full_attention", "sliding_attention")
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+_OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")
 
 
 def attach(model: Any) -> ModelSpec:
@@ -54,8 +57,18 @@ def attach(model: Any) -> ModelSpec:
     return spec
 
 
-def _attention(base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any):
-    stock = partial(_stock(base, module), module, query, key, value, mask, **kwargs)
+def _attention(
+    base: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    # Models name the dropout; libraries that wrap every registered attention function give it by its place.
+    stock = partial(_stock(base, module), module, query, key, value, mask, dropout=dropout, **kwargs)
     hook = getattr(key, HOOK, None)
     if hook is None:
         return stock()
@@ -240,6 +253,81 @@ def cut_to(cache: Any, length: int) -> None:
             layer.crop(-excess)
 
 
+def output_projections(model: Any) -> list[Tensor]:
+    """The weight [hidden, Hq * d] of each full-attention layer's output projection; only the columns of the heads
+    computed here under tensor parallelism.
+
+    Raises UnsupportedModelError for a model that has no such matrices, or quantised ones.
+    """
+    weights = []
+    for module, name in _full_attention_modules(model):
+        weight = getattr(module, name).weight.detach()
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        if weight.ndim != 2 or not weight.is_floating_point():
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has a quantised output projection, which cannot be read as a matrix; load the "
+                "model without quantisation, or use a method that needs no weights."
+            )
+        weights.append(weight)
+    return weights
+
+
+def _full_attention_modules(model: Any) -> list[tuple[nn.Module, str]]:
+    """The attention module of each full-attention layer, with the name of its output projection."""
+    found: dict[int, tuple[nn.Module, str]] = {}
+    for module in model.get_decoder().modules():
+        index = getattr(module, "layer_idx", None)
+        name = next((name for name in _OUTPUT_PROJECTIONS if hasattr(getattr(module, name, None), "weight")), None)
+        if isinstance(index, int) and name is not None:
+            found[index] = module, name
+    windows = layer_windows(model)
+    if sorted(found) != list(range(len(windows))):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has attention layers without an output projection that LKV knows; use a model "
+            "such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3, or another method."
+        )
+    return [found[index] for index, window in enumerate(windows) if window is None]
+
+
+class Rotation:
+    """The rotary embedding of a model's full-attention layers, by the model's own code.
+
+    Raises UnsupportedModelError for a model that has none.
+    """
+
+    def __init__(self, model: Any):
+        module, _ = _full_attention_modules(model)[0]
+        turn = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+        rotary = getattr(model.get_decoder(), "rotary_emb", None)
+        if turn is None or rotary is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no rotary embedding that LKV can undo; use a model such as Llama, Qwen2, "
+                "Qwen3, Mistral, Phi-3 or Gemma-3, or another method."
+            )
+        self._apply, self._rotary = turn, rotary
+        self._kind = {"layer_type": "full_attention"} if "layer_type" in signature(rotary.forward).parameters else {}
+
+    def undone(self, x: Tensor) -> Tensor:
+        """What x [B, H, T, d], rotated at positions 0 to T - 1, was before."""
+        cos, sin = self._tables(x, 0, x.shape[2])
+        size = cos.square() + sin.square()  # not 1 where the model scales its rotations, as YaRN does
+        return self._turned(x, cos / size, -sin / size)
+
+    def mean(self, like: Tensor, start: int, end: int) -> Tensor:
+        """The mean of the rotations at positions `start` to `end` - 1, a matrix [d, d] that rows are multiplied by."""
+        cos, sin = (table.mean(1, keepdim=True) for table in self._tables(like, start, end))
+        dim = like.shape[-1]
+        return self._turned(torch.eye(dim, dtype=like.dtype, device=like.device)[None, None], cos, sin)[0, 0]
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self._apply(x, x[:, :1], cos, sin)[0]
+
+    def _tables(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+        # A copy: embeddings that follow the text's length change when they are asked about later positions.
+        rotary = copy.deepcopy(self._rotary, {id(config): config for config in [getattr(self._rotary, "config", None)]})
+        return rotary(like, torch.arange(start, end, device=like.device)[None], **self._kind)
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """`model` in eval mode for the duration, with its training flag put back afterwards."""
@@ -252,6 +340,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 __all__ = [
-    "attach", "cut_to", "evaluation_mode", "has_padding", "inspect_model", "kv_nbytes", "layer_windows", "left_padding",
-    "local_heads",
+    "Rotation", "attach", "cut_to", "evaluation_mode", "has_padding", "inspect_model", "kv_nbytes", "layer_windows",
+    "left_padding", "local_heads", "output_projections",
 ]  # fmt: skip

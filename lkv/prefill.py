@@ -20,7 +20,6 @@ class PromptLayer(NamedTuple):
     query: Tensor | None
 
 
-@torch.no_grad()
 def read_prompt(model: Any, ids: Tensor, queries: bool = False) -> list[PromptLayer]:
     """What the layers of `model` hold after reading `ids` [B, T]; the output head is not computed.
 
@@ -32,9 +31,16 @@ def read_prompt(model: Any, ids: Tensor, queries: bool = False) -> list[PromptLa
             f"{spec.architecture} has sliding layers: training and comparing methods work with models whose layers all "
             "have full attention; compress() and RaggedCache work with this one."
         )
-    layers = [_CapturingLayer(queries) for _ in range(spec.layers)]
+    return read_full_layers(model, ids, queries)
+
+
+@torch.no_grad()
+def read_full_layers(model: Any, ids: Tensor, queries: bool = False) -> list[PromptLayer]:
+    """What the full-attention layers of `model`, to which LKV is attached, hold after reading `ids` [B, T]."""
+    windows = layer_windows(model)
+    layers = [_CapturingLayer(queries) for _ in windows]
     model.base_model(input_ids=ids, past_key_values=Cache(layers=[*layers]), use_cache=True)
-    return [layer.captured for layer in layers]
+    return [layer.captured for layer, window in zip(layers, windows, strict=True) if window is None]
 
 
 class _CapturingLayer(HookedLayer):

@@ -2,7 +2,10 @@
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
+
+from lkv.errors import PromptError
 
 
 class Selector(ABC):
@@ -26,3 +29,27 @@ class GivenScores(Selector):
 
     def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
         return self._table[layer]
+
+
+def precise(x: Tensor) -> Tensor:
+    """`x` in float32 or better: in 16 bits the scores of many tokens would be equal."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def grouped(selector: Selector, query: Tensor | None, heads: int) -> Tensor:
+    """Queries [B, Hq, T, d] by the KV head that they read, [B, H, Hq / H, T, d].
+
+    Raises ValueError where there are none.
+    """
+    if query is None:
+        raise ValueError(f"{type(selector).__name__} reads the queries; call read_prompt with queries=True.")
+    return query.unflatten(1, (heads, -1))
+
+
+def check_sinks(selector: Selector, tokens: int, sinks: int) -> None:
+    """Raise PromptError for a prompt that has no token besides the first `sinks`."""
+    if tokens <= sinks:
+        raise PromptError(
+            f"the prompt has {tokens} tokens, but {type(selector).__name__} always keeps the first {sinks} and needs "
+            "more than that; give a longer prompt, fewer sinks or another method."
+        )

@@ -1,0 +1,330 @@
+"""Every selector against its definition written out in float64, and its eviction against the masked stock model."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lkv.budget import PerHead
+from lkv.cache import RaggedCache
+from lkv.errors import PromptError, UnsupportedModelError
+from lkv.methods import Method
+from lkv.prefill import read_full_layers, read_prompt
+from lkv.selection import (
+    H2O,
+    TOVA,
+    CriticalKV,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    Random,
+    Selector,
+    SnapKV,
+    StreamingLLM,
+)
+from tests.conftest import tiny_llama
+from tests.oracle import hidden_from_continuation
+from tests.test_generation import RATIOS, ids
+from tests.test_models import FAMILIES, build
+
+SCALE = 0.3
+shapes = given(
+    batch=st.integers(1, 3), heads=st.integers(1, 3), groups=st.integers(1, 3), tokens=st.integers(6, 40),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+
+
+def tensors(batch: int, heads: int, groups: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shape = [batch, heads * groups, tokens, 8]
+    query = torch.randn(shape, generator=draw, dtype=torch.float64)
+    shape[1] = heads
+    key, value = (torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(2))
+    return query, key, value
+
+
+def attention(query: Tensor, key: Tensor, scale: float = SCALE) -> Tensor:
+    """All of it: [B, Hq, T, T]."""
+    tokens = key.shape[2]
+    logits = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2) * scale
+    future = torch.arange(tokens)[:, None] < torch.arange(tokens)
+    return torch.softmax(logits.masked_fill(future, -torch.inf), -1)
+
+
+def mean_of_groups(x: Tensor, heads: int) -> Tensor:
+    """[B, Hq, ...] to [B, H, ...]: query heads 0 to G - 1 read KV head 0, and so on."""
+    groups = x.shape[1] // heads
+    return torch.stack([x[:, h * groups : (h + 1) * groups].mean(1) for h in range(heads)], 1)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), atol=1e-10, rtol=1e-10)
+
+
+@shapes
+def test_tova(batch, heads, groups, tokens, seed):
+    query, key, value = tensors(batch, heads, groups, tokens, seed)
+    last = attention(query, key)[:, :, -1].mean(1)
+    close(TOVA().scores(0, query, key, value, SCALE), torch.stack([last] * heads, 1))
+
+
+@shapes
+def test_h2o(batch, heads, groups, tokens, seed):
+    query, key, value = tensors(batch, heads, groups, tokens, seed)
+    received = mean_of_groups(attention(query, key), heads).sum(-2)
+    close(H2O().scores(0, query, key, value, SCALE), received)
+    observers = torch.tensor([tokens - t for t in range(tokens)])
+    close(H2O(average=True).scores(0, query, key, value, SCALE), received / observers)
+
+
+def test_h2o_in_blocks_of_rows():
+    query, key, value = tensors(1, 2, 2, 600, 0)
+    close(H2O().scores(0, query, key, value, SCALE), mean_of_groups(attention(query, key), 2).sum(-2))
+
+
+def test_h2o_never_holds_the_whole_attention():
+    query, key, value = (x.float() for x in tensors(1, 1, 1, 2048, 0))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        H2O().scores(0, query, key, value, SCALE)
+    assert max(event.self_cpu_memory_usage for event in profile.events()) <= 256 * 2048 * 4 * 2 < 2048 * 2048 * 4
+
+
+@shapes
+def test_snapkv(batch, heads, groups, tokens, seed):
+    query, key, value = tensors(batch, heads, groups, tokens, seed)
+    window, kernel = 4, 3
+    received = attention(query, key)[:, :, -window:, :-window].mean(2)
+    padded = torch.nn.functional.pad(received, (1, 1))
+    smooth = torch.stack([padded[..., t : t + kernel].sum(-1) / kernel for t in range(tokens - window)], -1)
+    found = SnapKV(window, kernel).scores(0, query, key, value, SCALE).double()
+    older = found[..., :-window]
+    torch.testing.assert_close(older, mean_of_groups(smooth, heads), atol=1e-6, rtol=1e-5)
+    assert float(found[..., -window:].min()) > float(older.max())
+
+
+@shapes
+def test_knorm(batch, heads, groups, tokens, seed):
+    query, key, value = tensors(batch, heads, groups, tokens, seed)
+    close(Knorm().scores(0, None, key, value, SCALE), -((key**2).sum(-1) ** 0.5))
+
+
+@shapes
+def test_keydiff(batch, heads, groups, tokens, seed):
+    query, key, value = tensors(batch, heads, groups, tokens, seed)
+    expected = torch.empty(batch, heads, tokens, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            anchor = torch.stack([k / (k @ k).sqrt() for k in key[b, h]]).mean(0)
+            for t, k in enumerate(key[b, h]):
+                expected[b, h, t] = -(k @ anchor) / ((k @ k).sqrt() * (anchor @ anchor).sqrt())
+    close(KeyDiff().scores(0, None, key, value, SCALE), expected)
+
+
+@shapes
+def test_streaming_llm_keeps_the_sinks_and_then_the_most_recent(batch, heads, groups, tokens, seed):
+    _, key, value = tensors(batch, heads, groups, tokens, seed)
+    scores = StreamingLLM(sinks=4).scores(0, None, key, value, SCALE)
+    assert scores.shape == (batch, heads, tokens)
+    for count in range(1, tokens + 1):
+        recent = range(tokens - max(0, count - 4), tokens)
+        expected = sorted([*range(min(count, 4)), *recent])
+        assert scores.topk(count).indices.sort().values.tolist() == [[expected] * heads] * batch
+
+
+@shapes
+def test_random_depends_on_seed_and_layer_alone(batch, heads, groups, tokens, seed):
+    _, key, value = tensors(batch, heads, groups, tokens, seed)
+    scores = Random(seed).scores(1, None, key, value, SCALE)
+    assert torch.equal(scores, Random(seed).scores(1, None, -key, 2 * value, 0.1))
+    assert torch.equal(scores[:1], Random(seed).scores(1, None, key[:1], value[:1], SCALE))
+    others = [Random(seed).scores(2, None, key, value, SCALE), Random(seed + 1).scores(1, None, key, value, SCALE)]
+    assert not any(torch.equal(scores, other) for other in others)
+    if heads > 1:
+        assert not torch.equal(scores[:, 0], scores[:, 1])
+
+
+def rotation(position: int, dim: int, theta: float = 10000.0) -> Tensor:
+    """Llama's rotation of coordinates i and i + d / 2 as a matrix [d, d]."""
+    matrix, half = torch.zeros(dim, dim, dtype=torch.float64), dim // 2
+    for i in range(half):
+        angle = position * theta ** (-2 * i / dim)
+        matrix[i, i] = matrix[i + half, i + half] = math.cos(angle)
+        matrix[i, i + half], matrix[i + half, i] = -math.sin(angle), math.sin(angle)
+    return matrix
+
+
+@settings(max_examples=10)
+@given(
+    st.integers(1, 2), st.integers(8, 40), st.integers(1, 30), st.integers(0, 5), st.booleans(), st.booleans(),
+    st.integers(0, 9),
+)  # fmt: skip
+def test_expected_attention(batch, tokens, future, sinks, covariance, value_norm, seed):
+    query, key, value = tensors(batch, 2, 2, tokens, seed)
+    ahead = torch.stack([rotation(t, 8) for t in range(tokens, tokens + future)]).mean(0)
+    expected = torch.zeros(batch, 4, tokens - sinks, dtype=torch.float64)
+    for b in range(batch):
+        for head in range(4):
+            plain = torch.stack([rotation(t, 8).T @ query[b, head, t] for t in range(sinks, tokens)])
+            mean, spread = ahead @ plain.mean(0), ahead @ plain.T.cov(correction=0) @ ahead.T
+            logits = [
+                SCALE * k @ mean + (SCALE**2 * k @ spread @ k / 2 if covariance else 0.0)
+                for k in key[b, head // 2, sinks:]
+            ]
+            expected[b, head] = torch.softmax(torch.stack(logits), 0)
+    expected = mean_of_groups(expected, 2)
+    if value_norm:
+        expected = expected * value[:, :, sinks:].norm(dim=-1)
+    selector = ExpectedAttention(tiny_llama(), future, sinks, covariance, value_norm)
+    found = selector.scores(0, query, key, value, SCALE)
+    # The model's own cosines are computed in float32.
+    torch.testing.assert_close(found[..., sinks:], expected, atol=1e-5, rtol=1e-4)
+    if sinks:
+        assert float(found[..., :sinks].min()) > float(found[..., sinks:].max())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [(family, {}) for family in FAMILIES]
+    + [
+        ("Phi3", {"partial_rotary_factor": 0.5}),
+        ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}}),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}),
+        ("Cohere", {}),
+    ],
+)
+def test_queries_are_rotated_back_in_every_family(family, changes):
+    """Against the queries of a model whose layers see the same tokens, but all at position 0."""
+    if changes.get("partial_rotary_factor"):
+        changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | changes}
+    model = build(family, **changes)
+    selector = ExpectedAttention(model)
+    text = ids(1, 12)
+    # The first layer's queries depend on the token alone before they are rotated.
+    rotated = read_full_layers(model, text, queries=True)[0].query
+    plain = torch.cat([read_full_layers(model, text[:, t : t + 1], queries=True)[0].query for t in range(12)], 2)
+    back = selector._rotation.undone(rotated)
+    torch.testing.assert_close(back, selector._rotation.undone(plain[:, :, :1].expand_as(plain))[:, :, :1] * 0 + back)
+    size = (back[:, :, 0] / plain[:, :, 0]).mean()  # a model that scales its rotations scales position 0 as well
+    torch.testing.assert_close(back * (1 / size), plain, atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_with_layers_without_rope_is_refused():
+    config = transformers.SmolLM3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=67, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, no_rope_layers=[1, 1, 1, 0],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedModelError, match="SmolLM3ForCausalLM rotates the queries of some layers"):
+        ExpectedAttention(transformers.SmolLM3ForCausalLM(config).eval())
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 2), st.integers(6, 40), st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.integers(0, 9))
+def test_criticalkv_keeps_what_its_two_stages_choose(batch, tokens, share, seed):
+    model = tiny_llama()
+    query, key, value = tensors(batch, 2, 2, tokens, seed)
+    inner = H2O()
+    ours = CriticalKV(model, inner, first_stage=share).scores(1, query, key, value, SCALE)
+    plain = inner.scores(1, query, key, value, SCALE)
+    weight = model.model.layers[1].self_attn.o_proj.weight
+    norms = torch.stack(
+        [(value[:, h // 2] @ weight[:, 8 * h : 8 * h + 8].T).abs().sum(-1) for h in range(4)], 1
+    ).detach()
+    refined = (plain + 1e-4) * mean_of_groups(norms, 2)
+    for b in range(batch):
+        for h in range(2):
+            for count in range(tokens + 1):
+                first = sorted(range(tokens), key=lambda t: -float(plain[b, h, t]))[: int(share * count)]
+                rest = sorted((t for t in range(tokens) if t not in first), key=lambda t: -float(refined[b, h, t]))
+                expected = {*first, *rest[: count - len(first)]}
+                assert set(ours[b, h].topk(count).indices.tolist()) == expected
+
+
+def test_criticalkv_names_an_inner_selector_that_does_not_fit():
+    model = tiny_llama()
+    with pytest.raises(ValueError, match="Knorm gives scores below 0"):
+        CriticalKV(model, Knorm()).scores(0, *tensors(1, 2, 2, 9, 0), SCALE)
+    with pytest.raises(ValueError, match="first_stage is 2"):
+        CriticalKV(model, H2O(), first_stage=2)
+    assert CriticalKV(model, H2O()).reads_queries and not CriticalKV(model, Random()).reads_queries
+
+
+def every(model) -> dict[str, Selector]:
+    return {
+        "streaming-llm": StreamingLLM(),
+        "tova": TOVA(),
+        "h2o": H2O(),
+        "observed": H2O(average=True),
+        "knorm": Knorm(),
+        "keydiff": KeyDiff(),
+        "expected": ExpectedAttention(model),
+        "critical-expected": CriticalKV(model, ExpectedAttention(model, value_norm=False)),
+        "critical-snapkv": CriticalKV(model, SnapKV(window=4)),
+        "random": Random(3),
+        "snapkv": SnapKV(window=4),
+    }
+
+
+NAMES = list(every(tiny_llama()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=4)
+@given(st.integers(1, 2), st.integers(8, 40), st.integers(0, 9))
+@torch.no_grad()
+def test_eviction_equals_the_stock_model_with_a_mask(name, batch, prompt, seed):
+    model, text = tiny_llama(), ids(batch, prompt + 5, seed)
+    selector = every(model)[name]
+    cache = RaggedCache(model, method=Method(name, PerHead(RATIOS), selector))
+    model(text[:, :prompt], past_key_values=cache, use_cache=True)
+    mine = [model(text[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(prompt, prompt + 5)]
+    hidden = []
+    for index, layer in enumerate(read_prompt(model, text[:, :prompt], queries=True)):
+        scores = selector.scores(index, layer.query, layer.key, layer.value, layer.scale)
+        gone = torch.ones(batch, 2, prompt, dtype=torch.bool)
+        for head in range(2):
+            best = scores[:, head].topk(int(RATIOS[index][head] * prompt + 1e-6)).indices
+            gone[:, head].scatter_(-1, best, False)
+        hidden.append(gone)
+    with hidden_from_continuation(model, hidden, prompt):
+        expected = model(text).logits[:, prompt:]
+    torch.testing.assert_close(torch.cat(mine, 1), expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_selector_says_of_itself_is_true(name):
+    """Its scores are the same without queries, and token by token, exactly where it says so."""
+    selector = every(tiny_llama())[name]
+    query, key, value = tensors(2, 2, 2, 12, 0)
+    scores = selector.scores(0, query, key, value, SCALE)
+    assert scores.shape == (2, 2, 12) and not scores.requires_grad and bool(scores.isfinite().all())
+    if selector.reads_queries:
+        with pytest.raises(ValueError, match="reads the queries"):
+            selector.scores(0, None, key, value, SCALE)
+    else:
+        assert torch.equal(scores, selector.scores(0, None, key, value, SCALE))
+    if selector.local:
+        alone = [selector.scores(0, None, key[:, :, t : t + 1], value[:, :, t : t + 1], SCALE) for t in range(12)]
+        close(torch.cat(alone, -1), scores)
+    assert selector.local == (name == "knorm")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_scores_are_computed_in_float32(name):
+    selector = every(tiny_llama(dtype=torch.float32))[name]
+    query, key, value = (x.bfloat16() for x in tensors(1, 2, 2, 30, 0))
+    scores = selector.scores(0, query, key, value, SCALE)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores.shape, key.shape[:3])
+
+
+@pytest.mark.parametrize("name", ["streaming-llm", "expected", "snapkv"])
+def test_prompts_with_nothing_to_choose_from_are_named(name):
+    selector = every(tiny_llama())[name]
+    query, key, value = tensors(1, 2, 2, 4, 0)
+    with pytest.raises(PromptError, match=r"the prompt has 4 tokens, but .* more than that; give a longer prompt"):
+        selector.scores(0, query, key, value, SCALE)
