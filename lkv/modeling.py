@@ -54,8 +54,11 @@ def attach(model: Any) -> ModelSpec:
     return spec
 
 
-def _attention(base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any):
-    stock = partial(_stock(base, module), module, query, key, value, mask, **kwargs)
+def _attention(
+    base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+):
+    # Libraries that wrap the registered functions (kvpress) hand on the dropout by position.
+    stock = partial(_stock(base, module), module, query, key, value, mask, *args, **kwargs)
     hook = getattr(key, HOOK, None)
     if hook is None:
         return stock()
