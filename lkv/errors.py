@@ -21,6 +21,10 @@ class PromptError(LkvError):
     """The prompt is empty, too short or longer than the model can read."""
 
 
+class BudgetError(LkvError):
+    """A budget rule got numbers it cannot work with, or a file of them that does not fit the model."""
+
+
 class DataError(LkvError):
     """There is no usable data, or a data file is malformed."""
 
@@ -43,6 +47,10 @@ class QuantizationError(LkvError):
 
 class DefaultModelError(LkvError):
     """The embedded default model cannot be found or converted."""
+
+
+class IntegrationError(LkvError):
+    """A package that an integration is written for is missing."""
 
 
 class RetentionError(LkvError, ValueError):

@@ -11,6 +11,7 @@ ORDER = [
     "errors", "config", "results", "saving", "ops", "policy", "prompts", "hooks", "modeling", "prefill", "budget",
     "selection", "methods", "quantization", "spans", "layer", "embedded", "cache", "compression", "kvzip", "student",
     "data", "distillation", "training", "recipes", "evals", "figures", "cli",
+    "integrations",
 ]  # fmt: skip
 
 
@@ -47,6 +48,12 @@ def test_internals_of_transformers_stay_in_the_seam():
     for path in files():
         inside = {module for module in imports(path) if module.split(".")[0] == "transformers"} - public
         assert not inside or path.name in ("modeling.py", "hooks.py"), f"{path.name} imports {inside}"
+
+
+def test_other_libraries_of_eviction_stay_in_the_integrations():
+    for path in files():
+        known = {module.split(".")[0] for module in imports(path)}
+        assert "kvpress" not in known or path.relative_to(ROOT).parts[0] == "integrations"
 
 
 def test_backends_do_not_import_each_other():

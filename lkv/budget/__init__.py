@@ -1,7 +1,15 @@
 """Budget rules: how many tokens each KV head may keep."""
 
+from lkv.budget.ada import Ada
 from lkv.budget.base import ROUNDING, Budget, FixedBudget, PerHead, Share, Uniform, share
 from lkv.budget.contest import GlobalTopK
+from lkv.budget.duo import Duo
 from lkv.budget.learned import LearnedBudget
+from lkv.budget.pyramid import Pyramid
+from lkv.budget.retrieval import estimate_pattern
+from lkv.budget.tables import FileBudget, read_pattern, read_ratios
 
-__all__ = ["ROUNDING", "Budget", "FixedBudget", "GlobalTopK", "LearnedBudget", "PerHead", "Share", "Uniform", "share"]
+__all__ = [
+    "ROUNDING", "Ada", "Budget", "Duo", "FileBudget", "FixedBudget", "GlobalTopK", "LearnedBudget", "PerHead",
+    "Pyramid", "Share", "Uniform", "estimate_pattern", "read_pattern", "read_ratios", "share",
+]  # fmt: skip

@@ -1,0 +1,1 @@
+"""LKV inside other libraries."""

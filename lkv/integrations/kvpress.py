@@ -1,0 +1,137 @@
+"""LKV as presses of kvpress (NVIDIA), for its pipeline, its evaluation and its leaderboard.
+
+    with LKVHeadBudgetPress(policy, LKVScorerPress(policy, compression_ratio=0.85))(model):
+        model.model(input_ids=prompt, past_key_values=cache)
+
+kvpress only masks what head-wise budgets evict: the memory is not freed. `RaggedCache` frees it. kvpress 0.5.5 works
+with transformers before 5.3.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lkv.budget import LearnedBudget
+from lkv.errors import IntegrationError, UnsupportedModelError
+from lkv.modeling import inspect_model, layer_windows
+from lkv.policy import Policy
+from lkv.selection import LearnedScores
+
+try:
+    from kvpress import BasePress, ScorerPress
+except ImportError as error:
+    raise IntegrationError(
+        f"lkv.integrations.kvpress needs the package kvpress ({error}); run `pip install 'lkv-cache[kvpress]'`."
+    ) from error
+
+
+class _Places:
+    """Where a policy's layers are in the model that a press was entered with."""
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self._index: dict[int, int] = {}
+
+    def enter(self, model: Any) -> None:
+        """Raises PolicyMismatchError unless the policy was trained for `model`."""
+        self.policy.check_model(inspect_model(model))
+        self.policy.to(model.device)
+        full = [place for place, window in enumerate(layer_windows(model)) if window is None]
+        self._index = {place: index for index, place in enumerate(full)}
+
+    def __contains__(self, module: Any) -> bool:
+        return module.layer_idx in self._index
+
+    def of(self, module: Any) -> int:
+        """The policy's layer for the attention `module`."""
+        if module not in self:
+            raise UnsupportedModelError(
+                f"layer {module.layer_idx} has no part in the policy: it is a sliding layer, or the press was used "
+                "outside `with press(model):`; use LKV's presses there, on a model whose layers have full attention."
+            )
+        return self._index[module.layer_idx]
+
+
+class LKVScorerPress(ScorerPress):
+    """LKV-T: the policy scores the tokens; every head keeps int(T (1 - `compression_ratio`)), which is kvpress's rule.
+
+    Sliding layers stay as they are.
+    """
+
+    def __init__(self, policy: Policy, compression_ratio: float = 0.0):
+        """`policy` is checked against the model where the press is entered: PolicyMismatchError, or
+        UnsupportedModelError."""
+        super().__init__(compression_ratio=compression_ratio)
+        self._places, self._selector = _Places(policy), LearnedScores(policy)
+
+    def post_init_from_model(self, model: Any) -> None:
+        self._places.enter(model)
+
+    def score(
+        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: Any
+    ) -> Tensor:
+        """Scores [B, H, T] for `keys` and `values` [B, H, T, d] after RoPE."""
+        return self._selector.scores(self._places.of(module), None, keys, values, 1.0)
+
+    def compress(
+        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if module not in self._places:
+            return keys, values
+        return super().compress(module, hidden_states, keys, values, attentions, kwargs)
+
+
+class LKVHeadBudgetPress(BasePress):
+    """LKV-H: each head keeps floor(r T) tokens by the policy's ratio r, chosen by the scores of `press`.
+
+    With an `LKVScorerPress` inside this is LKV, with any other scorer press its selection under learned budgets. What
+    is evicted is masked while the answer is written. Sliding layers stay as they are.
+    """
+
+    def __init__(self, policy: Policy, press: Any):
+        """`press`: a kvpress ScorerPress; its `compression_ratio` is this one's too. `policy` is checked against the
+        model where the press is entered: PolicyMismatchError, or UnsupportedModelError. Raises IntegrationError."""
+        if not isinstance(press, ScorerPress):
+            raise IntegrationError(
+                f"{type(press).__name__} gives no scores for the tokens; give a ScorerPress, such as LKVScorerPress."
+            )
+        self.press = press
+        self._places = _Places(policy)
+        self._budget: tuple[float, LearnedBudget] | None = None
+
+    @property
+    def compression_ratio(self) -> float:
+        """The share of entries evicted, over all heads of the model."""
+        return self.press.compression_ratio
+
+    @compression_ratio.setter
+    def compression_ratio(self, value: float) -> None:
+        self.press.compression_ratio = value
+
+    def post_init_from_model(self, model: Any) -> None:
+        # The functions that kvpress patches to mask keys do not include a model's own eager attention.
+        if (model.config._attn_implementation or "eager").endswith("eager"):
+            raise UnsupportedModelError(
+                "kvpress cannot mask single heads in eager attention; load the model with attn_implementation='sdpa'."
+            )
+        self._places.enter(model)
+        self.press.post_init_from_model(model)
+
+    def compress(
+        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.compression_ratio == 0 or module not in self._places:
+            return keys, values
+        scores = self.press.score(module, hidden_states, keys, values, attentions, kwargs)
+        _, heads, tokens = scores.shape
+        if self._budget is None or self._budget[0] != self.compression_ratio:
+            self._budget = (self.compression_ratio, LearnedBudget(self._places.policy, 1 - self.compression_ratio))
+        evicted = torch.ones_like(scores, dtype=torch.bool)
+        for head, count in enumerate(self._budget[1].limits(self._places.of(module), heads, tokens)):
+            evicted[:, head].scatter_(-1, scores[:, head].topk(count, sorted=False).indices, False)
+        module.masked_key_indices = torch.nonzero(evicted, as_tuple=True)  # type: ignore[assignment]
+        return keys, values
+
+
+__all__ = ["LKVHeadBudgetPress", "LKVScorerPress"]
