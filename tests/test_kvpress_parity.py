@@ -1,0 +1,202 @@
+"""The selectors beside kvpress, the library in which these methods are usually run: same model, same prompt."""
+
+import warnings
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from lkv.budget import Uniform
+from lkv.cache import RaggedCache
+from lkv.methods import Method
+from lkv.modeling import ALL_ATTENTION_FUNCTIONS, attach
+from lkv.prefill import read_prompt
+from lkv.selection import (
+    H2O,
+    TOVA,
+    CriticalKV,
+    ExpectedAttention,
+    KeyDiff,
+    Knorm,
+    Random,
+    Selector,
+    SnapKV,
+    StreamingLLM,
+)
+from tests.test_generation import ids
+from tests.test_models import build
+
+TOKENS = 90
+families = pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+
+
+@pytest.fixture(scope="module")
+def kvpress() -> ModuleType:
+    """The import wraps every attention function of the process; only presses that mask heads need that, none here does.
+
+    It is undone, for the wrapped ones would hide what later tests register under the same names.
+    """
+    before = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'pipes' is deprecated", DeprecationWarning)
+        module = pytest.importorskip("kvpress")
+    ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
+    ALL_ATTENTION_FUNCTIONS._local_mapping.update(before)
+    return module
+
+
+def ours(family: str, make) -> list[Tensor]:
+    """Scores of each layer [B, H, T]; `make` gets the model."""
+    model = build(family)
+    selector: Selector = make(model)
+    layers = read_prompt(model, ids(2, TOKENS), queries=True)
+    return [selector.scores(i, layer.query, layer.key, layer.value, layer.scale) for i, layer in enumerate(layers)]
+
+
+@torch.no_grad()
+def theirs(family: str, press, implementation: str = "sdpa") -> list[Tensor]:
+    """The scores that a press gives in kvpress's own hooks."""
+    model, found = build(family), []
+    model.set_attn_implementation(implementation)
+    score = press.score
+
+    def noted(*args, **kwargs):
+        found.append(score(*args, **kwargs))
+        return found[-1]
+
+    press.score = noted
+    with press(model):
+        model(ids(2, TOKENS), past_key_values=DynamicCache(), use_cache=True)
+    assert len(found) == 3
+    return found
+
+
+def equal(mine: list[Tensor], other: list[Tensor], tolerance: float = 1e-5) -> None:
+    for a, b in zip(mine, other, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), atol=tolerance, rtol=tolerance)
+
+
+def same_choice(mine: list[Tensor], other: list[Tensor], count: int) -> None:
+    for a, b in zip(mine, other, strict=True):
+        assert torch.equal(*(x.topk(count).indices.sort().values for x in (a, b)))
+
+
+@families
+def test_knorm(kvpress, family):
+    equal(ours(family, lambda model: Knorm()), theirs(family, kvpress.KnormPress(0.5)), 1e-10)
+
+
+@families
+def test_keydiff(kvpress, family):
+    equal(ours(family, lambda model: KeyDiff()), theirs(family, kvpress.KeyDiffPress(0.5)), 1e-10)
+
+
+@families
+@pytest.mark.parametrize(("window", "kernel"), [(64, 5), (8, 3)])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_snapkv(kvpress, family, window, kernel, implementation):
+    press = kvpress.SnapKVPress(0.5, window, kernel)
+    equal(ours(family, lambda model: SnapKV(window, kernel)), theirs(family, press, implementation))
+
+
+@families
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_tova(kvpress, family, implementation):
+    mine, other = ours(family, lambda model: TOVA()), theirs(family, kvpress.TOVAPress(0.5), implementation)
+    # kvpress gives the last token the maximum plus 1, so that it is always kept; the paper protects nothing.
+    equal([x[..., :-1] for x in mine], [x[..., :-1] for x in other])
+    for x in other:
+        assert float(x[..., -1].min()) == pytest.approx(float(x[..., :-1].max()) + 1)
+
+
+@families
+def test_h2o(kvpress, family):
+    other = theirs(family, kvpress.ObservedAttentionPress(0.5), "eager")
+    equal(ours(family, lambda model: H2O(average=True)), other)
+    # kvpress divides what a token received by the number of tokens that saw it; the paper adds up alone.
+    equal(ours(family, lambda model: H2O()), [x * torch.arange(TOKENS, 0, -1) for x in other])
+
+
+@families
+@pytest.mark.parametrize("ratio", [0.05, 0.5, 0.9])
+def test_streaming_llm(kvpress, family, ratio):
+    # The scores of kvpress know the budget and are 1 or 0; ours rank all tokens, whatever the budget.
+    mine, other = ours(family, lambda model: StreamingLLM()), theirs(family, kvpress.StreamingLLMPress(ratio))
+    same_choice(mine, other, int(TOKENS * (1 - ratio)))
+
+
+@families
+@pytest.mark.parametrize("covariance", [True, False])
+@pytest.mark.parametrize("value_norm", [True, False])
+def test_expected_attention(kvpress, family, covariance, value_norm):
+    press = kvpress.ExpectedAttentionPress(0.5, use_covariance=covariance, use_vnorm=value_norm)
+    mine = ours(family, lambda model: ExpectedAttention(model, covariance=covariance, value_norm=value_norm))
+    equal(mine, theirs(family, press))
+
+
+@families
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("inner", ["snapkv", "expected", "observed"])
+def test_criticalkv(kvpress, family, ratio, inner):
+    # The scores of kvpress know the budget: the first stage has the largest number there is; ours are ranks.
+    presses = {
+        "snapkv": (lambda model: SnapKV(8), lambda: kvpress.SnapKVPress(ratio, 8), "sdpa"),
+        "expected": (
+            lambda model: ExpectedAttention(model, value_norm=False),
+            lambda: kvpress.ExpectedAttentionPress(ratio, use_vnorm=False),
+            "sdpa",
+        ),
+        "observed": (lambda model: H2O(average=True), lambda: kvpress.ObservedAttentionPress(ratio), "eager"),
+    }
+    selector, press, implementation = presses[inner]
+    mine = ours(family, lambda model: CriticalKV(model, selector(model)))
+    same_choice(mine, theirs(family, kvpress.CriticalKVPress(press()), implementation), int(TOKENS * (1 - ratio)))
+
+
+def test_random(kvpress):
+    mine, other = ours("Llama", lambda model: Random(1)), theirs("Llama", kvpress.RandomPress(0.5, seed=1))
+    # kvpress seeds every layer alike, so that all of them keep the same tokens; here each layer draws its own.
+    assert torch.equal(other[0], other[1]) and not torch.equal(mine[0], mine[1])
+    for scores in (mine, other):
+        assert all(float(x.min()) >= 0 and float(x.max()) < 1 for x in scores)
+
+
+@families
+@torch.no_grad()
+def test_the_cache_holds_what_kvpress_leaves(kvpress, family):
+    """Not the scores alone: the same k and v."""
+    model, stock = build(family), build(family)
+    cache, left = RaggedCache(model, method=Method("snapkv", Uniform(0.5), SnapKV(8))), DynamicCache()
+    model(ids(2, TOKENS), past_key_values=cache, use_cache=True)
+    with kvpress.SnapKVPress(0.5, 8)(stock):
+        stock(ids(2, TOKENS), past_key_values=left, use_cache=True)
+    for layer, other in zip(cache.ragged, left.layers, strict=True):
+        for b in range(2):
+            for h in range(2):
+                held = slice(int(layer.spans.starts[b, h]), int(layer.spans.starts[b, h]) + TOKENS // 2)
+                mine = torch.cat([layer.spans.k[held], layer.spans.v[held]], -1)
+                # kvpress holds what is left by falling score, so both are put into the order of one coordinate of k.
+                theirs = torch.cat([other.keys[b, h], other.values[b, h]], -1)
+                torch.testing.assert_close(*(x[x[:, 0].argsort()] for x in (mine, theirs)), atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_cache_works_where_kvpress_has_wrapped_the_attention(kvpress, monkeypatch, implementation):
+    """As it is when kvpress is imported after the first model was attached."""
+    model, text = build("Llama"), ids(1, 40)
+    model.set_attn_implementation(implementation)
+    attach(model)
+    outs = []
+    for wrapped in (False, True):
+        if wrapped:
+            wrap = kvpress.attention_patch.attention_patch
+            for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
+                monkeypatch.setitem(
+                    ALL_ATTENTION_FUNCTIONS._local_mapping, name, kvpress.attention_patch.attention_patch(function)
+                )
+        cache = RaggedCache(model, method=Method("knorm", Uniform(0.5), Knorm()))
+        outs.append(model.generate(text, past_key_values=cache, max_new_tokens=5, do_sample=False))
+    assert torch.equal(*outs)
