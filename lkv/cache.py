@@ -39,9 +39,11 @@ class RaggedCache(Cache):
         streaming: bool = False,
         decode_eviction: bool = False,
         bits: int | None = None,
+        pattern: list[list[float]] | None = None,
     ):
-        """`policy` defaults to the one shipped for the embedded model; `method` is a name of `methods.NAMES` or a
-        `Method` of your own; `slack` is the room in tokens that each head gets for what is appended.
+        """`policy` defaults to the one shipped for the embedded model; `method` is a name that `lkv methods` lists, any
+        "RULE+SELECTOR", or a `Method` of your own; `slack` is the room in tokens that each head gets for what is
+        appended.
 
         `budget_tokens`: keep that many tokens a head on average, instead of a share of the prompt.
         `prompt_tokens`: length of the prompt (padding included), for prompts that come in several forward passes
@@ -50,6 +52,7 @@ class RaggedCache(Cache):
         cache never holds more than that and one part; later parts see what was kept of the earlier ones.
         `decode_eviction`: what is generated is evicted from as well, whenever a layer's slack has run out.
         `bits`: hold what is kept of the prompt in 8 or 4 bits a value (needs torchao); what follows stays as it is.
+        `pattern`: DuoAttention's alphas [L][H], for the rule "duo" (`budget.read_pattern`, `budget.estimate_pattern`).
 
         Raises RetentionError, PolicyMismatchError, UnsupportedModelError, CacheError or LkvError (unknown method).
         """
@@ -61,7 +64,7 @@ class RaggedCache(Cache):
                 self.policy = policy if policy is not None else default_policy()
                 self.policy.check_model(self.spec)
                 self.policy.to(model.device)
-            method = make_method(method, self.share, self.policy, local_heads(model))
+            method = make_method(method, self.share, self.policy, local_heads(model), model, self.spec.layers, pattern)
         else:
             self.share = None
         if slack is not None and slack < 0:

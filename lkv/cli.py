@@ -1,4 +1,4 @@
-"""The command line: lkv ask | train | inspect."""
+"""The command line: lkv ask | methods | train | inspect."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lkv.config import HIDDEN_NORMS, PRESETS, TrainingConfig, replace
 from lkv.errors import LkvError, check_retention
-from lkv.methods import FULL, NAMES
+from lkv.methods import FULL, METHODS, RULES, SELECTORS, describe
 
 _TRAINING_OPTIONS = (
     "steps", "batch", "continuations", "lr", "lr_end", "warmup", "tau_start", "tau_end", "seed", "min_tokens",
@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("file", type=Path)
     ask.add_argument("question")
     ask.add_argument("--retention", type=float, default=0.15, help="share of the cache to keep, in (0, 1]")
-    ask.add_argument("--method", default="lkv", help=f"one of {', '.join([*NAMES, FULL])}")
+    ask.add_argument("--method", default="lkv", help=f"a name that `lkv methods` lists, or {FULL}")
     ask.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
     ask.add_argument("--policy", default=None, help="folder or hub id of a policy (default: the one shipped)")
     ask.add_argument("--max-new-tokens", type=_positive, default=128)
@@ -48,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--retention", type=float, default=0.15)
     inspect.add_argument("--figure", type=Path, default=None, help="write the budgets as a picture")
     inspect.set_defaults(run=_inspect)
+
+    methods = commands.add_parser("methods", help="list the methods: what they keep, whose they are, what they need")
+    methods.set_defaults(run=_methods)
 
     train = commands.add_parser("train", help="train a policy for a model, or resume the training")
     train.add_argument("--preset", choices=sorted(PRESETS), default="paper")
@@ -105,6 +108,13 @@ def _inspect(options: argparse.Namespace) -> None:
 
         draw_budgets(ratios.tolist(), options.retention, options.figure)
         print(f"the picture is in {options.figure}")
+
+
+def _methods(options: argparse.Namespace) -> None:
+    for name in METHODS:
+        print(f"{name:15} {describe(name)}")
+    print(f"\nAny budget rule goes with any selector, as RULE+SELECTOR.\nrules: {', '.join(RULES)}")
+    print(f"selectors: {', '.join(SELECTORS)}, kvzip")
 
 
 def _train(options: argparse.Namespace) -> None:

@@ -13,10 +13,13 @@ from lkv import saving
 from lkv.budget import Share
 from lkv.cache import RaggedCache
 from lkv.config import ModelSpec, asdict, from_dict
+from lkv.embedded import default_policy
 from lkv.errors import CacheError, ContextFileError, PromptError
-from lkv.methods import FULL, Method
+from lkv.kvzip import kvzip
+from lkv.methods import FULL, Method, needs_policy, needs_second_pass
 from lkv.modeling import attach, cut_to, kv_nbytes
 from lkv.policy import Policy, differs
+from lkv.prefill import read_prompt
 from lkv.prompts import context_ids, encode, question_ids
 from lkv.selection import Selector
 
@@ -182,8 +185,8 @@ def compress(
 ) -> Context:
     """Read `text` as the context of a chat and keep `retention` of its k and v; no question is known yet.
 
-    `method` is a name of `methods.NAMES`, a `Method` of your own, or "full" for the uncompressed cache. `chunk` reads
-    the text in parts of that many tokens. `options` go to RaggedCache: budget_tokens, streaming, decode_eviction, ...
+    `method` is a name that `lkv methods` lists, a `Method` of your own, or "full" for the uncompressed cache. `chunk`
+    reads the text in parts of that many tokens. `options` go to RaggedCache: budget_tokens, streaming, bits, ...
 
     Raises PromptError for a text that is empty, too short to keep anything of, or beyond the model's positions.
     """
@@ -199,6 +202,17 @@ def compress(
         raise PromptError(f"the text has {len(ids)} tokens, but the model reads at most {limit}; shorten it.")
     cache: Cache = DynamicCache()
     about = {}
+    device = model.get_input_embeddings().weight.device
+    prompt = None
+    if isinstance(method, str) and method != FULL and needs_second_pass(method):
+        if chunk is not None:
+            raise PromptError(f"{method!r} reads the whole text twice; leave chunk out, or use another method.")
+        if needs_policy(method):
+            policy = policy if policy is not None else default_policy()
+            policy.check_model(attach(model))
+        amount = Share(retention, options.pop("budget_tokens", None))
+        prompt = read_prompt(model, torch.tensor([ids], device=device))
+        method = kvzip(model, tokenizer, ids, prompt, amount, method, policy)
     if method != FULL:
         if chunk is not None:
             options["prompt_tokens"] = len(ids)
@@ -211,7 +225,10 @@ def compress(
             "policy": cache.policy.digest() if cache.policy is not None else None,
             "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         }
-    device = model.get_input_embeddings().weight.device
+    if prompt is not None:
+        assert isinstance(cache, RaggedCache)
+        cache.fill(prompt)
+        return Context(model, tokenizer, ids, cache, about)
     for part in torch.tensor([ids], device=device).split(chunk or len(ids), 1):
         model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
     return Context(model, tokenizer, ids, cache, about)

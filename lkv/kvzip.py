@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.budget import GlobalTopK
+from lkv.budget import GlobalTopK, Share, share
 from lkv.hooks import Cache, HookedLayer
-from lkv.methods import Method
+from lkv.methods import CONTEST, KVZIP, Method, find, make_rule
+from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 from lkv.prompts import question_ids
 from lkv.selection import GivenScores
@@ -49,8 +50,22 @@ class _ListeningLayer(HookedLayer):
 
 
 @torch.no_grad()
-def kvzip(model: Any, tokenizer: Any, ids: list[int], prompt: list[PromptLayer], retention: float) -> Method:
-    """The method for the one prompt `ids`, already read into `prompt`: reconstruction scores, global budgets."""
+def kvzip(
+    model: Any,
+    tokenizer: Any,
+    ids: list[int],
+    prompt: list[PromptLayer],
+    amount: float | Share,
+    name: str = KVZIP,
+    policy: Policy | None = None,
+) -> Method:
+    """The method `name` for the one prompt `ids`, already read into `prompt`.
+
+    Its scores are the attention received while the model repeats the prompt; its budgets follow from one contest of
+    them all, or from the rule that `name` says.
+
+    Raises LkvError where that rule misses something.
+    """
     replay = question_ids(tokenizer, _REQUEST) + ids
     layers = [_ListeningLayer(layer) for layer in prompt]
     device = prompt[0].key.device
@@ -62,4 +77,8 @@ def kvzip(model: Any, tokenizer: Any, ids: list[int], prompt: list[PromptLayer],
         use_cache=True,
     )
     table = torch.stack([layer.scores for layer in layers])
-    return Method("kvzip", GlobalTopK(table, retention), GivenScores(table))
+    rule = find(name).rule
+    kept = share(amount)
+    if rule == CONTEST:
+        return Method(name, GlobalTopK(table, kept.of(len(ids))), GivenScores(table))
+    return Method(name, make_rule(rule, kept, policy, len(prompt)), GivenScores(table))

@@ -9,9 +9,8 @@ ROOT = Path(__file__).parent.parent / "lkv"
 # A file imports only from those above it.
 ORDER = [
     "errors", "config", "results", "saving", "ops", "policy", "prompts", "hooks", "modeling", "prefill", "budget",
-    "selection", "methods", "quantization", "spans", "layer", "embedded", "cache", "compression", "kvzip", "student",
-    "data", "distillation", "training", "recipes", "evals", "figures", "cli",
-    "integrations",
+    "selection", "methods", "kvzip", "quantization", "spans", "layer", "embedded", "cache", "compression", "student",
+    "data", "distillation", "training", "recipes", "evals", "figures", "cli", "integrations",
 ]  # fmt: skip
 
 

@@ -192,7 +192,6 @@ def test_a_cache_works_where_kvpress_has_wrapped_the_attention(kvpress, monkeypa
     outs = []
     for wrapped in (False, True):
         if wrapped:
-            wrap = kvpress.attention_patch.attention_patch
             for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
                 monkeypatch.setitem(
                     ALL_ATTENTION_FUNCTIONS._local_mapping, name, kvpress.attention_patch.attention_patch(function)

@@ -6,9 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lkv.budget import PerHead, Uniform
+from lkv.cli import main
+from lkv.compression import compress
 from lkv.errors import LkvError, PromptError
-from lkv.methods import NAMES, make_method
+from lkv.methods import METHODS, SELECTORS, describe, find, make_method, needs_second_pass
 from lkv.selection import LearnedScores, SnapKV
+from tests.test_compression import Words
 
 
 def test_snapkv_equals_its_definition():
@@ -50,10 +53,51 @@ def test_per_head_budgets_are_read_by_layer():
     assert PerHead([[0.0, 1.0], [0.5, 0.15]]).counts(1, torch.empty(1, 2, 4000)) == [[2000, 600]]
 
 
-def test_methods_are_found_by_name(policy):
-    for name in NAMES:
-        assert make_method(name, 0.15, policy).name == name
+@pytest.mark.parametrize("name", [*METHODS, "duo+snapkv", "pyramid+keydiff", "ada+h2o"])
+def test_methods_are_found_by_name(name, model, policy):
+    assert find(name).rule in describe(name) or len(describe(name)) > 20
+    if needs_second_pass(name):
+        with pytest.raises(LkvError, match="reads the text a second time"):
+            make_method(name, 0.15, policy)
+        return
+    method = make_method(name, 0.15, policy, model=model, layers=3, pattern=[[0.1, 0.9]] * 3)
+    assert method.name == name
+    # What the list of methods says about queries is what the selector says.
+    assert ("queries" in describe(name)) == method.selector.reads_queries
+
+
+def test_at_least_fourteen_methods_are_listed(capsys):
+    assert len(METHODS) >= 14
+    assert main(["methods"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{name} " in said for name in METHODS) and all(name in said for name in SELECTORS)
+
+
+def test_unknown_methods_and_missing_needs_are_named(policy):
     with pytest.raises(LkvError, match=r"no method 'snapvk'; did you mean .*'snapkv'"):
         make_method("snapvk", 0.15, policy)
-    with pytest.raises(LkvError, match="needs a policy"):
+    with pytest.raises(LkvError, match=r"there is no 'snap' to make 'ada\+snap' of; use one of .*snapkv"):
+        make_method("ada+snap", 0.15, policy)
+    with pytest.raises(LkvError, match="'lkv-h' needs a policy; give one"):
         make_method("lkv", 0.15, None)
+    with pytest.raises(LkvError, match="'expected' needs a model"):
+        make_method("expected", 0.15)
+    with pytest.raises(LkvError, match="'duo' needs a pattern; give one with pattern="):
+        make_method("duo", 0.15)
+
+
+ABLATION = [
+    f"{rule}+{selector}" for rule in ("uniform", "ada", "lkv-h") for selector in ("snapkv", "expected", "lkv-t")
+]
+
+
+@pytest.mark.parametrize("name", [*METHODS, *ABLATION])
+def test_every_method_works_by_name_in_compress(name, model, policy):
+    """In the real cache, with the share of bytes that it realised, and answers that start from the same context."""
+    options = {"pattern": [[0.2, 0.9], [0.8, 0.1], [0.3, 0.4]]} if name == "duo" else {}
+    text = " ".join(f"word{number}" for number in range(450 if name == "duo" else 160))
+    retention = 0.95 if name == "duo" else 0.5
+    context = compress(model, Words(), text, method=name, retention=retention, policy=policy, **options)
+    realised = context.cache.realised_retention()
+    assert 0.9 * retention < realised <= retention + 1e-9
+    assert context.ask("what is one ?", 4) == context.ask("what is one ?", 4)
