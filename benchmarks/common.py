@@ -17,10 +17,13 @@ _FOLDERS = ("data", "out")
 RESULTS = Path(__file__).parent / "results"
 
 
-def methods_of(names: Sequence[str], policy: Policy, retention: float) -> list[Method]:
+def methods_of(names: Sequence[str], policy: Policy, retention: float, model: Any = None) -> list[Method]:
     """Methods by name, with "full" keeping everything."""
     full = Method("full", Uniform(1.0), LearnedScores(policy))
-    return [full if name == "full" else make_method(name, retention, policy) for name in names]
+    layers = policy.spec.layers
+    return [
+        full if name == "full" else make_method(name, retention, policy, model=model, layers=layers) for name in names
+    ]
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:

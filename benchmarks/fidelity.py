@@ -4,6 +4,7 @@ python -m benchmarks.fidelity --data FOLDER    (FOLDER is the evaluation folder;
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -52,18 +53,18 @@ def main() -> None:
         write_results(
             options.out,
             "fidelity",
-            summarise(dict(done), count, options.retention),
+            summarise(dict(done), count, options.retention, ALL),
             options.seed,
             command_of("benchmarks.fidelity", options),
         )
 
 
-def summarise(done: dict, count: dict[str, int], retention: float) -> list[dict]:
+def summarise(done: dict, count: dict[str, int], retention: float, names: Sequence[str]) -> list[dict]:
     """Rows per task and over all tasks: KL and agreement, with intervals from resampling the contexts."""
     rows = []
     for task in ["all", *count]:
         chosen = [done[f"{t}-{n}"] for t in count if task in ("all", t) for n in range(count[t])]
-        for i, name in enumerate(ALL):
+        for i, name in enumerate(names):
             kl, agreement = (
                 bootstrap([[continuation[i][k] for continuation in sample["measured"]] for sample in chosen])
                 for k in (0, 1)

@@ -1,0 +1,63 @@
+"""What each method's choice of tokens costs: scoring, budgets, top-k and packing, as a share of plain prefill.
+
+python -m benchmarks.selection_cost    (writes selection_cost.json)
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache
+
+from benchmarks.common import RESULTS
+from lkv.cache import RaggedCache
+from lkv.embedded import default_policy, load_default
+from lkv.evals.metrics import bootstrap
+from lkv.kvzip import kvzip
+from lkv.methods import METHODS, needs_second_pass
+from lkv.prefill import read_prompt
+from lkv.results import write_results
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16_384])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kvzip-up-to", type=int, default=4096, help="longest prompt that is read a second time")
+    parser.add_argument("--retention", type=float, default=0.15)
+    parser.add_argument("--out", type=Path, default=RESULTS / "selection_cost.json")
+    options = parser.parse_args()
+    model, tokenizer = load_default(torch.bfloat16)
+    policy = default_policy()
+    rows = []
+    for tokens in options.tokens:
+        # Beyond the model's positions its text would mean nothing; what it costs stays the same.
+        ids = torch.randint(100, 40_000, (1, tokens), generator=torch.Generator().manual_seed(0))
+        pattern = torch.rand(30, 3, generator=torch.Generator().manual_seed(0)).tolist()
+        prompt = read_prompt(model, ids, queries=True)
+        names = [name for name in METHODS if not needs_second_pass(name) or tokens <= options.kvzip_up_to]
+        seconds: dict[str, list[float]] = {name: [] for name in ("full", *names)}
+        for _ in range(options.repeats):
+            for name, record in seconds.items():
+                started = time.perf_counter()
+                if name == "full":
+                    model.base_model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True)
+                elif needs_second_pass(name):
+                    method = kvzip(model, tokenizer, ids[0].tolist(), prompt, options.retention, name, policy)
+                    RaggedCache(model, method=method).fill(prompt)
+                else:
+                    RaggedCache(model, policy, options.retention, name, pattern=pattern).fill(prompt)
+                record.append(time.perf_counter() - started)
+        for name in names:
+            ratio = bootstrap([[own / full] for own, full in zip(seconds[name], seconds["full"], strict=True)])
+            row = {"method": name, "tokens": tokens, "retention": options.retention} | ratio._asdict()
+            row |= {"unit": "time of the choice by that of plain prefill, mean of pairs", "baseline": "full"}
+            rows.append(row | {"seconds": sorted(seconds[name])[len(seconds[name]) // 2]})
+            print(f"{tokens:6} {name:15} {ratio.value:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]", flush=True)
+    write_results(options.out, "selection_cost", rows, 0, "python -m benchmarks.selection_cost")
+
+
+if __name__ == "__main__":
+    main()
