@@ -85,7 +85,7 @@ def test_eviction_equals_the_stock_model_with_a_mask(family, monkeypatch):
             mask = mask.repeat_interleave(groups, 1)
         return original(module, query, key, value, mask, **kwargs)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", masked)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", masked)
     expected = model(text, use_cache=False).logits[:, prompt:]
     torch.testing.assert_close(mine, expected, atol=1e-6, rtol=1e-6)
 

@@ -1,0 +1,284 @@
+"""The rivals' budget rules against plain references, and in the cache against the stock model with a -inf mask."""
+
+import json
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from lkv.budget import (
+    Ada,
+    Duo,
+    FileBudget,
+    PerHead,
+    Pyramid,
+    Share,
+    Uniform,
+    estimate_pattern,
+    read_pattern,
+    read_ratios,
+)  # fmt: skip
+from lkv.cache import RaggedCache
+from lkv.errors import BudgetError, DataError, LkvError, PromptError, RetentionError
+from lkv.methods import Method
+from lkv.selection import Selector
+from tests.conftest import tiny_llama
+from tests.oracle import hidden_from_continuation
+
+RETENTIONS = st.floats(0.001, 1.0)
+
+
+def column(budget, layers: int, tokens: int) -> list[int]:
+    """What a head of each layer keeps."""
+    rows = [budget.limits(layer, 2, tokens) for layer in range(layers)]
+    assert all(first == second for first, second in rows)
+    return [row[0] for row in rows]
+
+
+@given(RETENTIONS, st.integers(1, 40), st.integers(1, 3000), st.integers(1, 30))
+def test_a_pyramid_is_a_line_with_the_mean_asked_for(retention, layers, tokens, beta):
+    counts = column(Pyramid(retention, layers, beta), layers, tokens)
+    total = int(retention * layers * tokens + 1e-6)
+    assert sum(counts) == total
+    assert all(0 <= count <= tokens for count in counts)
+    assert counts == sorted(counts, reverse=True)
+    # Independent of the rule's own arithmetic: the line through its two ends.
+    mean = total / layers
+    last = max(mean / beta, 2 * mean - tokens)
+    for layer, count in enumerate(counts):
+        place = layer / (layers - 1) if layers > 1 else 0.5
+        assert abs(count - ((2 * mean - last) * (1 - place) + last * place)) < 1 + 1e-6
+
+
+def test_a_pyramid_needs_no_long_text_and_tilts_at_the_top():
+    assert column(Pyramid(0.15, 5), 5, 1000) == [293, 221, 150, 79, 7]
+    assert column(Pyramid(0.15, 3), 3, 200) == [59, 30, 1]
+    assert column(Pyramid(0.8, 5), 5, 100) == [100, 90, 80, 70, 60]
+    assert column(Pyramid(0.4, 4, beta=1), 4, 100) == [40] * 4
+    assert column(Pyramid(Share(tokens=10), 1), 1, 100) == [10]
+    assert column(Pyramid(1.0, 3), 3, 50) == [50] * 3
+    assert column(Pyramid(0.3, 3), 3, 0) == [0] * 3
+    for layers, beta in ((0, 20), (3, 0)):
+        with pytest.raises(BudgetError, match="both must be 1 or more"):
+            Pyramid(0.3, layers, beta)
+    with pytest.raises(RetentionError):
+        Pyramid(0.0, 3)
+
+
+@given(RETENTIONS, RETENTIONS, st.integers(1, 20), st.integers(1, 800))
+def test_a_pyramid_grows_with_the_share(one, other, layers, tokens):
+    low, high = sorted((one, other))
+    less, more = (column(Pyramid(r, layers), layers, tokens) for r in (low, high))
+    # The token left over by rounding may go to another layer.
+    assert all(b >= a - 1 for a, b in zip(less, more, strict=True)) and sum(more) >= sum(less)
+
+
+def competition(rows: list[list[float]], equal: int, alpha: Fraction) -> list[list[int]]:
+    """The tokens that each head keeps under AdaKV's rule, one after the other (no two scores are equal)."""
+    safe = max(1, int(equal * alpha)) if equal and alpha else 0
+    best = [sorted(range(len(row)), key=lambda i, row=row: -row[i]) for row in rows]
+    kept = [order[:safe] for order in best]
+    others = [(rows[h][i], h, i) for h, order in enumerate(best) for i in order[safe:]]
+    for _, h, i in sorted(others, reverse=True)[: len(rows) * (equal - safe)]:
+        kept[h].append(i)
+    return kept
+
+
+def unlike(batch: int, heads: int, tokens: int, seed: int) -> torch.Tensor:
+    """Scores [B, H, T] without ties, much higher in some heads than in others."""
+    generator = torch.Generator().manual_seed(seed)
+    own = torch.rand(batch, heads, tokens, generator=generator, dtype=torch.float64)
+    return own + torch.rand(batch, heads, 1, generator=generator, dtype=torch.float64)
+
+
+@given(
+    RETENTIONS, st.integers(1, 3), st.integers(1, 5), st.integers(1, 60), st.sampled_from(["0", "0.2", "0.5", "1"]),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_heads_compete_for_exactly_their_layers_share(retention, batch, heads, tokens, alpha, seed):
+    scores = unlike(batch, heads, tokens, seed)
+    counts = Ada(retention, float(alpha)).counts(0, scores)
+    equal = int(retention * tokens + 1e-6)
+    for row, found in zip(scores.tolist(), counts, strict=True):
+        assert found == [len(kept) for kept in competition(row, equal, Fraction(alpha))]
+        assert sum(found) == heads * equal == sum(Uniform(retention).limits(0, heads, tokens))
+        assert all(int(equal * Fraction(alpha)) <= count <= tokens for count in found)
+    more = Ada(min(1.0, retention + 1 / tokens), float(alpha)).counts(0, scores)
+    assert all(b >= a for old, new in zip(counts, more, strict=True) for a, b in zip(old, new, strict=True))
+
+
+def test_infinite_scores_and_wrong_safeguards():
+    scores = unlike(1, 2, 10, 0)
+    scores[0, 0, :2] = torch.inf
+    scores[0, 1, 3:] = -torch.inf
+    assert Ada(0.5).counts(0, scores) == [[7, 3]]
+    scores[0, 1, 1:] = -torch.inf
+    assert Ada(0.5).counts(0, scores) == [[9, 1]]
+    for alpha in (-0.1, 1.5, float("nan")):
+        with pytest.raises(BudgetError, match=r"must lie in \[0, 1\]"):
+            Ada(0.5, alpha)
+
+
+@given(RETENTIONS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 90), st.integers(0, 9), st.integers(0, 9))
+def test_duo_has_all_the_retrieval_heads_that_fit(retention, layers, heads, tokens, sinks, seed):
+    recent = 8
+    pattern = torch.rand(layers, heads, generator=torch.Generator().manual_seed(seed)).tolist()
+    rule = Duo(retention, pattern, sinks, recent)
+    every, window = layers * heads, min(tokens, sinks + recent)
+    total = int(retention * every * tokens + 1e-6)
+    if every * window > total:
+        with pytest.raises(PromptError, match="smallest retention that DuoAttention can reach") as error:
+            rule.limits(0, heads, tokens)
+        least = float(str(error.value).split("this length is ")[1].split(",")[0])
+        assert least > retention and least - window / tokens < 1.001e-4
+        assert Duo(least, pattern, sinks, recent).limits(0, heads, tokens)
+        return
+    fitting = [n for n in range(every + 1) if n * tokens + (every - n) * window <= total]
+    best = sorted((alpha for row in pattern for alpha in row), reverse=True)[: max(fitting)]
+    for layer in range(layers):
+        expected = [tokens if alpha in best else window for alpha in pattern[layer]]
+        assert rule.limits(layer, heads, tokens) == expected
+        if heads == 3:
+            assert Duo(retention, pattern, sinks, recent, slice(1, 3)).limits(layer, 2, tokens) == expected[1:]
+
+
+def test_duo_names_what_it_cannot_work_with():
+    with pytest.raises(PromptError, match=r"has 1000 tokens, .* keeps 384 .* is 0\.384, but it"):
+        Duo(0.15, [[0.5, 1.0]]).limits(0, 2, 1000)
+    with pytest.raises(PromptError, match=r"smallest retention .* is 1\.0"):
+        Duo(0.9, [[0.5, 1.0]]).limits(0, 2, 300)
+    # Equal alphas: lower heads first.
+    assert Duo(0.7, [[1.0, 1.0]]).limits(0, 2, 1000) == [1000, 384]
+    with pytest.raises(BudgetError, match="is empty"):
+        Duo(0.5, [])
+    with pytest.raises(BudgetError, match=r"the pattern of retrieval heads has 1\.5 for layer 1, head 0"):
+        Duo(0.5, [[0.5], [1.5]])
+    with pytest.raises(BudgetError, match="the pattern of retrieval heads has 2 rows of 1 or 2 numbers"):
+        Duo(0.5, [[0.5], [0.5, 0.5]])
+    with pytest.raises(BudgetError, match="cannot keep 0 sinks and 0 recent"):
+        Duo(0.5, [[0.5]], 0, 0)
+
+
+def test_patterns_are_read_as_they_are_published(tmp_path):
+    path = tmp_path / "full_attention_heads.tsv"
+    rows = torch.rand(32, 8).tolist()
+    rows[3][2], rows[4][1] = -0.01, 1.02  # what training gives, before the clipping
+    path.write_text("".join("\t".join(f"{x:.18e}" for x in row) + "\n" for row in rows))
+    expected = [[min(1.0, max(0.0, x)) for x in row] for row in rows]
+    assert read_pattern(path, 32, 8) == expected
+    with pytest.raises(BudgetError, match="32 rows of 8 numbers, but the model has 30 layers of 3 KV heads; give 30"):
+        read_pattern(path, 30, 3)
+    for text in ("0.5 0.7\n", "nan\t0.1\n", "a\tb\n"):
+        path.write_text(text)
+        with pytest.raises(BudgetError, match="no table of numbers separated by tabs"):
+            read_pattern(path, 1, 2)
+    path.write_text("")
+    with pytest.raises(BudgetError, match="0 rows of no numbers"):
+        read_pattern(path, 1, 2)
+    with pytest.raises(BudgetError, match=r"missing.tsv cannot be read .* give a text file"):
+        read_pattern(tmp_path / "missing.tsv", 1, 2)
+
+
+def test_ratios_are_read_from_a_file(tmp_path):
+    path = tmp_path / "ratios.json"
+    path.write_text(json.dumps([[0.0, 1], [0.5, 0.15]]))
+    assert read_ratios(path, 2, 2) == [[0.0, 1.0], [0.5, 0.15]]
+    assert FileBudget(path, 2, 2).counts(1, torch.empty(1, 2, 4000)) == [[2000, 600]]
+    assert FileBudget(path, 2, 2, slice(1, 2)).limits(1, 1, 4000) == [600]
+    for text, message in [
+        ("[[0.5", "is no JSON"), ('{"a": 1}', "no list of lists"), ("[[0.5]]", "has 1 rows of 1 numbers"),
+        ("[[0.5, true], [1, 1]]", "has True for layer 0, head 1"), ("[[0.5, 1], [1, 1.01]]", "has 1.01 for layer 1"),
+        ('[[0.5, "1"], [1, 1]]', "has '1' for"), ("[[0.5, NaN], [1, 1]]", "has nan for layer 0, head 1"),
+    ]:  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(BudgetError, match=message) as error:
+            FileBudget(path, 2, 2)
+        assert isinstance(error.value, LkvError)
+
+
+def tiny_qwen3(**changes) -> Qwen3ForCausalLM:
+    """As `tiny_llama`, with norms on queries and keys that are far from 1."""
+    like = tiny_llama().config.to_dict()
+    names = ("hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+             "vocab_size max_position_embeddings initializer_range").split()  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**{name: like[name] for name in names}, **changes)).eval()
+    for layer in model.model.layers:
+        torch.nn.init.uniform_(layer.self_attn.q_norm.weight, 0.2, 3.0)
+        torch.nn.init.uniform_(layer.self_attn.k_norm.weight, 0.2, 3.0)
+    return model
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])
+def test_an_estimate_is_the_attention_outside_the_window(make):
+    """Against the attention weights of the stock model; texts of unequal length weigh the same."""
+    model = make() if make is tiny_qwen3 else make(dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    texts = [torch.randint(3, 67, (length,), generator=generator).tolist() for length in (300, 31, 9)]
+    sinks, recent = 4, 8
+    found = estimate_pattern(model, texts, sinks, recent)
+    model.set_attn_implementation("eager")
+    expected = torch.zeros(3, 2)
+    for ids in texts[:2]:  # the third is no longer than the window
+        for layer, attention in enumerate(model(torch.tensor([ids]), output_attentions=True).attentions):
+            outside = [attention[0, :, row, sinks : row - recent + 1].sum(-1) for row in range(12, len(ids))]
+            expected[layer] += torch.stack(outside).mean(0).view(2, 2).mean(1).detach() / 2
+    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=1e-4)
+    assert Duo(0.5, found, sinks, recent).retrieval_heads(100) == 2
+    with pytest.raises(DataError, match="none of the 1 texts is longer than the 4 sinks and 8 recent"):
+        estimate_pattern(model, texts[2:], sinks, recent)
+    with pytest.raises(BudgetError, match="no window"):
+        estimate_pattern(model, texts, 4, 0)
+
+
+PROMPT, LATER = 40, 7
+
+
+class Given(Selector):
+    """Scores that the oracle can see too."""
+
+    def __init__(self, batch: int, seed: int):
+        self.table = [unlike(batch, 2, PROMPT, 10 * seed + layer) for layer in range(3)]
+
+    def scores(self, layer, query, key, value, scale):
+        return self.table[layer]
+
+
+@settings(max_examples=12)
+@given(st.sampled_from(["ada", "pyramid"]), st.floats(0.03, 1.0), st.integers(1, 2), st.integers(0, 9))
+def test_eviction_equals_the_stock_model_with_a_mask(name, retention, batch, seed):
+    model, selector = tiny_llama(), Given(batch, seed)
+    budget = Ada(retention) if name == "ada" else Pyramid(retention, 3)
+    text = torch.randint(3, 67, (batch, PROMPT + LATER), generator=torch.Generator().manual_seed(seed))
+    hidden = []
+    for layer, table in enumerate(selector.table):
+        gone = torch.ones(batch, 2, PROMPT, dtype=torch.bool)
+        for row, scores in enumerate(table.tolist()):
+            kept = competition(scores, int(retention * PROMPT + 1e-6), Fraction("0.2"))
+            if name == "pyramid":
+                count = column(Pyramid(retention, 3), 3, PROMPT)[layer]
+                kept = [sorted(range(PROMPT), key=lambda i, own=own: -own[i])[:count] for own in scores]
+            for head, places in enumerate(kept):
+                gone[row, head, places] = False
+        hidden.append(gone)
+    cache = RaggedCache(model, method=Method(name, budget, selector), slack=2)
+    model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
+    assert [layer.kept.tolist() for layer in cache.ragged] == [(~gone).sum(-1).tolist() for gone in hidden]
+    mine = [model(text[:, [place]], past_key_values=cache, use_cache=True).logits for place in range(PROMPT, 47)]
+    with hidden_from_continuation(model, hidden, PROMPT):
+        expected = model(text).logits[:, PROMPT:]
+    torch.testing.assert_close(torch.cat(mine, 1), expected, atol=1e-10, rtol=1e-10)
+
+
+def test_a_ragged_cache_works_with_every_rule(tmp_path):
+    model, text = tiny_llama(), torch.arange(3, 3 + PROMPT)[None]
+    path = tmp_path / "ratios.json"
+    path.write_text(json.dumps([[0.5, 0.25]] * 3))
+    for budget in (Duo(0.5, [[0.9, 0.1]] * 3, 2, 6), FileBudget(path, 3, 2), PerHead([[0.5, 0.25]] * 3)):
+        cache = RaggedCache(model, method=Method("own", budget, Given(1, 0)))
+        model(text, past_key_values=cache, use_cache=True)
+        kept = [[40, 8]] * 2 + [[8, 8]] if isinstance(budget, Duo) else [[20, 10]] * 3
+        assert cache.kept() == kept

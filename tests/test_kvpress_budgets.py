@@ -1,0 +1,232 @@
+"""Parity with kvpress: AdaKV and PyramidKV keep what its presses keep, and LKV in its pipeline answers as ours does."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import DynamicCache, PreTrainedTokenizerFast
+
+with warnings.catch_warnings():
+    # A package that kvpress imports uses a module of the standard library that goes away.
+    warnings.filterwarnings("ignore", "'pipes' is deprecated", DeprecationWarning)
+    kvpress = pytest.importorskip("kvpress")
+
+from kvpress.attention_patch import attention_patch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lkv import default_policy, load_default
+from lkv.budget import Ada, Pyramid, Uniform
+from lkv.cache import RaggedCache
+from lkv.errors import IntegrationError, PolicyMismatchError, UnsupportedModelError
+from lkv.integrations.kvpress import LKVHeadBudgetPress, LKVScorerPress
+from lkv.methods import Method, make_method
+from lkv.modeling import attach
+from lkv.prefill import read_prompt
+from lkv.selection import SnapKV
+from tests.conftest import tiny_llama
+
+TOKENS = 200
+# kvpress masks by a key on the other side of all queries: it finds none for many queries of few dimensions.
+QUESTION = 3
+
+
+def text(seed: int, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(3, 67, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def places(some: torch.Tensor, every: torch.Tensor) -> set[int]:
+    """Where the rows of `some` [n, d] are in `every` [T, d]."""
+    near = (some[:, None] - every[None]).abs().amax(-1) < 1e-9
+    assert bool((near.sum(1) == 1).all())
+    return set(near.long().argmax(1).tolist())
+
+
+def kept_by_ours(model, ids: torch.Tensor, method: Method) -> list[list[set[int]]]:
+    attach(model)
+    prompt, cache = read_prompt(model, ids), RaggedCache(model, method=method)
+    model(ids, past_key_values=cache, use_cache=True)
+    kept = []
+    for whole, layer in zip(prompt, cache.ragged, strict=True):
+        starts, lens = layer.spans.starts[0].tolist(), layer.spans.lens[0].tolist()
+        spans = [layer.spans.k[start : start + count] for start, count in zip(starts, lens, strict=True)]
+        kept.append([places(span, whole.key[0, head]) for head, span in enumerate(spans)])
+    return kept
+
+
+@torch.no_grad()
+def read_under(model, press, ids: torch.Tensor) -> DynamicCache:
+    cache = DynamicCache()
+    with press(model):
+        model.model(input_ids=ids, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("retention", [0.25, 0.5, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_ada_keeps_what_kvpress_keeps(retention, seed):
+    model, ids = tiny_llama(seed), text(seed)
+    press = kvpress.AdaKVPress(kvpress.SnapKVPress(1 - retention, window_size=8, kernel_size=5))
+    read_under(model, press, ids)
+    theirs = [[set(range(TOKENS)) for _ in range(2)] for _ in range(3)]
+    for layer, module in enumerate(model.model.layers):
+        _, heads, tokens = module.self_attn.masked_key_indices
+        for head, token in zip(heads.tolist(), tokens.tolist(), strict=True):
+            theirs[layer][head].remove(token)
+    ours = kept_by_ours(tiny_llama(seed), ids, Method("ada", Ada(retention), SnapKV(8, 5)))
+    assert ours == theirs
+    assert any(len(first) != len(second) for first, second in ours)
+
+
+@pytest.mark.parametrize("retention", [0.3, 0.5])
+def test_pyramid_keeps_what_kvpress_keeps(retention):
+    model, ids = tiny_llama(), text(0)
+    press = kvpress.PyramidKVPress(1 - retention, window_size=3, kernel_size=5, beta=20)
+    cache = read_under(model, press, ids)
+    whole = read_prompt(tiny_llama(), ids)
+    theirs = [
+        [places(layer.keys[0, head], whole[index].key[0, head]) for head in range(2)]
+        for index, layer in enumerate(cache.layers)
+    ]
+    assert kept_by_ours(tiny_llama(), ids, Method("pyramid", Pyramid(retention, 3), SnapKV(3, 5))) == theirs
+    assert len(theirs[0][0]) > len(theirs[1][0]) > len(theirs[2][0])
+
+
+@pytest.mark.parametrize("layers", [2, 16, 31, 32, 80])
+@pytest.mark.parametrize("tokens", [8999, 10_000, 32_000, 100_001])
+@pytest.mark.parametrize("retention", [0.15, 0.2, 0.35, 0.5])
+def test_pyramid_has_kvpress_line_where_that_has_one(layers, tokens, retention):
+    """kvpress rounds each layer to the nearest, so that its sum may stray; ours is exact: one token apart at most.
+
+    Elsewhere they differ: kvpress gives every layer the same where the last would keep less than the window (below
+    window * beta / R tokens), and lets the first keep at most T - window rather than T.
+    """
+    press = kvpress.PyramidKVPress(1 - retention)
+    config = SimpleNamespace(num_hidden_layers=layers)
+    theirs = [press.get_layer_budget(SimpleNamespace(config=config, layer_idx=i), tokens) for i in range(layers)]
+    ours = [Pyramid(retention, layers).limits(i, 1, tokens)[0] for i in range(layers)]
+    assert sum(ours) == int(retention * layers * tokens + 1e-6)
+    assert all(abs(mine - other) <= 1 for mine, other in zip(ours, theirs, strict=True))
+    assert theirs[0] > theirs[-1]
+
+
+def test_kvpress_pyramid_is_no_pyramid_on_short_texts():
+    press, config = kvpress.PyramidKVPress(0.85), SimpleNamespace(num_hidden_layers=4)
+    theirs = [press.get_layer_budget(SimpleNamespace(config=config, layer_idx=i), 4000) for i in range(4)]
+    assert theirs == [600] * 4
+    assert [Pyramid(0.15, 4).limits(i, 1, 4000)[0] for i in range(4)] == [1170, 790, 410, 30]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word, and every id a word of its own."""
+    words = WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 67)}, unk_token="<pad>")
+    inner = Tokenizer(words)
+    inner.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def words(ids: torch.Tensor) -> str:
+    return " ".join(f"w{i}" for i in ids.flatten().tolist())
+
+
+def check_answers(model, press, method: Method, decoder, context: str, question: str, length: int) -> str:
+    """kvpress's pipeline and our cache give the same answer to `question`; it is returned."""
+    pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=decoder)
+    theirs = pipe(context, question=question, press=press, max_new_tokens=length)["answer"]
+    inputs = pipe.preprocess(context, [question], "", 10**9)
+    ids, asked = inputs["context_ids"], inputs["questions_ids"][0]
+    cache = RaggedCache(model, method=method)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+        out = model.generate(
+            torch.cat([ids, asked], 1), past_key_values=cache, max_new_tokens=length, do_sample=False,
+            eos_token_id=model.generation_config.eos_token_id,
+        )  # fmt: skip
+    assert decoder.decode(out[0, ids.shape[1] + asked.shape[1] :], skip_special_tokens=True) == theirs
+    return theirs
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", ["lkv", "lkv-t", "lkv-h+snapkv"])
+def test_kvpress_pipeline_answers_as_the_ragged_cache_does(name, seed, policy):
+    model = tiny_llama()
+    model.generation_config.eos_token_id = None
+    press = LKVScorerPress(policy, 0.75)
+    method = make_method(name, 0.25, policy)
+    if name == "lkv":
+        press = LKVHeadBudgetPress(policy, press)
+    elif name == "lkv-h+snapkv":
+        press = LKVHeadBudgetPress(policy, kvpress.SnapKVPress(0.75, window_size=8))
+        method = Method(name, method.budget, SnapKV(window=8))
+    # The pipeline puts <s> before the context.
+    context, question = words(text(seed, TOKENS - 1)), words(text(seed + 50, QUESTION))
+    answer = check_answers(model, press, method, tokenizer(), context, question, 12)
+    plain = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer())
+    assert answer != plain(context, question=question, max_new_tokens=12)["answer"]
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_model_in_use_by_lkv_can_be_pressed(wrapped, policy, monkeypatch):
+    """kvpress wraps every attention function that is registered when it is imported, LKV's own among them."""
+    attach(model := tiny_llama())
+    if wrapped:
+        inner = ALL_ATTENTION_FUNCTIONS["lkv_sdpa"]
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "lkv_sdpa", attention_patch(inner))
+    model.generation_config.eos_token_id = None
+    press = LKVHeadBudgetPress(policy, LKVScorerPress(policy, 0.75))
+    method = make_method("lkv", 0.25, policy)
+    check_answers(model, press, method, tokenizer(), words(text(1, TOKENS - 1)), words(text(9, QUESTION)), 8)
+
+
+def test_head_budgets_are_the_policys(policy):
+    model, ids = tiny_llama(), text(0)
+    press = LKVHeadBudgetPress(policy, LKVScorerPress(policy))
+    press.compression_ratio = 0.6
+    assert press.press.compression_ratio == press.compression_ratio == 0.6
+    read_under(model, press, ids)
+    ratios = policy.inference_ratios(0.4).tolist()
+    for layer, module in enumerate(model.model.layers):
+        _, heads, _ = module.self_attn.masked_key_indices
+        masked = torch.bincount(heads, minlength=2).tolist()
+        assert masked == [TOKENS - int(ratio * TOKENS + 1e-6) for ratio in ratios[layer]]
+    # Nothing is masked or pruned at ratio 0, and kvpress's own AdaKV takes our scorer.
+    press.compression_ratio = 0.0
+    assert read_under(model, press, ids).get_seq_length() == TOKENS
+    assert model.model.layers[0].self_attn.masked_key_indices is None
+    read_under(model, kvpress.AdaKVPress(LKVScorerPress(policy, 0.5)), ids)
+    assert len(model.model.layers[0].self_attn.masked_key_indices[0]) == TOKENS
+    cache = read_under(model, LKVScorerPress(policy, 0.5), ids)
+    assert cache.get_seq_length() == Uniform(0.5).limits(0, 1, TOKENS)[0]
+
+
+def test_presses_name_what_they_cannot_work_with(policy):
+    with (
+        pytest.raises(PolicyMismatchError, match="other weights of the same architecture"),
+        LKVScorerPress(policy)(tiny_llama(seed=3)),
+    ):
+        pass
+    eager = tiny_llama(attn_implementation="eager")
+    press = LKVHeadBudgetPress(policy, LKVScorerPress(policy, 0.5))
+    with pytest.raises(UnsupportedModelError, match="cannot mask single heads in eager"), press(eager):
+        pass
+    with pytest.raises(IntegrationError, match="AdaKVPress gives no scores"):
+        LKVHeadBudgetPress(policy, kvpress.AdaKVPress(LKVScorerPress(policy)))
+    module = tiny_llama().model.layers[0].self_attn
+    with pytest.raises(UnsupportedModelError, match="outside `with press"):
+        LKVScorerPress(policy, 0.5).score(module, *[torch.zeros(1, 2, 4, 8)] * 3, None, {})
+
+
+def test_the_embedded_model_answers_alike():
+    model, decoder = load_default()
+    policy = default_policy()
+    story = (
+        "The keeper of the lighthouse at Arnholt was called Marit. Every evening she carried a lamp of green glass up "
+        "the two hundred steps, and every morning she wrote the names of the ships that had passed into a book. "
+    )
+    press = LKVHeadBudgetPress(policy, LKVScorerPress(policy, 0.5))
+    method = make_method("lkv", 0.5, policy)
+    answer = check_answers(model, press, method, decoder, story * 3, "What was the keeper called?", 8)
+    assert answer.strip()
