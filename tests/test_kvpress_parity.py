@@ -193,9 +193,7 @@ def test_a_cache_works_where_kvpress_has_wrapped_the_attention(kvpress, monkeypa
     for wrapped in (False, True):
         if wrapped:
             for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
-                monkeypatch.setitem(
-                    ALL_ATTENTION_FUNCTIONS._local_mapping, name, kvpress.attention_patch.attention_patch(function)
-                )
+                monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, name, wrap(function))
         cache = RaggedCache(model, method=Method("knorm", Uniform(0.5), Knorm()))
         outs.append(model.generate(text, past_key_values=cache, max_new_tokens=5, do_sample=False))
     assert torch.equal(*outs)

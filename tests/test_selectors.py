@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lkv.budget import PerHead
+from lkv.budget import PerHead, Uniform
 from lkv.cache import RaggedCache
 from lkv.errors import PromptError, UnsupportedModelError
 from lkv.methods import Method
+from lkv.modeling import output_projections
 from lkv.prefill import read_full_layers, read_prompt
 from lkv.selection import (
     H2O,
@@ -28,7 +29,7 @@ from lkv.selection import (
 )
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
-from tests.test_generation import RATIOS, ids
+from tests.test_generation import RATIOS, ids, padded
 from tests.test_models import FAMILIES, build
 
 SCALE = 0.3
@@ -210,6 +211,19 @@ def test_queries_are_rotated_back_in_every_family(family, rope):
     torch.testing.assert_close(plain(text), alone, atol=1e-5, rtol=1e-4)
 
 
+@torch.no_grad()
+def test_asking_about_later_positions_leaves_the_model_as_it_was():
+    """Dynamic RoPE changes with the longest position that it is asked about."""
+    model = build("Llama", max_position_embeddings=32, rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 4.0})
+    text, selector = ids(1, 40), ExpectedAttention(model)
+    before = model(text).logits
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    layer = read_prompt(model, text, queries=True)[0]
+    selector.scores(0, layer.query, layer.key, layer.value, layer.scale)
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert torch.equal(model(text).logits, before)
+
+
 def test_a_model_with_layers_without_rope_is_refused():
     config = transformers.SmolLM3Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -241,6 +255,18 @@ def test_criticalkv_keeps_what_its_two_stages_choose(batch, tokens, share, seed)
                 rest = sorted((t for t in range(tokens) if t not in first), key=lambda t: -float(refined[b, h, t]))
                 expected = {*first, *rest[: count - len(first)]}
                 assert set(ours[b, h].topk(count).indices.tolist()) == expected
+
+
+def test_output_projections_are_those_of_the_layers_that_are_evicted_from():
+    model = build("Gemma3")
+    expected = [model.model.layers[index].self_attn.o_proj.weight for index in (0, 2, 4)]
+    assert all(map(torch.equal, output_projections(model), expected))
+    model.model.layers[0].self_attn.o_proj.weight = torch.nn.Parameter(expected[0].to(torch.int8), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match="quantised output projection"):
+        CriticalKV(model, H2O())
+    del model.model.layers[2].self_attn.o_proj
+    with pytest.raises(UnsupportedModelError, match="without an output projection that LKV knows"):
+        CriticalKV(model, H2O())
 
 
 def test_criticalkv_names_an_inner_selector_that_does_not_fit():
@@ -292,6 +318,27 @@ def test_eviction_equals_the_stock_model_with_a_mask(name, batch, prompt, seed):
     with hidden_from_continuation(model, hidden, prompt):
         expected = model(text).logits[:, prompt:]
     torch.testing.assert_close(torch.cat(mine, 1), expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_a_padded_batch_equals_its_rows_alone(name):
+    model = tiny_llama()
+    method = Method(name, Uniform(0.4), every(model)[name])
+    texts = [ids(1, 30), ids(1, 21, 1)]
+    cache, batch = RaggedCache(model, method=method), padded(texts)
+    positions = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    model(**batch, position_ids=positions, past_key_values=cache, use_cache=True)
+    for row, text in enumerate(texts):
+        alone = RaggedCache(model, method=method)
+        model(text, past_key_values=alone, use_cache=True)
+        for layer, own in zip(cache.ragged, alone.ragged, strict=True):
+            for head in range(2):
+                start, first, count = (
+                    int(x) for x in (layer.spans.starts[row, head], own.spans.starts[0, head], own.spans.lens[0, head])
+                )
+                held = layer.spans.k[start : start + count]
+                torch.testing.assert_close(held, own.spans.k[first : first + count], atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", NAMES)
