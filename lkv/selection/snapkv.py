@@ -34,5 +34,6 @@ class SnapKV(Selector):
         received = attention.mean(-2).flatten(0, 1)
         smooth = avg_pool1d(received, self._kernel, padding=self._kernel // 2, stride=1)
         older = smooth.view(batch, heads, -1, tokens - window).mean(2)
-        # The window itself is always kept.
-        return torch.cat([older, older.max().expand(batch, heads, window) + 1], -1)
+        # The window comes first, the most recent tokens foremost where a budget is smaller than it.
+        recency = torch.linspace(1, 2, window, device=key.device)
+        return torch.cat([older, (older.max() + recency).expand(batch, heads, window)], -1)
