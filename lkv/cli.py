@@ -112,7 +112,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
 def _methods(options: argparse.Namespace) -> None:
     for name in METHODS:
-        print(f"{name:15} {describe(name)}")
+        print(f"{name:18} {describe(name)}")
     print(f"\nAny budget rule goes with any selector, as RULE+SELECTOR.\nrules: {', '.join(RULES)}")
     print(f"selectors: {', '.join(SELECTORS)}, kvzip")
 
