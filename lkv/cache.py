@@ -139,6 +139,10 @@ class RaggedCache(Cache):
         twin.layers = [next(full if isinstance(layer, RaggedLayer) else sliding) for layer in self.layers]
         return twin
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedCache":
+        """`fork`: a copy serves the same model under the same policy, and neither of those is copied."""
+        return self.fork()
+
     @property
     def rewindable(self) -> bool:
         """Whether what follows the prompt can be cut off again."""

@@ -22,8 +22,10 @@ class Spans:
         ends = (every + room).cumsum(0)
         self.starts = (ends - every - room).view_as(lens)
         size = int(ends[-1]) if len(ends) else 0
-        self.k, self.v = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
-        self.scores = key.new_empty(size, dtype=torch.float32) if scored else None
+        # A text may be compressed in inference mode and asked about outside it, where its tensors could not be written.
+        with torch.inference_mode(False):
+            self.k, self.v = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
+            self.scores = key.new_empty(size, dtype=torch.float32) if scored else None
         # The attention kernels read these where the pools are: no step waits for a copy.
         self._device_starts = self.starts.to(key.device, torch.int32)
         self._device_lens = lens.to(key.device, torch.int32)

@@ -1,5 +1,6 @@
 """RaggedCache against the stock model, plain at retention 1 and with a -inf mask on what was evicted otherwise."""
 
+import copy
 import gc
 from itertools import pairwise
 
@@ -175,6 +176,29 @@ def test_rewind_forgets_what_came_after_the_prompt(model, policy):
         cache.crop(5)
     cache.crop(0)
     assert cache.get_seq_length() == PROMPT + LATER
+
+
+def test_a_deep_copy_is_a_fork(model, policy):
+    """The documented way to use one prompt's cache several times."""
+    cache = RaggedCache(model, policy, retention=0.5)
+    text = ids()
+    model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
+    twin = copy.deepcopy(cache)
+    outs = [model(text[:, PROMPT:], past_key_values=c, use_cache=True).logits for c in (twin, cache)]
+    assert torch.equal(*outs) and twin.policy is policy
+    assert all(a.spans.k.data_ptr() != b.spans.k.data_ptr() for a, b in zip(twin.ragged, cache.ragged, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"streaming": True, "prompt_tokens": PROMPT}, {"decode_eviction": True}])
+def test_a_prompt_read_in_inference_mode_goes_on_outside_it(model, policy, options):
+    text, outs = ids(), []
+    for mode in (torch.inference_mode, torch.no_grad):
+        cache = RaggedCache(model, policy, retention=0.5, slack=2, **options)
+        with mode():
+            model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
+        steps = [text[:, PROMPT : PROMPT + 1], text[:, PROMPT + 1 :]]
+        outs.append([model(step, past_key_values=cache, use_cache=True).logits for step in steps])
+    assert all(map(torch.equal, *outs))
 
 
 def test_reset_frees_everything(model, policy):
