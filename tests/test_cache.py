@@ -54,7 +54,7 @@ def test_full_retention_equals_the_stock_model(implementation, dtype, tolerance)
     model = tiny_llama(dtype=dtype, attn_implementation=implementation)
     text = ids()
     expected = model(text).logits
-    cache = RaggedCache(model, retention=1.0, method=Method("all", Uniform(1.0), RandomScores()))
+    cache = RaggedCache(model, method=Method("all", Uniform(1.0), RandomScores()))
     prompt = model(text[:, :PROMPT], past_key_values=cache, use_cache=True).logits
     assert torch.equal(prompt, tiny_llama(dtype=dtype, attn_implementation=implementation)(text[:, :PROMPT]).logits)
     cache.reset()
@@ -235,6 +235,11 @@ def test_what_cannot_work_is_refused(model, policy):
         RaggedCache(model, policy, streaming=True)
     with pytest.raises(RetentionError, match="budget_tokens is 0"):
         RaggedCache(model, policy, budget_tokens=0)
+    with pytest.raises(RetentionError, match=r"retention 0\.5 and budget_tokens 9 both say how much to keep"):
+        RaggedCache(model, policy, 0.5, budget_tokens=9)
+    for amount in ({"retention": 0.1}, {"budget_tokens": 3}):
+        with pytest.raises(RetentionError, match="'half' has a budget rule of its own: leave retention and"):
+            RaggedCache(model, method=Method("half", Uniform(0.5), RandomScores()), **amount)
     for option in ({"streaming": True, "prompt_tokens": 9}, {"decode_eviction": True}):
         with pytest.raises(CacheError, match="does not work with 'snapkv'"):
             RaggedCache(model, method="snapkv", **option)
