@@ -74,7 +74,7 @@ class Context:
         device = self._model.get_input_embeddings().weight.device
         # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
         ids = torch.tensor([self._ids + question_ids(self._tokenizer, question)], device=device)
-        settings = {"do_sample": False, "max_new_tokens": max_new_tokens} | generation
+        settings = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens} | generation
         rows = max(settings.get("num_beams") or 1, settings.get("num_return_sequences") or 1)
         if rows > 1:
             raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
@@ -95,8 +95,11 @@ class Context:
         return self._tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
     def _working_cache(self) -> Cache:
-        """The cache itself where it can be cut back afterwards, else a copy."""
-        return self._ragged().fork() if self._needs_copy() else self.cache
+        """The cache itself where it can be cut back, as it is first and afterwards; else a copy."""
+        if self._needs_copy():
+            return self._ragged().fork()
+        self.rewind()
+        return self.cache
 
     def _done(self, cache: Cache) -> None:
         if cache is self.cache:

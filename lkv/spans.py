@@ -153,7 +153,8 @@ class QuantizedSpans:
         settled = _places(whole.starts, self.lens).to(device)
         tails = torch.full_like(self.lens, self.tail)
         late, own = _places(whole.starts + self.lens, tails).to(device), _places(self.fresh.starts, tails).to(device)
-        whole.k[settled], whole.v[settled] = self.key.unpack_all(), self.value.unpack_all()
+        # A loaded pool has the dtype it was saved in, which need not be the model's.
+        whole.k[settled], whole.v[settled] = self.key.unpack_all().to(whole.k), self.value.unpack_all().to(whole.v)
         whole.k[late], whole.v[late] = self.fresh.k[own], self.fresh.v[own]
         return whole.for_attention()
 

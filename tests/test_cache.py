@@ -253,6 +253,9 @@ def test_what_cannot_work_is_refused(model, policy):
     right[0, -5:] = 0
     with pytest.raises(PromptError, match="pad it on the left"):
         model(ids(PROMPT, 2), attention_mask=right, past_key_values=RaggedCache(model, policy), use_cache=True)
+    right[0] = 0
+    with pytest.raises(PromptError, match="a row of the batch is nothing but padding"):
+        model(ids(PROMPT, 2), attention_mask=right, past_key_values=RaggedCache(model, policy), use_cache=True)
     cache = RaggedCache(model, policy)
     model(prompt, past_key_values=cache, use_cache=True)
     with pytest.raises(CacheError, match="this cache holds 1 rows, but 2 were given"):

@@ -38,6 +38,23 @@ def test_questions_do_not_see_each_other(model, policy, method):
     assert context.cache.get_seq_length() == context.tokens == 60
 
 
+@pytest.mark.parametrize("method", ["lkv", "full"])
+def test_what_else_was_done_with_the_cache_is_forgotten(model, policy, method):
+    context = compress(model, Words(), TEXT, method, policy=policy)
+    answer, (logits, _) = context.ask("what is one ?", 8), context.predict("what is one ?", "so it is")
+    model.generate(torch.full((1, 66), 9), past_key_values=context.cache, max_new_tokens=4)
+    assert context.ask("what is one ?", 8) == answer
+    model(torch.full((1, 5), 9), past_key_values=context.cache, use_cache=True)
+    assert torch.equal(context.predict("what is one ?", "so it is")[0], logits)
+
+
+def test_a_models_own_beams_are_not_taken_for_ones_asked_for(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    answer = context.ask("what is one ?", 8)
+    model.generation_config.num_beams = 3
+    assert context.ask("what is one ?", 8) == answer
+
+
 def test_full_retention_answers_as_the_full_cache(model, policy):
     answers = {
         method: compress(model, Words(), TEXT, method=method, retention=1.0, policy=policy).ask("say it", 10)
