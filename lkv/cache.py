@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lkv.budget import FixedBudget, Share
+from lkv.budget import FixedBudget, Share, check_table
 from lkv.embedded import default_policy
 from lkv.errors import CacheError, PromptError, RetentionError
 from lkv.hooks import Cache, WindowLayer
@@ -55,7 +55,8 @@ class RaggedCache(Cache):
         `bits`: hold what is kept of the prompt in 8 or 4 bits a value (needs torchao); what follows stays as it is.
         `pattern`: DuoAttention's alphas [L][H], for the rule "duo" (`budget.read_pattern`, `budget.estimate_pattern`).
 
-        Raises RetentionError, PolicyMismatchError, UnsupportedModelError, CacheError or LkvError (unknown method).
+        Raises RetentionError, PolicyMismatchError, UnsupportedModelError, CacheError, BudgetError (a pattern of another
+        shape) or LkvError (unknown method).
         """
         self.spec = attach(model)
         self.share: Share | None = None
@@ -66,6 +67,8 @@ class RaggedCache(Cache):
                 self.policy = policy if policy is not None else default_policy()
                 self.policy.check_model(self.spec)
                 self.policy.to(model.device)
+            if pattern is not None:
+                check_table(pattern, self.spec.layers, self.spec.kv_heads, "the pattern of retrieval heads")
             method = make_method(method, self.share, self.policy, local_heads(model), model, self.spec.layers, pattern)
         elif retention is not None or budget_tokens is not None:
             raise RetentionError(

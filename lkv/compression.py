@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, TextStreamer
 
 from lkv import saving
-from lkv.budget import Share
+from lkv.budget import Share, check_table
 from lkv.cache import RaggedCache
 from lkv.config import ModelSpec, asdict, from_dict
 from lkv.embedded import default_policy
@@ -213,7 +213,8 @@ def compress(
     if method == FULL and options:
         raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
     ids = context_ids(tokenizer, text)
-    limit = attach(model).max_positions
+    spec = attach(model)
+    limit = spec.max_positions
     if len(ids) >= limit:
         raise PromptError(
             f"the text has {len(ids)} tokens, but the model reads at most {limit}, question and answer included; "
@@ -228,11 +229,14 @@ def compress(
             raise PromptError(f"{method!r} reads the whole text twice; leave chunk out, or use another method.")
         if needs_policy(method):
             policy = policy if policy is not None else default_policy()
-            policy.check_model(attach(model))
+            policy.check_model(spec)
         amount = Share.asked(retention, options.pop("budget_tokens", None))
         about = _amount(amount) | {"policy": policy.digest() if policy is not None and needs_policy(method) else None}
+        pattern = options.pop("pattern", None)
+        if pattern is not None:
+            check_table(pattern, spec.layers, spec.kv_heads, "the pattern of retrieval heads")
         prompt = read_prompt(model, torch.tensor([ids], device=device))
-        method, retention = kvzip(model, tokenizer, ids, prompt, amount, method, policy), None
+        method, retention = kvzip(model, tokenizer, ids, prompt, amount, method, policy, pattern), None
     if method != FULL:
         if chunk is not None:
             options["prompt_tokens"] = len(ids)
