@@ -1,4 +1,4 @@
-"""KVzip (Kim et al. 2025), plainly: a second pass repeats the context, and a token counts by the attention it gets."""
+"""KVzip (Kim et al. 2025): a second pass repeats the context in parts; a token counts by the attention it gets."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +7,18 @@ import torch
 from torch import Tensor
 
 from lkv.budget import GlobalTopK, Share, share
+from lkv.errors import PromptError
 from lkv.hooks import Cache, HookedLayer
 from lkv.methods import CONTEST, KVZIP, Method, find, make_rule
+from lkv.modeling import inspect_model
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 from lkv.prompts import question_ids
 from lkv.selection import GivenScores
 
 _REQUEST = "Repeat the previous context exactly."
+_NEXT = "Repeat the part of the previous context exactly, starting with: "
+_CHUNK, _OVERLAP = 2048, 8  # tokens repeated at a time, and how many of those before tell where to start
 _ROWS = 256  # attention rows held at a time
 
 
@@ -58,27 +62,36 @@ def kvzip(
     amount: float | Share,
     name: str = KVZIP,
     policy: Policy | None = None,
+    pattern: list[list[float]] | None = None,
 ) -> Method:
     """The method `name` for the one prompt `ids`, already read into `prompt`.
 
-    Its scores are the attention received while the model repeats the prompt; its budgets follow from one contest of
-    them all, or from the rule that `name` says.
+    Its scores are the largest attention received while the model repeats the prompt, part by part, each part straight
+    after the prompt; its budgets follow from one contest of them all, or from the rule that `name` says.
 
-    Raises LkvError where that rule misses something.
+    Raises LkvError where that rule misses something, and PromptError where a part does not fit behind the prompt.
     """
-    replay = question_ids(tokenizer, _REQUEST) + ids
     layers = [_ListeningLayer(layer) for layer in prompt]
     device = prompt[0].key.device
-    positions = torch.arange(len(ids), len(ids) + len(replay), device=device)[None]
-    model.base_model(
-        input_ids=torch.tensor([replay], device=device),
-        position_ids=positions,
-        past_key_values=Cache(layers=[*layers]),
-        use_cache=True,
-    )
+    limit = inspect_model(model).max_positions
+    for start in range(0, len(ids), _CHUNK):
+        request = _NEXT + tokenizer.decode(ids[start - _OVERLAP : start]) if start else _REQUEST
+        replay = question_ids(tokenizer, request) + ids[start : start + _CHUNK]
+        end = len(ids) + len(replay)
+        if end > limit:
+            raise PromptError(
+                f"{name!r} repeats the text after it has read it and would reach {end} tokens, but the model reads at "
+                f"most {limit}; shorten the text, or use another method."
+            )
+        model.base_model(
+            input_ids=torch.tensor([replay], device=device),
+            position_ids=torch.arange(len(ids), end, device=device)[None],
+            past_key_values=Cache(layers=[*layers]),
+            use_cache=True,
+        )
     table = torch.stack([layer.scores for layer in layers])
     rule = find(name).rule
     kept = share(amount)
     if rule == CONTEST:
         return Method(name, GlobalTopK(table, kept.of(len(ids))), GivenScores(table))
-    return Method(name, make_rule(rule, kept, policy, len(prompt)), GivenScores(table))
+    return Method(name, make_rule(rule, kept, policy, len(prompt), pattern), GivenScores(table))
