@@ -151,7 +151,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         _check(path)
         try:
             for i, row in enumerate(rows(path), 1):
-                yield f"{path}, line {i}", row
+                yield f"{path}, line {i}", _object(row, f"{path}, line {i}")
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise DataError(f"{path} is not a readable gzip file ({error}).") from error
     else:
@@ -159,7 +159,15 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(whole, list):
             raise DataError(f"{path} must hold a JSON list of questions, but holds a {type(whole).__name__}.")
         for i, row in enumerate(whole, 1):
-            yield f"{path}, entry {i}", row
+            yield f"{path}, entry {i}", _object(row, f"{path}, entry {i}")
+
+
+def _object(row: Any, place: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{place}: not a JSON object but a {type(row).__name__}; give the official file of the data set."
+        )
+    return row
 
 
 def _parquet(path: Path) -> list[dict[str, Any]]:
