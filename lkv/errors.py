@@ -53,6 +53,10 @@ class IntegrationError(LkvError):
     """A package that an integration is written for is missing."""
 
 
+class EvaluationError(LkvError):
+    """A benchmark is asked for something that it cannot give."""
+
+
 class RetentionError(LkvError, ValueError):
     """The retention is outside (0, 1]."""
 
