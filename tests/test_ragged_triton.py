@@ -3,13 +3,21 @@
 They run in Triton's interpreter on the CPU, and on a GPU where TRITON_INTERPRET=0 is set.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lkv.budget import PerHead
+from lkv.cache import RaggedCache
 from lkv.errors import BackendError
-from lkv.ops.ragged_attention import append, ragged_attention
+from lkv.methods import Method
+from lkv.ops.ragged_attention import api, append, ragged_attention
+from lkv.selection import Random
+from tests.conftest import tiny_llama
 
 triton = pytest.importorskip("lkv.ops.ragged_attention.triton")
 if not triton.interpreted() and not torch.cuda.is_available():
@@ -152,3 +160,47 @@ def test_a_gpu_with_little_shared_memory_is_refused(monkeypatch):
     assert "Small has too little shared memory" in triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256)
     monkeypatch.setattr(triton, "_shared_memory", lambda index: 227 * 1024)
     assert triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256) is None
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises at operators whose result the host must have before it can go on."""
+
+    waiting = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "is_nonzero")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name.split("::")[1].rstrip("2_") not in self.waiting, func
+        return func(*args, **kwargs or {})
+
+
+def refuse(self, *args, **kwargs):
+    raise AssertionError("a tensor was read by the host")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_decode_step_never_waits_for_the_device(rows, monkeypatch):
+    """With kernels that do not wait: the layers, spans and dispatch around them do not either."""
+    with torch.device("cpu"):
+        model = tiny_llama(dtype=torch.float32)
+        cache = RaggedCache(model, method=Method("random", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Random()))
+        model(torch.randint(3, 67, (rows, 40)), past_key_values=cache, use_cache=True)
+        fake = SimpleNamespace(
+            attend=lambda q, k_pool, v_pool, starts, lens, scale: q * scale,
+            append=lambda key, value, k_pool, v_pool, starts, lens: lens + key.shape[2],
+        )
+
+        def step() -> None:
+            token, place = torch.full((rows, 1), 5), torch.tensor([[cache.get_seq_length()]])
+            with NoWaiting(), pytest.MonkeyPatch.context() as patch:
+                for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+                    patch.setattr(torch.Tensor, name, refuse)
+                model(token, position_ids=place, past_key_values=cache, use_cache=True)
+
+        with pytest.raises(AssertionError, match="read by the host"):
+            step()  # the loop over the heads reads the lengths
+        cache.rewind()
+        with monkeypatch.context() as patch:
+            patch.setattr(api, "_chosen", lambda *args: "triton")
+            patch.setattr(api, "_module", lambda name: fake)
+            for _ in range(3):
+                step()
+        assert cache.get_seq_length() == 43
