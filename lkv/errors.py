@@ -53,6 +53,10 @@ class IntegrationError(LkvError):
     """A package that an integration is written for is missing."""
 
 
+class ReportError(LkvError):
+    """A result file is malformed, results do not belong in one table, or there is nothing to report."""
+
+
 class RetentionError(LkvError, ValueError):
     """The retention is outside (0, 1]."""
 
