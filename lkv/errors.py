@@ -61,6 +61,10 @@ class EvaluationError(LkvError):
     """A benchmark is asked for something that it cannot give."""
 
 
+class ReportError(LkvError):
+    """A result file is malformed, results do not belong in one table, or there is nothing to report."""
+
+
 class RetentionError(LkvError, ValueError):
     """The retention is outside (0, 1]."""
 
