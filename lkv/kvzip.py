@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.budget import GlobalTopK, Share, share
+from lkv.budget import Budget, GlobalTopK, Share, share
 from lkv.hooks import Cache, HookedLayer
 from lkv.methods import CONTEST, KVZIP, Method, find, make_rule
 from lkv.policy import Policy
@@ -50,22 +50,9 @@ class _ListeningLayer(HookedLayer):
 
 
 @torch.no_grad()
-def kvzip(
-    model: Any,
-    tokenizer: Any,
-    ids: list[int],
-    prompt: list[PromptLayer],
-    amount: float | Share,
-    name: str = KVZIP,
-    policy: Policy | None = None,
-) -> Method:
-    """The method `name` for the one prompt `ids`, already read into `prompt`.
-
-    Its scores are the attention received while the model repeats the prompt; its budgets follow from one contest of
-    them all, or from the rule that `name` says.
-
-    Raises LkvError where that rule misses something.
-    """
+def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[PromptLayer]) -> Tensor:
+    """The most attention [L, 1, H, T] that each entry of the one prompt `ids`, already read into `prompt`, receives
+    while the model repeats it."""
     replay = question_ids(tokenizer, _REQUEST) + ids
     layers = [_ListeningLayer(layer) for layer in prompt]
     device = prompt[0].key.device
@@ -76,9 +63,27 @@ def kvzip(
         past_key_values=Cache(layers=[*layers]),
         use_cache=True,
     )
-    table = torch.stack([layer.scores for layer in layers])
+    return torch.stack([layer.scores for layer in layers])
+
+
+def replay_budget(name: str, table: Tensor, amount: Share, policy: Policy | None = None) -> Budget:
+    """The budgets of the method `name` under the scores of `replay_scores`: one contest of them all, or the rule that
+    the name says. Raises LkvError where that rule misses something."""
     rule = find(name).rule
-    kept = share(amount)
     if rule == CONTEST:
-        return Method(name, GlobalTopK(table, kept.of(len(ids))), GivenScores(table))
-    return Method(name, make_rule(rule, kept, policy, len(prompt)), GivenScores(table))
+        return GlobalTopK(table, amount.of(table.shape[-1]))
+    return make_rule(rule, amount, policy, len(table))
+
+
+def kvzip(
+    model: Any,
+    tokenizer: Any,
+    ids: list[int],
+    prompt: list[PromptLayer],
+    amount: float | Share,
+    name: str = KVZIP,
+    policy: Policy | None = None,
+) -> Method:
+    """The method `name` for the one prompt `ids`, already read into `prompt`. Raises LkvError as `replay_budget`."""
+    table = replay_scores(model, tokenizer, ids, prompt)
+    return Method(name, replay_budget(name, table, share(amount), policy), GivenScores(table))
