@@ -22,13 +22,18 @@ def write_results(path: Path, name: str, rows: Sequence[Mapping[str, Any]], seed
         "seed": seed,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine(),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": versions(),
         "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that results depend on."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
 
 
 def machine() -> str:
