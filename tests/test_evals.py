@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.common import resumable
 from lkv.budget import GlobalTopK, Uniform
 from lkv.cache import RaggedCache
 from lkv.errors import DataError, PromptError
@@ -18,7 +17,7 @@ from lkv.methods import Method, make_method
 from lkv.modeling import attach
 from lkv.prefill import read_prompt
 from lkv.prompts import question_ids
-from lkv.results import write_results
+from lkv.results import resumable, write_results
 from lkv.selection import GivenScores, LearnedScores, SnapKV
 from tests.conftest import tiny_llama
 from tests.test_compression import Words
