@@ -49,6 +49,10 @@ class DefaultModelError(LkvError):
     """The embedded default model cannot be found or converted."""
 
 
+class BackendError(LkvError):
+    """A backend asked for by name cannot run here."""
+
+
 class IntegrationError(LkvError):
     """A package that an integration is written for is missing."""
 
