@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test test-oldest check install install-oldest clean
+.PHONY: demo test test-oldest check reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -26,6 +26,11 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The embedded model's tables and figures, into runs-local/small; interrupted, it goes on where it was.
+# RULER=FOLDER and LONGBENCH=FOLDER give the sources; without them RULER's come from the hub and LongBench is left out.
+reproduce-small: install
+	$(BIN)/python -m runs.small $(if $(RULER),--ruler "$(RULER)") $(if $(LONGBENCH),--longbench "$(LONGBENCH)")
 
 install: $(INSTALLED)
 

@@ -62,6 +62,9 @@ def test_backends_do_not_import_each_other():
             assert not [module for module in imports(path) if module.startswith("lkv") and module != own_kernels]
 
 
-def test_configuration_figures_and_results_need_no_torch():
-    for name in ("config", "figures", "results", "errors"):
-        assert not {module.split(".")[0] for module in imports(ROOT / f"{name}.py")} & {"torch", "transformers"}
+def test_configuration_figures_results_and_report_need_no_torch():
+    for path in [
+        *(ROOT / f"{name}.py" for name in ("config", "figures", "results", "errors")),
+        *ROOT.glob("report/*.py"),
+    ]:
+        assert not {module.split(".")[0] for module in imports(path)} & {"torch", "transformers"}
