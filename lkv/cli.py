@@ -1,4 +1,4 @@
-"""The command line: lkv ask | methods | train | inspect."""
+"""The command line: lkv ask | methods | train | inspect | eval."""
 
 import argparse
 import json
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from lkv.commands import eval as evaluation
+from lkv.commands.options import positive
 from lkv.config import HIDDEN_NORMS, PRESETS, TrainingConfig, replace
 from lkv.errors import LkvError, check_retention
 from lkv.methods import FULL, METHODS, RULES, SELECTORS, describe
@@ -40,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--method", default="lkv", help=f"a name that `lkv methods` lists, or {FULL}")
     ask.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
     ask.add_argument("--policy", default=None, help="folder or hub id of a policy (default: the one shipped)")
-    ask.add_argument("--max-new-tokens", type=_positive, default=128)
+    ask.add_argument("--max-new-tokens", type=positive, default=128)
     ask.set_defaults(run=_ask)
 
     inspect = commands.add_parser("inspect", help="show what a policy learned")
@@ -61,17 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     types = {f.name: type(getattr(TrainingConfig(), f.name)) for f in fields(TrainingConfig)}
     for name in _TRAINING_OPTIONS:
         choices = HIDDEN_NORMS if name == "hidden_norm" else None
-        kind = _positive if types[name] is int and name != "seed" else types[name]
+        kind = positive if types[name] is int and name != "seed" else types[name]
         train.add_argument("--" + name.replace("_", "-"), type=kind, default=None, choices=choices)
     train.set_defaults(run=_train)
+
+    evaluation.add(commands)
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
-    return number
 
 
 def _ask(options: argparse.Namespace) -> None:

@@ -129,13 +129,16 @@ class _Run:
             run = Comparison(self._model, given.context, prompt, [row.method for row in part])
             if start + self._at_once >= len(rows):
                 prompt = []  # the full cache's row has its own copy
-            answers = run.answers(given.question, example.max_new_tokens, stops)
+            run.read(given.question[:-1])
             close: list[Fidelity] | None = None
             if reference:
-                predicted = run.predict(given.question + reference, len(given.question))
+                predicted = run.predict(given.question[-1:] + reference, 1)
                 full = predicted.row(0) if full is None else full
                 close = [predicted.row(index).against(full) for index in range(len(part))]
-            for index, (row, held, answer) in enumerate(zip(part, run.held(), answers, strict=True)):
+                del predicted
+            kept = run.held()
+            answers = run.answers(given.question[-1:], example.max_new_tokens, stops, last=True)
+            for index, (row, held, answer) in enumerate(zip(part, kept, answers, strict=True)):
                 text = self._tokenizer.decode(answer, skip_special_tokens=True)
                 found.append(
                     {
