@@ -1,4 +1,4 @@
-"""The command line: lkv ask | methods | train | inspect | eval."""
+"""The command line: lkv ask | methods | train | inspect | eval | report."""
 
 import argparse
 import json
@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from lkv.commands import eval as evaluation
-from lkv.commands.options import positive
 from lkv.config import HIDDEN_NORMS, PRESETS, TrainingConfig, replace
 from lkv.errors import LkvError, check_retention
+from lkv.evals.command import add_parser as add_eval
 from lkv.methods import FULL, METHODS, RULES, SELECTORS, describe
+from lkv.options import positive
+from lkv.report.command import add_parser as add_report
 
 _TRAINING_OPTIONS = (
     "steps", "batch", "continuations", "lr", "lr_end", "warmup", "tau_start", "tau_end", "seed", "min_tokens",
@@ -67,7 +68,8 @@ def _parser() -> argparse.ArgumentParser:
         train.add_argument("--" + name.replace("_", "-"), type=kind, default=None, choices=choices)
     train.set_defaults(run=_train)
 
-    evaluation.add(commands)
+    add_eval(commands)
+    add_report(commands)
     return parser
 
 

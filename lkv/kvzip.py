@@ -1,4 +1,4 @@
-"""KVzip (Kim et al. 2025), plainly: a second pass repeats the context, and a token counts by the attention it gets."""
+"""KVzip (Kim et al. 2025): a second pass repeats the context in parts; a token counts by the attention it gets."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +7,18 @@ import torch
 from torch import Tensor
 
 from lkv.budget import Budget, GlobalTopK, Share, share
+from lkv.errors import PromptError
 from lkv.hooks import Cache, HookedLayer
 from lkv.methods import CONTEST, KVZIP, Method, find, make_rule
+from lkv.modeling import inspect_model
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 from lkv.prompts import question_ids
 from lkv.selection import GivenScores
 
 _REQUEST = "Repeat the previous context exactly."
+_NEXT = "Repeat the part of the previous context exactly, starting with: "
+_CHUNK, _OVERLAP = 2048, 8  # tokens repeated at a time, and how many of those before tell where to start
 _ROWS = 256  # attention rows held at a time
 
 
@@ -50,29 +54,46 @@ class _ListeningLayer(HookedLayer):
 
 
 @torch.no_grad()
-def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[PromptLayer]) -> Tensor:
-    """The most attention [L, 1, H, T] that each entry of the one prompt `ids`, already read into `prompt`, receives
-    while the model repeats it."""
-    replay = question_ids(tokenizer, _REQUEST) + ids
+def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[PromptLayer], name: str = KVZIP) -> Tensor:
+    """The largest attention [L, 1, H, T] that each entry of the one prompt `ids`, already read into `prompt`, receives
+    while the model repeats it, part by part, each part straight after the prompt.
+
+    Raises PromptError, which names the method `name`, where a part does not fit behind the prompt.
+    """
     layers = [_ListeningLayer(layer) for layer in prompt]
     device = prompt[0].key.device
-    positions = torch.arange(len(ids), len(ids) + len(replay), device=device)[None]
-    model.base_model(
-        input_ids=torch.tensor([replay], device=device),
-        position_ids=positions,
-        past_key_values=Cache(layers=[*layers]),
-        use_cache=True,
-    )
+    limit = inspect_model(model).max_positions
+    for start in range(0, len(ids), _CHUNK):
+        request = _NEXT + tokenizer.decode(ids[start - _OVERLAP : start]) if start else _REQUEST
+        replay = question_ids(tokenizer, request) + ids[start : start + _CHUNK]
+        end = len(ids) + len(replay)
+        if end > limit:
+            raise PromptError(
+                f"{name!r} repeats the text after it has read it and would reach {end} tokens, but the model reads at "
+                f"most {limit}; shorten the text, or use another method."
+            )
+        model.base_model(
+            input_ids=torch.tensor([replay], device=device),
+            position_ids=torch.arange(len(ids), end, device=device)[None],
+            past_key_values=Cache(layers=[*layers]),
+            use_cache=True,
+        )
     return torch.stack([layer.scores for layer in layers])
 
 
-def replay_budget(name: str, table: Tensor, amount: Share, policy: Policy | None = None) -> Budget:
+def replay_budget(
+    name: str,
+    table: Tensor,
+    amount: Share,
+    policy: Policy | None = None,
+    pattern: list[list[float]] | None = None,
+) -> Budget:
     """The budgets of the method `name` under the scores of `replay_scores`: one contest of them all, or the rule that
     the name says. Raises LkvError where that rule misses something."""
     rule = find(name).rule
     if rule == CONTEST:
         return GlobalTopK(table, amount.of(table.shape[-1]))
-    return make_rule(rule, amount, policy, len(table))
+    return make_rule(rule, amount, policy, len(table), pattern)
 
 
 def kvzip(
@@ -83,7 +104,11 @@ def kvzip(
     amount: float | Share,
     name: str = KVZIP,
     policy: Policy | None = None,
+    pattern: list[list[float]] | None = None,
 ) -> Method:
-    """The method `name` for the one prompt `ids`, already read into `prompt`. Raises LkvError as `replay_budget`."""
-    table = replay_scores(model, tokenizer, ids, prompt)
-    return Method(name, replay_budget(name, table, share(amount), policy), GivenScores(table))
+    """The method `name` for the one prompt `ids`, already read into `prompt`.
+
+    Raises what `replay_scores` and `replay_budget` raise.
+    """
+    table = replay_scores(model, tokenizer, ids, prompt, name)
+    return Method(name, replay_budget(name, table, share(amount), policy, pattern), GivenScores(table))

@@ -101,7 +101,8 @@ class RaggedLayer(HookedLayer):
             parts.append(self._read_streaming(query[:, :, :done], key[:, :, :done], value[:, :, :done], scale))
         if done < new:
             parts.append(self._continue(query[:, :, done:], key[:, :, done:], value[:, :, done:], scale))
-        return torch.cat(parts, 2).transpose(1, 2)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return out.transpose(1, 2)
 
     @property
     def _prompt_tokens(self) -> int:
@@ -321,7 +322,7 @@ class RaggedLayer(HookedLayer):
     def full_nbytes(self) -> int:
         """Bytes of k and v of all tokens, had none been evicted."""
         if self.spans is None:
-            return 0
+            return self.nbytes()
         pools = self.spans if isinstance(self.spans, Spans) else self.spans.fresh
         entry = (pools.k.shape[-1] + pools.v.shape[-1]) * pools.k.element_size()
         return self.kept.numel() * self.get_seq_length() * entry

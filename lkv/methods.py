@@ -145,6 +145,8 @@ def find(name: str) -> Entry:
     if plus and (rule in rules) != (selector in selectors):
         known, part = (selectors, selector) if rule in rules else (rules, rule)
         raise LkvError(f"there is no {part!r} to make {name!r} of; use one of {', '.join(sorted(known))}.")
+    if name == FULL:
+        raise LkvError(f"{FULL!r} keeps everything: use transformers' own DynamicCache, or lkv.compress for a context.")
     near = get_close_matches(name, METHODS, n=2) or sorted(METHODS)
     raise LkvError(
         f"there is no method {name!r}; did you mean {' or '.join(map(repr, near))}? `lkv methods` lists them all."
@@ -202,9 +204,15 @@ def make_method(
     return Method(name, RULES[entry.rule][1](source), SELECTORS[entry.selector][1](source))
 
 
-def make_rule(name: str, amount: float | Share, policy: Policy | None = None, layers: int | None = None) -> Budget:
+def make_rule(
+    name: str,
+    amount: float | Share,
+    policy: Policy | None = None,
+    layers: int | None = None,
+    pattern: list[list[float]] | None = None,
+) -> Budget:
     """The budget rule `name` by itself. Raises LkvError where something is missing that it needs."""
-    return RULES[name][1](Source(share(amount), policy, layers=layers))
+    return RULES[name][1](Source(share(amount), policy, layers=layers, pattern=pattern))
 
 
 class _Rows(Selector):

@@ -22,11 +22,13 @@ from lkv.budget import (
     read_ratios,
 )  # fmt: skip
 from lkv.cache import RaggedCache
+from lkv.compression import compress
 from lkv.errors import BudgetError, DataError, LkvError, PromptError, RetentionError
 from lkv.methods import Method
 from lkv.selection import Selector
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
+from tests.test_compression import Words
 
 RETENTIONS = st.floats(0.001, 1.0)
 
@@ -160,6 +162,20 @@ def test_duo_names_what_it_cannot_work_with():
         Duo(0.5, [[0.5], [0.5, 0.5]])
     with pytest.raises(BudgetError, match="cannot keep 0 sinks and 0 recent"):
         Duo(0.5, [[0.5]], 0, 0)
+
+
+@pytest.mark.parametrize("method", ["duo", "duo+kvzip"])
+def test_a_pattern_of_another_shape_is_named_and_a_right_one_works(method):
+    model, text = tiny_llama(max_position_embeddings=1024), " ".join(map(str, range(225)))
+    for wrong in ([[0.1, 0.9]] * 4, [[0.1, 0.9, 0.5]] * 3):
+        with pytest.raises(BudgetError, match="but the model has 3 layers of 2 KV heads"):
+            compress(model, Words(), text, method, 0.95, pattern=wrong)
+    # 6 x 225 x 0.95 entries: no streaming head fits beside a prompt shorter than its window.
+    with pytest.raises(PromptError, match="smallest retention that DuoAttention can reach"):
+        compress(model, Words(), text, method, 0.95, pattern=[[0.1, 0.9]] * 3)
+    long = " ".join(map(str, range(450)))
+    cache = compress(model, Words(), long, method, 0.95, pattern=[[0.1, 0.9]] * 3).cache
+    assert cache.kept() == [[384, 450], [384, 450], [384, 450]]
 
 
 def test_patterns_are_read_as_they_are_published(tmp_path):

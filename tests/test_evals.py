@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.common import resumable
 from lkv.budget import GlobalTopK, Uniform
 from lkv.cache import RaggedCache
-from lkv.errors import DataError
+from lkv.errors import DataError, PromptError
 from lkv.evals.compare import Comparison
 from lkv.evals.metrics import bootstrap, paired
 from lkv.evals.needles import make_needles
@@ -17,8 +16,10 @@ from lkv.kvzip import kvzip
 from lkv.methods import Method, make_method
 from lkv.modeling import attach
 from lkv.prefill import read_prompt
-from lkv.results import write_results
+from lkv.prompts import question_ids
+from lkv.results import resumable, write_results
 from lkv.selection import GivenScores, LearnedScores, SnapKV
+from tests.conftest import tiny_llama
 from tests.test_compression import Words
 
 TOKENS = 48
@@ -57,6 +58,33 @@ def test_side_by_side_equals_one_by_one(model, policy):
         assert measured.agreement == pytest.approx(float((own.argmax(-1) == log_probs[0].argmax(-1)).float().mean()))
     assert fidelity[0].hidden_error == 0 < fidelity[1].hidden_error
     assert fidelity[0].kl == 0 and fidelity[0].agreement == 1 and fidelity[1].kl > 0
+
+
+def test_kvzip_repeats_a_long_text_part_by_part(model, monkeypatch):
+    """Each part straight behind the prompt, not behind the parts before it; and never beyond the model's positions."""
+    torch.manual_seed(0)
+    ids = torch.randint(3, 67, (25,)).tolist()
+    prompt = read_prompt(model, torch.tensor([ids]))
+    monkeypatch.setattr("lkv.kvzip._CHUNK", 10)
+    found = kvzip(model, Words(), ids, prompt, 0.25).selector
+    stock = tiny_llama()
+    stock.set_attn_implementation("eager")
+    expected = torch.zeros(3, 2, 25, dtype=torch.float64)
+    for start in (0, 10, 20):
+        said = Words().decode(ids[start - 8 : start])
+        request = f"Repeat the part of the previous context exactly, starting with: {said}"
+        replay = question_ids(Words(), request if start else "Repeat the previous context exactly.")
+        text = ids + replay + ids[start : start + 10]
+        for layer, weights in enumerate(stock(torch.tensor([text]), output_attentions=True).attentions):
+            received = weights[0, :, 25:, :25].view(2, 2, -1, 25).amax((1, 2)).double()
+            expected[layer] = torch.maximum(expected[layer], received)
+    for layer in range(3):
+        torch.testing.assert_close(
+            found.scores(layer, None, *[None] * 2, 1.0)[0].double(), expected[layer], atol=1e-5, rtol=1e-4
+        )
+    long = torch.randint(3, 67, (505,)).tolist()
+    with pytest.raises(PromptError, match="'kvzip' repeats the text after it has read it and would reach"):
+        kvzip(model, Words(), long, read_prompt(model, torch.tensor([long])), 0.25)
 
 
 def test_kvzip_scores_are_the_attention_that_a_replay_gives(model):

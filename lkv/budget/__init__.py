@@ -7,9 +7,9 @@ from lkv.budget.duo import Duo
 from lkv.budget.learned import LearnedBudget
 from lkv.budget.pyramid import Pyramid
 from lkv.budget.retrieval import estimate_pattern
-from lkv.budget.tables import FileBudget, read_pattern, read_ratios
+from lkv.budget.tables import FileBudget, check_table, read_pattern, read_ratios
 
 __all__ = [
     "ROUNDING", "Ada", "Budget", "Duo", "FileBudget", "FixedBudget", "GlobalTopK", "LearnedBudget", "PerHead",
-    "Pyramid", "Share", "Uniform", "estimate_pattern", "read_pattern", "read_ratios", "share",
+    "Pyramid", "Share", "Uniform", "check_table", "estimate_pattern", "read_pattern", "read_ratios", "share",
 ]  # fmt: skip

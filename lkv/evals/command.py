@@ -7,15 +7,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lkv.commands.options import positive
 from lkv.errors import LkvError, check_retention
 from lkv.methods import FULL, find, needs_policy
+from lkv.options import positive
 
 SUITES, PROTOCOLS = ("ruler", "longbench"), ("kvpress", "longbench")
 _RULER_SAMPLES = 50
 
 
-def add(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """The parser of the command."""
     parser = commands.add_parser("eval", help="measure methods on RULER or LongBench, or resume a measurement")
     parser.add_argument("suite", choices=SUITES)
@@ -65,6 +65,7 @@ def _run(options: argparse.Namespace) -> None:
     limit = inspect_model(model).max_positions
     if options.suite == "ruler" and max(options.lengths) > limit:
         raise LkvError(f"a length of {max(options.lengths)} is asked for, but {name} reads {limit} tokens at most.")
+    pattern = _pattern(options.pattern, model, tokenizer) if options.pattern else None
     evaluate(
         model,
         tokenizer,
@@ -74,7 +75,7 @@ def _run(options: argparse.Namespace) -> None:
         options.out,
         options.protocol,
         policy,
-        pattern=_pattern(options.pattern, model, tokenizer) if options.pattern else None,
+        pattern=pattern,
         model_name=Path(name).name if Path(name).exists() else name,
         seed=options.seed,
         rows_at_once=options.rows_at_once,
