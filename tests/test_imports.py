@@ -8,9 +8,9 @@ import pytest
 ROOT = Path(__file__).parent.parent / "lkv"
 # A file imports only from those above it.
 ORDER = [
-    "errors", "config", "results", "saving", "ops", "policy", "prompts", "hooks", "modeling", "prefill", "budget",
-    "selection", "methods", "kvzip", "quantization", "spans", "layer", "embedded", "cache", "compression", "student",
-    "data", "distillation", "training", "recipes", "evals", "figures", "report", "cli", "integrations",
+    "errors", "config", "options", "results", "saving", "ops", "policy", "prompts", "hooks", "modeling", "prefill",
+    "budget", "selection", "methods", "kvzip", "quantization", "spans", "layer", "embedded", "cache", "compression",
+    "student", "data", "distillation", "training", "recipes", "evals", "figures", "report", "cli", "integrations",
 ]  # fmt: skip
 
 
