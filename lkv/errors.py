@@ -49,8 +49,20 @@ class DefaultModelError(LkvError):
     """The embedded default model cannot be found or converted."""
 
 
+class BackendError(LkvError):
+    """A backend asked for by name cannot run here."""
+
+
 class IntegrationError(LkvError):
     """A package that an integration is written for is missing."""
+
+
+class EvaluationError(LkvError):
+    """A benchmark is asked for something that it cannot give."""
+
+
+class ReportError(LkvError):
+    """A result file is malformed, results do not belong in one table, or there is nothing to report."""
 
 
 class RetentionError(LkvError, ValueError):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.budget import GlobalTopK, Share, share
+from lkv.budget import Budget, GlobalTopK, Share, share
 from lkv.errors import PromptError
 from lkv.hooks import Cache, HookedLayer
 from lkv.methods import CONTEST, KVZIP, Method, find, make_rule
@@ -54,22 +54,11 @@ class _ListeningLayer(HookedLayer):
 
 
 @torch.no_grad()
-def kvzip(
-    model: Any,
-    tokenizer: Any,
-    ids: list[int],
-    prompt: list[PromptLayer],
-    amount: float | Share,
-    name: str = KVZIP,
-    policy: Policy | None = None,
-    pattern: list[list[float]] | None = None,
-) -> Method:
-    """The method `name` for the one prompt `ids`, already read into `prompt`.
+def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[PromptLayer], name: str = KVZIP) -> Tensor:
+    """The largest attention [L, 1, H, T] that each entry of the one prompt `ids`, already read into `prompt`, receives
+    while the model repeats it, part by part, each part straight after the prompt.
 
-    Its scores are the largest attention received while the model repeats the prompt, part by part, each part straight
-    after the prompt; its budgets follow from one contest of them all, or from the rule that `name` says.
-
-    Raises LkvError where that rule misses something, and PromptError where a part does not fit behind the prompt.
+    Raises PromptError, which names the method `name`, where a part does not fit behind the prompt.
     """
     layers = [_ListeningLayer(layer) for layer in prompt]
     device = prompt[0].key.device
@@ -89,9 +78,37 @@ def kvzip(
             past_key_values=Cache(layers=[*layers]),
             use_cache=True,
         )
-    table = torch.stack([layer.scores for layer in layers])
+    return torch.stack([layer.scores for layer in layers])
+
+
+def replay_budget(
+    name: str,
+    table: Tensor,
+    amount: Share,
+    policy: Policy | None = None,
+    pattern: list[list[float]] | None = None,
+) -> Budget:
+    """The budgets of the method `name` under the scores of `replay_scores`: one contest of them all, or the rule that
+    the name says. Raises LkvError where that rule misses something."""
     rule = find(name).rule
-    kept = share(amount)
     if rule == CONTEST:
-        return Method(name, GlobalTopK(table, kept.of(len(ids))), GivenScores(table))
-    return Method(name, make_rule(rule, kept, policy, len(prompt), pattern), GivenScores(table))
+        return GlobalTopK(table, amount.of(table.shape[-1]))
+    return make_rule(rule, amount, policy, len(table), pattern)
+
+
+def kvzip(
+    model: Any,
+    tokenizer: Any,
+    ids: list[int],
+    prompt: list[PromptLayer],
+    amount: float | Share,
+    name: str = KVZIP,
+    policy: Policy | None = None,
+    pattern: list[list[float]] | None = None,
+) -> Method:
+    """The method `name` for the one prompt `ids`, already read into `prompt`.
+
+    Raises what `replay_scores` and `replay_budget` raise.
+    """
+    table = replay_scores(model, tokenizer, ids, prompt, name)
+    return Method(name, replay_budget(name, table, share(amount), policy, pattern), GivenScores(table))

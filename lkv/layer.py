@@ -101,7 +101,8 @@ class RaggedLayer(HookedLayer):
             parts.append(self._read_streaming(query[:, :, :done], key[:, :, :done], value[:, :, :done], scale))
         if done < new:
             parts.append(self._continue(query[:, :, done:], key[:, :, done:], value[:, :, done:], scale))
-        return torch.cat(parts, 2).transpose(1, 2)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return out.transpose(1, 2)
 
     @property
     def _prompt_tokens(self) -> int:

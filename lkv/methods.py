@@ -40,7 +40,8 @@ class Method:
 
 @dataclass(frozen=True)
 class Source:
-    """What a method is built from; `pattern` are DuoAttention's alphas [L][H] (`budget.read_pattern`)."""
+    """What a method is built from; `pattern` are DuoAttention's alphas [L][H] (`budget.read_pattern`); without `strict`
+    a rule that cannot keep as little as it is asked to keeps the least it can."""
 
     share: Share
     policy: Policy | None = None
@@ -48,6 +49,7 @@ class Source:
     model: Any = None
     layers: int | None = None
     pattern: list[list[float]] | None = None
+    strict: bool = True
 
     def need(self, what: str, by: str) -> Any:
         """The field `what`. Raises LkvError where it was not given."""
@@ -70,7 +72,7 @@ RULES: dict[str, tuple[str, Callable[[Source], Budget]]] = {
     "ada": ("the heads of a layer compete by their scores (AdaKV)", lambda s: Ada(s.share)),
     "duo": (
         "retrieval heads keep all, others sinks and recent tokens (DuoAttention)",
-        lambda s: Duo(s.share, s.need("pattern", "duo"), heads=s.heads),
+        lambda s: Duo(s.share, s.need("pattern", "duo"), heads=s.heads, strict=s.strict),
     ),
     "lkv-h": ("learned budgets (LKV-H)", lambda s: LearnedBudget(s.need("policy", "lkv-h"), s.share, s.heads)),
 }
@@ -216,24 +218,27 @@ def make_rule(
 class _Rows(Selector):
     """Row i of the batch follows method i."""
 
-    reads_queries = True
-
     def __init__(self, methods: Sequence[Method]):
         self._methods = methods
+        self.reads_queries = any(method.selector.reads_queries for method in methods)
 
     def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        rows = []
-        for i, method in enumerate(self._methods):
-            own = slice(i, i + 1)
-            q = None if query is None else query[own]
-            rows.append(method.selector.scores(layer, q, key[own], value[own], scale).float())
-        return torch.cat(rows)
+        # All rows hold one prompt, so a selector that several methods share scores it once.
+        query = None if query is None else query[:1]
+        selectors = {id(method.selector): method.selector for method in self._methods}
+        found = {
+            number: selector.scores(layer, query, key[:1], value[:1], scale) for number, selector in selectors.items()
+        }
+        return torch.cat([found[id(method.selector)] for method in self._methods])
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
         return [m.budget.counts(layer, scores[i : i + 1])[0] for i, m in enumerate(self._methods)]
 
 
 def side_by_side(methods: Sequence[Method]) -> Method:
-    """A method for a batch whose row i is evicted by `methods[i]`: many methods in one pass over one prompt."""
+    """A method for a batch of copies of one prompt whose row i is evicted by `methods[i]`.
+
+    Methods that hold the same selector object share its scores.
+    """
     rows = _Rows(methods)
     return Method(" | ".join(method.name for method in methods), rows, rows)

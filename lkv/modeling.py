@@ -215,8 +215,11 @@ def _values(weight: Tensor, places: Tensor) -> Tensor:
 
 
 def has_padding(mask: Any) -> bool:
-    """Whether a causal mask [B, 1, Tq, Tk] (bool, additive or None) hides a key from the last query."""
-    if not isinstance(mask, Tensor):
+    """Whether a causal mask [B, 1, Tq, Tk] (bool, additive or None) hides a key from the last query.
+
+    Off the CPU a single query is taken for real: to look would make every layer of every decode step wait.
+    """
+    if not isinstance(mask, Tensor) or (mask.shape[-2] == 1 and mask.device.type != "cpu"):
         return False
     last = mask[:, :, -1]
     return not bool(last.all() if last.dtype == torch.bool else (last == 0).all())

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lkv.ops.ragged_attention import append
 from lkv.quantization import QuantizedPool
 
 
@@ -28,11 +29,11 @@ class Spans:
             self.scores = key.new_empty(size, dtype=torch.float32) if scored else None
         # The attention kernels read these where the pools are: no step waits for a copy.
         self._device_starts = self.starts.to(key.device, torch.int32)
-        self._device_lens = lens.to(key.device, torch.int32)
+        self._device_lens = lens.to(key.device, torch.int32)  # tails included
 
     def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Pools of k and v, starts and lengths (int32 [B, H], on the pools' device), as for `ragged_attention`."""
-        return self.k, self.v, self._device_starts, self._device_lens + self.tail
+        return self.k, self.v, self._device_starts, self._device_lens
 
     def put(self, row: int, head: int, key: Tensor, value: Tensor, scores: Tensor | None = None) -> None:
         """Fill one span's settled entries."""
@@ -45,16 +46,16 @@ class Spans:
     def append(self, key: Tensor, value: Tensor, scores: Tensor | None = None) -> None:
         """Scatter new k, v [B, H, n, d] (and scores [B, H, n]) to the ends; there must be room for n."""
         new = key.shape[2]
-        ends = self._device_starts + self._device_lens + self.tail
-        places = ends[..., None] + torch.arange(new, device=key.device)
-        self.k[places], self.v[places] = key, value
         if self.scores is not None and scores is not None:
-            self.scores[places] = scores.float()
+            ends = self._device_starts + self._device_lens
+            self.scores[ends[..., None] + torch.arange(new, device=key.device)] = scores.float()
+        self._device_lens = append(key, value, self.k, self.v, self._device_starts, self._device_lens)
         self.tail += new
         self.room -= new
 
     def cut(self, tokens: int) -> None:
         """Forget the last `tokens` appended entries."""
+        self._device_lens = self._device_lens - tokens
         self.tail -= tokens
         self.room += tokens
 
@@ -79,7 +80,6 @@ class Spans:
         new = Spans(self.lens[rows] + self.tail, room, self.k, self.v, self.scores is not None)
         new._take(self, _places(self.starts[rows], new.lens).to(self.k.device))
         new.lens = new.lens - self.tail
-        new._device_lens -= self.tail
         new.tail = self.tail
         return new
 

@@ -4,6 +4,8 @@ import os
 
 # One thread: the tensors are tiny, and the suite runs its files side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Kernels run in the interpreter where there is no GPU; Triton reads this when it is imported first.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

@@ -2,22 +2,22 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks.common import resumable
 from lkv.budget import GlobalTopK, Uniform
 from lkv.cache import RaggedCache
 from lkv.errors import DataError, PromptError
 from lkv.evals.compare import Comparison
-from lkv.evals.metrics import bootstrap
+from lkv.evals.metrics import bootstrap, paired
 from lkv.evals.needles import make_needles
 from lkv.kvzip import kvzip
 from lkv.methods import Method, make_method
 from lkv.modeling import attach
 from lkv.prefill import read_prompt
 from lkv.prompts import question_ids
-from lkv.results import write_results
+from lkv.results import resumable, write_results
 from lkv.selection import GivenScores, LearnedScores, SnapKV
 from tests.conftest import tiny_llama
 from tests.test_compression import Words
@@ -51,11 +51,12 @@ def test_side_by_side_equals_one_by_one(model, policy):
         log_probs.append(torch.log_softmax(logits.float(), -1))
         cache.rewind()
         out = model.generate(torch.tensor([[*ids, 4, 7, 11]]), past_key_values=cache, do_sample=False, max_new_tokens=6)
-        assert out[0, TOKENS + 3 :].tolist() == answer[: out.shape[1] - TOKENS - 3]
+        assert out[0, TOKENS + 3 :].tolist() == answer
     for own, measured in zip(log_probs, fidelity, strict=True):
         kl = torch.nn.functional.kl_div(own, log_probs[0], reduction="none", log_target=True).sum(-1).mean()
         assert measured.kl == pytest.approx(float(kl), abs=1e-6)
         assert measured.agreement == pytest.approx(float((own.argmax(-1) == log_probs[0].argmax(-1)).float().mean()))
+    assert fidelity[0].hidden_error == 0 < fidelity[1].hidden_error
     assert fidelity[0].kl == 0 and fidelity[0].agreement == 1 and fidelity[1].kl > 0
 
 
@@ -124,6 +125,26 @@ def test_bootstrap_interval_covers_the_mean():
     assert copies.n == 300 and copies.high - copies.low == pytest.approx(mean.high - mean.low)
     with pytest.raises(ValueError, match="no values"):
         bootstrap([])
+
+
+def test_paired_intervals_are_of_the_differences():
+    rng = np.random.default_rng(0)
+    hard = rng.normal(50, 30, 60)
+    own, other = [[x + 2 + noise] for x, noise in zip(hard, rng.normal(0, 1, 60), strict=True)], [[x] for x in hard]
+    mean = paired(own, other)
+    differences = np.array(own) - np.array(other)
+    assert mean.value == pytest.approx(differences.mean()) and mean.n == 60
+    # What makes samples hard is common to both and cancels: 1.96 s / sqrt(n), by the normal approximation.
+    half = 1.96 * differences.std() / 60**0.5
+    assert (mean.low, mean.high) == pytest.approx((mean.value - half, mean.value + half), abs=0.1)
+    assert bootstrap(own).high - bootstrap(own).low > 20 * (mean.high - mean.low)
+    assert paired(other, own)[:3] == pytest.approx((-mean.value, -mean.high, -mean.low))
+    # Samples that share a context are drawn together.
+    copies = paired([x * 3 for x in own], [x * 3 for x in other])
+    assert copies.n == 180 and copies[:3] == pytest.approx(mean[:3])
+    for pair in (([[1.0]], [[1.0], [2.0]]), ([[1.0, 2.0]], [[1.0]])):
+        with pytest.raises(ValueError, match="do not pair"):
+            paired(*pair)
 
 
 def test_needles_lie_in_the_prose_once_and_are_asked_for():

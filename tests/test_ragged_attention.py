@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.ops.ragged_attention import ragged_attention
+from lkv.errors import BackendError
+from lkv.ops.ragged_attention import api, ragged_attention, varlen
 
 
 def pool(lengths: list[list[int]], slack: int, dim: int, dtype: torch.dtype):
@@ -52,3 +53,76 @@ def test_bad_arguments_are_named():
         ragged_attention(torch.zeros(1, 2, 1, 8), k, v, starts, lens, 1.0, backend="magic")
     with pytest.raises(ValueError, match="do not fit"):
         ragged_attention(torch.zeros(1, 3, 1, 8), k, v, starts, lens, 1.0)
+    with pytest.raises(ValueError, match="each other"):
+        ragged_attention(torch.zeros(1, 2, 1, 8, dtype=torch.float64), k, v, starts, lens, 1.0)
+
+
+class Without:
+    """A module that cannot be imported."""
+
+    def __init__(self, *missing: str):
+        self.missing, self.plain = missing, api._module
+
+    def __call__(self, name: str):
+        if name in self.missing:
+            raise ImportError(f"No module named {name!r}", name=name)
+        return self.plain(name)
+
+
+def test_a_missing_library_is_named_and_auto_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr(api, "_module", Without("triton"))
+    api._chosen.cache_clear()
+    k, v, starts, lens = pool([[4, 5]], 0, 8, torch.float32)
+    q = torch.zeros(1, 2, 1, 8)
+    with pytest.raises(BackendError, match="'triton' cannot run: triton cannot be imported"):
+        ragged_attention(q, k, v, starts, lens, 1.0, backend="triton")
+    with pytest.raises(BackendError, match="'varlen' cannot run: the pools are on 'cpu'"):
+        ragged_attention(q, k, v, starts, lens, 1.0, backend="varlen")
+    for _ in range(3):
+        # Neither kernels nor flash attention take float64.
+        assert api._chosen("auto", torch.device("cuda"), torch.float64, 8, 8) == "loop"
+    assert [record.args[0] for record in caplog.records] == ["triton", "varlen"]
+    assert api._chosen("auto", torch.device("cpu"), torch.float64, 8, 8) == "loop"
+    assert len(caplog.records) == 2
+    api._chosen.cache_clear()
+
+
+def documented_varlen(
+    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k: torch.Tensor
+):
+    """What PyTorch's documentation says of `varlen_attn` with a causal window, on any device."""
+    assert window_size == (-1, 0) and enable_gqa and cu_seq_q.dtype == cu_seq_k.dtype == seqused_k.dtype == torch.int32
+    assert (cu_seq_q.diff() <= max_q).all() and (seqused_k <= max_k).all() and (seqused_k <= cu_seq_k.diff()).all()
+    out = torch.empty_like(q)
+    for i, length in enumerate(seqused_k.tolist()):
+        own, start = slice(int(cu_seq_q[i]), int(cu_seq_q[i + 1])), int(cu_seq_k[i])
+        rows = own.stop - own.start
+        scores = torch.einsum("qhd,kd->hqk", q[own], k[start : start + length, 0]) * scale
+        scores += torch.full((rows, length), -torch.inf, dtype=q.dtype).triu(length - rows + 1)
+        out[own] = torch.einsum("hqk,kd->qhd", scores.softmax(-1), v[start : start + length, 0])
+    return out
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_varlen_gives_every_span_as_a_sequence(rows, monkeypatch):
+    torch.manual_seed(rows)
+    monkeypatch.setattr(varlen, "_operator", lambda: documented_varlen)
+    k, v, starts, lens = pool([[rows, rows + 9], [rows + 5, rows + 2]], 3, 8, torch.float64)
+    q = torch.randn(2, rows, 6, 8, dtype=torch.float64).transpose(1, 2)
+    ours = varlen.attend(q, k, v, starts, lens, 0.4)
+    exact = ragged_attention(q, k, v, starts, lens, 0.4, backend="reference")
+    torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("operator", "dtype", "dims", "says"),
+    [
+        (None, torch.float16, (8, 8), "has no variable-length attention"),
+        (documented_varlen, torch.float32, (8, 8), "takes bfloat16 and float16"),
+        (documented_varlen, torch.float16, (8, 16), "of one size"),
+    ],
+)
+def test_varlen_says_what_it_lacks(operator, dtype, dims, says, monkeypatch):
+    monkeypatch.setattr(varlen, "_operator", lambda: operator)
+    assert says in varlen.refusal(torch.device("cuda"), dtype, *dims)
+    assert varlen.refusal(torch.device("cuda"), torch.float16, 64, 64) is None or operator is None

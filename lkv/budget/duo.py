@@ -22,9 +22,12 @@ class Duo(FixedBudget):
         sinks: int = SINKS,
         recent: int = RECENT,
         heads: slice = slice(None),
+        strict: bool = True,
     ):
         """`pattern`: the alphas [L][H] of the whole model, see `read_pattern` and `estimate_pattern`; `sinks` and
         `recent`: the tokens that a streaming head keeps; `heads`: the KV heads that this process computes.
+        Where the windows alone are more than the share, `strict` raises PromptError; without it no head keeps more than
+        its window, which is the least this rule can keep.
 
         Raises BudgetError for an unusable pattern or window, and RetentionError.
         """
@@ -36,7 +39,7 @@ class Duo(FixedBudget):
         width = len(pattern[0]) if pattern else 0
         if not width:
             raise BudgetError("the pattern of retrieval heads is empty; give one alpha for each KV head, [L][H].")
-        self._share, self._window, self._heads = share(retention), sinks + recent, heads
+        self._share, self._window, self._heads, self._strict = share(retention), sinks + recent, heads, strict
         alphas = check_table(pattern, len(pattern), width, "the pattern of retrieval heads")
         places = [(layer, head) for layer in range(len(alphas)) for head in range(width)]
         order = sorted(places, key=lambda place: -alphas[place[0]][place[1]])
@@ -47,11 +50,13 @@ class Duo(FixedBudget):
     def retrieval_heads(self, tokens: int) -> int:
         """How many heads of the model keep all of `tokens` tokens.
 
-        Raises PromptError where the streaming heads' windows alone are more than the share.
+        Raises PromptError where the streaming heads' windows alone are more than the share, unless not `strict`.
         """
         every = len(self._rank) * len(self._rank[0])
         window = min(self._window, tokens)
         room = int(self._share.of(tokens) * every * tokens + ROUNDING) - every * window
+        if room < 0 and not self._strict:
+            return 0
         if room < 0:
             # Rounded up, so that the number stated is one that works.
             least = -(-window * 10_000 // tokens) / 10_000

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import log_softmax
 
 from lkv.cache import RaggedCache
 from lkv.methods import Method, side_by_side
@@ -14,10 +15,43 @@ from lkv.prefill import PromptLayer
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How close a method's continuation is to the full cache's (means over the target tokens)."""
+    """How close a method's continuation is to the full cache's (means over the target tokens).
+
+    `kl`: KL(full || compressed) in nats; `agreement`: the share of tokens with the same most probable token;
+    `hidden_error`: ||h - h_full|| / ||h_full|| of the last layer's hidden states, as the output head reads them.
+    """
 
     kl: float
     agreement: float
+    hidden_error: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one row gives for the target tokens: log-probabilities [n, V] and the output head's input [n, D]."""
+
+    log_probs: Tensor
+    hidden: Tensor
+
+    def against(self, full: "Prediction") -> Fidelity:
+        """How close this is to what the full cache gives."""
+        kl = (full.log_probs.exp() * (full.log_probs - self.log_probs)).sum(-1).mean()
+        same = full.log_probs.argmax(-1) == self.log_probs.argmax(-1)
+        norm = torch.linalg.vector_norm
+        error = norm(self.hidden - full.hidden, dim=-1) / norm(full.hidden, dim=-1).clamp(min=1e-12)
+        return Fidelity(float(kl), float(same.float().mean()), float(error.mean()))
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Logits [B, n, V] and the head's input [B, n, D]; in float32 a row at a time, for all at once may be large."""
+
+    logits: Tensor
+    hidden: Tensor
+
+    def row(self, index: int) -> Prediction:
+        """Those of one method."""
+        return Prediction(log_softmax(self.logits[index].float(), -1), self.hidden[index].float())
 
 
 class Comparison:
@@ -29,41 +63,77 @@ class Comparison:
         self._cache = RaggedCache(model, method=side_by_side(methods))
         self._cache.fill([_repeat(layer, self._rows) for layer in prompt])
 
+    def held(self) -> list[int]:
+        """Entries that each method kept of the prompt, over all layers and heads."""
+        return torch.stack([layer.kept for layer in self._cache.ragged]).sum((0, 2)).tolist()
+
     def realised(self) -> list[float]:
         """Kept entries / all entries of each method."""
-        kept = torch.stack([layer.kept for layer in self._cache.ragged]).double()
-        return (kept.mean((0, 2)) / len(self._ids)).tolist()
+        every = sum(layer.kept.shape[1] for layer in self._cache.ragged) * len(self._ids)
+        return [kept / every for kept in self.held()]
 
-    @torch.no_grad()
-    def answers(self, question: list[int], max_new_tokens: int) -> list[list[int]]:
-        """Greedy answer ids of each method to the ids of a question."""
-        device = self._model.get_input_embeddings().weight.device
-        ids = torch.tensor([self._ids + question], device=device).expand(self._rows, -1)
-        out = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=self._cache,
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-        )
-        self._cache.rewind()
-        return out[:, ids.shape[1] :].tolist()
+    def answers(self, question: list[int], max_new_tokens: int, stops: Sequence[int] = ()) -> list[list[int]]:
+        """Answer ids of each method to the ids of a question, see `greedy`."""
+        ids = [self._ids + question] * self._rows
+        try:
+            return greedy(self._model, ids, max_new_tokens, stops, self._cache)
+        finally:
+            self._cache.rewind()
 
-    @torch.no_grad()
     def fidelity(self, continuation: list[int], skip: int) -> list[Fidelity]:
         """Each method against the first one, over the tokens of `continuation` from `skip` on."""
+        found = self.predict(continuation, skip)
+        full = found.row(0)
+        return [found.row(index).against(full) for index in range(self._rows)]
+
+    @torch.no_grad()
+    def predict(self, continuation: list[int], skip: int) -> Predictions:
+        """What each method gives for the tokens of `continuation` from `skip` on."""
         device = self._model.get_input_embeddings().weight.device
-        ids = torch.tensor([continuation], device=device).expand(self._rows, -1)
-        logits = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True).logits
-        self._cache.rewind()
-        log_probs = torch.log_softmax(logits[:, max(0, skip - 1) : -1].float(), -1)
-        full = log_probs[0]
-        return [_fidelity(full, own) for own in log_probs]
+        # The last token predicts nothing; the first is predicted where another precedes it here.
+        ids = torch.tensor([continuation[:-1]], device=device).expand(self._rows, -1)
+        targets = len(continuation) - max(1, skip)
+        hidden: list[Tensor] = []
+        head = self._model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+        try:
+            out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=targets)
+        finally:
+            handle.remove()
+            self._cache.rewind()
+        return Predictions(out.logits[:, -targets:], hidden[0][:, -targets:])
 
 
-def _fidelity(full: Tensor, own: Tensor) -> Fidelity:
-    kl = (full.exp() * (full - own)).sum(-1).mean()
-    return Fidelity(float(kl), float((full.argmax(-1) == own.argmax(-1)).float().mean()))
+@torch.no_grad()
+def greedy(
+    model: Any, rows: Sequence[list[int]], max_new_tokens: int, stops: Sequence[int] = (), cache: Any = None
+) -> list[list[int]]:
+    """What `model.generate` adds to `rows` of equal length, each cut after its first end token.
+
+    `cache` may hold the beginning of the rows. `stops` end an answer, as the model's own end tokens do, from its second
+    token on. (LongBench's way with one-line answers.)
+    """
+    ids = torch.tensor(rows, device=model.get_input_embeddings().weight.device)
+    own = model.generation_config.eos_token_id
+    ends = [*([] if own is None else [own] if isinstance(own, int) else own), *stops]
+    padding = model.generation_config.pad_token_id
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=1 if stops else None,
+        eos_token_id=ends or None,
+        pad_token_id=padding if padding is not None else (ends or [0])[0],
+    )
+    return [_until(row, ends) for row in out[:, ids.shape[1] :].tolist()]
+
+
+def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """`ids` up to the first of `ends`, that one included: what follows is padding."""
+    last = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: last + 1]
 
 
 def _repeat(layer: PromptLayer, rows: int) -> PromptLayer:

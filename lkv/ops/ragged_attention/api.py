@@ -1,10 +1,17 @@
 """Validation and choice of the backend for attention over the ragged cache (Sec. 4.5)."""
 
+import functools
+import logging
+from importlib import import_module
+from types import ModuleType
+
+import torch
 from torch import Tensor
 
-from lkv.ops.ragged_attention import loop, reference
+from lkv.errors import BackendError
 
-_BACKENDS = {"loop": loop.attend, "reference": reference.attend}
+_NAMES = ("loop", "reference", "triton", "varlen")
+_ON_CUDA = ("triton", "varlen", "loop")
 
 
 def ragged_attention(
@@ -14,12 +21,65 @@ def ragged_attention(
 
     `q` [B, Hq, Tq, d]; `k_pool` [P, d], `v_pool` [P, dv]: the spans of all heads one after another; `starts`, `lens`
     [B, Hkv] int32: where the span of each head begins and how many entries it has, of which the last Tq are the new
-    tokens (causal among themselves; everything older is visible). Returns [B, Hq, Tq, dv]. `backend`: "auto", "loop"
-    or "reference"; a backend asked for by name never falls back. Raises ValueError for shapes that do not fit.
+    tokens (causal among themselves; everything older is visible). Returns [B, Hq, Tq, dv].
+
+    `backend`: "auto" (on CUDA the first of "triton", "varlen" and "loop" that can run, the reason logged once;
+    elsewhere "loop") or one of these or "reference" by name, which never falls back. "triton" and "varlen" never wait
+    for the device. Raises ValueError for shapes or dtypes that do not fit, BackendError where the named backend cannot
+    run.
     """
-    if backend != "auto" and backend not in _BACKENDS:
-        raise ValueError(f"backend is {backend!r}, but it must be 'auto' or one of {sorted(_BACKENDS)}.")
     if starts.shape != lens.shape or starts.ndim != 2 or starts.shape[0] != q.shape[0] or q.shape[1] % starts.shape[1]:
         raise ValueError(f"starts {tuple(starts.shape)} and lens {tuple(lens.shape)} do not fit q {tuple(q.shape)}.")
-    attend = _BACKENDS["loop" if backend == "auto" else backend]
-    return attend(q, k_pool, v_pool, starts, lens, scale)
+    if k_pool.shape[-1] != q.shape[-1] or len(k_pool) != len(v_pool) or not q.dtype == k_pool.dtype == v_pool.dtype:
+        raise ValueError(
+            f"k_pool {tuple(k_pool.shape)} {k_pool.dtype} and v_pool {tuple(v_pool.shape)} {v_pool.dtype} do not fit "
+            f"q {tuple(q.shape)} {q.dtype} and each other."
+        )
+    chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[-1], v_pool.shape[-1])
+    return _module(chosen).attend(q, k_pool, v_pool, starts, lens, scale)
+
+
+def append(
+    key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, backend: str = "auto"
+) -> Tensor:
+    """Write new `key` [B, Hkv, n, d] and `value` [B, Hkv, n, dv] behind the `lens` [B, Hkv] entries of each span.
+
+    There must be room for n. Changes the pools, and returns the new lengths. `backend` as in `ragged_attention`;
+    all but "triton" are plain index assignment.
+    """
+    chosen = _chosen(backend, key.device, key.dtype, k_pool.shape[-1], v_pool.shape[-1])
+    return _module("triton" if chosen == "triton" else "loop").append(key, value, k_pool, v_pool, starts, lens)
+
+
+@functools.cache
+def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str:
+    """The name of the backend to use; cached, so that a fallback is logged once and a step decides nothing."""
+    if backend != "auto":
+        if backend not in _NAMES:
+            raise ValueError(f"backend is {backend!r}, but it must be 'auto' or one of {_NAMES}.")
+        if reason := _refusal(backend, device, dtype, dim, value_dim):
+            raise BackendError(f"the backend {backend!r} cannot run: {reason} Give backend='auto' for one that can.")
+        return backend
+    if device.type != "cuda":
+        return "loop"
+    reasons = {name: _refusal(name, device, dtype, dim, value_dim) for name in _ON_CUDA}
+    chosen = next(name for name in _ON_CUDA if reasons[name] is None)
+    for name in _ON_CUDA[: _ON_CUDA.index(chosen)]:
+        logging.getLogger(__name__).warning("ragged attention goes without %r: %s", name, reasons[name])
+    return chosen
+
+
+def _refusal(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
+    """Why a backend cannot run, in one sentence; None where it can."""
+    if backend in ("loop", "reference"):
+        return None
+    try:
+        module = _module(backend)
+    except ImportError as error:
+        return f"{error.name or backend} cannot be imported ({error})."
+    return module.refusal(device, dtype, dim, value_dim)
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return import_module(f"lkv.ops.ragged_attention.{name}")

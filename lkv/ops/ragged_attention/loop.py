@@ -34,3 +34,13 @@ def _several_rows(q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float) -> T
         mask = visible.repeat(q.shape[0] // rows, 1)
     q, k, v = (x[None, None] for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0, 0]
+
+
+def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
+    """Shapes as in `api.append`."""
+    new = key.shape[2]
+    ends = (starts + lens).long()
+    places = (ends if new == 1 else ends[..., None] + torch.arange(new, device=key.device)).flatten()
+    k_pool.index_copy_(0, places, key.reshape(-1, key.shape[-1]))
+    v_pool.index_copy_(0, places, value.reshape(-1, value.shape[-1]))
+    return lens + new

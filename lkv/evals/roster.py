@@ -1,0 +1,118 @@
+"""The rows of a comparison: the full cache, then every method at every retention, all from one prefill."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lkv.budget import Share, Uniform
+from lkv.errors import LkvError
+from lkv.kvzip import replay_budget, replay_scores
+from lkv.methods import FULL, KVZIP, RULES, SELECTORS, Method, Source, find
+from lkv.modeling import attach, local_heads
+from lkv.policy import Policy
+from lkv.prefill import PromptLayer
+from lkv.selection import GivenScores, Selector, StreamingLLM
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one retention, ready for one prompt."""
+
+    name: str
+    retention: float
+    method: Method
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A method that cannot serve a prompt at this retention, with the reason."""
+
+    name: str
+    retention: float
+    reason: str
+
+
+class Roster:
+    """Methods by name, times retentions. What several of them share is computed once: the scores of a selector, and
+    KVzip's second pass."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        names: Sequence[str],
+        retentions: Sequence[float],
+        policy: Policy | None = None,
+        pattern: list[list[float]] | None = None,
+    ):
+        """`names` as `lkv methods` lists them or "RULE+SELECTOR"; the full cache is a row of its own and always there.
+
+        Raises LkvError for an unknown name, or where a method misses its policy or pattern, and RetentionError.
+        """
+        self._model, self._tokenizer, self._policy = model, tokenizer, policy
+        layers, heads = attach(model).layers, local_heads(model)
+        self._entries = {name: find(name) for name in dict.fromkeys(names) if name != FULL}
+        self._sources = {
+            retention: Source(Share(retention), policy, heads, model, layers, pattern, strict=False)
+            for retention in dict.fromkeys(retentions)
+        }
+        some = next(iter(self._sources.values()))
+        self._selectors = {
+            selector: SELECTORS[selector][1](some)
+            for selector in {entry.selector for entry in self._entries.values()} - {KVZIP}
+        }
+        for entry in self._entries.values():
+            if entry.rule in RULES:
+                RULES[entry.rule][1](some)  # what is missing is missed before the first prompt is read
+
+    @property
+    def names(self) -> list[str]:
+        """The methods, without the full cache."""
+        return list(self._entries)
+
+    @property
+    def retentions(self) -> list[float]:
+        """As they were given, each once."""
+        return list(self._sources)
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether a prompt must be read with its queries."""
+        return any(selector.reads_queries for selector in self._selectors.values())
+
+    def for_prompt(self, ids: list[int], prompt: list[PromptLayer]) -> tuple[list[Row], list[Skipped]]:
+        """The rows for the one prompt `ids`, already read into `prompt`; the full cache comes first."""
+        table = None
+        if any(entry.selector == KVZIP for entry in self._entries.values()):
+            table = replay_scores(self._model, self._tokenizer, ids, prompt)
+        selectors = self._selectors | ({} if table is None else {KVZIP: GivenScores(table)})
+        first = {name: _first_scores(selector, prompt[0]) for name, selector in selectors.items()}
+        rows = [Row(FULL, 1.0, Method(FULL, Uniform(1.0), StreamingLLM(sinks=0)))]
+        skipped = []
+        for retention, source in self._sources.items():
+            for name, entry in self._entries.items():
+                try:
+                    if entry.selector == KVZIP:
+                        assert table is not None
+                        budget = replay_budget(name, table, source.share, self._policy)
+                    else:
+                        budget = RULES[entry.rule][1](source)
+                    scores = first[entry.selector]
+                    if isinstance(scores, LkvError):
+                        raise scores
+                    budget.counts(0, scores)
+                except LkvError as error:
+                    skipped.append(Skipped(name, retention, str(error)))
+                else:
+                    rows.append(Row(name, retention, Method(name, budget, selectors[entry.selector])))
+        return rows, skipped
+
+
+def _first_scores(selector: Selector, layer: PromptLayer) -> Tensor | LkvError:
+    """The scores of the first layer, or why the selector cannot score this prompt."""
+    try:
+        return selector.scores(0, layer.query, layer.key, layer.value, layer.scale)
+    except LkvError as error:
+        return error

@@ -1,0 +1,245 @@
+"""Running a benchmark: every method and retention on every sample, from one prefill each, written as they come."""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import lkv
+from lkv.errors import DataError
+from lkv.evals.compare import Comparison, Fidelity, Prediction, greedy
+from lkv.evals.example import Example
+from lkv.evals.journal import Journal
+from lkv.evals.processes import Process
+from lkv.evals.roster import Roster
+from lkv.modeling import attach, evaluation_mode
+from lkv.policy import Policy
+from lkv.prefill import PromptLayer, read_prompt
+from lkv.prompts import encode
+from lkv.results import machine, versions
+
+FORMAT = 1
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    examples: Iterable[Example],
+    methods: Sequence[str],
+    retentions: Sequence[float],
+    out: Path,
+    protocol: str = "kvpress",
+    policy: Policy | None = None,
+    *,
+    pattern: list[list[float]] | None = None,
+    model_name: str | None = None,
+    seed: int = 0,
+    timed: int = 2,
+    rows_at_once: int = 64,
+    score: Callable[[Example, str], float] | None = None,
+    make_prompt: Callable[..., Any] | None = None,
+) -> None:
+    """Measure `methods` at all `retentions`, and the full cache, on every example that `out` does not hold yet.
+
+    `out` is a file of JSON lines: a header with the settings, then one line a sample when all its methods are done. An
+    interrupted run goes on where it was; under Accelerate each process takes its share of the samples. `policy` and
+    `pattern` as for RaggedCache, `seed` the one that made the examples. `timed`: on how many samples of each task and
+    length the full cache is timed alone. `rows_at_once`: how many methods times retentions are held beside each other.
+    `score` and `make_prompt` replace `scores.score` and `protocol.make_prompt`.
+
+    Raises DataError for no examples, two of one name, examples of several suites, or a file of other settings or texts,
+    and LkvError where a method misses what it needs.
+    """
+    process = Process.current()
+    roster = Roster(model, tokenizer, methods, retentions, policy, pattern)
+    named = _by_key(examples)
+    header = {
+        "format": FORMAT,
+        "suite": next(iter(named.values())).suite,
+        "protocol": protocol,
+        "model": model_name or model.name_or_path or type(model).__name__,
+        "methods": roster.names,
+        "retentions": roster.retentions,
+        "policy": policy.digest() if policy is not None else None,
+        "pattern": None if pattern is None else _digest(pattern),
+        "seed": seed,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "lkv": lkv.__version__,
+        "versions": versions(),
+        "machine": machine(),
+    }
+    journal = Journal(out, header, process)
+    for key, row in journal.done.items():
+        if key in named and row.get("text_sha256") != _digest(_text_of(named[key])):
+            raise DataError(
+                f"{out} holds the sample {key!r} of another text; give the data that it was made with, or another file."
+            )
+    with_full = _first_of_each(named, timed)
+    left = [key for key in named if key not in journal.done][process.rank :: process.size]
+    prompt_of = partial(
+        make_prompt or _make_prompt(), tokenizer=tokenizer, protocol=protocol, max_positions=attach(model).max_positions
+    )
+    run = _Run(model, tokenizer, roster, prompt_of, score or _score(), rows_at_once)
+    with evaluation_mode(model):
+        for key in tqdm(left, desc=str(header["suite"]), unit="sample", disable=process.rank > 0):
+            journal.add({"key": key} | run.sample(named[key], key in with_full))
+    journal.finish(list(named))
+
+
+class _Run:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        roster: Roster,
+        prompt_of: Callable[[Example], Any],
+        score: Callable[[Example, str], float],
+        rows_at_once: int,
+    ):
+        self._model, self._tokenizer, self._roster = model, tokenizer, roster
+        self._prompt_of, self._score, self._at_once = prompt_of, score, rows_at_once
+        self._device = model.get_input_embeddings().weight.device
+        self._newline = encode(tokenizer, "\n")[-1:]
+
+    @torch.no_grad()
+    def sample(self, example: Example, with_full: bool) -> dict[str, Any]:
+        """One line of the file."""
+        given = self._prompt_of(example)
+        stops = self._newline if example.stop_at_newline else []
+        clock = self._clock()
+        prompt = read_prompt(
+            self._model, torch.tensor([given.context], device=self._device), queries=self._roster.reads_queries
+        )
+        read = self._clock()
+        rows, skipped = self._roster.for_prompt(given.context, prompt)
+        full_entries = sum(layer.key.shape[:3].numel() for layer in prompt)
+        entry = _entry_bytes(prompt[0])
+        reference = self._reference(example, given.question)
+        found: list[dict[str, Any]] = []
+        full: Prediction | None = None
+        for start in range(0, len(rows), self._at_once):
+            part = rows[start : start + self._at_once]
+            run = Comparison(self._model, given.context, prompt, [row.method for row in part])
+            if start + self._at_once >= len(rows):
+                prompt = []  # the full cache's row has its own copy
+            answers = run.answers(given.question, example.max_new_tokens, stops)
+            close: list[Fidelity] | None = None
+            if reference:
+                predicted = run.predict(given.question + reference, len(given.question))
+                full = predicted.row(0) if full is None else full
+                close = [predicted.row(index).against(full) for index in range(len(part))]
+            for index, (row, held, answer) in enumerate(zip(part, run.held(), answers, strict=True)):
+                text = self._tokenizer.decode(answer, skip_special_tokens=True)
+                found.append(
+                    {
+                        "method": row.name,
+                        "retention": row.retention,
+                        "realised": round(held / full_entries, 6),
+                        "nbytes": held * entry,
+                        "full_nbytes": full_entries * entry,
+                        "answer": text,
+                        "score": float(self._score(example, text)),
+                    }
+                    | _fidelity(close[index] if close is not None else None)
+                )
+        compared = self._clock()
+        return {
+            "task": example.task,
+            "length": example.length,
+            "number": example.number,
+            "text_sha256": _digest(_text_of(example)),
+            "prompt_tokens": len(given.context),
+            "truncated": given.truncated,
+            "answer_lost": given.answer_lost,
+            "seconds": {
+                "prefill": round(read - clock, 4),
+                "methods": round(compared - read, 4),
+                "full": self._time_full(given.context + given.question, example, stops) if with_full else None,
+            },
+            "rows": found,
+            "skipped": [{"method": s.name, "retention": s.retention, "reason": s.reason} for s in skipped],
+        }
+
+    def _reference(self, example: Example, question: list[int]) -> list[int]:
+        """Ids of the right answer as the model would go on with it, no longer than an answer may be."""
+        text = ", ".join(example.answers)
+        if not text:
+            return []
+        before = self._tokenizer.decode(question[-1:], skip_special_tokens=True)
+        space = " " if before and not before[-1].isspace() else ""
+        return encode(self._tokenizer, space + text)[: example.max_new_tokens]
+
+    def _time_full(self, ids: list[int], example: Example, stops: Sequence[int]) -> float:
+        """Seconds that the full cache alone takes to read the same text and answer, in transformers' own cache."""
+        started = self._clock()
+        greedy(self._model, [ids], example.max_new_tokens, stops)
+        return round(self._clock() - started, 4)
+
+    def _clock(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def _score() -> Callable[[Example, str], float]:
+    from lkv.evals.scores import score
+
+    return score
+
+
+def _make_prompt() -> Callable[..., Any]:
+    from lkv.evals.protocol import make_prompt
+
+    return make_prompt
+
+
+def _by_key(examples: Iterable[Example]) -> dict[str, Example]:
+    named: dict[str, Example] = {}
+    for example in examples:
+        parts = (example.task, example.length, example.number)
+        key = "-".join(str(part) for part in parts if part is not None)
+        if key in named:
+            raise DataError(f"there are two samples {key!r}; give each number of a task and length once.")
+        named[key] = example
+    if not named:
+        raise DataError("there are no samples to measure; give at least one task, and samples of it.")
+    if len(suites := {example.suite for example in named.values()}) > 1:
+        raise DataError(f"the samples belong to {', '.join(sorted(suites))}; measure one suite at a time.")
+    return named
+
+
+def _first_of_each(named: dict[str, Example], count: int) -> set[str]:
+    """The keys of the first `count` samples of each task and length: the same in every run, however it is resumed."""
+    seen: dict[tuple[str, int | None], list[str]] = {}
+    for key, example in named.items():
+        seen.setdefault((example.task, example.length), []).append(key)
+    return {key for keys in seen.values() for key in keys[:count]}
+
+
+def _text_of(example: Example) -> list[Any]:
+    parts = (example.context, example.question, example.answer_prefix, example.answers, example.max_new_tokens)
+    return list(parts)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def _entry_bytes(layer: PromptLayer) -> int:
+    """Bytes of k and v of one token in one head."""
+    return (layer.key.shape[-1] + layer.value.shape[-1]) * layer.key.element_size()
+
+
+def _fidelity(found: Fidelity | None) -> dict[str, float | None]:
+    numbers = {name: getattr(found, name, None) for name in ("kl", "agreement", "hidden_error")}
+    return {
+        name: None if number is None or not math.isfinite(number) else round(number, 6)
+        for name, number in numbers.items()
+    }

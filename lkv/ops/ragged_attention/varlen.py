@@ -1,0 +1,58 @@
+"""Ragged attention by PyTorch's own variable-length flash attention: a GPU without Triton. Every span is a sequence."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16)
+LARGEST_DIM = 256
+
+
+def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
+    """Why this cannot run, in one sentence; None where it can."""
+    if device.type != "cuda":
+        return f"the pools are on {device.type!r}, but variable-length flash attention needs a CUDA device."
+    # Spans with room at their ends need the lengths apart from the starts.
+    operator = _operator()
+    if operator is None or "seqused_k" not in inspect.signature(operator).parameters:
+        return f"PyTorch {torch.__version__} has no variable-length attention that takes lengths apart from starts."
+    if dtype not in DTYPES or dim != value_dim or dim > LARGEST_DIM or dim % 8:
+        return (
+            f"heads of {dim} and {value_dim} in {dtype} were given, but variable-length flash attention takes bfloat16 "
+            f"and float16, with k and v of one size that is a multiple of 8 up to {LARGEST_DIM}."
+        )
+    return None
+
+
+def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float) -> Tensor:
+    """Shapes as in `api.ragged_attention`. Nothing here waits for the device."""
+    batch, heads, rows, dim = q.shape
+    kv_heads, spans = starts.shape[1], starts.numel()
+    own = q.view(batch, kv_heads, heads // kv_heads, rows, dim).transpose(2, 3).reshape(spans * rows, -1, dim)
+    ends = torch.full_like(lens.flatten()[:1], len(k_pool))
+    out = _operator()(
+        own,
+        k_pool[:, None],
+        v_pool[:, None],
+        torch.arange(0, (spans + 1) * rows, rows, dtype=torch.int32, device=q.device),
+        torch.cat([starts.flatten(), ends]),
+        rows,
+        # An upper bound: the greatest length is known on the device alone.
+        len(k_pool),
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=True,
+        seqused_k=lens.flatten(),
+    )
+    return out.view(batch, kv_heads, rows, -1, dim).transpose(2, 3).reshape(batch, heads, rows, dim)
+
+
+def _operator() -> Any:
+    """`varlen_attn`, None where PyTorch is too old to have it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn

@@ -1,0 +1,87 @@
+"""The paper's Table 2: three budget rules by three selectors, with what the rules gain and the marginal means."""
+
+from collections.abc import Sequence
+
+from lkv.errors import ReportError
+from lkv.report.names import AVERAGE, FULL, RULES, SELECTORS, label, part_label, parts
+from lkv.report.reading import Results
+from lkv.report.scores import Pair, Scores, Unit, in_categories
+from lkv.report.tables import Cell, Column, Row, Table
+
+GAIN = "gain over uniform"
+_SHOWN = {"longbench": ("Multi-Doc QA", "Synthetic")}  # the categories of Table 2; other suites show all of theirs
+
+
+def build_ablation(results: Results, pairs: Sequence[Pair], min_full: float = 0.0) -> tuple[Table, Scores]:
+    """The grid from the methods of `pairs` (one retention) that belong to it, under any of their names.
+
+    Marginal means average the methods sample by sample. Raises ReportError where fewer than two of the grid are there.
+    """
+    grid: dict[tuple[str, str], Pair] = {}
+    for pair in pairs:
+        if (place := parts(pair[0])) and place[0] in RULES and place[1] in SELECTORS:
+            grid.setdefault(place, pair)
+    if len(grid) < 2:
+        raise ReportError(
+            f"the ablation needs methods of the grid {{{', '.join(RULES)}}} x {{{', '.join(SELECTORS)}}}; the files "
+            f"hold {', '.join(dict.fromkeys(method for method, _ in pairs))}. Run `lkv eval` with --methods "
+            f"{' '.join(f'{rule}+{selector}' for selector in SELECTORS for rule in RULES)}."
+        )
+    full = [pair for pair in pairs if pair[0] == FULL]
+    scores = Scores(results, [*full, *grid.values()], min_full=min_full)
+    columns: dict[str, list[Unit]] = {AVERAGE: list(scores.units)}
+    shown = _SHOWN.get(scores.suite)
+    columns |= {name: units for name, units in in_categories(scores).items() if not shown or name in shown}
+    rows = [_row(scores, columns, [pair], label(FULL), "", FULL) for pair in full]
+    for selector in SELECTORS:
+        group = f"selection: {part_label(selector)}"
+        for rule in RULES:
+            if (rule, selector) in grid:
+                uniform = grid.get((RULES[0], selector))
+                bases = [uniform] if uniform and rule != RULES[0] else []
+                own = [grid[rule, selector]]
+                rows.append(_row(scores, columns, own, part_label(rule), group, f"{rule}+{selector}", bases))
+    rows += _marginals(scores, columns, grid)
+    missing = [f"{rule}+{selector}" for rule in RULES for selector in SELECTORS if (rule, selector) not in grid]
+    notes = (f"Not measured: {', '.join(missing)}.",) if missing else ()
+    names = [Column(AVERAGE), Column(GAIN, best=0, signed=True), *(Column(name) for name in [*columns][1:])]
+    return Table("ablation", "budget rule by selector", tuple(names), tuple(rows), notes), scores
+
+
+def _marginals(scores: Scores, columns: dict[str, list[Unit]], grid: dict[tuple[str, str], Pair]) -> list[Row]:
+    """Means over the selectors for each rule, and over the rules for each selector, where all of them are there."""
+    rows = []
+    by_rule = {rule: [grid.get((rule, selector)) for selector in SELECTORS] for rule in RULES}
+    base = [pair for pair in by_rule[RULES[0]] if pair]
+    for rule, found in by_rule.items():
+        own = [pair for pair in found if pair]
+        if len(own) == len(found):
+            bases = base if rule != RULES[0] and len(base) == len(found) else []
+            rows.append(_row(scores, columns, own, part_label(rule), "mean over selectors", rule, bases))
+    for selector in SELECTORS:
+        own = [grid[rule, selector] for rule in RULES if (rule, selector) in grid]
+        if len(own) == len(RULES):
+            rows.append(_row(scores, columns, own, part_label(selector), "mean over budget rules", selector))
+    return rows
+
+
+def _row(
+    scores: Scores,
+    columns: dict[str, list[Unit]],
+    own: Sequence[Pair],
+    name: str,
+    group: str,
+    method: str,
+    bases: Sequence[Pair] = (),
+) -> Row:
+    """The mean of the methods `own`, and its gain over that of `bases`."""
+    units = columns[AVERAGE]
+    weights = [1 / len(own)] * len(own)
+    cells: dict[str, Cell | None] = {
+        column: scores.value(own[0], found) if len(own) == 1 else scores.combined(own, found, weights)
+        for column, found in columns.items()
+    }
+    if bases:
+        cells[GAIN] = scores.combined([*own, *bases], units, weights + [-1 / len(bases)] * len(bases))
+    realised = sum(scores.realised(pair, units) for pair in own) / len(own)
+    return Row(method, name, cells, group, own[0][1], realised)

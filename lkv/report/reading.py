@@ -1,0 +1,162 @@
+"""Result files of `lkv eval`, read and checked: what stands in one table was measured in one way."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lkv.errors import ReportError
+
+FORMAT = 1
+# What all files of one table must agree in.
+_SAME = ("suite", "protocol", "model", "policy", "dtype", "lkv")
+_MEASURES = ("score", "kl", "agreement", "hidden_error")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One method at one retention on one sample; a measure is None where it was not taken."""
+
+    realised: float  # kept entries / all entries
+    measures: Mapping[str, float | None]  # score (0..100), kl (nats), agreement (0..1), hidden_error (relative)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample with all that was measured on it, by (method, retention)."""
+
+    key: str
+    task: str
+    length: int | None
+    number: int
+    rows: Mapping[tuple[str, float], Measured]
+
+
+@dataclass(frozen=True)
+class Results:
+    """Files that belong together; `notes` says what a reader of their tables must know."""
+
+    header: Mapping[str, Any]
+    samples: tuple[Sample, ...]
+    notes: tuple[str, ...]
+
+
+def read_results(paths: Sequence[Path]) -> Results:
+    """Read the JSON lines that `lkv eval` wrote to `paths`.
+
+    A torn last line (of an interrupted run) is left out and counted in the notes. Raises ReportError for a file that is
+    missing or malformed (file, line and field), for files measured in different ways, and for samples that two lines
+    hold.
+    """
+    if not paths:
+        raise ReportError("there are no result files; give the .jsonl files that `lkv eval` wrote.")
+    headers: dict[Path, dict[str, Any]] = {}
+    samples: dict[str, Sample] = {}
+    torn, truncated, lost, doubled = 0, 0, 0, []
+    for path in paths:
+        lines, cut = _lines(path)
+        torn += cut
+        headers[path] = _header(path, [line for _, line in lines])
+        for number, line in lines[1:]:
+            sample = _sample(path, number, line)
+            if sample.key in samples:
+                doubled.append(f"{sample.key} (again in {path}, line {number})")
+            samples[sample.key] = sample
+            truncated += bool(line.get("truncated"))
+            lost += bool(line.get("answer_lost"))
+    _agree(headers)
+    if doubled:
+        raise ReportError(
+            f"{len(doubled)} samples are there twice, and a table counts each once: {_some(doubled)}. Leave out the "
+            "file that repeats them."
+        )
+    if not samples:
+        raise ReportError(
+            f"there are no finished samples in {_some([str(path) for path in paths])}; run `lkv eval` on."
+        )
+    notes = []
+    if torn:
+        notes.append(f"{torn} torn last line{'s' * (torn > 1)} of interrupted runs left out.")
+    if truncated:
+        notes.append(f"{truncated} of {len(samples)} contexts were truncated; {lost} of them lost their answer.")
+    return Results(headers[paths[0]], tuple(samples.values()), tuple(notes))
+
+
+def _lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], int]:
+    """The JSON objects of the file with their line numbers, and 1 if its last line is torn."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read ({error}); give a file that `lkv eval` wrote.") from error
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    found: list[tuple[int, dict[str, Any]]] = []
+    for place, (number, line) in enumerate(lines):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            if found and place == len(lines) - 1 and not text.endswith("\n"):
+                return found, 1
+            value = None
+        if not isinstance(value, dict):
+            raise ReportError(f"{path}, line {number} is no JSON object; give a file as `lkv eval` wrote it.")
+        found.append((number, value))
+    return found, 0
+
+
+def _header(path: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if not lines or "format" not in lines[0]:
+        raise ReportError(f"{path} does not start with a header line; give a file that `lkv eval` wrote.")
+    header = dict(lines[0])
+    if header["format"] != FORMAT:
+        raise ReportError(
+            f"{path} has format {header['format']!r}, but this version reads {FORMAT}; make the file anew with "
+            "`lkv eval`, or use the lkv-cache version that wrote it."
+        )
+    for field in ("suite", "protocol", "model", "lkv"):
+        if field not in header:
+            raise ReportError(f"{path}, line 1: the header has no field {field!r}; make the file anew with `lkv eval`.")
+    return header
+
+
+def _agree(headers: Mapping[Path, Mapping[str, Any]]) -> None:
+    apart = []
+    for field in _SAME:
+        if len({json.dumps(header.get(field)) for header in headers.values()}) > 1:
+            apart.append(f"{field} ({', '.join(f'{path}: {header.get(field)}' for path, header in headers.items())})")
+    if apart:
+        raise ReportError(
+            f"these files do not belong in one table; they differ in {'; '.join(apart)}. Report them one by one."
+        )
+
+
+def _sample(path: Path, number: int, line: Mapping[str, Any]) -> Sample:
+    where = f"{path}, line {number}"
+    try:
+        rows = {}
+        for row in line["rows"]:
+            pair = (str(row["method"]), float(row["retention"]))
+            if pair in rows:
+                raise ReportError(f"{where}: the method {pair[0]!r} is there twice at retention {pair[1]:g}.")
+            measures = {name: _number(where, name, row.get(name)) for name in _MEASURES}
+            rows[pair] = Measured(float(row["realised"]), measures)
+        length = None if line["length"] is None else int(line["length"])
+        return Sample(str(line["key"]), str(line["task"]), length, int(line["number"]), rows)
+    except KeyError as error:
+        raise ReportError(f"{where} has no field {error}; make the file anew with `lkv eval`.") from None
+    except (TypeError, ValueError) as error:
+        raise ReportError(f"{where} is malformed ({error}); make the file anew with `lkv eval`.") from None
+
+
+def _number(where: str, name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    number = float(value)
+    if not math.isfinite(number):
+        raise ReportError(f"{where}: {name} is {number}, which cannot be averaged; make the file anew with `lkv eval`.")
+    return number
+
+
+def _some(items: Sequence[str], most: int = 5) -> str:
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -1,0 +1,187 @@
+"""The samples that all methods of a table share, and averages over them."""
+
+from collections.abc import Mapping, Sequence
+
+from lkv.errors import ReportError
+from lkv.report.names import CATEGORIES, FULL, is_lkv, ordered
+from lkv.report.reading import Results, Sample
+from lkv.report.statistics import macro, share_of
+from lkv.report.tables import Cell, from_mean
+
+DEFAULT_RETENTION = 0.15  # the paper's
+
+Pair = tuple[str, float]  # (method, retention)
+Unit = tuple[str, int | None]  # (task, length): what an average counts once
+
+
+def pairs_of(results: Results, methods: Sequence[str] = (), retentions: Sequence[float] = ()) -> list[Pair]:
+    """The (method, retention) pairs that occur, of the `methods` and `retentions` named (none named: of all).
+
+    The full cache comes first and always, LKV last. Raises ReportError for a name or retention that does not occur.
+    """
+    found = dict.fromkeys(pair for sample in results.samples for pair in sample.rows)
+    known = ordered(method for method, _ in found)
+    amounts = sorted({retention for method, retention in found if method != FULL}, reverse=True)
+    for name in methods:
+        if name not in known:
+            raise ReportError(f"the files hold no method {name!r}; they hold {', '.join(known)}.")
+    for retention in retentions:
+        if retention not in amounts:
+            raise ReportError(
+                f"the files hold no retention {retention:g}; they hold {', '.join(f'{a:g}' for a in amounts)}."
+            )
+    return [
+        (method, retention)
+        for method in known
+        for retention in sorted((r for m, r in found if m == method), reverse=True)
+        if method == FULL or ((not methods or method in methods) and (not retentions or retention in retentions))
+    ]
+
+
+class Scores:
+    """Averages over the samples on which every one of `pairs` has every one of `measures`."""
+
+    def __init__(
+        self,
+        results: Results,
+        pairs: Sequence[Pair],
+        measures: Sequence[str] = ("score",),
+        min_full: float = 0.0,
+        against: str = "",
+    ):
+        """`min_full`: only tasks (at one length) where the full cache's mean score is at least this. `against`: the
+        method that differences are taken to, by default LKV where it is there.
+
+        Raises ReportError where no sample, or no task, is left.
+        """
+        self.suite, self.pairs = str(results.header["suite"]), list(pairs)
+        self.against = _reference([method for method, _ in pairs], against)
+        self.notes: list[str] = []
+        shared = [s for s in results.samples if all(_has(s, pair, measures) for pair in pairs)]
+        if not shared:
+            raise ReportError(
+                f"no sample has the {' and '.join(measures)} of all of {', '.join(f'{m} at {r:g}' for m, r in pairs)}; "
+                "choose fewer with --methods or --retention."
+            )
+        if len(shared) < len(results.samples):
+            short = {
+                f"{m} at {r:g}": count
+                for m, r in pairs
+                if (count := sum(not _has(s, (m, r), measures) for s in results.samples))
+            }
+            self.notes.append(
+                f"{len(results.samples) - len(shared)} of {len(results.samples)} samples left out, which not all "
+                f"methods have (missing: {', '.join(f'{name} {count}' for name, count in short.items())})."
+            )
+        self.units = _by_unit(shared, self.suite)
+        if min_full > 0:
+            self._filter(min_full)
+
+    def value(self, pair: Pair, units: Sequence[Unit], measure: str = "score") -> Cell:
+        """The macro mean of `pair` over `units`, with the difference to `against` at the same retention.
+
+        The full cache is compared where `against` is there at one retention only.
+        """
+        own = self._groups(pair, units, measure)
+        others = [p for p in self.pairs if p[0] == self.against and (pair[0] == FULL or p[1] == pair[1])]
+        other = others[0] if len(others) == 1 else None
+        difference = None
+        if other and other != pair:
+            pairs = zip(own, self._groups(other, units, measure), strict=True)
+            difference = macro([[a - b for a, b in zip(*groups, strict=True)] for groups in pairs])
+        return from_mean(macro(own), self.realised(pair, units), difference)
+
+    def combined(self, pairs: Sequence[Pair], units: Sequence[Unit], signs: Sequence[float]) -> Cell:
+        """The macro mean of sum(sign * value of its pair), sample by sample: marginal means and gains."""
+        groups = [
+            [sum(sign * _measure(sample, pair, "score") for sign, pair in zip(signs, pairs, strict=True))
+             for sample in self.units[unit]]
+            for unit in units
+        ]  # fmt: skip
+        return from_mean(macro(groups))
+
+    def share_of_full(self, pair: Pair, units: Sequence[Unit]) -> Cell | None:
+        """The average over that of the full cache, in per cent; None where the full cache averages 0."""
+        mean = share_of(self._groups(pair, units), self._groups((FULL, 1.0), units))
+        return mean and Cell(100 * mean.value, 100 * mean.low, 100 * mean.high, mean.n)
+
+    def realised(self, pair: Pair, units: Sequence[Unit]) -> float:
+        """Kept entries / all entries, mean over the samples of `units`."""
+        kept = [sample.rows[pair].realised for unit in units for sample in self.units[unit]]
+        return sum(kept) / len(kept)
+
+    def _groups(self, pair: Pair, units: Sequence[Unit], measure: str = "score") -> list[list[float]]:
+        return [[_measure(sample, pair, measure) for sample in self.units[unit]] for unit in units]
+
+    def _filter(self, least: float) -> None:
+        full = (FULL, 1.0)
+        if not all(_has(sample, full, ["score"]) for samples in self.units.values() for sample in samples):
+            raise ReportError("--min-full needs the full cache's score of every sample; run `lkv eval` with it.")
+        kept = {
+            unit: samples
+            for unit, samples in self.units.items()
+            if sum(_measure(s, full, "score") for s in samples) / len(samples) >= least
+        }
+        if not kept:
+            raise ReportError(f"the full cache scores at least {least:g} on no task; lower --min-full.")
+        names = ", ".join(task if length is None else f"{task} at {length:,}" for task, length in kept)
+        self.notes.append(
+            f"Only tasks where the full cache scores at least {least:g}: {len(kept)} of {len(self.units)} ({names})."
+        )
+        self.units = kept
+
+
+def in_categories(scores: Scores) -> dict[str, list[Unit]]:
+    """The units of each category of the suite that has any."""
+    categories = CATEGORIES.get(scores.suite, {})
+    found = {name: [unit for unit in scores.units if unit[0] in tasks] for name, tasks in categories.items()}
+    return {name: units for name, units in found.items() if units}
+
+
+def _reference(methods: Sequence[str], against: str) -> str:
+    if against and against not in methods:
+        raise ReportError(
+            f"there is no method {against!r} to compare with; there are {', '.join(dict.fromkeys(methods))}."
+        )
+    return against or next((method for method in methods if is_lkv(method)), "")
+
+
+def _has(sample: Sample, pair: Pair, measures: Sequence[str]) -> bool:
+    return pair in sample.rows and all(sample.rows[pair].measures[measure] is not None for measure in measures)
+
+
+def _measure(sample: Sample, pair: Pair, measure: str) -> float:
+    value = sample.rows[pair].measures[measure]
+    assert value is not None  # shared samples have it
+    return value
+
+
+def _by_unit(samples: Sequence[Sample], suite: str) -> Mapping[Unit, list[Sample]]:
+    """Samples by (task, length): lengths rising, tasks in the suite's order, unknown ones after them."""
+    order = [task for tasks in CATEGORIES.get(suite, {}).values() for task in tasks]
+
+    def place(unit: Unit) -> tuple[int, int]:
+        return unit[1] or 0, order.index(unit[0]) if unit[0] in order else len(order)
+
+    units = sorted(dict.fromkeys((sample.task, sample.length) for sample in samples), key=place)
+    return {unit: [s for s in samples if (s.task, s.length) == unit] for unit in units}
+
+
+def at_one_retention(pairs: Sequence[Pair]) -> list[Pair]:
+    """The pairs of the one retention that they have, or of 0.15 where it is among several (and the full cache).
+
+    Raises ReportError where there are several without it.
+    """
+    amounts = retentions_of(pairs)
+    if len(amounts) > 1 and DEFAULT_RETENTION not in amounts:
+        raise ReportError(
+            f"this table stands at one retention, and the files hold {', '.join(f'{a:g}' for a in amounts)}; choose "
+            "one with --retention."
+        )
+    one = DEFAULT_RETENTION if len(amounts) > 1 else (amounts or [1.0])[0]
+    return [pair for pair in pairs if pair[0] == FULL or pair[1] == one]
+
+
+def retentions_of(pairs: Sequence[Pair]) -> list[float]:
+    """The retentions of the compressed methods, falling."""
+    return sorted({retention for method, retention in pairs if method != FULL}, reverse=True)

@@ -1,0 +1,86 @@
+"""What a table is: rows of methods, columns of averages; every format and figure is made from it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lkv.evals.metrics import Mean
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column; `best` is 1 where the highest value wins, -1 where the lowest does, 0 where none is set off."""
+
+    name: str
+    best: int = 1
+    digits: int = 2
+    signed: bool = False  # a difference: written with its sign
+    x: float | None = None  # its place on a figure's axis: a length, a retention
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value; a published or computed one may have no interval (low and high None) and no samples (n None)."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    realised: float | None = None  # kept entries / all entries, mean over the cell's samples
+    difference: Mean | None = None  # to the table's reference method, over the same samples
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method; `cells` by the column's name, None or absent where nothing was measured."""
+
+    method: str
+    label: str
+    cells: Mapping[str, Cell | None]
+    group: str = ""
+    retention: float | None = None
+    realised: float | None = None
+    published: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows in groups (a retention, a measure, a selector), and what a reader must know."""
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    reference: str = ""  # the method that Cell.difference compares with
+    group_title: str = ""
+    axis: str = ""  # what the columns' x is
+    value: str = "score"  # what the cells are, with the unit
+    realised_in_cells: bool = False
+    best_in: Mapping[str, int] = field(default_factory=dict)  # a group's own `best`, where groups differ in it
+
+    def groups(self) -> list[tuple[str, list[Row]]]:
+        """The rows by group, in order."""
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.group, []).append(row)
+        return list(found.items())
+
+
+def from_mean(mean: Mean, realised: float | None = None, difference: Mean | None = None) -> Cell:
+    """A measured cell."""
+    return Cell(mean.value, mean.low, mean.high, mean.n, realised, difference)
+
+
+def winners(table: Table, group: str, rows: list[Row], full: str) -> set[tuple[int, str]]:
+    """(index into `rows`, column) of the best measured values of a group, the method `full` not counted."""
+    found = set()
+    for column in table.columns:
+        best = column.best and table.best_in.get(group, column.best)
+        cells = [
+            (i, row.cells.get(column.name)) for i, row in enumerate(rows) if not row.published and row.method != full
+        ]
+        values = [(i, round(cell.value, column.digits)) for i, cell in cells if cell]
+        if best and len(values) > 1:
+            top = max(best * value for _, value in values)
+            found |= {(i, column.name) for i, value in values if best * value == top}
+    return found

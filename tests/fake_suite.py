@@ -1,0 +1,65 @@
+"""A small suite of its own for the runner's tests: examples, prompts and scores for the tiny models."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from lkv.evals.example import Example
+
+VOCABULARY = 67
+NEWLINE = 5
+
+
+class Letters:
+    """A tokenizer of one token a character; ids 0 to 2 are padding, begin and end."""
+
+    chat_template = None
+    eos_token_id, pad_token_id = 2, 0
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [NEWLINE if letter == "\n" else 6 + ord(letter) % 60 for letter in text]}
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join("\n" if i == NEWLINE else chr(60 + (i - 6) % 60) for i in torch.as_tensor(ids).tolist() if i > 2)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    context: list[int]
+    question: list[int]
+    truncated: bool = False
+    answer_lost: bool = False
+
+
+def make_prompt(example, tokenizer, protocol, max_positions):
+    context = tokenizer(example.context)["input_ids"]
+    room = max_positions - len(example.question) - example.max_new_tokens
+    return Prompt(context[:room], tokenizer(example.question)["input_ids"], len(context) > room)
+
+
+def score(example, answer):
+    """The share of letters that an answer has in common with the right one."""
+    return 100.0 * len(set(answer) & set(example.answers[0])) / len(set(example.answers[0]))
+
+
+def make_examples(count, tasks=("alpha", "beta"), tokens=90, **changes):
+    examples = []
+    for number in range(count):
+        for task in tasks:
+            rng = random.Random(f"{task}-{number}")
+            text = "".join(chr(60 + rng.randrange(60)) for _ in range(tokens + 7 * number))
+            settings = {
+                "suite": "ruler",
+                "task": task,
+                "number": number,
+                "context": text,
+                "question": f"what of {task}?",
+                "answer_prefix": "",
+                "answers": (text[5:9], text[20:22]),
+                "max_new_tokens": 6,
+                "metric": "any",
+                "length": 128,
+            }
+            examples.append(Example(**(settings | changes)))
+    return examples

@@ -1,0 +1,206 @@
+"""The Triton kernels of the ragged cache against the float64 reference.
+
+They run in Triton's interpreter on the CPU, and on a GPU where TRITON_INTERPRET=0 is set.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lkv.budget import PerHead
+from lkv.cache import RaggedCache
+from lkv.errors import BackendError
+from lkv.methods import Method
+from lkv.ops.ragged_attention import api, append, ragged_attention
+from lkv.selection import Random
+from tests.conftest import tiny_llama
+
+triton = pytest.importorskip("lkv.ops.ragged_attention.triton")
+if not triton.interpreted() and not torch.cuda.is_available():
+    pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
+DEVICE = "cpu" if triton.interpreted() else "cuda"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def pool_of(lengths, slack, dim, value_dim, dtype):
+    """Random spans in pools whose slack is NaN."""
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    ends = (lens.flatten() + slack).cumsum(0)
+    starts = (ends - lens.flatten() - slack).view_as(lens).int()
+    pools = [torch.full((int(ends[-1]), size), torch.nan, dtype=dtype) for size in (dim, value_dim)]
+    for start, length in zip(starts.flatten().tolist(), lens.flatten().tolist(), strict=True):
+        for pool in pools:
+            pool[start : start + length] = torch.randn(length, pool.shape[1]).to(dtype)
+    return *pools, starts, lens
+
+
+def eager(q, k_pool, v_pool, starts, lens, scale):
+    """Attention as a model's eager code computes it in the dtype of q, head by head."""
+    out, rows, group = (
+        torch.empty(*q.shape[:3], v_pool.shape[1], dtype=q.dtype),
+        q.shape[2],
+        q.shape[1] // lens.shape[1],
+    )
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            start, length = int(starts[b, h // group]), int(lens[b, h // group])
+            hidden = torch.ones(rows, length, dtype=torch.bool).triu(length - rows + 1)
+            scores = (q[b, h] @ k_pool[start : start + length].T * scale).masked_fill(hidden, -torch.inf)
+            out[b, h] = torch.softmax(scores, -1, torch.float32).to(q.dtype) @ v_pool[start : start + length]
+    return out
+
+
+def assert_as_exact_as_eager(q, k, v, starts, lens, scale):
+    ours = ragged_attention(q, k, v, starts, lens, scale, backend="triton")
+    exact = ragged_attention(q.double(), k.double(), v.double(), starts, lens, scale, backend="reference")
+    eagers = (eager(q, k, v, starts, lens, scale) - exact).abs().max()
+    # One key gives eager no error at all; and the interpreter cuts to bfloat16 where a GPU rounds.
+    allowed = 3 * eagers + 4 * torch.finfo(q.dtype).eps * exact.abs().max()
+    assert ours.dtype == q.dtype and ours.shape == exact.shape
+    assert (ours - exact).abs().max() <= allowed
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Every buffer that the kernels ask for comes full of NaN."""
+    plain = torch.Tensor.new_empty
+
+    def new_empty(self, *args, **kwargs):
+        made = plain(self, *args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    with torch.device(DEVICE):
+        yield
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 3).flatmap(
+        lambda heads: st.lists(st.lists(st.integers(0, 300), min_size=heads, max_size=heads), min_size=1, max_size=3)
+    ),
+    st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.sampled_from([8, 24, 64, 80]),
+    st.sampled_from([8, 40]), st.sampled_from(DTYPES), st.integers(0, 99),
+)  # fmt: skip
+def test_attention_equals_the_reference(older, group, rows, slack, dim, value_dim, dtype, seed):
+    torch.manual_seed(seed)
+    lengths = [[count + rows for count in row] for row in older]
+    k, v, starts, lens = pool_of(lengths, slack, dim, value_dim, dtype)
+    # Queries as models give them: a view with the heads inside the tokens.
+    q = torch.randn(len(older), rows, group * len(older[0]), dim).to(dtype).transpose(1, 2)
+    assert_as_exact_as_eager(q, k, v, starts, lens, 2 * dim**-0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_head_sizes(dtype, dim):
+    torch.manual_seed(dim)
+    assert_as_exact_as_eager(torch.randn(1, 4, 1, dim).to(dtype), *pool_of([[1, 257]], 5, dim, dim, dtype), dim**-0.5)
+
+
+@pytest.mark.parametrize("rows", [9, 35])
+def test_a_question_of_many_tokens(rows):
+    torch.manual_seed(rows)
+    k, v, starts, lens = pool_of([[rows, rows + 150]], 2, 16, 16, torch.float32)
+    assert_as_exact_as_eager(torch.randn(1, 4, rows, 16), k, v, starts, lens, 0.25)
+
+
+def test_a_large_batch():
+    torch.manual_seed(0)
+    lengths = (1 + torch.randint(0, 40, (32, 2))).tolist()
+    k, v, starts, lens = pool_of(lengths, 1, 8, 8, torch.float32)
+    assert_as_exact_as_eager(torch.randn(32, 4, 1, 8), k, v, starts, lens, 0.4)
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(0, 5),
+    st.sampled_from([8, 24]), st.sampled_from([8, 40]), st.sampled_from(DTYPES),
+)  # fmt: skip
+def test_append_equals_index_assignment(batch, heads, rows, spare, dim, value_dim, dtype):
+    torch.manual_seed(rows)
+    lengths = torch.randint(0, 30, (batch, heads)).tolist()
+    pools = pool_of(lengths, rows + spare, dim, value_dim, dtype)
+    new = [torch.randn(batch, rows, heads, size).to(dtype).transpose(1, 2) for size in (dim, value_dim)]
+    expected = [pool.clone() for pool in pools[:2]]
+    for b in range(batch):
+        for h in range(heads):
+            end = int(pools[2][b, h]) + lengths[b][h]
+            for pool, entries in zip(expected, new, strict=True):
+                pool[end : end + rows] = entries[b, h]
+    for backend in ("triton", "loop"):
+        own = [pool.clone() for pool in pools[:2]]
+        longer = append(*new, *own, *pools[2:], backend=backend)
+        assert longer.dtype == torch.int32 and longer.tolist() == [[n + rows for n in row] for row in lengths]
+        for pool, right in zip(own, expected, strict=True):
+            torch.testing.assert_close(pool, right, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_backend_by_name_never_falls_back():
+    k, v, starts, lens = pool_of([[4, 5]], 0, 8, 8, torch.float64)
+    q = torch.zeros(1, 2, 1, 8, dtype=torch.float64)
+    with pytest.raises(BackendError, match=r"float64, but the Triton kernels take float32"):
+        ragged_attention(q, k, v, starts, lens, 1.0, backend="triton")
+    k, v, starts, lens = pool_of([[4, 5]], 0, 257, 8, torch.float32)
+    with pytest.raises(BackendError, match=r"head sizes are 257 and 8"):
+        ragged_attention(torch.zeros(1, 2, 1, 257), k, v, starts, lens, 1.0, backend="triton")
+
+
+def test_the_device_is_named_where_triton_cannot_run(monkeypatch):
+    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    assert "needs a CUDA device" in triton.refusal(torch.device("cpu"), torch.float32, 64, 64)
+
+
+def test_a_gpu_with_little_shared_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(triton, "_shared_memory", lambda index: 48 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Small")
+    assert "Small has too little shared memory" in triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256)
+    monkeypatch.setattr(triton, "_shared_memory", lambda index: 227 * 1024)
+    assert triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256) is None
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises at operators whose result the host must have before it can go on."""
+
+    waiting = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "is_nonzero")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name.split("::")[1].rstrip("2_") not in self.waiting, func
+        return func(*args, **kwargs or {})
+
+
+def refuse(self, *args, **kwargs):
+    raise AssertionError("a tensor was read by the host")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_decode_step_never_waits_for_the_device(rows, monkeypatch):
+    """With kernels that do not wait: the layers, spans and dispatch around them do not either."""
+    with torch.device("cpu"):
+        model = tiny_llama(dtype=torch.float32)
+        cache = RaggedCache(model, method=Method("random", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Random()))
+        model(torch.randint(3, 67, (rows, 40)), past_key_values=cache, use_cache=True)
+        fake = SimpleNamespace(
+            attend=lambda q, k_pool, v_pool, starts, lens, scale: q * scale,
+            append=lambda key, value, k_pool, v_pool, starts, lens: lens + key.shape[2],
+        )
+
+        def step() -> None:
+            token, place = torch.full((rows, 1), 5), torch.tensor([[cache.get_seq_length()]])
+            with NoWaiting(), pytest.MonkeyPatch.context() as patch:
+                for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+                    patch.setattr(torch.Tensor, name, refuse)
+                model(token, position_ids=place, past_key_values=cache, use_cache=True)
+
+        with pytest.raises(AssertionError, match="read by the host"):
+            step()  # the loop over the heads reads the lengths
+        cache.rewind()
+        with monkeypatch.context() as patch:
+            patch.setattr(api, "_chosen", lambda *args: "triton")
+            patch.setattr(api, "_module", lambda name: fake)
+            for _ in range(3):
+                step()
+        assert cache.get_seq_length() == 43

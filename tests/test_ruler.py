@@ -1,0 +1,546 @@
+"""RULER: each task satisfies its own definition, at any length, for any tokenizer."""
+
+import gzip
+import json
+import re
+import string
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from lkv.errors import DataError, EvaluationError
+from lkv.evals.ruler import TASKS, Sources, make_examples
+from lkv.evals.ruler.draft import largest
+from lkv.evals.ruler.niah import sentences
+from lkv.prompts import chat_parts
+
+NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (.+?) is: (.+?)\.(?=\s|$)")
+ESSAY = " ".join(f"Sentence number {i} tells of a hill and a river." for i in range(300))
+# Where kvpress's evaluation cuts RULER's inputs: the last match begins the question, the next the answer prefix.
+CUTS = {
+    "niah": (r"What (?:is|are all) the special magic", "The special magic"),
+    "vt": ("Question: Find all variables that are assigned the value", "Answer:"),
+    "cwe": (r"Question: What are the 10 most common words in the above list\?", "Answer:"),
+    "fwe": (r"Question: Do not provide any explanation\.", "Answer:"),
+    "qa": (r"Answer the question based on the given documents\.", "Answer:"),
+}
+
+
+def words(text, add_special_tokens=True):
+    """A tokenizer that cuts words into pieces of up to eight characters, without a chat template."""
+    return {"input_ids": re.findall(r"\S{1,8}", text)}
+
+
+def size(example):
+    parts = (example.context, example.question + example.answer_prefix)
+    return sum(len(words(part)["input_ids"]) for part in parts) + example.max_new_tokens
+
+
+def hotpot_rows(count):
+    return [
+        {"question": f"Who met whom in story {i}?", "answer": f"Name{i}",
+         "supporting_facts": [[f"Title {i}-2", 0], [f"Title {i}-7", 1]],
+         "context": [[f"Title {i}-{j}", [f"Paragraph {j} of {i}. ", f"Name{i} was seen. " * (1 + j % 3)]]
+                     for j in range(10)]}
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def squad_data(articles=70):
+    return {
+        "data": [
+            {"title": f"T{a}", "paragraphs": [
+                {"context": f"Article {a} has paragraph {p}, and Key{a}{p} is its key. " * (1 + (a + p) % 4),
+                 "qas": [{"question": f"What is the key of {a} {p}?", "is_impossible": False,
+                          "answers": [{"text": f"Key{a}{p}"}, {"text": f"Key{a}{p}"}, {"text": "key"}]},
+                         {"question": "What is not here?", "is_impossible": True, "answers": []}]}
+                for p in range(3)]}
+            for a in range(articles)
+        ]
+    }  # fmt: skip
+
+
+def write_json(path, value):
+    path.write_bytes(gzip.compress(json.dumps(value).encode()) if path.suffix == ".gz" else json.dumps(value).encode())
+    return path
+
+
+def write_lines(path, rows):
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ruler")
+    (folder / "PaulGrahamEssays_2.json").write_text(json.dumps({"text": ESSAY, "files": ["a.txt"]}))
+    write_json(folder / "xquad.en.json.gz", squad_data())
+    write_lines(folder / "hotpot_dev.jsonl.gz", hotpot_rows(60))
+    write_lines(folder / "hotpot_train.jsonl.gz", [])
+    return Sources.from_folder(folder)
+
+
+def one(task, length, seed, sources, tokenizer=words):
+    (example,) = make_examples(task, length, 1, tokenizer, sources, seed)
+    return example
+
+
+lengths, seeds = st.integers(900, 5000), st.integers(0, 10_000)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@settings(max_examples=6)
+@given(length=lengths, seed=seeds)
+def test_every_task_fills_its_length_and_no_more(sources, task, length, seed):
+    example = one(task, length, seed, sources)
+    unit = 80 if task.startswith("qa") else 40
+    assert length - max(unit, length / 256) - 5 <= size(example) <= length
+    assert (example.suite, example.task, example.number, example.length) == ("ruler", task, 0, length)
+    assert example.metric == ("string_match_part" if task.startswith("qa") else "string_match_all")
+    assert example.chat and len(set(example.answers)) == len(example.answers)
+    tokens = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+    assert example.max_new_tokens == tokens[task.split("_")[0]]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_context_question_and_prefix_are_cut_as_kvpress_cuts_them(sources, task):
+    example = one(task, 4096, 1, sources)
+    question, answer = CUTS[task.split("_")[0]]
+    whole = example.context + example.question + example.answer_prefix
+    cut = list(re.finditer(question, whole))[-1].start()
+    at = cut + re.search(answer, whole[cut:]).start()
+    assert (whole[:cut], whole[cut:at], whole[at:]) == (example.context, example.question, example.answer_prefix)
+    assert not re.search(r"[{}]", whole)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@settings(max_examples=2)
+@given(seed=seeds, count=st.integers(1, 4))
+def test_an_example_depends_on_its_number_and_seed_only(sources, task, seed, count):
+    four = make_examples(task, 1500, 4, words, sources, seed)
+    assert make_examples(task, 1500, count, words, sources, seed) == four[:count]
+    assert [example.number for example in four] == [0, 1, 2, 3]
+    assert len({example.context for example in four}) == 4
+    assert one(task, 1500, seed + 1, sources) != four[0]
+
+
+NIAH = [task for task in TASKS if task.startswith("niah")]
+# Keys, values a key, keys asked for.
+SHAPES = {"niah_multikey_1": (4, 1, 1), "niah_multivalue": (1, 4, 1), "niah_multiquery": (4, 1, 4)}
+
+
+@pytest.mark.parametrize("task", NIAH)
+@settings(max_examples=6)
+@given(length=lengths, seed=seeds)
+def test_needles(sources, task, length, seed):
+    example = one(task, length, seed, sources)
+    found = NEEDLE.findall(example.context)
+    pairs = [(key, value) for _, key, value in found]
+    keys, values, queries = SHAPES.get(task, (1, 1, 1))
+    assert len(set(pairs)) == len(pairs) and len({value for _, value in pairs}) == len(pairs)
+    if task in ("niah_multikey_2", "niah_multikey_3"):
+        assert len(pairs) > 20 and len({key for key, _ in pairs}) == len(pairs)
+    else:
+        assert Counter(Counter(key for key, _ in pairs).values()) == {values: keys}
+    asked = re.findall(r"for (.+?) mentioned", example.question)[0].replace(" and ", " ").split(", ")
+    assert len(asked) == queries
+    # The answers are the values of the keys asked for, in that order, each once in the context.
+    held = {key: {value for other, value in pairs if other == key} for key in asked}
+    assert set(example.answers) == set().union(*held.values()) and len(example.answers) == queries * values
+    assert all(example.context.count(answer) == 1 for answer in example.answers)
+    if queries > 1:
+        assert [held[key] for key in asked] == [{answer} for answer in example.answers]
+    uuid = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+    of_uuids = task in ("niah_single_3", "niah_multikey_3")
+    assert all(re.fullmatch(uuid if of_uuids else r"[1-9]\d{6}", answer) for answer in example.answers)
+    plural = queries * values > 1
+    assert example.context.startswith(f"{'Some' if plural else 'A'} special magic")
+    kind = ("uuid" if of_uuids else "number") + "s" * plural
+    assert example.answer_prefix.startswith(f"The special magic {kind} for ")
+    assert example.answer_prefix.endswith("text are" if plural else "text is")
+
+
+def test_the_haystack_is_noise_or_the_essay_from_its_start(sources):
+    noise = one("niah_single_1", 2000, 0, sources).context.split("\n")[1:-1]
+    assert sorted(Counter(noise).values())[0] == 1 and len(Counter(noise)) == 2
+    context = one("niah_multikey_1", 3000, 0, sources).context.split("\n", 1)[1]
+    assert ESSAY.startswith(NEEDLE.sub("", context).replace("  ", " ").strip())
+
+
+def test_a_short_essay_repeats_and_another_text_can_take_its_place(sources):
+    text = "Apples are red. Pears are green. Plums are blue."
+    context = one("niah_single_2", 1500, 0, Sources(haystack=text)).context
+    assert context.count("Apples are red. Pears are green. Plums are blue.") > 20
+
+
+def test_needles_lie_at_all_depths_between_sentences(sources):
+    places = []
+    for example in make_examples("niah_single_2", 1000, 60, words, sources):
+        text = example.context.split("\n", 1)[1]
+        match = NEEDLE.search(text)
+        before = text[: match.start()].strip()
+        # After a whole sentence, or behind the last one, which may be cut.
+        assert not before or before.endswith(".") or not text[match.end() :].strip()
+        places.append(match.start() / len(text))
+    assert min(places) < 0.1 and max(places) > 0.85 and 0.35 < sum(places) / 60 < 0.65
+
+
+def resolve(text):
+    """Every variable's value, by following the assignments."""
+    source = {}
+    for name, value in re.findall(r"VAR ([A-Z]+) = (\d+|VAR [A-Z]+)", text):
+        assert name not in source
+        source[name] = value.removeprefix("VAR ")
+
+    def value(name):
+        return name if name.isdigit() else value(source[name])
+
+    return {name: value(name) for name in source}
+
+
+@settings(max_examples=15)
+@given(length=lengths, seed=seeds)
+def test_variables_are_chained(sources, length, seed):
+    example = one("vt", length, seed, sources)
+    asked = re.search(r"value (\d+)", example.question)[1]
+    values = resolve(example.context)
+    assert {name for name, value in values.items() if value == asked} == set(example.answers)
+    assert len(values) == 10 and len(set(values.values())) == 2
+    # One chain, assigned in order: each variable from the one before.
+    assert re.findall(r"VAR ([A-Z]{5}) = ", example.context) == list(example.answers)
+    assert re.findall(r"VAR ([A-Z]{5}) = VAR ([A-Z]{5})", example.context) == [
+        (new, old) for old, new in pairwise(example.answers)
+    ]
+    # The worked example shows its own answer.
+    shown = re.search(r"they are:  ((?:[A-Z]{3} ?){5})\n\n", example.context)[1].split()
+    assert set(shown) == set(values) - set(example.answers)
+    assert f"5 variables are assigned the value {asked}, they are: " in example.answer_prefix
+
+
+@settings(max_examples=15)
+@given(length=lengths, seed=seeds)
+def test_common_words_are_the_most_common(sources, length, seed):
+    example = one("cwe", length, seed, sources)
+    worked, listed = re.findall(r"appear most often\.\n(.+)\nQuestion|appear most often\.\n(.+)\n$", example.context)
+    shown = re.search(r"are: (1\. .+)\n", example.context)[1]
+    for text, often, seldom, answers in (
+        (worked[0], *((10, 3) if length >= 4096 else (3, 1)), entries(shown)),
+        (listed[1], *((30, 3) if length >= 4096 else (6, 1)), example.answers),
+    ):
+        counts = Counter(entries(text))
+        assert {word for word, _ in counts.most_common(10)} == set(answers) and len(set(answers)) == 10
+        assert set(counts.values()) == {often, seldom} and Counter(counts.values())[often] == 10
+
+
+def entries(text):
+    """The words of a numbered list, whose numbers count up from one."""
+    parts = re.split(r"(?:^| )(\d+)\. ", text)
+    assert [int(number) for number in parts[1::2]] == list(range(1, len(parts) // 2 + 1))
+    return parts[2::2]
+
+
+def test_a_list_longer_than_the_vocabulary_has_pairs_of_words(sources):
+    example = one("cwe", 80_000, 0, sources, tokenizer=lambda text, add_special_tokens: {"input_ids": text.split()})
+    counts = Counter(entries(example.context.rsplit("often.\n", 1)[1].rstrip("\n")))
+    assert len(counts) > 9000 and set(counts.values()) == {30, 3}
+    assert {word for word, _ in counts.most_common(10)} == set(example.answers)
+
+
+@settings(max_examples=15)
+@given(length=lengths, seed=seeds)
+def test_frequent_words_are_the_most_frequent(sources, length, seed):
+    example = one("fwe", length, seed, sources)
+    text = re.search(r"coded words\. (.+)\n$", example.context)[1].split()
+    counts = Counter(text)
+    ranked = [word for word, _ in counts.most_common(4)]
+    assert ranked == ["...", *example.answers]
+    assert counts[example.answers[2]] > max([n for word, n in counts.items() if word not in ranked], default=0)
+    # Frequencies fall with the square of the rank; rounding down loses less than one word each.
+    assert all(abs(counts[word] - counts["..."] / rank**2) < 1.3 for rank, word in enumerate(ranked, 1))
+    assert all(len(word) == 6 and set(word) <= set(string.ascii_lowercase) for word in counts if word != "...")
+
+
+@pytest.mark.parametrize(("task", "needed"), [("qa_1", 1), ("qa_2", 2)])
+@settings(max_examples=6)
+@given(length=lengths, seed=seeds)
+def test_documents_hold_the_answer(sources, task, needed, length, seed):
+    example = one(task, length, seed, sources)
+    documents = re.split(r"(?:^|\n\n)Document \d+:\n", example.context.split("documents.\n\n")[1])
+    numbers = re.findall(r"Document (\d+):\n", example.context)
+    assert [int(number) for number in numbers] == list(range(1, len(documents)))
+    assert len(set(documents)) == len(documents)
+    if task == "qa_1":
+        a, p = re.search(r"key of (\d+) (\d+)\?", example.question).groups()
+        assert example.answers == (f"Key{a}{p}", "key")
+        assert sum(f"Article {a} has paragraph {p}," in document for document in documents) == 1
+        # The article's other paragraphs come before those of other articles.
+        assert example.context.count(f"Article {a} has") >= 3
+    else:
+        i = re.search(r"story (\d+)\?", example.question)[1]
+        titles = {document.split("\n")[0] for document in documents}
+        assert {f"Title {i}-2", f"Title {i}-7"} <= titles and example.answers == (f"Name{i}",)
+        assert len(documents) - 1 < 10 or {f"Title {i}-{j}" for j in range(10)} <= titles
+
+
+def test_questions_too_long_for_the_length_are_passed_over(tmp_path):
+    data = squad_data(20)
+    data["data"][3]["paragraphs"][0]["context"] += " very long" * 2000
+    sources = Sources(squad=write_json(tmp_path / "squad.json", data))
+    examples = make_examples("qa_1", 900, 59, words, sources)
+    assert len({example.question for example in examples}) == 59 and all(size(example) <= 900 for example in examples)
+    assert not any("key of 3 0?" in example.question for example in examples)
+    with pytest.raises(EvaluationError, match="qa_1 has 59 questions that fit 900 tokens, but 60 are asked for"):
+        make_examples("qa_1", 900, 60, words, sources)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_too_short_a_length_is_refused_with_the_shortest(sources, task):
+    with pytest.raises(EvaluationError, match="needs at least") as refused:
+        one(task, 60, 0, sources)
+    shortest = int(re.search(r"at least (\d+) tokens", str(refused.value))[1])
+    example = one(task, shortest + 30, 0, sources)
+    assert shortest - 30 <= size(example) <= shortest + 30
+
+
+def test_wrong_requests(sources):
+    with pytest.raises(EvaluationError, match="no task 'niah_singel_1'; did you mean niah_single_1"):
+        make_examples("niah_singel_1", 1000, 1, words, sources)
+    with pytest.raises(EvaluationError, match="0 examples of vt are asked for; ask for at least one"):
+        make_examples("vt", 1000, 0, words, sources)
+    with pytest.raises(EvaluationError, match=r"all 210 documents for qa_1 make \d+ tokens, but 50000 are asked for"):
+        make_examples("qa_1", 50_000, 1, words, sources)
+
+
+@given(unit=st.integers(1, 40), least=st.integers(1, 120), limit=st.integers(1, 200_000), noise=st.integers(0, 5),
+       most=st.none() | st.integers(120, 3000))  # fmt: skip
+def test_the_search_finds_the_largest_within_few_measurements(unit, least, limit, noise, most):
+    asked = []
+
+    def tokens(units):
+        asked.append(units)
+        return units * unit + (units * 7919) % (noise + 1)
+
+    fit = largest(tokens, limit, least, most)
+    assert fit.tokens == tokens(fit.units) and least <= fit.units and (most is None or fit.units <= most)
+    if fit.tokens > limit:
+        assert fit.units == least
+    else:
+        assert fit.units == most or fit.tokens >= limit - limit // 256 - unit - noise
+    assert len(asked) < 30 and max(asked) <= max(64 * fit.units, 2 * least + 16)
+
+
+def test_a_long_text_is_measured_a_few_times(sources):
+    asked = []
+
+    def counting(text, add_special_tokens=True):
+        asked.append(len(text))
+        return words(text)
+
+    make_examples("niah_multikey_1", 131_072, 1, counting, sources)
+    assert sum(chars > 100_000 for chars in asked) <= 6
+
+
+def test_the_chat_template_has_its_room(sources):
+    class Chat:
+        chat_template = "yes"
+
+        def __call__(self, text, add_special_tokens=True):
+            return words(text)
+
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            assert not tokenize and add_generation_prompt
+            return "\n".join(["system"] * 70) + f" user {messages[0]['content']} end assistant "
+
+    plain, chat = (one("niah_single_2", 2000, 0, sources, tokenizer) for tokenizer in (words, Chat()))
+    assert 2000 - 8 - 5 <= size(chat) + 73 <= 2000 and size(plain) > size(chat) + 50
+
+
+@pytest.fixture(scope="module")
+def merging():
+    """A byte-pair tokenizer with a chat template, trained on text like the tasks' own."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<s>", "<turn>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(
+        [ESSAY, "The special magic numbers are. Question: words Answer: according to the text"], trainer
+    )
+    template = (
+        "<s>system\nBe brief.<turn>\n{% for m in messages %}user\n{{ m['content'] }}<turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant\n{% endif %}"
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", chat_template=template)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_whole_prompt_in_the_chat_template_stays_within_the_length(sources, merging, task):
+    for example in make_examples(task, 4000, 2, merging, sources):
+        before, _, after = chat_parts(merging)
+        apart = (before + example.context, example.question + after + example.answer_prefix)
+        for parts in (apart, ("".join(apart),)):
+            ids = [merging(part, add_special_tokens=False)["input_ids"] for part in parts]
+            total = sum(map(len, ids)) + example.max_new_tokens
+            assert 4000 - (300 if task.startswith("qa") else 100) <= total <= 4000
+
+
+def test_sentences():
+    assert sentences('He said "no." Then he left! Did 3.5 help? "Yes." 7 did (once). e.g. this') == [
+        'He said "no.', "Then he left!", "Did 3.5 help?", '"Yes.', "7 did (once). e.g. this"
+    ]  # fmt: skip
+
+
+def test_the_official_json_forms_are_read(tmp_path, sources):
+    (tmp_path / "hotpot_dev_distractor_v1.json").write_text(json.dumps(hotpot_rows(60)))
+    (tmp_path / "dev-v2.0.json").write_text(json.dumps(squad_data()))
+    (tmp_path / "b.txt").write_text("Second file here. It ends.")
+    (tmp_path / "a.txt").write_text("First file here. It ends.")
+    plain = Sources.from_folder(tmp_path)
+    assert plain.words[:5] == ("First", "file", "here.", "It", "ends.") and plain.words[5] == "Second"
+    for task in ("qa_1", "qa_2"):
+        assert one(task, 2000, 5, plain) == one(task, 2000, 5, sources)
+
+
+def test_the_hub_s_parquet_files_give_the_same_examples(tmp_path, sources):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    asked = []
+
+    def download(repo_id, filename, repo_type, revision):
+        asked.append((repo_id, filename))
+        assert repo_type == "dataset" and len(revision) == 40
+        if "squad" in repo_id:
+            rows = [
+                {"title": article["title"], "context": p["context"], "question": q["question"],
+                 "answers": {"text": [a["text"] for a in q["answers"]], "answer_start": [0] * len(q["answers"])}}
+                for article in squad_data()["data"] for p in article["paragraphs"] for q in p["qas"]
+            ]  # fmt: skip
+        else:
+            rows = [
+                {**row,
+                 "supporting_facts": {"title": [t for t, _ in row["supporting_facts"]], "sent_id": [0, 1]},
+                 "context": {"title": [t for t, _ in row["context"]], "sentences": [s for _, s in row["context"]]}}
+                for row in hotpot_rows(60)
+            ]  # fmt: skip
+        path = tmp_path / f"{len(asked)}.parquet"
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+        return str(path)
+
+    hub = Sources.from_hub(haystack=ESSAY, download=download)
+    assert one("niah_single_1", 2000, 5, hub) == one("niah_single_1", 2000, 5, sources) and not asked
+    for task in ("qa_1", "qa_2", "qa_1", "niah_single_2"):
+        assert one(task, 2000, 5, hub) == one(task, 2000, 5, sources)
+    assert asked == [
+        ("rajpurkar/squad_v2", "squad_v2/validation-00000-of-00001.parquet"),
+        ("hotpotqa/hotpot_qa", "distractor/validation-00000-of-00001.parquet"),
+    ]
+
+
+def test_a_failed_download_says_the_way_out():
+    def download(**_):
+        raise ConnectionError("no route")
+
+    with pytest.raises(
+        DataError, match=r"rajpurkar/squad_v2 cannot be fetched \(ConnectionError: no route\); give SQuAD"
+    ):
+        one("qa_1", 1000, 0, Sources.from_hub(download=download))
+
+
+def test_missing_sources(tmp_path):
+    empty = Sources.from_folder(tmp_path)
+    for task, what in (
+        ("niah_single_2", "put PaulGrahamEssays.json"),
+        ("qa_1", r"dev-v2.0.json\)"),
+        ("qa_2", "Hotpot"),
+    ):
+        with pytest.raises(DataError, match=what):
+            one(task, 1000, 0, empty)
+    assert one("niah_single_1", 1000, 0, empty) and one("cwe", 1000, 0, empty)
+    with pytest.raises(DataError, match="there is no folder"):
+        Sources.from_folder(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="there is no file"):
+        one("qa_1", 1000, 0, Sources(squad=tmp_path / "squad.json"))
+    with pytest.raises(DataError, match="has no text to hide needles in"):
+        one("niah_single_2", 1000, 0, Sources(haystack=" \n"))
+
+
+def without(row, name):
+    return {key: value for key, value in row.items() if key != name}
+
+
+HOTPOT = hotpot_rows(1)[0]
+BROKEN_HOTPOT = [
+    (without(HOTPOT, "question"), "field 'question' is missing"),
+    (without(HOTPOT, "context"), "field 'context' is missing"),
+    (HOTPOT | {"answer": 3}, "field 'answer' is not a str"),
+    (HOTPOT | {"supporting_facts": [["a"]]}, "field 'supporting_facts' must hold pairs"),
+    (["a list"], "not a JSON object but a list"),
+]
+
+
+@pytest.mark.parametrize(("row", "complaint"), BROKEN_HOTPOT)
+def test_a_malformed_line_is_named_with_its_field(tmp_path, row, complaint):
+    path = write_lines(tmp_path / "hotpot.jsonl.gz", [HOTPOT, HOTPOT, row])
+    with pytest.raises(DataError, match=re.escape(f"{path}, line 3: {complaint}")):
+        one("qa_2", 1000, 0, Sources(hotpot=path))
+
+
+def test_questions_whose_documents_are_absent_are_not_asked(tmp_path):
+    rows = hotpot_rows(30)
+    rows[4]["supporting_facts"].append(["Elsewhere", 0])
+    sources = Sources(hotpot=write_lines(tmp_path / "hotpot.jsonl.gz", rows))
+    examples = make_examples("qa_2", 1000, 29, words, sources)
+    assert not any("story 4?" in example.question for example in examples)
+    only = Sources(hotpot=write_lines(tmp_path / "one.jsonl.gz", [rows[4]]))
+    with pytest.raises(DataError, match="has no question with an answer"):
+        one("qa_2", 1000, 0, only)
+
+
+def test_malformed_files(tmp_path):
+    path = tmp_path / "squad.json"
+    for text, complaint in (
+        ('{"data": [', "is not JSON"),
+        ("[1]", "field 'data' is missing"),
+        (json.dumps({"data": [{"paragraphs": [{"context": "a", "qas": []}, {"qas": []}]}]}),
+         "article 1, paragraph 2: field 'context' is missing"),
+        (json.dumps({"data": [{"paragraphs": [{"context": "a", "qas": [{"answers": [{"text": "b"}]}]}]}]}),
+         "article 1, paragraph 1, question 1: field 'question' is missing"),
+        ('{"data": []}', "has no question with an answer"),
+    ):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(DataError, match=re.escape(str(path)) + ".*" + re.escape(complaint)):
+            one("qa_1", 1000, 0, Sources(squad=path))
+    for name, content, complaint in (
+        ("hotpot.jsonl.gz", b"not gzip", "is not a readable gzip file"),
+        ("hotpot.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999)[:-20], "is not a readable gzip file|field 'supporting"),
+        ("hotpot.jsonl.gz", gzip.compress(b"{}\n{oops\n"), "line 1: field 'supporting_facts' is missing"),
+        ("hotpot.jsonl.gz", gzip.compress(b"{oops\n"), "line 1: not a JSON object"),
+        ("hotpot.json", b"{}", "must hold a JSON list of questions, but holds a dict"),
+        ("hotpot.json.gz", b"not gzip", "cannot be read"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=complaint):
+            one("qa_2", 1000, 0, Sources(hotpot=tmp_path / name))
+    pytest.importorskip("pyarrow")
+    (tmp_path / "hotpot.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match="is not a readable Parquet file"):
+        one("qa_2", 1000, 0, Sources(hotpot=tmp_path / "hotpot.parquet"))
+
+
+def test_without_its_package_the_word_list_says_what_to_install(monkeypatch):
+    import sys
+
+    from lkv.evals.ruler.words import word_list
+
+    word_list.cache_clear()
+    monkeypatch.setitem(sys.modules, "wonderwords", None)
+    with pytest.raises(DataError, match=r"pip install lkv-cache\[evals\]"):
+        word_list("noun")

@@ -1,0 +1,329 @@
+"""The runner against single methods and the stock model; interruptions; shares of several processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from lkv.cache import RaggedCache
+from lkv.errors import DataError, LkvError, RetentionError
+from lkv.evals import roster as rosters
+from lkv.evals.compare import greedy
+from lkv.evals.journal import Journal
+from lkv.evals.processes import Process
+from lkv.evals.roster import Roster
+from lkv.evals.runner import evaluate
+from lkv.kvzip import kvzip
+from lkv.methods import needs_second_pass
+from lkv.modeling import attach
+from lkv.policy import Policy
+from lkv.prefill import read_prompt
+from lkv.selection import LearnedScores
+from tests.conftest import tiny_llama
+from tests.fake_suite import Letters, make_examples, make_prompt, score
+
+METHODS = ("lkv", "lkv-t", "ada+lkv-t", "snapkv", "expected", "kvzip", "lkv-h+kvzip", "random")
+RETENTIONS = (0.4, 0.2)
+PATTERN = [[0.9, 0.1], [0.2, 0.8], [0.5, 0.4]]
+
+
+def run(model, policy, out, examples, methods=("lkv", "snapkv"), retentions=(0.3,), **options):
+    options = {"score": score, "make_prompt": make_prompt, "model_name": "tiny"} | options
+    evaluate(model, Letters(), examples, methods, retentions, out, policy=policy, **options)
+    header, *lines = [json.loads(line) for line in out.read_text().splitlines()]
+    return header, lines
+
+
+def without_seconds(lines):
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def test_every_row_answers_as_its_method_alone(model, policy, tmp_path):
+    examples = make_examples(1)
+    header, lines = run(model, policy, tmp_path / "x.jsonl", examples, METHODS, RETENTIONS)
+    assert header["methods"] == list(METHODS) and header["retentions"] == [0.4, 0.2]
+    assert header["policy"] == policy.digest() and header["dtype"] == "float64" and header["suite"] == "ruler"
+    different = set()
+    for line, example in zip(lines, examples, strict=True):
+        assert line["key"] == f"{example.task}-128-0" and not line["skipped"]
+        given = make_prompt(example, Letters(), "kvpress", 512)
+        whole = torch.tensor([given.context + given.question])
+        attach(model)
+        prompt = read_prompt(model, whole[:, : len(given.context)], queries=True)
+        rows = {(row["method"], row["retention"]): row for row in line["rows"]}
+        assert list(rows) == [("full", 1.0), *((name, r) for r in RETENTIONS for name in METHODS)]
+        for (name, retention), row in rows.items():
+            entry = 2 * 8 * 8
+            if name == "full":
+                cache = DynamicCache()
+                held = 3 * 2 * line["prompt_tokens"]
+            else:
+                if needs_second_pass(name):
+                    name = kvzip(model, Letters(), given.context, prompt, retention, name, policy)
+                cache = RaggedCache(model, policy, retention, name)
+                cache.fill(prompt)
+                held = sum(map(sum, cache.kept()))
+            out = model.generate(whole, past_key_values=cache, do_sample=False, max_new_tokens=6)
+            answer = Letters().decode(out[0, whole.shape[1] :], skip_special_tokens=True)
+            assert row["answer"] == answer and row["score"] == score(example, answer)
+            assert row["nbytes"] == held * entry and row["full_nbytes"] == 3 * 2 * line["prompt_tokens"] * entry
+            assert row["realised"] == pytest.approx(row["nbytes"] / row["full_nbytes"], abs=1e-6)
+            different.add(answer)
+        assert rows["full", 1.0]["kl"] == 0 and rows["full", 1.0]["hidden_error"] == 0
+    assert len(different) > 10
+
+
+def test_fidelity_is_that_of_teacher_forcing_the_right_answer(model, policy, tmp_path):
+    (example,) = make_examples(1, ["alpha"])
+    _, (line,) = run(model, policy, tmp_path / "x.jsonl", [example], ["lkv"])
+    given = make_prompt(example, Letters(), "kvpress", 512)
+    target = Letters()(" " + ", ".join(example.answers))["input_ids"][: example.max_new_tokens]
+    rest = torch.tensor([given.question + target])
+    found = []
+    for cache in (DynamicCache(), RaggedCache(model, policy, 0.3)):
+        model(torch.tensor([given.context]), past_key_values=cache, use_cache=True)
+        out = model(rest, past_key_values=cache, use_cache=True, output_hidden_states=True)
+        rows = slice(len(given.question) - 1, -1)
+        found.append((torch.log_softmax(out.logits[0, rows].detach(), -1), out.hidden_states[-1][0, rows].detach()))
+    (full, full_hidden), (own, own_hidden) = found
+    kl = torch.nn.functional.kl_div(own, full, reduction="none", log_target=True).sum(-1).mean()
+    error = ((own_hidden - full_hidden).norm(dim=-1) / full_hidden.norm(dim=-1)).mean()
+    row = line["rows"][1]
+    assert row["kl"] == pytest.approx(float(kl), abs=1e-5) and row["kl"] > 0.01
+    assert row["hidden_error"] == pytest.approx(float(error), abs=1e-5) and row["hidden_error"] > 0.01
+    assert row["agreement"] == pytest.approx(float((own.argmax(-1) == full.argmax(-1)).double().mean()), abs=1e-6)
+    # Without a right answer there is nothing to be faithful to.
+    _, (line,) = run(model, policy, tmp_path / "y.jsonl", make_examples(1, ["alpha"], answers=()), score=lambda *_: 0)
+    assert line["rows"][1]["kl"] is None and line["rows"][1]["agreement"] is None
+
+
+def test_shared_scores_are_computed_once(model, policy, tmp_path, monkeypatch):
+    calls = []
+    scores = LearnedScores.scores
+    monkeypatch.setattr(
+        LearnedScores, "scores", lambda self, layer, *rest: calls.append(layer) or scores(self, layer, *rest)
+    )
+    replays = []
+    replay = rosters.replay_scores
+    monkeypatch.setattr(rosters, "replay_scores", lambda *given: replays.append(1) or replay(*given))
+    run(model, policy, tmp_path / "x.jsonl", make_examples(1, ["alpha"]), METHODS, RETENTIONS)
+    # Once to see whether the prompt can be scored, then once a layer for three methods at two retentions.
+    assert calls == [0, 0, 1, 2] and replays == [1]
+
+
+def test_rows_held_in_parts_are_the_same(model, policy, tmp_path):
+    examples = make_examples(1)
+    _, whole = run(model, policy, tmp_path / "x.jsonl", examples, METHODS)
+    _, parts = run(model, policy, tmp_path / "y.jsonl", examples, METHODS, rows_at_once=2)
+    assert without_seconds(parts) == without_seconds(whole)
+
+
+def test_methods_that_cannot_serve_a_prompt_are_skipped_with_the_reason(model, policy, tmp_path):
+    examples = make_examples(1, ["alpha"], tokens=60)
+    _, (line,) = run(model, policy, tmp_path / "x.jsonl", examples, ["snapkv", "lkv", "duo"], pattern=PATTERN)
+    assert [row["method"] for row in line["rows"]] == ["full", "lkv", "duo"]
+    (skipped,) = line["skipped"]
+    assert (skipped["method"], skipped["retention"]) == ("snapkv", 0.3)
+    assert "needs more than that" in skipped["reason"]
+    # DuoAttention's windows are longer than this prompt: it keeps all of it, and says so.
+    assert line["rows"][2]["retention"] == 0.3 and line["rows"][2]["realised"] == 1.0
+
+
+def test_missing_needs_are_told_before_anything_runs(model, policy, tmp_path):
+    for methods, retentions, error, message in (
+        (["duo"], [0.3], LkvError, "needs a pattern"),
+        (["lkw"], [0.3], LkvError, "did you mean 'lkv'"),
+        (["lkv"], [1.5], RetentionError, "must lie in"),
+    ):
+        with pytest.raises(error, match=message):
+            run(model, policy, tmp_path / "x.jsonl", make_examples(1), methods, retentions)
+    assert not list(tmp_path.iterdir())
+    for examples, message in (
+        ([], "no samples"),
+        (make_examples(1) + make_examples(1), "two samples 'alpha-128-0'"),
+        (make_examples(1) + make_examples(1, ["gamma"], suite="longbench"), "belong to longbench, ruler"),
+    ):
+        with pytest.raises(DataError, match=message):
+            run(model, policy, tmp_path / "x.jsonl", examples)
+
+
+def test_full_cache_is_timed_on_the_first_samples_of_each_task(model, policy, tmp_path):
+    _, lines = run(model, policy, tmp_path / "x.jsonl", make_examples(3), ["lkv"], timed=2)
+    assert {line["key"]: line["seconds"]["full"] is not None for line in lines} == {
+        f"{task}-128-{number}": number < 2 for task in ("alpha", "beta") for number in range(3)
+    }
+    assert all(line["seconds"]["prefill"] > 0 and line["seconds"]["methods"] > 0 for line in lines)
+
+
+def test_one_line_answers_stop_at_the_newline_but_not_at_once(model):
+    ids = [[7, 30, 12, 44]]
+    free = greedy(model, ids, 12)[0]
+    assert free == model.generate(torch.tensor(ids), do_sample=False, max_new_tokens=12)[0, 4:].tolist()
+    stop = free[4]
+    assert greedy(model, ids, 12, [stop])[0] == free[: free.index(stop) + 1]
+    # The first token may not end the answer (min_length in LongBench's script).
+    late = greedy(model, ids, 12, [free[0]])[0]
+    assert late[0] != free[0]
+
+
+def test_rows_that_end_early_do_not_change_the_others(model):
+    rows = torch.randint(3, 67, (4, 9), generator=torch.Generator().manual_seed(1)).tolist()
+    alone = [greedy(model, [row], 16)[0] for row in rows]
+    stop = alone[0][3]
+    alone = [greedy(model, [row], 16, [stop])[0] for row in rows]
+    assert len({len(answer) for answer in alone}) > 1
+    assert greedy(model, rows, 16, [stop]) == alone
+
+
+def test_a_run_goes_on_where_it_was_and_grows(model, policy, tmp_path):
+    examples, out = make_examples(3), tmp_path / "x.jsonl"
+    _, whole = run(model, policy, tmp_path / "whole.jsonl", examples)
+    _, first = run(model, policy, out, examples[:2])
+    torn = out.read_text() + '{"key": "alpha-128-1", "task": "al'
+    out.write_text(torn)
+    header, lines = run(model, policy, out, examples)
+    assert without_seconds(lines) == without_seconds(whole)
+    # What was there was not measured again, and a smaller run loses nothing.
+    assert lines[:2] == first
+    assert run(model, policy, out, examples[:1]) == (header, lines)
+
+
+def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
+    examples, out = make_examples(2), tmp_path / "x.jsonl"
+    run(model, policy, out, examples)
+    before = out.read_text()
+    with pytest.raises(DataError, match=r"another run \(retentions \[0.3\] instead of \[0.5\], seed 0 instead of 4\)"):
+        run(model, policy, out, examples, retentions=[0.5], seed=4)
+    with pytest.raises(DataError, match="sample 'alpha-128-0' of another text"):
+        run(model, policy, out, make_examples(2, tokens=95))
+    assert out.read_text() == before
+    lines = before.splitlines(keepends=True)
+    out.write_text(lines[0] + lines[1][:40] + "\n" + lines[2])
+    with pytest.raises(DataError, match=r"x\.jsonl, line 2, is damaged"):
+        run(model, policy, out, examples)
+    out.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(DataError, match="is no text"):
+        run(model, policy, out, examples)
+
+
+def test_parts_of_any_number_of_processes_are_taken_up(tmp_path):
+    out, header = tmp_path / "x.jsonl", {"format": 1, "machine": "a"}
+    keys = [f"k{number}" for number in range(7)]
+    journals = [Journal(out, header, Process(rank, 3)) for rank in range(3)]
+    for number, key in enumerate(keys):
+        journals[number % 3].add({"key": key, "value": key})
+    with (tmp_path / "x.part1.jsonl").open("a") as file:
+        file.write('{"key": "torn')
+    (tmp_path / "x.partial.jsonl").write_text("somebody else's")
+    again = Journal(out, header | {"machine": "b"}, Process())
+    assert set(again.done) == set(keys)
+    again.add({"key": "k7", "value": "ü"})
+    again.finish([*keys[::-1], "k7"])
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert lines == [header, *({"key": key, "value": key} for key in keys[::-1]), {"key": "k7", "value": "ü"}]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl", "x.partial.jsonl"]
+
+
+WORKER = """
+import sys, time
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
+from lkv.evals.runner import evaluate
+from lkv.policy import Policy
+from tests.fake_suite import Letters, make_examples, make_prompt, score
+
+torch.set_num_threads(1)
+folder, rank, size, pause = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+if size > 1:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size)
+model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64).eval()
+
+scored = set()
+
+def slowly(example, answer):
+    time.sleep(pause)
+    scored.add((example.task, example.number))
+    return score(example, answer)
+
+evaluate(model, Letters(), make_examples(4), ["lkv", "snapkv"], [0.3], folder / "out.jsonl", score=slowly,
+         policy=Policy.from_pretrained(folder / "policy"), make_prompt=make_prompt, model_name="tiny")
+(folder / f"scored{rank}").write_text(str(len(scored)))
+if size > 1:
+    torch.distributed.destroy_process_group()
+"""
+
+
+def start(folder: Path, rank: int = 0, size: int = 1, pause: float = 0.0) -> subprocess.Popen:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+    if size > 1:
+        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    root = Path(__file__).parents[1]
+    with (folder / f"log{rank}").open("w") as log:
+        command = [sys.executable, "-c", WORKER, str(folder), str(rank), str(size), str(pause)]
+        return subprocess.Popen(command, cwd=root, env=env, stdout=log, stderr=log)
+
+
+@pytest.fixture
+def saved(model, policy, tmp_path):
+    """A folder with model and policy for other processes, and the samples of a run that nothing interrupts."""
+    model.save_pretrained(tmp_path / "model")
+    policy.save_pretrained(tmp_path / "policy")
+    policy = Policy.from_pretrained(tmp_path / "policy")
+    return tmp_path, policy, run(model, policy, tmp_path / "whole.jsonl", make_examples(4))
+
+
+def test_a_killed_run_ends_as_one_that_was_not(model, saved):
+    folder, policy, (_, whole) = saved
+    out = folder / "out.jsonl"
+    process = start(folder, pause=0.2)
+    try:
+        end = time.monotonic() + 90
+        while process.poll() is None and time.monotonic() < end:
+            if out.is_file() and out.read_bytes().count(b"\n") >= 4:
+                break
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        code = process.wait()
+    done = out.read_text()
+    assert code == -signal.SIGKILL and done.count("\n") < 9, (folder / "log0").read_text()
+    _, lines = run(model, policy, out, make_examples(4))
+    assert without_seconds(lines) == without_seconds(whole)
+    assert out.read_text().startswith(done[: done.rindex("\n") + 1])
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_two_processes_share_the_samples_and_take_up_what_another_number_left(saved):
+    folder, _, (header, whole) = saved
+    # Three processes were interrupted here: one had two samples, one half a line, one nothing.
+    for rank, text in enumerate([[whole[0], whole[3]], [], None]):
+        if text is not None:
+            lines = "".join(json.dumps(row) + "\n" for row in [header, *text])
+            (folder / f"out.part{rank}.jsonl").write_text(lines + ('{"key": "be' if rank else ""))
+    processes = [start(folder, rank, 2) for rank in range(2)]
+    try:
+        codes = [process.wait(120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0, 0], "\n".join((folder / f"log{rank}").read_text() for rank in range(2))
+    found, *lines = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert found == header and without_seconds(lines) == without_seconds(whole)
+    assert (lines[0], lines[3]) == (whole[0], whole[3])
+    assert [(folder / f"scored{rank}").read_text() for rank in range(2)] == ["3", "3"]
+    assert sorted(path.name for path in folder.glob("out*")) == ["out.jsonl"]
+
+
+def test_a_roster_reads_queries_only_where_a_method_needs_them(policy):
+    model = tiny_llama()
+    assert not Roster(model, Letters(), ["lkv", "knorm", "kvzip", "full"], [0.3], policy).reads_queries
+    assert Roster(model, Letters(), ["lkv", "snapkv"], [0.3], policy).reads_queries
