@@ -99,7 +99,8 @@ lengths, seeds = st.integers(900, 5000), st.integers(0, 10_000)
 def test_every_task_fills_its_length_and_no_more(sources, task, length, seed):
     example = one(task, length, seed, sources)
     unit = 80 if task.startswith("qa") else 40
-    assert length - max(unit, length / 256) - 5 <= size(example) <= length
+    # Five tokens are held back for the places where the texts meet.
+    assert length - max(unit, length / 256) - 5 <= size(example) <= length - 5
     assert (example.suite, example.task, example.number, example.length) == ("ruler", task, 0, length)
     assert example.metric == ("string_match_part" if task.startswith("qa") else "string_match_all")
     assert example.chat and len(set(example.answers)) == len(example.answers)
@@ -176,6 +177,16 @@ def test_a_short_essay_repeats_and_another_text_can_take_its_place(sources):
     text = "Apples are red. Pears are green. Plums are blue."
     context = one("niah_single_2", 1500, 0, Sources(haystack=text)).context
     assert context.count("Apples are red. Pears are green. Plums are blue.") > 20
+
+
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2"])
+def test_a_needle_lies_at_any_line(sources, task):
+    places = []
+    for example in make_examples(task, 1000, 60, words, sources):
+        lines = example.context.split("\n")[1:-1]
+        (at,) = [i for i, line in enumerate(lines) if example.answers[0] in line]
+        places.append(at / (len(lines) - 1))
+    assert min(places) < 0.1 and max(places) > 0.85 and 0.35 < sum(places) / 60 < 0.65
 
 
 def test_needles_lie_at_all_depths_between_sentences(sources):
@@ -332,6 +343,20 @@ def test_the_search_finds_the_largest_within_few_measurements(unit, least, limit
     else:
         assert fit.units == most or fit.tokens >= limit - limit // 256 - unit - noise
     assert len(asked) < 30 and max(asked) <= max(64 * fit.units, 2 * least + 16)
+
+
+@pytest.mark.parametrize("curve", [lambda n: n**3, lambda n: n if n < 700 else 10**9, lambda n: 7 + (n > 64) * n // 9])
+def test_the_search_is_bounded_where_sizes_do_not_grow_evenly(curve):
+    asked = []
+
+    def tokens(units):
+        asked.append(units)
+        return curve(units)
+
+    limit = 100_000
+    fit = largest(tokens, limit, 1, 10**6)
+    assert fit.tokens <= limit < curve(fit.units + 1) or fit.tokens >= limit - limit // 256
+    assert len(asked) <= 60
 
 
 def test_a_long_text_is_measured_a_few_times(sources):
