@@ -1,4 +1,4 @@
-"""The command line: lkv ask | methods | train | inspect | report."""
+"""The command line: lkv ask | methods | train | inspect | eval | report."""
 
 import argparse
 import json
@@ -11,7 +11,9 @@ from typing import Any
 
 from lkv.config import HIDDEN_NORMS, PRESETS, TrainingConfig, replace
 from lkv.errors import LkvError, check_retention
+from lkv.evals.command import add_parser as add_eval
 from lkv.methods import FULL, METHODS, RULES, SELECTORS, describe, find
+from lkv.options import positive
 from lkv.report.command import add_parser as add_report
 
 _TRAINING_OPTIONS = (
@@ -43,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
     ask.add_argument("--policy", default=None, help="folder or hub id of a policy (default: the one shipped)")
     ask.add_argument("--pattern", type=Path, default=None, help="DuoAttention's full_attention_heads.tsv (rule duo)")
-    ask.add_argument("--max-new-tokens", type=_positive, default=128)
+    ask.add_argument("--max-new-tokens", type=positive, default=128)
     ask.set_defaults(run=_ask)
 
     inspect = commands.add_parser("inspect", help="show what a policy learned")
@@ -64,19 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     types = {f.name: type(getattr(TrainingConfig(), f.name)) for f in fields(TrainingConfig)}
     for name in _TRAINING_OPTIONS:
         choices = HIDDEN_NORMS if name == "hidden_norm" else None
-        kind = _positive if types[name] is int and name != "seed" else types[name]
+        kind = positive if types[name] is int and name != "seed" else types[name]
         train.add_argument("--" + name.replace("_", "-"), type=kind, default=None, choices=choices)
     train.set_defaults(run=_train)
 
+    add_eval(commands)
     add_report(commands)
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
-    return number
 
 
 def _ask(options: argparse.Namespace) -> None:

@@ -173,13 +173,19 @@ def test_one_line_answers_stop_at_the_newline_but_not_at_once(model):
     assert late[0] != free[0]
 
 
-def test_rows_that_end_early_do_not_change_the_others(model):
+def test_rows_that_end_early_do_not_change_the_others(model, policy):
     rows = torch.randint(3, 67, (4, 9), generator=torch.Generator().manual_seed(1)).tolist()
     alone = [greedy(model, [row], 16)[0] for row in rows]
     stop = alone[0][3]
     alone = [greedy(model, [row], 16, [stop])[0] for row in rows]
     assert len({len(answer) for answer in alone}) > 1
     assert greedy(model, rows, 16, [stop]) == alone
+    for methods in (4, 3):
+        cache = RaggedCache(model, policy, 1.0)
+        attach(model)
+        with torch.no_grad():
+            model(torch.tensor(rows[:methods])[:, :-1], past_key_values=cache, use_cache=True)
+        assert greedy(model, rows[:methods], 16, [stop], cache, dropping=True) == alone[:methods]
 
 
 def test_a_run_goes_on_where_it_was_and_grows(model, policy, tmp_path):

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lkv.cache import RaggedCache
 from lkv.methods import Method, side_by_side
+from lkv.modeling import cut_to
 from lkv.prefill import PromptLayer
 
 
@@ -59,7 +61,8 @@ class Comparison:
 
     def __init__(self, model: Any, ids: list[int], prompt: list[PromptLayer], methods: Sequence[Method]):
         """`prompt` is what `read_prompt(model, ids, queries=True)` gave; row i of every result is `methods[i]`."""
-        self._model, self._ids, self._rows = model, ids, len(methods)
+        self._model, self._ids, self._rows = model, list(ids), len(methods)
+        self._prompt_tokens = len(ids)
         self._cache = RaggedCache(model, method=side_by_side(methods))
         self._cache.fill([_repeat(layer, self._rows) for layer in prompt])
 
@@ -69,16 +72,29 @@ class Comparison:
 
     def realised(self) -> list[float]:
         """Kept entries / all entries of each method."""
-        every = sum(layer.kept.shape[1] for layer in self._cache.ragged) * len(self._ids)
+        every = sum(layer.kept.shape[1] for layer in self._cache.ragged) * self._prompt_tokens
         return [kept / every for kept in self.held()]
 
-    def answers(self, question: list[int], max_new_tokens: int, stops: Sequence[int] = ()) -> list[list[int]]:
-        """Answer ids of each method to the ids of a question, see `greedy`."""
+    @torch.no_grad()
+    def read(self, ids: list[int]) -> None:
+        """Let every later question and continuation begin with `ids`, which are read once."""
+        if ids:
+            self._model.base_model(input_ids=self._batch(ids), past_key_values=self._cache, use_cache=True)
+            self._ids += ids
+
+    def answers(
+        self, question: list[int], max_new_tokens: int, stops: Sequence[int] = (), last: bool = False
+    ) -> list[list[int]]:
+        """Answer ids of each method to the ids of a question, see `greedy`.
+
+        `last`: nothing is asked afterwards, so that methods whose answers have ended can be dropped, which saves time.
+        """
         ids = [self._ids + question] * self._rows
         try:
-            return greedy(self._model, ids, max_new_tokens, stops, self._cache)
+            return greedy(self._model, ids, max_new_tokens, stops, self._cache, dropping=last)
         finally:
-            self._cache.rewind()
+            if not last:
+                self._rewind()
 
     def fidelity(self, continuation: list[int], skip: int) -> list[Fidelity]:
         """Each method against the first one, over the tokens of `continuation` from `skip` on."""
@@ -89,9 +105,8 @@ class Comparison:
     @torch.no_grad()
     def predict(self, continuation: list[int], skip: int) -> Predictions:
         """What each method gives for the tokens of `continuation` from `skip` on."""
-        device = self._model.get_input_embeddings().weight.device
         # The last token predicts nothing; the first is predicted where another precedes it here.
-        ids = torch.tensor([continuation[:-1]], device=device).expand(self._rows, -1)
+        ids = self._batch(continuation[:-1])
         targets = len(continuation) - max(1, skip)
         hidden: list[Tensor] = []
         head = self._model.get_output_embeddings()
@@ -100,34 +115,71 @@ class Comparison:
             out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=targets)
         finally:
             handle.remove()
-            self._cache.rewind()
+            self._rewind()
         return Predictions(out.logits[:, -targets:], hidden[0][:, -targets:])
+
+    def _batch(self, ids: list[int]) -> Tensor:
+        device = self._model.get_input_embeddings().weight.device
+        return torch.tensor([ids], device=device).expand(self._rows, -1)
+
+    def _rewind(self) -> None:
+        cut_to(self._cache, len(self._ids))
 
 
 @torch.no_grad()
 def greedy(
-    model: Any, rows: Sequence[list[int]], max_new_tokens: int, stops: Sequence[int] = (), cache: Any = None
+    model: Any,
+    rows: Sequence[list[int]],
+    max_new_tokens: int,
+    stops: Sequence[int] = (),
+    cache: Any = None,
+    dropping: bool = False,
 ) -> list[list[int]]:
     """What `model.generate` adds to `rows` of equal length, each cut after its first end token.
 
     `cache` may hold the beginning of the rows. `stops` end an answer, as the model's own end tokens do, from its second
-    token on. (LongBench's way with one-line answers.)
+    token on (LongBench's way with one-line answers). `dropping` takes rows out of the cache once half of them have
+    ended, so that a few long answers do not cost as many steps of all; the cache is of no use afterwards.
     """
     ids = torch.tensor(rows, device=model.get_input_embeddings().weight.device)
     own = model.generation_config.eos_token_id
     ends = [*([] if own is None else [own] if isinstance(own, int) else own), *stops]
     padding = model.generation_config.pad_token_id
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=1 if stops else None,
-        eos_token_id=ends or None,
-        pad_token_id=padding if padding is not None else (ends or [0])[0],
-    )
-    return [_until(row, ends) for row in out[:, ids.shape[1] :].tolist()]
+    start, end = ids.shape[1], ids.shape[1] + max_new_tokens
+    going = list(range(len(rows)))
+    found: list[list[int]] = [[] for _ in rows]
+    while True:
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            do_sample=False,
+            max_new_tokens=end - ids.shape[1],
+            min_new_tokens=1 if stops and ids.shape[1] == start else None,
+            eos_token_id=ends or None,
+            pad_token_id=padding if padding is not None else (ends or [0])[0],
+            stopping_criteria=StoppingCriteriaList([_HalfEnded(start, ends)] if dropping else []),
+        )
+        for row, tokens in zip(going, out[:, start:].tolist(), strict=True):
+            found[row] = _until(tokens, ends)
+        left = [place for place, row in enumerate(going) if found[row][-1] not in ends]
+        if not left or out.shape[1] == end:
+            return found
+        going, chosen = [going[place] for place in left], torch.tensor(left, device=ids.device)
+        cache.batch_select_indices(chosen)
+        ids = out[chosen]
+
+
+class _HalfEnded(StoppingCriteria):
+    """Stops all rows when at least half of them have one of `ends` after their first `start` tokens."""
+
+    def __init__(self, start: int, ends: Sequence[int]):
+        self._start, self._ends = start, ends
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        ends = torch.tensor(self._ends, device=input_ids.device, dtype=input_ids.dtype)
+        ended = torch.isin(input_ids[:, self._start :], ends).any(-1)
+        return (ended.sum() * 2 >= len(ended)).expand(len(ended))
 
 
 def _until(ids: list[int], ends: Sequence[int]) -> list[int]:

@@ -18,7 +18,9 @@ from lkv.evals.compare import Comparison, Fidelity, Prediction, greedy
 from lkv.evals.example import Example
 from lkv.evals.journal import Journal
 from lkv.evals.processes import Process
+from lkv.evals.protocol import Prompt, make_prompt
 from lkv.evals.roster import Roster
+from lkv.evals.scores import score
 from lkv.modeling import attach, evaluation_mode
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer, read_prompt
@@ -43,8 +45,8 @@ def evaluate(
     seed: int = 0,
     timed: int = 2,
     rows_at_once: int = 64,
-    score: Callable[[Example, str], float] | None = None,
-    make_prompt: Callable[..., Any] | None = None,
+    make_prompt: Callable[..., Prompt] = make_prompt,
+    score: Callable[[Example, str], float] = score,
 ) -> None:
     """Measure `methods` at all `retentions`, and the full cache, on every example that `out` does not hold yet.
 
@@ -52,7 +54,7 @@ def evaluate(
     interrupted run goes on where it was; under Accelerate each process takes its share of the samples. `policy` and
     `pattern` as for RaggedCache, `seed` the one that made the examples. `timed`: on how many samples of each task and
     length the full cache is timed alone. `rows_at_once`: how many methods times retentions are held beside each other.
-    `score` and `make_prompt` replace `scores.score` and `protocol.make_prompt`.
+    `make_prompt` and `score` may be others, for another kind of examples.
 
     Raises DataError for no examples, two of one name, examples of several suites, or a file of other settings or texts,
     and LkvError where a method misses what it needs.
@@ -83,10 +85,8 @@ def evaluate(
             )
     with_full = _first_of_each(named, timed)
     left = [key for key in named if key not in journal.done][process.rank :: process.size]
-    prompt_of = partial(
-        make_prompt or _make_prompt(), tokenizer=tokenizer, protocol=protocol, max_positions=attach(model).max_positions
-    )
-    run = _Run(model, tokenizer, roster, prompt_of, score or _score(), rows_at_once)
+    prompt_of = partial(make_prompt, tokenizer=tokenizer, protocol=protocol, max_positions=attach(model).max_positions)
+    run = _Run(model, tokenizer, roster, prompt_of, score, rows_at_once)
     with evaluation_mode(model):
         for key in tqdm(left, desc=str(header["suite"]), unit="sample", disable=process.rank > 0):
             journal.add({"key": key} | run.sample(named[key], key in with_full))
@@ -99,7 +99,7 @@ class _Run:
         model: Any,
         tokenizer: Any,
         roster: Roster,
-        prompt_of: Callable[[Example], Any],
+        prompt_of: Callable[[Example], Prompt],
         score: Callable[[Example, str], float],
         rows_at_once: int,
     ):
@@ -129,13 +129,16 @@ class _Run:
             run = Comparison(self._model, given.context, prompt, [row.method for row in part])
             if start + self._at_once >= len(rows):
                 prompt = []  # the full cache's row has its own copy
-            answers = run.answers(given.question, example.max_new_tokens, stops)
+            run.read(given.question[:-1])
             close: list[Fidelity] | None = None
             if reference:
-                predicted = run.predict(given.question + reference, len(given.question))
+                predicted = run.predict(given.question[-1:] + reference, 1)
                 full = predicted.row(0) if full is None else full
                 close = [predicted.row(index).against(full) for index in range(len(part))]
-            for index, (row, held, answer) in enumerate(zip(part, run.held(), answers, strict=True)):
+                del predicted
+            kept = run.held()
+            answers = run.answers(given.question[-1:], example.max_new_tokens, stops, last=True)
+            for index, (row, held, answer) in enumerate(zip(part, kept, answers, strict=True)):
                 text = self._tokenizer.decode(answer, skip_special_tokens=True)
                 found.append(
                     {
@@ -186,18 +189,6 @@ class _Run:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-
-def _score() -> Callable[[Example, str], float]:
-    from lkv.evals.scores import score
-
-    return score
-
-
-def _make_prompt() -> Callable[..., Any]:
-    from lkv.evals.protocol import make_prompt
-
-    return make_prompt
 
 
 def _by_key(examples: Iterable[Example]) -> dict[str, Example]:

@@ -1,0 +1,149 @@
+"""lkv eval: methods side by side on RULER or LongBench."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from lkv.errors import LkvError, check_retention
+from lkv.methods import FULL, find, needs_policy
+from lkv.options import positive
+
+SUITES, PROTOCOLS = ("ruler", "longbench"), ("kvpress", "longbench")
+_RULER_SAMPLES = 50
+
+
+def add_parser(commands: Any) -> None:
+    """The parser of the command."""
+    parser = commands.add_parser("eval", help="measure methods on RULER or LongBench, or resume a measurement")
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--data", type=Path, default=None, help="folder with the sources (default: from the hub)")
+    parser.add_argument("--tasks", nargs="+", default=None, help="(default: all)")
+    parser.add_argument("--lengths", nargs="+", type=positive, default=[4096], help="RULER: tokens, prompt and answer")
+    parser.add_argument("--samples", type=positive, default=None, help=f"a task (RULER: {_RULER_SAMPLES}, else all)")
+    parser.add_argument("--methods", nargs="+", default=["lkv", "snapkv"], help="names that `lkv methods` lists")
+    parser.add_argument("--retention", nargs="+", type=float, default=[0.15], help="shares of the cache to keep")
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="kvpress", help="how prompts are made")
+    parser.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=None, help="of the model")
+    parser.add_argument("--policy", default=None, help="folder or hub id of a policy (default: the one shipped)")
+    parser.add_argument("--pattern", type=Path, default=None, help="for duo: full_attention_heads.tsv, or a long text")
+    parser.add_argument("--seed", type=int, default=0, help="RULER: another seed makes other samples")
+    parser.add_argument("--rows-at-once", type=positive, default=64, help="methods x retentions held at a time")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines; a run that was interrupted goes on")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    import torch
+
+    from lkv.embedded import DEFAULT, default_policy, load_model
+    from lkv.evals.processes import Process
+    from lkv.evals.runner import evaluate
+    from lkv.modeling import inspect_model
+    from lkv.policy import Policy
+
+    # What is wrong with the command is told before a model is loaded.
+    tasks = _tasks(options.suite, options.tasks)
+    entries = [find(name) for name in options.methods if name != FULL]
+    for retention in options.retention:
+        check_retention(retention)
+    if options.pattern is None and any(entry.rule == "duo" for entry in entries):
+        raise LkvError(
+            "DuoAttention must know the retrieval heads of the model: give --pattern with a full_attention_heads.tsv, "
+            "or with a long text file to estimate them from."
+        )
+    policy = None
+    if any(needs_policy(name) for name in options.methods if name != FULL):
+        policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
+    process = Process.current()
+    name = options.model or DEFAULT
+    model, tokenizer = load_model(name, getattr(torch, options.dtype) if options.dtype else None)
+    model.to(process.device)
+    limit = inspect_model(model).max_positions
+    if options.suite == "ruler" and max(options.lengths) > limit:
+        raise LkvError(f"a length of {max(options.lengths)} is asked for, but {name} reads {limit} tokens at most.")
+    pattern = _pattern(options.pattern, model, tokenizer) if options.pattern else None
+    evaluate(
+        model,
+        tokenizer,
+        _examples(options, tasks, tokenizer),
+        options.methods,
+        options.retention,
+        options.out,
+        options.protocol,
+        policy,
+        pattern=pattern,
+        model_name=Path(name).name if Path(name).exists() else name,
+        seed=options.seed,
+        rows_at_once=options.rows_at_once,
+    )
+    if process.rank == 0:
+        _print_means(options.out)
+    process.end()
+
+
+def _tasks(suite: str, tasks: Sequence[str] | None) -> Sequence[str]:
+    from lkv.evals import longbench, ruler
+
+    known = ruler.TASKS if suite == "ruler" else longbench.TASKS
+    for task in tasks or ():
+        if task not in known:
+            near = get_close_matches(task, known, n=2) or known
+            raise LkvError(f"{suite} has no task {task!r}; did you mean {' or '.join(map(repr, near))}?")
+    return tasks or known
+
+
+def _examples(options: argparse.Namespace, tasks: Sequence[str], tokenizer: Any) -> list[Any]:
+    """Of every task the first, then of every task the second: an interrupted run has some of each."""
+    from lkv.evals import longbench, ruler
+
+    if options.suite == "longbench":
+        found = [longbench.load_examples(task, options.data, options.samples) for task in tasks]
+    else:
+        sources = ruler.Sources.from_folder(options.data) if options.data else ruler.Sources.from_hub()
+        found = [
+            ruler.make_examples(task, length, options.samples or _RULER_SAMPLES, tokenizer, sources, options.seed)
+            for length in dict.fromkeys(options.lengths)
+            for task in dict.fromkeys(tasks)
+        ]
+    return sorted((example for examples in found for example in examples), key=lambda example: example.number)
+
+
+def _pattern(path: Path, model: Any, tokenizer: Any) -> list[list[float]]:
+    """DuoAttention's alphas from a pattern file, or estimated once on a text."""
+    from lkv.budget import estimate_pattern, read_pattern
+    from lkv.modeling import inspect_model
+    from lkv.prompts import context_ids
+
+    spec = inspect_model(model)
+    if path.suffix == ".tsv":
+        return read_pattern(path, spec.layers, spec.kv_heads)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LkvError(f"{path} cannot be read as text ({error}); give a .tsv file or a UTF-8 text file.") from error
+    return estimate_pattern(model, [context_ids(tokenizer, text)[: spec.max_positions]])
+
+
+def _print_means(path: Path) -> None:
+    """Each method over all samples of the file."""
+    from lkv.evals.metrics import bootstrap
+
+    header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    rows: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for line in lines:
+        for row in line["rows"]:
+            rows.setdefault((row["method"], row["retention"]), []).append(row)
+    print(f"{header['suite']}, protocol {header['protocol']}, {header['model']}: {len(lines)} samples in {path}")
+    print(f"{'method':18} {'retention':>9} {'realised':>8} {'score':>6} {'95% interval':>14} {'n':>5}")
+    for (method, retention), own in rows.items():
+        mean = bootstrap([[row["score"]] for row in own])
+        realised = sum(row["realised"] for row in own) / len(own)
+        interval = f"[{mean.low:.1f}, {mean.high:.1f}]"
+        print(f"{method:18} {retention:9.2f} {realised:8.3f} {mean.value:6.1f} {interval:>14} {mean.n:5}")
+    lost = sum(line["answer_lost"] for line in lines)
+    if lost:
+        print(f"{lost} of the samples lost their answer when they were cut to fit the model.")

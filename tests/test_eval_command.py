@@ -1,0 +1,112 @@
+"""lkv eval: from a command line to a file that lkv report reads; one clear sentence for each mistake."""
+
+import json
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from lkv.cli import main
+from tests.conftest import tiny_llama
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A tiny random model of 2,048 positions and a byte-level tokenizer, saved as a user would have them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(["<pad>", "<s>", "</s>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    path = tmp_path / "model"
+    fast.save_pretrained(path)
+    model = tiny_llama(dtype=torch.float32, vocab_size=len(vocabulary), max_position_embeddings=2048)
+    model.save_pretrained(path)
+    return path
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_longbench_from_local_files_to_a_report(model_folder, tmp_path, capsys):
+    rows = [
+        {
+            "input": f"Who wrote book {number}?",
+            "context": f"Book {number} was written by Ann{number}. " * 20,
+            "answers": [f"Ann{number}"],
+            "length": 20,
+            "dataset": "hotpotqa",
+            "language": "en",
+            "all_classes": None,
+            "_id": str(number),
+        }
+        for number in range(3)
+    ]
+    (tmp_path / "hotpotqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text, out = tmp_path / "long.txt", tmp_path / "out.jsonl"
+    text.write_text("words to estimate a pattern from " * 20)
+    command = ["eval", "longbench", "--data", str(tmp_path), "--tasks", "hotpotqa", "--samples", "2", "--model"]
+    command += [str(model_folder), "--methods", "knorm", "duo", "--retention", "0.5", "0.25", "--out", str(out)]
+    assert main([*command, "--pattern", str(text)]) == 0
+    header, *lines = lines_of(out)
+    assert header["suite"] == "longbench" and header["protocol"] == "kvpress" and header["model"] == "model"
+    assert header["dtype"] == "float32" and header["policy"] is None and header["pattern"]
+    assert [line["key"] for line in lines] == ["hotpotqa-0", "hotpotqa-1"]
+    printed = capsys.readouterr().out
+    assert "2 samples" in printed and "knorm" in printed
+    (row,) = [line.split() for line in printed.splitlines() if line.startswith("knorm") and " 0.25 " in line]
+    scores = [r["score"] for line in lines for r in line["rows"] if (r["method"], r["retention"]) == ("knorm", 0.25)]
+    assert float(row[3]) == pytest.approx(sum(scores) / 2, abs=0.05) and row[-1] == "2"
+    assert float(row[2]) == pytest.approx(0.25, abs=0.002)
+    assert main(["report", str(out), "--table", "fidelity", "--retention", "0.25"]) == 0
+    assert "duo" in capsys.readouterr().out.lower()
+
+
+def test_ruler_at_two_lengths(model_folder, tmp_path):
+    out = tmp_path / "out.jsonl"
+    command = ["eval", "ruler", "--data", str(tmp_path), "--tasks", "niah_single_1", "--lengths", "1400", "1500"]
+    command += [
+        "--samples",
+        "2",
+        "--model",
+        str(model_folder),
+        "--methods",
+        "keydiff",
+        "--out",
+        str(out),
+        "--seed",
+        "3",
+    ]
+    assert main(command) == 0
+    header, *lines = lines_of(out)
+    keys = [f"niah_single_1-{length}-{number}" for number in range(2) for length in (1400, 1500)]
+    assert [line["key"] for line in lines] == keys and header["seed"] == 3
+    for line in lines:
+        assert line["prompt_tokens"] < line["length"] and not line["truncated"]
+        assert [row["method"] for row in line["rows"]] == ["full", "keydiff"]
+
+
+@pytest.mark.parametrize(
+    ("suite", "change", "message"),
+    [
+        ("ruler", ["--tasks", "niah_singel_1"], "did you mean 'niah_single_1'"),
+        ("longbench", ["--tasks", "hotpotq"], "did you mean 'hotpotqa'"),
+        ("ruler", ["--methods", "snapvk"], "did you mean 'snapkv'"),
+        ("ruler", ["--retention", "15"], "must lie in (0, 1]"),
+        ("ruler", ["--lengths", "1500", "4096"], "a length of 4096 is asked for, but"),
+        ("ruler", ["--methods", "duo"], "give --pattern"),
+        ("ruler", ["--methods", "duo", "--pattern", "nowhere.txt"], "cannot be read as text"),
+        ("longbench", ["--data", "nowhere", "--tasks", "qasper"], "nowhere"),
+        ("ruler", ["--policy", "nowhere", "--methods", "lkv"], "there is no policy folder 'nowhere'"),
+    ],
+)
+def test_mistakes_are_one_sentence(model_folder, tmp_path, capsys, suite, change, message):
+    command = ["eval", suite, "--data", str(tmp_path), "--tasks", "niah_single_1" if suite == "ruler" else "hotpotqa"]
+    command += ["--lengths", "1500", "--samples", "1", "--methods", "knorm", "--model", str(model_folder)]
+    assert main([*command, "--out", str(tmp_path / "x.jsonl"), *change]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert message in error and error.startswith("lkv: ")
+    assert not (tmp_path / "x.jsonl").exists()
