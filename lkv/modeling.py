@@ -114,9 +114,8 @@ def inspect_model(model: Any) -> ModelSpec:
             f"{name} has layers of kind {sorted(other) or ['sliding_attention']}; LKV evicts from full-attention ones "
             "beside sliding ones that stay as they are. Use a model of such layers."
         )
-    if any(key.endswith(".sinks") for key, _ in model.named_parameters()) or getattr(
-        text, "attn_logit_softcapping", None
-    ):
+    weights = dict(model.named_parameters())
+    if any(key.endswith(".sinks") for key in weights) or getattr(text, "attn_logit_softcapping", None):
         raise UnsupportedModelError(
             f"{name} has attention sinks or capped attention logits, which LKV does not compute yet; use a model with "
             "plain softmax attention, such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3."
@@ -126,7 +125,7 @@ def inspect_model(model: Any) -> ModelSpec:
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int):
         raise UnsupportedModelError(f"{name} states no number of positions; LKV works with models that have a limit.")
-    devices = {str(weight.device) for weight in model.parameters()}
+    devices = {str(weight.device) for weight in weights.values()}
     if len(devices) > 1 or "meta" in devices:
         raise UnsupportedModelError(f"{name} is spread over {sorted(devices)}; load it whole on one device.")
     local_heads(model)
@@ -140,7 +139,7 @@ def inspect_model(model: Any) -> ModelSpec:
         head_dim=head_dim,
         rope=", ".join(f"{key} {rope[key]}" for key in sorted(rope) if rope[key] is not None),
         max_positions=limit,
-        weights=_fingerprint(model, text.num_hidden_layers),
+        weights=_fingerprint(weights, text.num_hidden_layers),
     )
 
 
@@ -185,11 +184,11 @@ def _kv_heads(text: Any) -> Any:
     return getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
 
 
-def _fingerprint(model: nn.Module, layers: int) -> tuple[float, ...]:
+def _fingerprint(weights: dict[str, Tensor], layers: int) -> tuple[float, ...]:
     """A few values of each matrix of the first, middle and last layer, in the order of their names."""
     values: list[float] = []
     wanted = {0, layers // 2, layers - 1}
-    for name, weight in sorted(model.named_parameters()):
+    for name, weight in sorted(weights.items()):
         layer = re.search(r"\.(\d+)\.", name)
         if layer and int(layer[1]) in wanted and weight.ndim == 2 and weight.is_floating_point():
             places = torch.linspace(0, weight.numel() - 1, _SAMPLES_PER_WEIGHT + 2, dtype=torch.float64)[1:-1].long()

@@ -37,11 +37,12 @@ class LearnedScores(Selector):
         bias = (bias - (mean[..., None, :] @ weight.float()).squeeze(-2))[:, None]
         inside = bias.to(dtype)
         after = bias - inside.float()
+        weight, inside = weight.repeat(batch, 1, 1), inside.repeat(batch, 1, 1)
         found = torch.empty(batch, heads, tokens, device=key.device)
         for start in range(0, tokens, self._BLOCK):
             block = slice(start, start + self._BLOCK)
             entries = torch.cat([key[:, :, block], value[:, :, block]], -1).to(dtype).flatten(0, 1)
-            hidden = torch.baddbmm(inside.repeat(batch, 1, 1), entries, weight.repeat(batch, 1, 1))
+            hidden = torch.baddbmm(inside, entries, weight)
             hidden = silu(hidden.float().unflatten(0, (batch, heads)).add_(after), inplace=True)
             # On a CPU a sum of products is several times faster than a product with one column.
             found[:, :, block] = hidden.mul_(output[:, None]).sum(-1)
