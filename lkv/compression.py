@@ -47,6 +47,10 @@ class Context:
         """Bytes that an uncompressed cache holds for the same text."""
         return self.cache.full_nbytes() if isinstance(self.cache, RaggedCache) else kv_nbytes(self.cache)
 
+    def realised_retention(self) -> float:
+        """Entries held of the context divided by all of them: what the retention asked for came to."""
+        return self.cache.realised_retention() if isinstance(self.cache, RaggedCache) else 1.0
+
     def rewind(self) -> None:
         """Forget what was asked and answered; `ask` does so by itself."""
         cut_to(self.cache, self.tokens)

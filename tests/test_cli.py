@@ -84,6 +84,41 @@ def test_ask_mistakes_are_one_sentence(tmp_path, capsys, change, message):
     assert message in error and error.startswith("lkv: ") and len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--method", "snapvk"], "there is no method 'snapvk'"),
+        (["--method", "duo"], "the method 'duo' needs --pattern FILE"),
+        (["--method", "duo", "--pattern", "nowhere.tsv"], "nowhere.tsv cannot be read"),
+        (["--method", "knorm", "--pattern", "nowhere.tsv"], "takes no --pattern"),
+        ([], "this policy was trained for a model with"),
+    ],
+)
+def test_methods_without_what_they_need_are_one_sentence(tmp_path, model_folder, capsys, change, message):
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 50)
+    capsys.readouterr()
+    assert main(["ask", str(text), "why?", "--model", str(model_folder), *change]) == 1
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lkv: ")]
+    assert len(error) == 1 and message in error[0]
+
+
+def test_ask_says_what_was_really_kept(tmp_path, model_folder, capsys):
+    text, pattern = tmp_path / "text.txt", tmp_path / "full_attention_heads.tsv"
+    text.write_text("words " * 75)
+    pattern.write_text("0.9\t0.1\n" * 3)
+    ask = ["ask", str(text), "why?", "--model", str(model_folder), "--max-new-tokens", "2", "--retention"]
+    for retention, how, realised in [
+        ("0.5", ["--method", "knorm"], 225 / 450),
+        ("0.333", ["--method", "knorm"], 149 / 450),
+        ("0.95", ["--method", "duo", "--pattern", str(pattern)], (3 * 450 + 3 * 384) / (6 * 450)),
+        ("0.2", ["--method", "full"], 1.0),
+    ]:
+        assert main([*ask, retention, *how]) == 0
+        asked = "1" if "full" in how else retention
+        assert f"; {realised:.4f} of the entries kept, {asked} asked for;" in capsys.readouterr().err
+
+
 def test_unreadable_files_are_named(tmp_path, capsys, model_folder):
     assert main(["ask", str(tmp_path / "no.txt"), "why?"]) == 1
     assert "cannot be read as text" in capsys.readouterr().err

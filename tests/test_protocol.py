@@ -116,28 +116,29 @@ def test_the_first_token_is_the_template_s_or_the_tokenizer_s(protocol):
     st.integers(1, 200),
     st.integers(0, 30),
     st.integers(1, 40),
-    st.integers(60, 260),
+    st.integers(-3, 20) | st.integers(20, 220),
     st.booleans(),
 )
-def test_only_the_middle_of_the_context_is_cut(protocol, length, asked, new, positions, chat):
+def test_only_the_middle_of_the_context_is_cut(protocol, length, asked, new, room, chat):
     item = example("".join(chr(65 + i % 26) for i in range(length)), question="?" * asked, max_new_tokens=new)
     tokenizer = CHAT if chat else PLAIN
     whole = make_prompt(item, tokenizer, protocol, 10_000)
-    rest = positions - new - len(whole.question)
-    if rest < min(len(whole.context), 12 if chat else 2):
+    positions = new + len(whole.question) + room
+    # The template's "<user>" must be whole.
+    if room < min(len(whole.context), 12 if chat else 2):
         with pytest.raises(PromptError, match="qasper 7: its question"):
             make_prompt(item, tokenizer, protocol, positions)
         return
     prompt = make_prompt(item, tokenizer, protocol, positions)
     assert prompt.question == whole.question
-    assert prompt.truncated == (len(whole.context) > rest)
+    assert prompt.truncated == (len(whole.context) > room)
     if not prompt.truncated:
         assert prompt.context == whole.context
         return
-    assert len(prompt.context) == rest
-    head = -(-rest // 2)
+    assert len(prompt.context) == room
+    head = -(-room // 2)
     assert prompt.context[:head] == whole.context[:head]
-    assert prompt.context[head:] == whole.context[len(whole.context) - (rest - head) :]
+    assert prompt.context[head:] == whole.context[len(whole.context) - (room - head) :]
 
 
 @given(st.integers(0, 150), st.integers(60, 200), st.sampled_from(["Neva", "Lake Ladoga", "3.5%"]))
@@ -177,6 +178,14 @@ def test_which_answers_can_be_lost(middle, changes, lost):
     prompt = make_prompt(item, PLAIN, "longbench", 120)
     assert prompt.truncated and prompt.answer_lost is lost
     assert not make_prompt(item, PLAIN, "longbench", 1000).answer_lost
+
+
+def test_halves_that_meet_in_an_answer_do_not_hold_it():
+    whole = make_prompt(example("x", ["Neva"]), PLAIN, "longbench", 1000)
+    positions = 10 + len(whole.question) + 40
+    prompt = make_prompt(example("." * 17 + " Ne the Neva va " + "." * 17, ["Neva"]), PLAIN, "longbench", positions)
+    assert " Neva " in PLAIN.decode(prompt.context)
+    assert prompt.answer_lost
 
 
 def test_mistakes_are_named():

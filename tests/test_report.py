@@ -184,7 +184,7 @@ def test_samples_that_not_all_methods_have_are_left_out_and_stated(tmp_path):
     lines[1]["rows"] += [row("snapkv", 0.15, 7.0)]
     table = build("main", results_of(tmp_path / "a.jsonl", lines), Request())
     assert cells(table, "lkv")["Avg."].value == 40 and cells(table, "lkv")["Avg."].n == 2
-    assert any("1 of 3 samples left out" in note and "snapkv at 0.15 1" in note for note in table.notes)
+    assert any("1 of 3 samples left out" in note and "snapkv at R = 0.15 1" in note for note in table.notes)
     alone = build("main", results_of(tmp_path / "a.jsonl", lines), Request(methods=("lkv",)))
     assert cells(alone, "lkv")["Avg."].value == 30 and not any("left out" in note for note in alone.notes)
 
@@ -313,3 +313,18 @@ def test_unknown_names_are_refused(tmp_path):
 def test_tasks_that_are_missing_from_the_average_are_counted(tmp_path):
     table = build("main", results_of(tmp_path / "a.jsonl", scores_of("trec", [1])), Request())
     assert "Avg. is over 1 of the 16 tasks." in table.notes
+
+
+def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
+    lines = many(suite="ruler", lengths=(2048, 4096), methods=("duo", "lkv"))
+    for item in lines:
+        if item["length"] == 2048:
+            item["rows"] = [own for own in item["rows"] if own["method"] != "duo"]
+    table = build("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), Request())
+    duo, lkv = (cells(table, method, "R = 0.15") for method in ("duo", "lkv"))
+    at_4k = [item for item in lines if item["length"] == 4096]
+    assert duo["2,048 tokens"] is None and duo["Avg."] is None and duo["of full, %"] is None
+    assert duo["4,096 tokens"].value == pytest.approx(mean_of_means(values(at_4k, "duo")))
+    assert lkv["Avg."].value == pytest.approx(mean_of_means(values(lines, "lkv"))) and lkv["Avg."].n == len(lines)
+    assert any(note.startswith("duo at R = 0.15 is not there for niah_single_1 at 2,048") for note in table.notes)
+    assert not any("left out" in note for note in table.notes)

@@ -12,8 +12,14 @@ from lkv.cache import RaggedCache
 from lkv.cli import main
 from lkv.compression import compress
 from lkv.errors import LkvError, PromptError
+from lkv.kvzip import kvzip
 from lkv.methods import METHODS, SELECTORS, describe, find, make_method, needs_second_pass
+from lkv.modeling import inspect_model
+from lkv.policy import Policy
+from lkv.prefill import read_prompt
 from lkv.selection import LearnedScores, SnapKV
+from tests.conftest import tiny_llama
+from tests.oracle import hidden_from_continuation
 from tests.test_compression import Words
 
 
@@ -143,6 +149,8 @@ def test_unknown_methods_and_missing_needs_are_named(policy):
         make_method("snapvk", 0.15, policy)
     with pytest.raises(LkvError, match=r"there is no 'snap' to make 'ada\+snap' of; use one of .*snapkv"):
         make_method("ada+snap", 0.15, policy)
+    with pytest.raises(LkvError, match="'full' keeps everything: use transformers' own DynamicCache"):
+        make_method("full", 0.15, policy)
     with pytest.raises(LkvError, match="'lkv-h' needs a policy; give one"):
         make_method("lkv", 0.15, None)
     with pytest.raises(LkvError, match="'expected' needs a model"):
@@ -151,6 +159,7 @@ def test_unknown_methods_and_missing_needs_are_named(policy):
         make_method("duo", 0.15)
 
 
+PATTERN = [[0.2, 0.9], [0.8, 0.1], [0.3, 0.4]]
 ABLATION = [
     f"{rule}+{selector}" for rule in ("uniform", "ada", "lkv-h") for selector in ("snapkv", "expected", "lkv-t")
 ]
@@ -159,10 +168,45 @@ ABLATION = [
 @pytest.mark.parametrize("name", [*METHODS, *ABLATION])
 def test_every_method_works_by_name_in_compress(name, model, policy):
     """In the real cache, with the share of bytes that it realised, and answers that start from the same context."""
-    options = {"pattern": [[0.2, 0.9], [0.8, 0.1], [0.3, 0.4]]} if name == "duo" else {}
+    options = {"pattern": PATTERN} if name == "duo" else {}
     text = " ".join(f"word{number}" for number in range(450 if name == "duo" else 160))
     retention = 0.95 if name == "duo" else 0.5
     context = compress(model, Words(), text, method=name, retention=retention, policy=policy, **options)
     realised = context.cache.realised_retention()
     assert 0.9 * retention < realised <= retention + 1e-9
     assert context.ask("what is one ?", 4) == context.ask("what is one ?", 4)
+
+
+@pytest.mark.parametrize("name", [*METHODS, "uniform+critical-expected", "duo+kvzip"])
+@torch.no_grad()
+def test_every_method_equals_the_stock_model_with_a_mask(name):
+    """Later logits are those of the stock model, in float64, to which all that the method did not choose is -inf."""
+    duo = name.startswith("duo")
+    model, retention = tiny_llama(max_position_embeddings=1024), 0.95 if duo else 0.15
+    tokens = 450 if duo else 160
+    policy = Policy(inspect_model(model)).requires_grad_(False)
+    torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
+    pattern = PATTERN if duo else None
+    text = " ".join(f"word{number}" for number in range(tokens))
+    cache = compress(model, Words(), text, name, retention, policy, pattern=pattern).cache
+
+    ids = Words()(text)["input_ids"]
+    prompt = read_prompt(model, torch.tensor([ids]), queries=True)
+    if needs_second_pass(name):
+        method = kvzip(model, Words(), ids, prompt, retention, name, policy, pattern)
+    else:
+        method = make_method(name, retention, policy, model=model, layers=3, pattern=pattern)
+    hidden = []
+    for layer, whole in enumerate(prompt):
+        scores = method.selector.scores(layer, whole.query, whole.key, whole.value, whole.scale)
+        gone = torch.ones(1, 2, tokens, dtype=torch.bool)
+        for head, count in enumerate(method.budget.counts(layer, scores)[0]):
+            gone[0, head, scores[0, head].topk(count).indices] = False
+        hidden.append(gone)
+    kept = [(~gone).sum((0, 2)).tolist() for gone in hidden]
+    assert cache.kept() == kept and 0 < sum(map(sum, kept)) <= retention * 6 * tokens
+    later = torch.tensor([[9, 41, 5, 17, 30]])
+    mine = [model(later[:, step : step + 1], past_key_values=cache, use_cache=True).logits for step in range(5)]
+    with hidden_from_continuation(model, hidden, tokens):
+        expected = model(torch.cat([torch.tensor([ids]), later], 1)).logits[:, tokens:]
+    torch.testing.assert_close(torch.cat(mine, 1), expected, atol=1e-10, rtol=1e-10)

@@ -1,16 +1,17 @@
 """From an example to token ids: what is compressed, and what the model reads after it.
 
-Two protocols, with the same prompts, generation lengths and scores; they differ in the chat template alone:
+Two protocols with the same prompts, generation lengths and scores:
 
 - "kvpress", as the paper evaluates (its baselines run in NVIDIA/kvpress): every task is put into the chat template, and
-  the beginning of the answer ("Answer:") comes after the template's end, as words of the assistant. A tokenizer without
-  a template gets a line break in its place.
+  the beginning of the answer ("Answer:") comes after the template's end, as words of the assistant. Without a template
+  a line break stands in its place.
 - "longbench", as THUDM/LongBench's pred.py prompts: the beginning of the answer belongs to the user's turn, and tasks
   whose `Example.chat` is False (few-shot and code) are read without a template.
 
-In both the context is compressed before the question is known, so the two are tokenised apart, and a prompt that is too
-long loses the middle of its context. (kvpress cuts the context's end; pred.py cuts the middle of the whole prompt.)
-Templates that can think aloud are told not to, as in kvpress.
+In both, the context is compressed before the question is known, so the two are tokenised apart, and a prompt that is
+too long loses the middle of its context. The sources differ: kvpress cuts off the context's end, and pred.py the middle
+of the whole prompt, question included, which it tokenises as one text. Templates that can think aloud are told not to,
+as in kvpress.
 """
 
 import re

@@ -83,5 +83,6 @@ def _row(
     }
     if bases:
         cells[GAIN] = scores.combined([*own, *bases], units, weights + [-1 / len(bases)] * len(bases))
-    realised = sum(scores.realised(pair, units) for pair in own) / len(own)
+    kept = [share for pair in own if (share := scores.realised(pair, units)) is not None]
+    realised = sum(kept) / len(own) if len(kept) == len(own) else None
     return Row(method, name, cells, group, own[0][1], realised)

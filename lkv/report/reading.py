@@ -11,7 +11,7 @@ from lkv.errors import ReportError
 
 FORMAT = 1
 # What all files of one table must agree in.
-_SAME = ("suite", "protocol", "model", "policy", "dtype", "lkv")
+_SAME = ("suite", "protocol", "model", "policy", "pattern", "dtype", "lkv")
 _MEASURES = ("score", "kl", "agreement", "hidden_error")
 
 

@@ -1,6 +1,6 @@
 """The samples that all methods of a table share, and averages over them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lkv.errors import ReportError
 from lkv.report.names import CATEGORIES, FULL, is_lkv, ordered
@@ -39,7 +39,11 @@ def pairs_of(results: Results, methods: Sequence[str] = (), retentions: Sequence
 
 
 class Scores:
-    """Averages over the samples on which every one of `pairs` has every one of `measures`."""
+    """Averages over the samples on which every one of `pairs` has every one of `measures`.
+
+    A pair that no sample of a task (at one length) has could not run there: it has no average that counts the task, and
+    costs no samples.
+    """
 
     def __init__(
         self,
@@ -57,61 +61,88 @@ class Scores:
         self.suite, self.pairs = str(results.header["suite"]), list(pairs)
         self.against = _reference([method for method, _ in pairs], against)
         self.notes: list[str] = []
-        shared = [s for s in results.samples if all(_has(s, pair, measures) for pair in pairs)]
-        if not shared:
+        every = _by_unit(results.samples, self.suite)
+        self._pairs = {unit: _able(samples, pairs, measures) for unit, samples in every.items()}
+        self.units = {
+            unit: shared
+            for unit, samples in every.items()
+            if (shared := [s for s in samples if all(_has(s, pair, measures) for pair in self._pairs[unit])])
+            and self._pairs[unit]
+        }
+        if not self.units:
             raise ReportError(
-                f"no sample has the {' and '.join(measures)} of all of {', '.join(f'{m} at {r:g}' for m, r in pairs)}; "
-                "choose fewer with --methods or --retention."
+                f"no sample has the {' and '.join(measures)} of all of {', '.join(map(_named, pairs))}; choose fewer "
+                "with --methods or --retention."
             )
-        if len(shared) < len(results.samples):
-            short = {
-                f"{m} at {r:g}": count
-                for m, r in pairs
-                if (count := sum(not _has(s, (m, r), measures) for s in results.samples))
-            }
-            self.notes.append(
-                f"{len(results.samples) - len(shared)} of {len(results.samples)} samples left out, which not all "
-                f"methods have (missing: {', '.join(f'{name} {count}' for name, count in short.items())})."
-            )
-        self.units = _by_unit(shared, self.suite)
+        self._note_missing(results.samples, measures)
         if min_full > 0:
             self._filter(min_full)
 
-    def value(self, pair: Pair, units: Sequence[Unit], measure: str = "score") -> Cell:
+    def value(self, pair: Pair, units: Sequence[Unit], measure: str = "score") -> Cell | None:
         """The macro mean of `pair` over `units`, with the difference to `against` at the same retention.
 
-        The full cache is compared where `against` is there at one retention only.
+        The full cache is compared where `against` is there at one retention only. None where `pair` could not run.
         """
+        if not self._ran(pair, units):
+            return None
         own = self._groups(pair, units, measure)
         others = [p for p in self.pairs if p[0] == self.against and (pair[0] == FULL or p[1] == pair[1])]
         other = others[0] if len(others) == 1 else None
         difference = None
-        if other and other != pair:
+        if other and other != pair and self._ran(other, units):
             pairs = zip(own, self._groups(other, units, measure), strict=True)
             difference = macro([[a - b for a, b in zip(*groups, strict=True)] for groups in pairs])
         return from_mean(macro(own), self.realised(pair, units), difference)
 
-    def combined(self, pairs: Sequence[Pair], units: Sequence[Unit], signs: Sequence[float]) -> Cell:
+    def combined(self, pairs: Sequence[Pair], units: Sequence[Unit], signs: Sequence[float]) -> Cell | None:
         """The macro mean of sum(sign * value of its pair), sample by sample: marginal means and gains."""
+        if not all(self._ran(pair, units) for pair in pairs):
+            return None
         groups = [
-            [sum(sign * _measure(sample, pair, "score") for sign, pair in zip(signs, pairs, strict=True))
-             for sample in self.units[unit]]
+            [
+                sum(sign * _measure(sample, pair, "score") for sign, pair in zip(signs, pairs, strict=True))
+                for sample in self.units[unit]
+            ]
             for unit in units
-        ]  # fmt: skip
+        ]
         return from_mean(macro(groups))
 
     def share_of_full(self, pair: Pair, units: Sequence[Unit]) -> Cell | None:
         """The average over that of the full cache, in per cent; None where the full cache averages 0."""
-        mean = share_of(self._groups(pair, units), self._groups((FULL, 1.0), units))
+        full = (FULL, 1.0)
+        if not (self._ran(pair, units) and self._ran(full, units)):
+            return None
+        mean = share_of(self._groups(pair, units), self._groups(full, units))
         return mean and Cell(100 * mean.value, 100 * mean.low, 100 * mean.high, mean.n)
 
-    def realised(self, pair: Pair, units: Sequence[Unit]) -> float:
-        """Kept entries / all entries, mean over the samples of `units`."""
-        kept = [sample.rows[pair].realised for unit in units for sample in self.units[unit]]
-        return sum(kept) / len(kept)
+    def realised(self, pair: Pair, units: Sequence[Unit]) -> float | None:
+        """Kept entries / all entries, mean over the samples of those `units` where `pair` ran."""
+        kept = [sample.rows[pair].realised for unit in units if self._ran(pair, [unit]) for sample in self.units[unit]]
+        return sum(kept) / len(kept) if kept else None
+
+    def _ran(self, pair: Pair, units: Sequence[Unit]) -> bool:
+        return all(pair in self._pairs[unit] for unit in units)
 
     def _groups(self, pair: Pair, units: Sequence[Unit], measure: str = "score") -> list[list[float]]:
         return [[_measure(sample, pair, measure) for sample in self.units[unit]] for unit in units]
+
+    def _note_missing(self, samples: Sequence[Sample], measures: Sequence[str]) -> None:
+        for pair in self.pairs:
+            missing = [unit for unit in self.units if pair not in self._pairs[unit]]
+            if missing:
+                where = _some(list(map(_at, missing)))
+                self.notes.append(f"{_named(pair)} is not there for {where}, and in no average that counts them.")
+        left = len(samples) - sum(map(len, self.units.values()))
+        if left:
+            short = {
+                _named(pair): count
+                for pair in self.pairs
+                if (count := sum(not _has(s, pair, measures) for s in samples if pair in self._pairs[_unit(s)]))
+            }
+            missing_ = ", ".join(f"{name} {count}" for name, count in short.items())
+            self.notes.append(
+                f"{left} of {len(samples)} samples left out, which not all methods have (missing: {missing_})."
+            )
 
     def _filter(self, least: float) -> None:
         full = (FULL, 1.0)
@@ -124,9 +155,9 @@ class Scores:
         }
         if not kept:
             raise ReportError(f"the full cache scores at least {least:g} on no task; lower --min-full.")
-        names = ", ".join(task if length is None else f"{task} at {length:,}" for task, length in kept)
         self.notes.append(
-            f"Only tasks where the full cache scores at least {least:g}: {len(kept)} of {len(self.units)} ({names})."
+            f"Only tasks where the full cache scores at least {least:g}: {len(kept)} of {len(self.units)} "
+            f"({', '.join(map(_at, kept))})."
         )
         self.units = kept
 
@@ -156,15 +187,36 @@ def _measure(sample: Sample, pair: Pair, measure: str) -> float:
     return value
 
 
-def _by_unit(samples: Sequence[Sample], suite: str) -> Mapping[Unit, list[Sample]]:
+def _able(samples: Sequence[Sample], pairs: Sequence[Pair], measures: Sequence[str]) -> list[Pair]:
+    """The pairs that any of the samples has."""
+    return [pair for pair in pairs if any(_has(sample, pair, measures) for sample in samples)]
+
+
+def _unit(sample: Sample) -> Unit:
+    return sample.task, sample.length
+
+
+def _at(unit: Unit) -> str:
+    return unit[0] if unit[1] is None else f"{unit[0]} at {unit[1]:,}"
+
+
+def _named(pair: Pair) -> str:
+    return pair[0] if pair[0] == FULL else f"{pair[0]} at R = {pair[1]:g}"
+
+
+def _some(items: Sequence[str], most: int = 6) -> str:
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def _by_unit(samples: Sequence[Sample], suite: str) -> dict[Unit, list[Sample]]:
     """Samples by (task, length): lengths rising, tasks in the suite's order, unknown ones after them."""
     order = [task for tasks in CATEGORIES.get(suite, {}).values() for task in tasks]
 
     def place(unit: Unit) -> tuple[int, int]:
         return unit[1] or 0, order.index(unit[0]) if unit[0] in order else len(order)
 
-    units = sorted(dict.fromkeys((sample.task, sample.length) for sample in samples), key=place)
-    return {unit: [s for s in samples if (s.task, s.length) == unit] for unit in units}
+    units = sorted(dict.fromkeys(map(_unit, samples)), key=place)
+    return {unit: [s for s in samples if _unit(s) == unit] for unit in units}
 
 
 def at_one_retention(pairs: Sequence[Pair]) -> list[Pair]:

@@ -1,0 +1,261 @@
+"""The Triton kernels of soft-masked attention (App. B): forward, gradient of q, gradients of k, v and log m.
+
+Scores live in base 2: exp(s + log m) = 2 ** (log2(e) (s + log m)). A key with m = 0 has score -inf, and so has a column
+beyond the end, so that neither needs a branch. A row in which no key is left has log-sum-exp +inf, which makes all its
+probabilities zero in the backward pass too. `out` and every gradient but the mask's is laid out [B, T, H, d].
+"""
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# The interpreter multiplies bfloat16 as if it were an integer.
+WIDEN = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+@triton.jit
+def _dot(a, b, total):
+    """a b + total; float32 as three TF32 products, which keeps its precision on tensor cores."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="tf32x3")
+
+
+@triton.jit
+def _load(
+    base, start, row_stride, limit, bounded: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr
+):
+    """Rows `start` ... `start + block` as [block, width]; zero beyond `dim` and, if `bounded`, from row `limit` on."""
+    row, column = tl.arange(0, block)[:, None], tl.arange(0, width)[None, :]
+    pointers = base + start * row_stride.to(tl.int64) + (row * row_stride + column)
+    if bounded and dim < width:
+        x = tl.load(pointers, mask=(start + row < limit) & (column < dim), other=0.0)
+    elif bounded:
+        x = tl.load(pointers, mask=start + row < limit, other=0.0)
+    elif dim < width:
+        x = tl.load(pointers, mask=column < dim, other=0.0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@triton.jit
+def _store(base, x, start, row_stride, limit, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr):
+    row, column = tl.arange(0, block)[:, None], tl.arange(0, width)[None, :]
+    pointers = base + start * row_stride.to(tl.int64) + (row * row_stride + column)
+    tl.store(pointers, x.to(base.dtype.element_ty), mask=(start + row < limit) & (column < dim))
+
+
+@triton.jit
+def _load_vector(base, start, limit, other: tl.constexpr, bounded: tl.constexpr, block: tl.constexpr):
+    index = start + tl.arange(0, block)
+    if bounded:
+        x = tl.load(base + index, mask=index < limit, other=other)
+    else:
+        x = tl.load(base + index)
+    return x
+
+
+@triton.jit
+def _forward_columns(
+    acc, top, total, q, k, v, log_mask, position, start, end, columns, k_row: tl.int32, v_row: tl.int32, scale,
+    edge: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over columns `start` ... `end`; only at the `edge` may a column be invisible or beyond the end."""
+    for column in range(start, end, block):
+        keys = _load(k, column, k_row, columns, edge, block, dim, width)
+        bias = _load_vector(log_mask, column, columns, -float("inf"), edge, block) * LOG2_E
+        scores = _dot(q, tl.trans(keys), tl.zeros([q.shape[0], block], tl.float32)) * scale + bias[None, :]
+        if edge:
+            scores = tl.where(column + tl.arange(0, block)[None, :] <= position[:, None], scores, -float("inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        shift = tl.where(highest == -float("inf"), 0.0, highest)
+        p = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(top - shift)
+        total = total * decay + tl.sum(p, 1)
+        values = _load(v, column, v_row, columns, edge, block, dim, width)
+        acc = _dot(p.to(values.dtype), values, acc * decay[:, None])
+        top = highest
+    return acc, top, total
+
+
+@triton.jit
+def forward(
+    q, k, v, log_mask, out, lse, scale, rows: tl.int32, columns: tl.int32, heads: tl.int32, kv_heads: tl.int32,
+    q_batch: tl.int64, q_head: tl.int64, q_row: tl.int32, k_batch: tl.int64, k_head: tl.int64, k_row: tl.int32,
+    v_batch: tl.int64, v_head: tl.int64, v_row: tl.int32,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """One block of rows of one query head. Grid: row blocks (the longest first), B Hq."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_rows
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    kv_head = head // (heads // kv_heads)
+    k += batch * k_batch + kv_head * k_head
+    v += batch * v_batch + kv_head * v_head
+    log_mask += (batch * kv_heads + kv_head).to(tl.int64) * columns
+    queries = _load(q + batch * q_batch + head * q_head, start, q_row, rows, True, block_rows, dim, width)
+    older = columns - rows
+    position = start + older + tl.arange(0, block_rows)
+    acc = tl.zeros([block_rows, width], tl.float32)
+    top = tl.full([block_rows], -float("inf"), tl.float32)
+    total = tl.zeros([block_rows], tl.float32)
+    # All rows of the block see the columns before `seen`. The edge comes first: the other way round ptxas cannot prove
+    # the accumulator untouched between the loops, and runs the matrix products of both one after another.
+    seen = (start + older + 1) // block_columns * block_columns
+    acc, top, total = _forward_columns(
+        acc, top, total, queries, k, v, log_mask, position, seen, tl.minimum(start + block_rows + older, columns),
+        columns, k_row, v_row, scale * LOG2_E, True, block_columns, dim, width,
+    )  # fmt: skip
+    acc, top, total = _forward_columns(
+        acc, top, total, queries, k, v, log_mask, position, 0, seen, columns, k_row, v_row, scale * LOG2_E,
+        False, block_columns, dim, width,
+    )  # fmt: skip
+    empty = total == 0.0
+    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    row_stride = heads * dim
+    _store(
+        out + (batch * rows).to(tl.int64) * row_stride + head * dim,
+        acc,
+        start,
+        row_stride,
+        rows,
+        block_rows,
+        dim,
+        width,
+    )
+    index = start + tl.arange(0, block_rows)
+    log_sum = tl.where(empty, float("inf"), top + tl.log2(tl.where(empty, 1.0, total)))
+    tl.store(lse + tl.program_id(1).to(tl.int64) * rows + index, log_sum, mask=index < rows)
+
+
+@triton.jit
+def _query_gradient_columns(
+    acc, q, d_out, lse, delta, k, v, log_mask, position, start, end, columns, k_row: tl.int32, v_row: tl.int32, scale,
+    edge: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    for column in range(start, end, block):
+        keys = _load(k, column, k_row, columns, edge, block, dim, width)
+        values = _load(v, column, v_row, columns, edge, block, dim, width)
+        bias = _load_vector(log_mask, column, columns, -float("inf"), edge, block) * LOG2_E
+        zero = tl.zeros([q.shape[0], block], tl.float32)
+        scores = _dot(q, tl.trans(keys), zero) * scale + bias[None, :]
+        if edge:
+            scores = tl.where(column + tl.arange(0, block)[None, :] <= position[:, None], scores, -float("inf"))
+        p = tl.exp2(scores - lse[:, None])
+        d_scores = p * (_dot(d_out, tl.trans(values), zero) - delta[:, None])
+        acc = _dot(d_scores.to(keys.dtype), keys, acc)
+    return acc
+
+
+@triton.jit
+def query_gradient(
+    q, k, v, log_mask, out, d_out, lse, delta, d_q, scale, rows: tl.int32, columns: tl.int32, heads: tl.int32, kv_heads: tl.int32,
+    q_batch: tl.int64, q_head: tl.int64, q_row: tl.int32, k_batch: tl.int64, k_head: tl.int64, k_row: tl.int32,
+    v_batch: tl.int64, v_head: tl.int64, v_row: tl.int32,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Grid as in `forward`. Also stores delta = sum(out d_out) of each row, which `key_gradient` reads."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_rows
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    kv_head = head // (heads // kv_heads)
+    k += batch * k_batch + kv_head * k_head
+    v += batch * v_batch + kv_head * v_head
+    log_mask += (batch * kv_heads + kv_head).to(tl.int64) * columns
+    lse += tl.program_id(1).to(tl.int64) * rows
+    delta += tl.program_id(1).to(tl.int64) * rows
+    row_stride = heads * dim
+    own = (batch * rows).to(tl.int64) * row_stride + head * dim
+    gradient = _load(d_out + own, start, row_stride, rows, True, block_rows, dim, width)
+    outs = _load(out + own, start, row_stride, rows, True, block_rows, dim, width)
+    product = tl.sum(outs.to(tl.float32) * gradient.to(tl.float32), 1)
+    index = start + tl.arange(0, block_rows)
+    tl.store(delta + index, product, mask=index < rows)
+    queries = _load(q + batch * q_batch + head * q_head, start, q_row, rows, True, block_rows, dim, width)
+    log_sum = _load_vector(lse, start, rows, float("inf"), True, block_rows)
+    older = columns - rows
+    position = older + index
+    acc = tl.zeros([block_rows, width], tl.float32)
+    seen = (start + older + 1) // block_columns * block_columns
+    acc = _query_gradient_columns(
+        acc, queries, gradient, log_sum, product, k, v, log_mask, position, seen,
+        tl.minimum(start + block_rows + older, columns), columns, k_row, v_row,
+        scale * LOG2_E, True, block_columns, dim, width,
+    )  # fmt: skip
+    acc = _query_gradient_columns(
+        acc, queries, gradient, log_sum, product, k, v, log_mask, position, 0, seen, columns, k_row, v_row,
+        scale * LOG2_E, False, block_columns, dim, width,
+    )  # fmt: skip
+    _store(d_q + own, acc * scale, start, row_stride, rows, block_rows, dim, width)
+
+
+@triton.jit
+def _key_gradient_rows(
+    d_k, d_v, d_mask, keys, values, bias, position, q, d_out, lse, delta, start, end, rows, older,
+    q_row: tl.int32, d_out_row: tl.int32, scale,
+    edge: tl.constexpr, bounded: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Rows `start` ... `end` of one query head; scores are transposed, [columns, rows]."""
+    for row in range(start, end, block):
+        queries = _load(q, row, q_row, rows, bounded, block, dim, width)
+        log_sum = _load_vector(lse, row, rows, float("inf"), bounded, block)
+        zero = tl.zeros([keys.shape[0], block], tl.float32)
+        scores = _dot(keys, tl.trans(queries), zero) * scale + bias[:, None]
+        if edge:
+            scores = tl.where(position[:, None] <= row + older + tl.arange(0, block)[None, :], scores, -float("inf"))
+        p = tl.exp2(scores - log_sum[None, :])
+        gradient = _load(d_out, row, d_out_row, rows, bounded, block, dim, width)
+        d_v = _dot(p.to(gradient.dtype), gradient, d_v)
+        product = _load_vector(delta, row, rows, 0.0, bounded, block)
+        d_scores = p * (_dot(values, tl.trans(gradient), zero) - product[None, :])
+        d_mask += tl.sum(d_scores, 1)
+        d_k = _dot(d_scores.to(queries.dtype), queries, d_k)
+    return d_k, d_v, d_mask
+
+
+@triton.jit
+def key_gradient(
+    q, k, v, log_mask, d_out, lse, delta, d_k, d_v, d_mask, scale, rows: tl.int32, columns: tl.int32, heads: tl.int32, kv_heads: tl.int32,
+    q_batch: tl.int64, q_head: tl.int64, q_row: tl.int32, k_batch: tl.int64, k_head: tl.int64, k_row: tl.int32,
+    v_batch: tl.int64, v_head: tl.int64, v_row: tl.int32,
+    bounded: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr,
+    width: tl.constexpr,
+):  # fmt: skip
+    """One block of columns of one KV head, over all query heads of its group: no atomics. Grid: column blocks, B Hkv."""
+    start = tl.program_id(0) * block_columns
+    batch, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
+    groups = heads // kv_heads
+    keys = _load(k + batch * k_batch + kv_head * k_head, start, k_row, columns, True, block_columns, dim, width)
+    values = _load(v + batch * v_batch + kv_head * v_head, start, v_row, columns, True, block_columns, dim, width)
+    mask_offset = tl.program_id(1).to(tl.int64) * columns
+    bias = _load_vector(log_mask + mask_offset, start, columns, -float("inf"), True, block_columns) * LOG2_E
+    older = columns - rows
+    position = start + tl.arange(0, block_columns)
+    # Rows before `first` see none of these columns, rows from `seen` on see them all.
+    first = tl.maximum(start - older, 0) // block_rows * block_rows
+    seen = tl.cdiv(tl.maximum(start + block_columns - 1 - older, 0), block_rows) * block_rows
+    k_acc = tl.zeros([block_columns, width], tl.float32)
+    v_acc = tl.zeros([block_columns, width], tl.float32)
+    mask_acc = tl.zeros([block_columns], tl.float32)
+    d_out_row = heads * dim
+    for group in range(groups):
+        head = kv_head * groups + group
+        head_q = q + batch * q_batch + head * q_head
+        head_d_out = d_out + (batch * rows).to(tl.int64) * d_out_row + head * dim
+        vector = (batch * heads + head).to(tl.int64) * rows
+        k_acc, v_acc, mask_acc = _key_gradient_rows(
+            k_acc, v_acc, mask_acc, keys, values, bias, position, head_q, head_d_out, lse + vector, delta + vector,
+            first, tl.minimum(seen, rows), rows, older, q_row, d_out_row, scale * LOG2_E,
+            True, bounded, block_rows, dim, width,
+        )  # fmt: skip
+        k_acc, v_acc, mask_acc = _key_gradient_rows(
+            k_acc, v_acc, mask_acc, keys, values, bias, position, head_q, head_d_out, lse + vector, delta + vector,
+            seen, rows, rows, older, q_row, d_out_row, scale * LOG2_E,
+            False, bounded, block_rows, dim, width,
+        )  # fmt: skip
+    row_stride = kv_heads * dim
+    own = (batch * columns).to(tl.int64) * row_stride + kv_head * dim
+    _store(d_k + own, k_acc * scale, start, row_stride, columns, block_columns, dim, width)
+    _store(d_v + own, v_acc, start, row_stride, columns, block_columns, dim, width)
+    tl.store(d_mask + mask_offset + position, mask_acc, mask=position < columns)

@@ -1,0 +1,96 @@
+"""The budget policies of five methods on one real text (the paper's Fig. 1): what each head really keeps.
+
+python -m runs.budget_policies --text FILE    (writes budget_policies.json and budget_policies.png)
+
+For an 8B model: --model, --policy and --pattern full_attention_heads.tsv, on a GPU with 24 GB or more.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lkv.budget import estimate_pattern, read_pattern
+from lkv.cache import RaggedCache
+from lkv.embedded import DEFAULT, default_policy, load_model
+from lkv.errors import LkvError, check_retention
+from lkv.figures import draw_policies
+from lkv.methods import make_method
+from lkv.policy import Policy
+from lkv.prefill import read_prompt
+from lkv.prompts import context_ids
+from lkv.report.names import label
+from lkv.results import write_results
+
+METHODS = ("snapkv", "pyramidkv", "duo", "adakv-snapkv", "lkv")
+
+
+@torch.no_grad()
+def shares(
+    model: Any, ids: list[int], policy: Policy, retention: float, pattern: list[list[float]]
+) -> dict[str, list[list[float]]]:
+    """Kept / all tokens of each KV head [L][H], by method, after reading `ids` once."""
+    prompt = read_prompt(model, torch.tensor([ids], device=model.device), queries=True)
+    found = {}
+    for name in METHODS:
+        method = make_method(name, retention, policy, model=model, layers=len(prompt), pattern=pattern)
+        cache = RaggedCache(model, method=method)
+        cache.fill(prompt)
+        found[name] = [[kept / len(ids) for kept in heads] for heads in cache.kept()]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--text", type=Path, required=True, help="a long text, read as a prompt")
+    parser.add_argument("--tokens", type=int, default=4096, help="read no more of it than this")
+    parser.add_argument("--retention", type=float, default=0.15)
+    parser.add_argument("--model", default=DEFAULT, help="folder or hub id")
+    parser.add_argument("--policy", help="folder or hub id (default: the one shipped)")
+    parser.add_argument("--pattern", type=Path, help="DuoAttention's pattern file (default: estimated on the text)")
+    parser.add_argument("--out", type=Path, default=Path("runs-local"))
+    try:
+        _run(parser.parse_args(arguments))
+    except LkvError as error:
+        print(f"budget_policies: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    check_retention(options.retention)
+    try:
+        text = options.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LkvError(f"{options.text} cannot be read as text ({error}); give a UTF-8 text file.") from error
+    model, tokenizer = load_model(options.model)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
+    ids = context_ids(tokenizer, text)[: options.tokens]
+    layers, heads = policy.spec.layers, policy.spec.kv_heads
+    pattern = read_pattern(options.pattern, layers, heads) if options.pattern else estimate_pattern(model, [ids])
+    found = shares(model, ids, policy, options.retention, pattern)
+    common = {
+        "model": Path(options.model).name,
+        "tokens": len(ids),
+        "retention": options.retention,
+        "unit": "kept / all",
+    }
+    rows = [
+        common | {"method": method, "layer": layer, "head": head, "value": share}
+        for method, table in found.items()
+        for layer, row in enumerate(table)
+        for head, share in enumerate(row)
+    ]
+    command = f"python -m runs.budget_policies --text FILE --tokens {options.tokens} --retention {options.retention:g}"
+    write_results(options.out / "budget_policies.json", "budget_policies", rows, seed=0, command=command)
+    panels = {label(method): table for method, table in found.items()}
+    draw_policies(panels, options.retention, options.out / "budget_policies.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

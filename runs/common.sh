@@ -1,0 +1,41 @@
+# What the scripts for the paper's models share. Each takes the model, llama or qwen, and reads from the environment:
+#   POLICY     folder or hub id of the model's policy
+#   PATTERN    for DuoAttention: its official full_attention_heads.tsv (llama), or a long text file to estimate on (qwen)
+#   LONGBENCH  folder with LongBench's files      (default: from the hub)
+#   RULER      folder with RULER's sources        (default: from the hub)
+#   LAUNCH     how to start                       (default: python -m lkv.cli; accelerate launch -m lkv.cli for several GPUs)
+#   OUT        where results, tables and figures go (default: runs-local/MODEL)
+# GPUs: one with 80 GB for each process (16 GB of bfloat16 weights, prompts of up to 128k tokens, copies of what the
+# methods keep). Interrupted runs go on where they were.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case "${1:-}" in
+llama) model=meta-llama/Llama-3.1-8B-Instruct short=llama-3.1-8b ;;
+qwen) model=Qwen/Qwen3-8B short=qwen3-8b ;;
+*)
+    echo "usage: $0 llama|qwen" >&2
+    exit 2
+    ;;
+esac
+out="${OUT:-runs-local/$1}"
+read -r -a launch <<<"${LAUNCH:-python -m lkv.cli}"
+rivals=(snapkv pyramidkv duo adakv-snapkv lkv)
+grid=(uniform+snapkv ada+snapkv lkv-h+snapkv uniform+expected ada+expected lkv-h+expected uniform+lkv-t ada+lkv-t lkv-h+lkv-t)
+
+# evaluate SUITE FILE ARGUMENTS...
+evaluate() {
+    local data=() pattern=()
+    if [[ $1 == longbench && -n ${LONGBENCH:-} ]]; then data=(--data "$LONGBENCH"); fi
+    if [[ $1 == ruler && -n ${RULER:-} ]]; then data=(--data "$RULER"); fi
+    if [[ -n ${PATTERN:-} ]]; then pattern=(--pattern "$PATTERN"); fi
+    "${launch[@]}" eval "$1" "${data[@]}" "${pattern[@]}" --model "$model" --dtype bfloat16 \
+        --policy "${POLICY:?the folder or hub id of the policy}" --protocol kvpress --out "$out/$2.jsonl" "${@:3}"
+}
+
+# report NAME FILE TABLE ARGUMENTS...
+report() {
+    local shown=("$out/$2.jsonl" --table "$3" "${@:4}")
+    python -m lkv.cli report "${shown[@]}" --format markdown --out "$out/$1.md" --figure "$out/$1.pdf"
+    python -m lkv.cli report "${shown[@]}" --format latex --out "$out/$1.tex"
+    python -m lkv.cli report "${shown[@]}" --format csv --out "$out/$1.csv"
+}

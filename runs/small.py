@@ -1,0 +1,86 @@
+"""The paper's tables and figures for the embedded model, at lengths a CPU can do.
+
+python -m runs.small [--ruler FOLDER] [--longbench FOLDER]    (make reproduce-small)
+
+Measures RULER at 2k and 4k with every method at R = 0.15, the main ones at every retention, LongBench if its data is
+given, then writes tables and figures beside the results. Started again, it goes on where it was.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from examples.demo import document
+from lkv.cli import main as lkv
+from lkv.embedded import load_default
+from lkv.methods import METHODS
+from runs import budget_policies
+
+SWEPT = ("snapkv", "pyramidkv", "adakv-snapkv", "kvzip", "lkv")
+RETENTIONS = ("0.5", "0.3", "0.2", "0.15", "0.1", "0.05")
+LENGTHS = ("2048", "4096")
+PATTERN_TOKENS = 4000  # of the text on which DuoAttention's retrieval heads are estimated
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status of the first step that fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ruler", type=Path, help="folder with RULER's sources (default: from the hub)")
+    parser.add_argument("--longbench", type=Path, help="folder with LongBench's files (default: left out)")
+    parser.add_argument("--samples", type=int, default=5, help="of each RULER task and length")
+    parser.add_argument("--swept-samples", type=int, default=3, help="of each RULER task, at every retention")
+    parser.add_argument("--longbench-samples", type=int, default=5, help="of each LongBench task")
+    parser.add_argument("--out", type=Path, default=Path("runs-local/small"))
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    text = options.out / "pattern.txt"
+    if not text.is_file():
+        text.write_text(document(load_default()[1], PATTERN_TOKENS), encoding="utf-8")
+    return run(steps(options, text), lkv) or budget_policies.main(["--text", str(text), "--out", str(options.out)])
+
+
+def run(commands: Iterator[list[str]], command: Callable[[list[str]], int]) -> int:
+    """Run the commands in order, until one fails."""
+    for arguments in commands:
+        print("lkv " + " ".join(arguments), file=sys.stderr)
+        if status := command(arguments):
+            return status
+    return 0
+
+
+def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:
+    """What is measured, and what is made of it."""
+    ruler, swept, longbench = (str(options.out / f"{name}.jsonl") for name in ("ruler", "swept", "longbench"))
+    source = ["--data", str(options.ruler)] if options.ruler else []
+    every = [*METHODS, "--pattern", str(text), "--retention", "0.15"]
+    samples = ["--samples", str(options.samples)]
+    yield ["eval", "ruler", *source, "--lengths", *LENGTHS, *samples, "--methods", *every, "--out", ruler]
+    for table, more in (
+        ("ruler", ["--min-full", "50"]),
+        ("main", []),
+        ("tasks", []),
+        ("ablation", []),
+        ("fidelity", []),
+    ):
+        yield from _report(options.out, "ruler", ruler, table, more)
+    at = ["--lengths", LENGTHS[0], "--samples", str(options.swept_samples)]
+    yield ["eval", "ruler", *source, *at, "--methods", *SWEPT, "--retention", *RETENTIONS, "--out", swept]
+    yield from _report(options.out, "swept", swept, "sweep", [])
+    if options.longbench:
+        data = ["--data", str(options.longbench), "--samples", str(options.longbench_samples)]
+        yield ["eval", "longbench", *data, "--methods", *every, "--out", longbench]
+        for table in ("main", "tasks", "ablation"):
+            yield from _report(options.out, "longbench", longbench, table, ["--published"])
+
+
+def _report(out: Path, name: str, file: str, table: str, more: Sequence[str]) -> Iterator[list[str]]:
+    to = str(out / f"{name}_{table}")
+    shown = ["report", file, "--table", table, *more]
+    yield [*shown, "--format", "markdown", "--out", f"{to}.md", "--figure", f"{to}.png"]
+    for form, ending in (("csv", "csv"), ("latex", "tex")):
+        yield [*shown, "--format", form, "--out", f"{to}.{ending}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

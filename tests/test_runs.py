@@ -1,0 +1,132 @@
+"""The scripts that make the paper's tables and figures."""
+
+import argparse
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lkv.budget import Ada
+from lkv.cli import main as lkv
+from lkv.methods import METHODS
+from lkv.prefill import read_prompt
+from lkv.report.names import RULES, SELECTORS, parts
+from lkv.selection import SnapKV
+from runs import budget_policies, small
+from tests.results import GRID, many, write
+
+RUNS = Path(small.__file__).parent
+
+
+def options_of(tmp_path, *arguments):
+    parsed = argparse.Namespace(
+        ruler=None, longbench=None, samples=1, swept_samples=1, longbench_samples=1, out=tmp_path
+    )
+    return argparse.Namespace(**(vars(parsed) | dict(arguments)))
+
+
+def given(command, name):
+    """The values of the option `name` in a command."""
+    rest = command[command.index(name) + 1 :]
+    return rest[: next((i for i, item in enumerate(rest) if item.startswith("--")), len(rest))]
+
+
+def test_small_measures_and_reports_everything(tmp_path):
+    ran = []
+
+    def command(arguments):
+        ran.append(arguments)
+        if arguments[0] == "report":
+            return lkv(arguments)
+        suite = arguments[1]
+        lengths = [int(length) for length in given(arguments, "--lengths")] if suite == "ruler" else [None]
+        retentions = [float(r) for r in given(arguments, "--retention")]
+        methods = [name for name in given(arguments, "--methods") if name in (*GRID, "kvzip")]  # some will do
+        lines = many(suite=suite, lengths=lengths, retentions=retentions, methods=methods, count=1)
+        write(Path(given(arguments, "--out")[0]), lines, suite=suite)
+        return 0
+
+    assert small.run(small.steps(options_of(tmp_path, ("longbench", Path("here"))), tmp_path / "text"), command) == 0
+    measured = [item for item in ran if item[0] == "eval"]
+    assert set(given(measured[0], "--methods")) == set(METHODS)  # every method of the registry, and so the whole grid
+    assert {parts(name) for name in METHODS} >= {(rule, selector) for rule in RULES for selector in SELECTORS}
+    assert given(measured[0], "--lengths") == ["2048", "4096"]
+    assert {"0.5", "0.3", "0.2", "0.1", "0.05"} <= set(given(measured[1], "--retention"))
+    names = {path.name for path in tmp_path.iterdir()}
+    for name in ("ruler_ruler", "ruler_main", "ruler_tasks", "ruler_ablation", "ruler_fidelity", "swept_sweep",
+                 "longbench_main", "longbench_tasks", "longbench_ablation"):  # fmt: skip
+        assert {f"{name}.{ending}" for ending in ("md", "csv", "tex", "png")} <= names
+    assert "KVzip (two passes)" in (tmp_path / "ruler_ruler.md").read_text()
+    assert "(published)" in (tmp_path / "longbench_main.md").read_text()
+
+
+def test_small_stops_at_the_first_failure(tmp_path):
+    ran = []
+    assert small.run(iter([["a"], ["b"], ["c"]]), lambda item: ran.append(item) or int(item == ["b"])) == 1
+    assert ran == [["a"], ["b"]]
+
+
+def test_shares_are_what_each_head_keeps(model, policy):
+    ids = torch.randint(3, 60, (1, 480), generator=torch.Generator().manual_seed(0))[0].tolist()
+    pattern = [[1.0, 0.0], [0.5, 0.2], [0.1, 0.9]]
+    found = {
+        name: np.array(table)
+        for name, table in budget_policies.shares(model.float(), ids, policy, 0.9, pattern).items()
+    }
+    assert set(found) == set(budget_policies.METHODS)
+    assert (found["snapkv"] == 0.9).all()
+    np.testing.assert_allclose(found["lkv"], np.floor(policy.inference_ratios(0.9).numpy() * 480 + 1e-6) / 480)
+    assert (np.diff(found["pyramidkv"].mean(1)) < 0).all()  # lower layers keep more
+    prompt = read_prompt(model, torch.tensor([ids]), queries=True)
+    for layer, own in enumerate(prompt):  # Ada: as its rule counts SnapKV's scores
+        scores = SnapKV().scores(layer, own.query, own.key, own.value, own.scale)
+        np.testing.assert_allclose(found["adakv-snapkv"][layer], np.array(Ada(0.9).counts(layer, scores)[0]) / 480)
+
+
+@pytest.mark.parametrize("script", sorted(RUNS.glob("*_*.sh")), ids=lambda path: path.name)
+def test_the_scripts_ask_for_what_they_need(script, tmp_path):
+    """Each runs to its end with a stand-in for python that writes down how it was called."""
+    log, stand_in = tmp_path / "log", tmp_path / "python"
+    stand_in.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    stand_in.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "POLICY": "org/policy", "PATTERN": "heads.tsv", "TEXT": "a.txt",
+    }  # fmt: skip
+    for model, name in (("llama", "meta-llama/Llama-3.1-8B-Instruct"), ("qwen", "Qwen/Qwen3-8B")):
+        subprocess.run([script, model], env=environment, check=True)
+        said = log.read_text()
+        assert name in said or "--config" in said
+        log.unlink()
+        reports = [item.split() for item in said.splitlines() if "lkv.cli report" in item]
+        for item in reports:  # what they report they have made
+            made = item[item.index("--profile") + 1] if "--profile" in item else item[3]
+            assert f"--out {made}" in said
+    failed = subprocess.run([script, "gpt"], env=environment, capture_output=True, text=True)
+    assert failed.returncode == 2 and "llama|qwen" in failed.stderr
+
+
+def test_budget_policies_are_written(tmp_path, monkeypatch, model, policy):
+    ids = [3 + i * 7919 % 60 for i in range(500)]
+    monkeypatch.setattr(budget_policies, "load_model", lambda name: (model, None))
+    monkeypatch.setattr(budget_policies, "default_policy", lambda: policy)
+    monkeypatch.setattr(budget_policies, "context_ids", lambda tokenizer, text: ids if text == "A text." else [])
+    text = tmp_path / "text.txt"
+    text.write_text("A text.")
+    arguments = ["--text", str(text), "--tokens", "480", "--retention", "0.9", "--out", str(tmp_path)]
+    assert budget_policies.main(arguments) == 0
+    rows = json.loads((tmp_path / "budget_policies.json").read_text())["rows"]
+    assert len(rows) == 5 * 3 * 2 and {row["tokens"] for row in rows} == {480}
+    for method in budget_policies.METHODS:
+        own = [row["value"] for row in rows if row["method"] == method]
+        assert np.mean(own) == pytest.approx(0.9, abs=0.07)  # Duo: whole heads only
+    assert {row["value"] for row in rows if row["method"] == "duo"} == {1.0, 384 / 480}  # all, or sinks and recent ones
+    assert (tmp_path / "budget_policies.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_budget_policies_refuse_a_text_that_cannot_be_read(tmp_path, capsys):
+    assert budget_policies.main(["--text", str(tmp_path / "none")]) == 1
+    assert "cannot be read as text" in capsys.readouterr().err
