@@ -28,8 +28,8 @@ class Journal:
             self._check(path)
         process.wait()
         self._merge()
-        self.done = {row["key"]: row for row in _read(out)[1:]}
         process.wait()
+        self.done = {row["key"]: row for row in _read(out)[1:]}
         if self._path != out:
             _write(self._path, [self._header])
 
