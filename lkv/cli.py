@@ -1,4 +1,4 @@
-"""The command line: lkv ask | methods | train | inspect | eval | report."""
+"""The command line: lkv ask | methods | train | inspect | eval | report | profile."""
 
 import argparse
 import json
@@ -14,6 +14,7 @@ from lkv.errors import LkvError, check_retention
 from lkv.evals.command import add_parser as add_eval
 from lkv.methods import FULL, METHODS, RULES, SELECTORS, describe, find
 from lkv.options import positive
+from lkv.profiling.command import add_parser as add_profile
 from lkv.report.command import add_parser as add_report
 
 _TRAINING_OPTIONS = (
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_eval(commands)
     add_report(commands)
+    add_profile(commands)
     return parser
 
 

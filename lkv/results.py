@@ -1,5 +1,4 @@
-"""Result files: one JSON form for benchmarks, evaluations and the demo, and runs that can be taken up again; no model is
-loaded here."""
+"""Result files: one JSON form for benchmarks, evaluations and the demo, and runs that can be resumed. No torch here."""
 
 import json
 import os
@@ -78,7 +77,11 @@ class Done(dict[str, Any]):
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
         if not lines:
             lines = [json.dumps(settings) + "\n"]
-        if json.loads(lines[0]) != settings:
+        try:
+            found = json.loads(lines[0])
+        except ValueError as error:
+            raise DataError(f"{path} holds no samples to resume from ({error}); delete it or move it away.") from error
+        if found != settings:
             raise DataError(f"{path} holds samples of other settings; give the same ones to resume, or delete it.")
         # An interruption may have torn the last line: that sample is measured again.
         lines = [line for line in lines if line.endswith("\n")]

@@ -10,7 +10,8 @@ ROOT = Path(__file__).parent.parent / "lkv"
 ORDER = [
     "errors", "config", "options", "results", "saving", "ops", "policy", "prompts", "hooks", "modeling", "prefill",
     "budget", "selection", "methods", "kvzip", "quantization", "spans", "layer", "embedded", "cache", "compression",
-    "student", "data", "distillation", "training", "recipes", "evals", "figures", "report", "cli", "integrations",
+    "student", "data", "distillation", "training", "recipes", "evals", "profiling", "figures", "report", "cli",
+    "integrations",
 ]  # fmt: skip
 
 

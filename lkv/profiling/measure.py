@@ -13,15 +13,14 @@ from transformers import DynamicCache
 from lkv.cache import RaggedCache
 from lkv.errors import LkvError
 from lkv.evals.metrics import bootstrap
-from lkv.memory import is_out_of_memory, peak_of, release
 from lkv.methods import FULL, find
 from lkv.modeling import attach, kv_nbytes
 from lkv.policy import Policy
+from lkv.profiling.memory import is_out_of_memory, peak_of, release
 from lkv.results import machine
 
 OUT_OF_MEMORY = "out of memory"
 _PRECISION = 1 / 16  # how closely the largest context is found, as a share of it
-_PATTERN_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ class Profiler:
             return DynamicCache()
         settings, pattern = self._settings, None
         if find(method).rule == "duo":
-            generator = torch.Generator().manual_seed(_PATTERN_SEED)
+            generator = torch.Generator().manual_seed(settings.seed)
             pattern = torch.rand(self._spec.layers, self._spec.kv_heads, generator=generator).tolist()
         return RaggedCache(
             self._model,

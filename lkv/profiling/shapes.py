@@ -13,6 +13,7 @@ from lkv.config import ModelSpec
 from lkv.errors import UnsupportedModelError
 from lkv.policy import Policy
 
+_SPREAD = 1.4  # standard deviation of the heads' scores in the policy trained for SmolLM2
 _LLAMA_3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -88,14 +89,15 @@ def random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: in
 
 def random_policy(spec: ModelSpec, seed: int = 0) -> Policy:
     """A policy that learned nothing, with budgets as unequal as after training: what it decides costs the same."""
-    with _seeded(seed, torch.device("cpu")):
+    with _seeded(seed, torch.device("cpu")), torch.no_grad():
         policy = Policy(spec, {"random": seed})
-        torch.nn.init.normal_(policy.heads.embeddings, std=3.0)
+        torch.nn.init.normal_(policy.heads.embeddings)
+        policy.heads.output.weight *= _SPREAD / policy.heads().std()
     return policy.eval().requires_grad_(False)
 
 
 def allow_positions(model: Any, tokens: int) -> None:
-    """Let `model` read texts of `tokens` tokens; beyond its own limit what it says means nothing, but costs the same."""
+    """Let `model` read texts of `tokens` tokens; beyond its own limit what it says means nothing but costs the same."""
     text = model.config.get_text_config(decoder=True)
     text.max_position_embeddings = max(text.max_position_embeddings, tokens)
 
