@@ -71,3 +71,35 @@ def test_bad_arguments_are_named():
         soft_mask_attention(q, k, v, log_mask[:, :1])
     with pytest.raises(ValueError, match="does not fit"):
         soft_mask_attention(q[:, :3], k, v, log_mask)
+    with pytest.raises(ValueError, match="does not fit"):
+        soft_mask_attention(q, k, v[:, :, 1:], log_mask)
+    with pytest.raises(ValueError, match="float32"):
+        soft_mask_attention(q, k, v.float(), log_mask)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_mask_that_is_no_logarithm_is_refused_where_it_is_looked_at(value):
+    q, k, v, log_mask = (x.detach() for x in inputs(1, 2, 2, 3, 10, 8))
+    log_mask[0, 1, 9] = value
+    with pytest.raises(ValueError, match="NaN or \\+inf"):
+        soft_mask_attention(q, k, v, log_mask)
+    assert not bool(soft_mask_attention(q, k, v, log_mask, check=False)[:, 2:, 2].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [10, 3])
+def test_empty_rows_are_zero_and_pass_no_gradient(dtype, rows):
+    """The first 8 keys of head 1 have m = 0: all its rows but the last 2 are empty."""
+    q, k, v, log_mask = (x.detach() for x in inputs(1, 2, 2, rows, 10, 8, dtype))
+    log_mask[0, 1, :8] = -torch.inf
+    arguments = [x.requires_grad_() for x in (q, k, v, log_mask)]
+    empty = rows - 2
+    results = []
+    for backend in ("sdpa", "reference"):
+        out = soft_mask_attention(*arguments, backend=backend)
+        grads = torch.autograd.grad(out.sum() + out.square().sum(), arguments)
+        for x in (out[:, 2:, :empty], grads[0][:, 2:, :empty], *(x[:, 1, :8] for x in grads[1:])):
+            assert not bool(x.any())
+        results.append([out, *grads])
+    tolerance = 32 * torch.finfo(dtype).eps
+    torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)

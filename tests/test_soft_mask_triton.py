@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,7 +61,7 @@ def values_and_gradients(attend, arguments, dtype):
     return [x.detach().double() for x in (out, *torch.autograd.grad(out, arguments, weights))]
 
 
-def assert_as_exact_as_eager(arguments, attend, slack=2.0):
+def assert_as_exact_as_eager(arguments, attend, slack=3.0):
     """The error against float64 is at most `slack` times the one that eager attention in the same dtype makes."""
     dtype = arguments[0].dtype
     torch.manual_seed(1)
@@ -72,12 +72,14 @@ def assert_as_exact_as_eager(arguments, attend, slack=2.0):
     exact = values_and_gradients(reference.attend, arguments, torch.float64)
     eager = values_and_gradients(reference.attend, arguments, dtype)
     for own, truth, rough in zip(ours, exact, eager, strict=True):
-        # One rounding of the largest value is always allowed: tiny cases may come out of eager attention exact.
-        allowed = max(float((rough - truth).abs().max()), torch.finfo(dtype).eps * max(1.0, float(truth.abs().max())))
+        # Eager attention may be exact by luck: one rounding of the result, and of float32 sums of d terms, is allowed.
+        rounding = max(torch.finfo(dtype).eps * float(truth.abs().max()), 2e-6)
+        allowed = max(float((rough - truth).abs().max()), rounding)
         assert float((own.detach().double() - truth).abs().max()) <= slack * allowed
 
 
-@settings(max_examples=14)
+# The interpreter is too slow to shrink what fails.
+@settings(max_examples=14, phases=[Phase.explicit, Phase.generate])
 @given(
     st.integers(1, 2), st.integers(1, 2), st.integers(1, 3), st.integers(1, 40), st.integers(0, 30),
     st.sampled_from([64, 64, 80, 96]), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -166,11 +168,12 @@ def test_triton_by_name_says_why_it_cannot_run(change, message):
 
 def gpu(monkeypatch, major, shared):
     """A CUDA device with these properties, and kernels that are not interpreted."""
-    properties = SimpleNamespace(name="TestGPU", major=major, minor=0, shared_memory_per_block_optin=shared)
+    properties = SimpleNamespace(name="TestGPU", major=major, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(triton, "_shared_memory", lambda _: shared)
     monkeypatch.setattr(triton, "interpreted", lambda: False)
     api._chosen.cache_clear()
-    triton._tiles_on.cache_clear()
+    triton.tiles_on.cache_clear()
     return torch.device("cuda")
 
 
@@ -192,9 +195,9 @@ def test_tiles_fit_the_shared_memory(monkeypatch, shared, rows):
     """Hopper's 227 KB and the 99 KB of a consumer card."""
     device = gpu(monkeypatch, 9, shared)
     assert api._chosen("auto", device, torch.bfloat16, 256, 256) == "triton"
-    chosen = triton._tiles_on(device, torch.bfloat16, 256)
+    chosen = triton.tiles_on(device, torch.bfloat16, 256)
     assert chosen.shared <= shared and chosen.forward.rows == rows
-    for cached in (api._chosen, triton._tiles_on):
+    for cached in (api._chosen, triton.tiles_on):
         cached.cache_clear()
 
 
@@ -208,10 +211,10 @@ def test_without_triton_the_reason_is_named(monkeypatch):
         api._chosen("triton", torch.device("cuda"), torch.bfloat16, 128, 128)
 
 
-def test_compiles_for_hopper_within_the_shared_memory_it_states():
+def test_kernels_compile_for_hopper_within_the_shared_memory_their_tiles_state():
     """No GPU is needed to compile; a process of its own, because here the kernels may be interpreted."""
     kernels = Path(triton.__file__).with_name("triton_kernels.py")
-    chosen = triton._tiles(torch.bfloat16, 128, 232_448)
+    chosen = triton._TILES[2, 128][0]
     script = Path(__file__).with_name("compile_soft_mask.py")
     needs = subprocess.run(
         [sys.executable, str(script), str(kernels), *(str(n) for tile in chosen[:3] for n in tile)],

@@ -13,4 +13,4 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float) -> T
     visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
     scores = scores.masked_fill(~visible, -torch.inf)
     empty = (scores == -torch.inf).all(-1, keepdim=True)
-    return torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0) @ v
+    return torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0).to(v.dtype) @ v

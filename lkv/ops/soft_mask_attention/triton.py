@@ -66,35 +66,35 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
     if dim not in HEAD_DIMS or value_dim != dim:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take {HEAD_DIMS}, equal for k and v."
     if device.type == "cuda" and not interpreted():
-        properties = torch.cuda.get_device_properties(device)
-        if properties.major < 8:
-            return f"{properties.name} has compute capability {properties.major}.{properties.minor}; 8.0 is needed."
-        if _tiles(dtype, dim, properties.shared_memory_per_block_optin) is None:
-            return (
-                f"{properties.name} has {properties.shared_memory_per_block_optin} bytes of shared memory, too little "
-                f"for heads of {dim} in {dtype}."
-            )
+        gpu = torch.cuda.get_device_properties(device)
+        if gpu.major < 8:
+            return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, but the Triton kernels need 8.0."
+        if tiles_on(device, dtype, dim) is None:
+            room = _shared_memory(device)
+            return f"{gpu.name} has {room} bytes of shared memory a block, too little for heads of {dim} in {dtype}."
     return None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, tiles: Tiles | None = None) -> Tensor:
     """Shapes as in `api.soft_mask_attention`, where `refusal` has no objection. `tiles`: block sizes to try out."""
-    tiles = tiles or _tiles_on(q.device, q.dtype, q.shape[3])
+    tiles = tiles or tiles_on(q.device, q.dtype, q.shape[3])
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     with torch.cuda.device_of(q):
         return _SoftMaskAttention.apply(q, k, v, log_mask.float().contiguous(), scale, tiles)
 
 
 @functools.cache
-def _tiles_on(device: torch.device, dtype: torch.dtype, dim: int) -> Tiles | None:
-    limit = None if interpreted() else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return _tiles(dtype, dim, limit)
-
-
-def _tiles(dtype: torch.dtype, dim: int, limit: int | None) -> Tiles | None:
-    """The fastest tiles within `limit` bytes of shared memory, if any."""
+def tiles_on(device: torch.device, dtype: torch.dtype, dim: int) -> Tiles | None:
+    """The tiles in use on a device; None where its shared memory is too small."""
     options = _TILES[dtype.itemsize, triton.next_power_of_2(dim)]
-    return next((tiles for tiles in options if limit is None or tiles.shared <= limit), None)
+    if interpreted():
+        return options[0]
+    return next((tiles for tiles in options if tiles.shared <= _shared_memory(device)), None)
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one block may use, as Triton checks them."""
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 class _SoftMaskAttention(torch.autograd.Function):

@@ -51,11 +51,7 @@ def _store(base, x, start, row_stride, limit, block: tl.constexpr, dim: tl.const
 @triton.jit
 def _load_vector(base, start, limit, other: tl.constexpr, bounded: tl.constexpr, block: tl.constexpr):
     index = start + tl.arange(0, block)
-    if bounded:
-        x = tl.load(base + index, mask=index < limit, other=other)
-    else:
-        x = tl.load(base + index)
-    return x
+    return tl.load(base + index, mask=index < limit, other=other) if bounded else tl.load(base + index)
 
 
 @triton.jit
@@ -83,7 +79,8 @@ def _forward_columns(
 
 @triton.jit
 def forward(
-    q, k, v, log_mask, out, lse, scale, rows: tl.int32, columns: tl.int32, heads: tl.int32, kv_heads: tl.int32,
+    q, k, v, log_mask, out, lse, scale,
+    rows: tl.int32, columns: tl.int32, heads: tl.int32, kv_heads: tl.int32,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int32, k_batch: tl.int64, k_head: tl.int64, k_row: tl.int32,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int32,
     block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
@@ -151,7 +148,8 @@ def _query_gradient_columns(
 
 @triton.jit
 def query_gradient(
-    q, k, v, log_mask, out, d_out, lse, delta, d_q, scale, rows: tl.int32, columns: tl.int32, heads: tl.int32, kv_heads: tl.int32,
+    q, k, v, log_mask, out, d_out, lse, delta, d_q, scale,
+    rows: tl.int32, columns: tl.int32, heads: tl.int32, kv_heads: tl.int32,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int32, k_batch: tl.int64, k_head: tl.int64, k_row: tl.int32,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int32,
     block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
@@ -216,13 +214,14 @@ def _key_gradient_rows(
 
 @triton.jit
 def key_gradient(
-    q, k, v, log_mask, d_out, lse, delta, d_k, d_v, d_mask, scale, rows: tl.int32, columns: tl.int32, heads: tl.int32, kv_heads: tl.int32,
+    q, k, v, log_mask, d_out, lse, delta, d_k, d_v, d_mask, scale,
+    rows: tl.int32, columns: tl.int32, heads: tl.int32, kv_heads: tl.int32,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int32, k_batch: tl.int64, k_head: tl.int64, k_row: tl.int32,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int32,
     bounded: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr,
     width: tl.constexpr,
 ):  # fmt: skip
-    """One block of columns of one KV head, over all query heads of its group: no atomics. Grid: column blocks, B Hkv."""
+    """One block of columns of one KV head over all heads of its group, so no atomics. Grid: column blocks, B Hkv."""
     start = tl.program_id(0) * block_columns
     batch, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
     groups = heads // kv_heads
