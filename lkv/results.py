@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
+_PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
 
 
 def write_results(path: Path, name: str, rows: Sequence[Mapping[str, Any]], seed: int, command: str = "") -> None:
