@@ -14,7 +14,7 @@ from typing import Any
 
 from lkv.errors import DataError
 
-_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
+_PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
 
 
 def write_results(path: Path, name: str, rows: Sequence[Mapping[str, Any]], seed: int, command: str = "") -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lkv.errors import BackendError
-from lkv.ops.ragged_attention import api, ragged_attention, varlen
+from lkv.ops.ragged_attention import api, loop, ragged_attention, varlen
 
 
 def pool(lengths: list[list[int]], slack: int, dim: int, dtype: torch.dtype):
@@ -38,13 +38,34 @@ def test_loop_equals_reference(older, groups, rows, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_half_precision(dtype, rows):
+@pytest.mark.parametrize("older", [[0, 40], [30, 30], [5000, 9]])
+def test_half_precision(dtype, rows, older):
     torch.manual_seed(1)
-    k, v, starts, lens = pool([[rows, 40 + rows]], 4, 32, dtype)
+    k, v, starts, lens = pool([[count + rows for count in older]], 4, 32, dtype)
     q = torch.randn(1, 6, rows, 32).to(dtype)
     ours = ragged_attention(q, k, v, starts, lens, 32**-0.5)
     exact = ragged_attention(q, k, v, starts, lens, 32**-0.5, backend="reference")
+    assert ours.dtype == dtype
     torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    ("lengths", "runs"),
+    [
+        ([[7, 7], [7, 7]], [(0, 4)]),
+        ([[7, 7], [3, 7]], [(0, 2), (2, 1), (3, 1)]),
+        ([[5, 7], [7, 7]], [(0, 1), (1, 3)]),
+    ],
+)
+def test_spans_of_one_length_are_one_batch(rows, lengths, runs):
+    torch.manual_seed(2)
+    k, v, starts, lens = pool([[count + rows for count in row] for row in lengths], 3, 16, torch.float64)
+    found = loop._runs(starts.flatten().tolist(), lens.flatten().tolist())
+    assert [run[:2] for run in found] == runs
+    q = torch.randn(2, 4, rows, 16, dtype=torch.float64)
+    exact = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference")
+    torch.testing.assert_close(ragged_attention(q, k, v, starts, lens, 0.25), exact, atol=1e-12, rtol=1e-12)
 
 
 def test_bad_arguments_are_named():

@@ -3,6 +3,7 @@
 They run in Triton's interpreter on the CPU, and on a GPU where TRITON_INTERPRET=0 is set.
 """
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import ragged_attention as benchmark
 from lkv.budget import PerHead
 from lkv.cache import RaggedCache
 from lkv.errors import BackendError
 from lkv.methods import Method
 from lkv.ops.ragged_attention import api, append, ragged_attention
-from lkv.selection import Random
+from lkv.selection import Knorm, Random
 from tests.conftest import tiny_llama
 
 triton = pytest.importorskip("lkv.ops.ragged_attention.triton")
@@ -78,7 +80,7 @@ def poisoned(monkeypatch):
         yield
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(
     st.integers(1, 3).flatmap(
         lambda heads: st.lists(st.lists(st.integers(0, 300), min_size=heads, max_size=heads), min_size=1, max_size=3)
@@ -204,3 +206,54 @@ def test_a_decode_step_never_waits_for_the_device(rows, monkeypatch):
             for _ in range(3):
                 step()
         assert cache.get_seq_length() == 43
+
+
+def test_the_cache_over_the_kernels_equals_the_cache_over_the_loop(monkeypatch):
+    ids = torch.randint(3, 67, (2, 40))
+    logits = {}
+    for backend in ("loop", "triton"):
+        with monkeypatch.context() as patch:
+            patch.setattr(api, "_chosen", lambda *args, name=backend: name)
+            model = tiny_llama(dtype=torch.float32).to(DEVICE)
+            method = Method("knorm", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Knorm())
+            cache = RaggedCache(model, method=method, slack=2)
+            model(ids, past_key_values=cache, use_cache=True)
+            steps = [
+                model(part, past_key_values=cache, use_cache=True).logits for part in ids[:, :6].split([3, 1, 2], 1)
+            ]
+            cache.rewind()
+            steps.append(model(ids[:, 7:8], past_key_values=cache, use_cache=True).logits)
+            logits[backend] = torch.cat(steps, 1)
+    torch.testing.assert_close(logits["triton"], logits["loop"], atol=2e-4, rtol=2e-4)
+
+
+SMALL = "--device cpu --tokens 150 --layers 1 --heads 4 --kv-heads 2 --dim 16 --dtype float32 --repeats 1 --batches 1 2"
+
+
+def test_the_benchmark_runs(tmp_path, monkeypatch):
+    out = tmp_path / "ragged.json"
+    monkeypatch.setattr(benchmark, "_COPIED", {"cpu": 1024})
+    with torch.device("cpu"):
+        benchmark.main([*SMALL.split(), "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["batch"], row["method"]) for row in rows] == [(b, m) for b in (1, 2) for m in ("full", *["lkv"] * 3)]
+    for row in rows:
+        assert row["seconds"] > 0 and (row["method"] == "full") == (row["value"] == 1) == (row["realised"] == 1)
+        read = row["realised"] * 150 * row["batch"] * 2 * 2 * 16 * 4
+        assert row["bytes_a_second"] == pytest.approx(read / row["seconds"], rel=0.05)
+
+
+def test_the_benchmark_times_no_wrong_kernel(tmp_path, monkeypatch):
+    plain = triton.attend
+    monkeypatch.setattr(triton, "attend", lambda *args: plain(*args) * 1.001)
+    monkeypatch.setattr(benchmark, "_COPIED", {"cpu": 1024})
+    out = tmp_path / "ragged.json"
+    with torch.device("cpu"), pytest.raises(SystemExit, match="nothing was timed"):
+        benchmark.main([*SMALL.split(), "--out", str(out)])
+    assert not out.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_says_that_there_is_no_gpu(tmp_path):
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        benchmark.main(["--out", str(tmp_path / "none.json")])

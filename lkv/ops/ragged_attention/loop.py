@@ -1,39 +1,41 @@
 """Ragged attention as a loop over KV heads: the fastest way on a CPU, where a head's span is one contiguous slice."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+# Entries that are widened to float32 at once: what a step allocates must not grow with the context.
+_WIDENED = 4096
 
 
 def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float) -> Tensor:
     """Shapes as in `api.ragged_attention`."""
     batch, heads, rows, dim = q.shape
-    kv_heads = starts.shape[1]
+    spans, value_dim = starts.numel(), v_pool.shape[-1]
     # The query heads of a group become rows, so that a span is read once for all of them.
-    q = q.reshape(batch, kv_heads, heads // kv_heads * rows, dim)
-    out = q.new_empty((*q.shape[:-1], v_pool.shape[-1]))
-    # A plain product beats SDPA for one row in full precision only.
-    single = rows == 1 and q.dtype.itemsize >= 4
-    if single:
-        q = q * scale
-    for b, (row_starts, row_lens) in enumerate(zip(starts.tolist(), lens.tolist(), strict=True)):
-        for h, (start, length) in enumerate(zip(row_starts, row_lens, strict=True)):
-            k, v = k_pool[start : start + length], v_pool[start : start + length]
-            if single:
-                out[b, h] = torch.softmax(q[b, h] @ k.T, -1) @ v
-            else:
-                out[b, h] = _several_rows(q[b, h], k, v, rows, scale)
-    return out.view(batch, heads, rows, v_pool.shape[-1])
-
-
-def _several_rows(q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float) -> Tensor:
-    mask = None
-    if rows > 1:
-        length = k.shape[0]
-        visible = torch.ones(rows, length, dtype=torch.bool, device=q.device).tril(length - rows)
-        mask = visible.repeat(q.shape[0] // rows, 1)
-    q, k, v = (x[None, None] for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0, 0]
+    q = q.reshape(spans, -1, dim)
+    # Plain products beat SDPA for one row; those in half precision are slower than their conversion.
+    half = q.dtype.itemsize < 4
+    scaled = (q.float() if half else q) * scale
+    each = scaled.unbind()
+    parts = []
+    for first, count, start, step, length in _runs(starts.flatten().tolist(), lens.flatten().tolist()):
+        last, end = first + count, start + length
+        if rows == 1 and count == 1:
+            one = _widened if half else _plain
+            parts.append(one(each[first], k_pool[start:end], v_pool[start:end]))
+            continue
+        k = k_pool.as_strided((count, length, dim), (step * dim, dim, 1), start * dim)
+        v = v_pool.as_strided((count, length, value_dim), (step * value_dim, value_dim, 1), start * value_dim)
+        if rows == 1 and not half:
+            parts.append(torch.bmm(torch.softmax(torch.bmm(scaled[first:last], k.mT), -1), v).flatten(0, 1))
+        else:
+            mask = _causal(rows, q.shape[1] // rows, length, q.device)
+            own = scaled_dot_product_attention(q[None, first:last], k[None], v[None], mask, scale=scale)
+            parts.append(own.flatten(0, 2))
+    return torch.cat(parts).to(q.dtype).view(batch, heads, rows, value_dim)
 
 
 def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
@@ -44,3 +46,37 @@ def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: T
     k_pool.index_copy_(0, places, key.reshape(-1, key.shape[-1]))
     v_pool.index_copy_(0, places, value.reshape(-1, value.shape[-1]))
     return lens + new
+
+
+def _runs(starts: list[int], lens: list[int]) -> Iterator[tuple[int, int, int, int, int]]:
+    """(first, count, start, step, length) of spans of one length at equal distances: one batch (uniform budgets)."""
+    first = 0
+    while first < len(starts):
+        start, length, last = starts[first], lens[first], first + 1
+        step = starts[last] - start if last < len(starts) else 0
+        while last < len(starts) and lens[last] == length and starts[last] - starts[last - 1] == step:
+            last += 1
+        yield first, last - first, start, step, length
+        first = last
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.mm(torch.softmax(linear(q, k), -1), v)
+
+
+def _widened(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As `_plain`, of float32 queries over k and v in half precision."""
+    if len(k) <= _WIDENED:
+        return _plain(q, k.float(), v.float())
+    shares = torch.softmax(torch.cat([linear(q, part.float()) for part in k.split(_WIDENED)], -1), -1)
+    out = q.new_zeros(len(q), v.shape[-1])
+    for share, part in zip(shares.split(_WIDENED, -1), v.split(_WIDENED), strict=True):
+        out.addmm_(share, part.float())
+    return out
+
+
+def _causal(rows: int, group: int, length: int, device: torch.device) -> Tensor | None:
+    """What each packed row sees; a single new token sees everything."""
+    if rows == 1:
+        return None
+    return torch.ones(rows, length, dtype=torch.bool, device=device).tril(length - rows).repeat(group, 1)

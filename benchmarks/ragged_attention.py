@@ -1,0 +1,207 @@
+"""Decode attention over the ragged cache on a GPU: correctness, then time against the full cache's flash attention.
+
+python -m benchmarks.ragged_attention    (needs CUDA; writes ragged_attention.json)
+TRITON_INTERPRET=1 python -m benchmarks.ragged_attention --device cpu --tokens 600 --layers 1 --batches 1 2 --heads 4 \
+    --kv-heads 2 --dim 16 --dtype float32 --repeats 2 --out trial.json    (the same path, without a GPU)
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.common import RESULTS
+from lkv.evals.metrics import bootstrap
+from lkv.ops.ragged_attention import append, ragged_attention
+from lkv.results import write_results
+
+_ROOM = 256
+_COPIED = {"cuda": 2**30, "cpu": 2**20}
+
+
+@dataclass
+class Layer:
+    """One layer's compressed and full cache, and the newest token's query."""
+
+    query: Tensor
+    k_pool: Tensor
+    v_pool: Tensor
+    starts: Tensor
+    lens: Tensor
+    key: Tensor
+    value: Tensor
+
+    def ragged(self, scale: float, backend: str) -> Tensor:
+        return ragged_attention(self.query, self.k_pool, self.v_pool, self.starts, self.lens, scale, backend)
+
+    def full(self, scale: float, form: str) -> Tensor:
+        if form == "grouped":
+            return scaled_dot_product_attention(self.query, self.key, self.value, scale=scale, enable_gqa=True)
+        # The query heads of a group as rows of one head: nothing is masked for a single token.
+        rows = self.query.view(*self.key.shape[:2], -1, self.query.shape[-1])
+        return scaled_dot_product_attention(rows, self.key, self.value, scale=scale)
+
+
+def layer_of(options: argparse.Namespace, batch: int, dtype: torch.dtype) -> Layer:
+    """Random k, v; the heads' shares of the tokens spread as learned ones do, from almost nothing to almost all."""
+    shares = torch.rand(batch, options.kv_heads) ** 4
+    shares = (shares * (options.retention / shares.mean())).clamp(max=1)
+    lens = (shares * options.tokens).int() + 1
+    ends = (lens.flatten() + _ROOM).cumsum(0)
+    starts = (ends - lens.flatten() - _ROOM).view_as(lens).int()
+    draw = partial(torch.randn, dtype=dtype, device=options.device)
+    return Layer(
+        draw(batch, options.heads, 1, options.dim),
+        draw(int(ends[-1]), options.dim),
+        draw(int(ends[-1]), options.dim),
+        starts.to(options.device),
+        lens.to(options.device),
+        draw(batch, options.kv_heads, options.tokens, options.dim),
+        draw(batch, options.kv_heads, options.tokens, options.dim),
+    )
+
+
+def error_of(layer: Layer, scale: float) -> float:
+    """The kernels' largest error over the largest output; SystemExit where it or an append is wrong."""
+    ours = layer.ragged(scale, "triton")
+    exact = layer.ragged(scale, "reference")
+    error = float((ours - exact).abs().max() / exact.abs().max())
+    limit = 4 * torch.finfo(ours.dtype).eps
+    if not error <= limit:
+        sys.exit(f"the kernels are off by {error:.2e} of the largest output, more than {limit:.2e}: nothing was timed.")
+    new = [torch.randn_like(x[:, :, :3]) for x in (layer.key, layer.value)]
+    pools = [[pool.clone() for pool in (layer.k_pool, layer.v_pool)] for _ in range(2)]
+    for (k_pool, v_pool), backend in zip(pools, ("triton", "loop"), strict=True):
+        append(new[0], new[1], k_pool, v_pool, layer.starts, layer.lens, backend)
+    if not all(torch.equal(*pair) for pair in zip(*pools, strict=True)):
+        sys.exit("the append kernel wrote something else than index assignment does: nothing was timed.")
+    return error
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """`run` as a CUDA graph: its kernels without the time that Python takes to launch them."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def seconds_of(run: Callable[[], Any], device: str) -> float:
+    if device == "cpu":
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, list[float]]:
+    """Seconds of each run in turn, so that a noisy moment falls on all of them alike; two rounds warm up."""
+    rounds = [{name: seconds_of(run, device) for name, run in runs.items()} for _ in range(repeats + 2)]
+    return {name: [each[name] for each in rounds[2:]] for name in runs}
+
+
+def median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes read and written a second by a plain copy."""
+    source = torch.zeros(_COPIED[device], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    run = partial(target.copy_, source)
+    return 2 * len(source) / median(interleaved({"copy": run}, 10, device)["copy"])
+
+
+def rows_of(options: argparse.Namespace, batch: int, copied: float) -> list[dict[str, Any]]:
+    """Times of one decode step's attention in all layers."""
+    torch.manual_seed(batch)
+    dtype, scale = getattr(torch, options.dtype), options.dim**-0.5
+    # The full cache of a large batch leaves room for fewer layers.
+    layers = [layer_of(options, batch, dtype) for _ in range(max(1, options.layers // batch))]
+    error = max(error_of(layer, scale) for layer in layers)
+
+    def over(step: Callable[[Layer], Any]) -> Callable[[], Any]:
+        return lambda: [step(layer) for layer in layers]
+
+    forms = ("grouped", "rows")
+    fast = {"triton": over(lambda layer: layer.ragged(scale, "triton"))}
+    fast |= {form: over(partial(Layer.full, scale=scale, form=form)) for form in forms}
+    runs = dict(fast) if options.device == "cpu" else {name: captured(run) for name, run in fast.items()}
+    runs |= {"triton, launched": fast["triton"], "loop": over(lambda layer: layer.ragged(scale, "loop"))}
+    seconds = interleaved(runs, options.repeats, options.device)
+
+    best = min(forms, key=lambda form: median(seconds[form]))
+    entries = sum(int(layer.lens.sum()) for layer in layers)
+    realised = entries / (len(layers) * batch * options.kv_heads * options.tokens)
+    read = entries * 2 * options.dim * dtype.itemsize
+    rows = []
+    for name in (best, "triton", "triton, launched", "loop"):
+        ratio = bootstrap([[own / full] for own, full in zip(seconds[name], seconds[best], strict=True)])
+        own = median(seconds[name])
+        full = name == best
+        through = (read / realised if full else read) / own
+        print(
+            f"batch {batch:2} {'full, ' + best if full else name:18} {1e3 * own:9.3f} ms, {1 / ratio.value:6.2f} times"
+            f" as fast as the full cache, {through / copied:.2f} of copy bandwidth"
+        )
+        rows.append(
+            {"method": "full" if full else "lkv", "backend": best if full else name, "baseline": "full", "batch": batch}
+            | {"tokens": options.tokens, "retention": 1.0 if full else options.retention}
+            | {"realised": 1.0 if full else realised, "layers": len(layers), "seconds": own}
+            | {"unit": "time by that of the full cache's fastest attention, mean of pairs"}
+            | ratio._asdict()
+            | {"bytes_a_second": through, "of_copy_bandwidth": through / copied}
+            | ({} if full else {"error": error})
+        )
+    return rows
+
+
+@torch.no_grad()
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: in Triton's interpreter")
+    parser.add_argument("--tokens", type=int, default=200_000)
+    parser.add_argument("--retention", type=float, default=0.15)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--layers", type=int, default=8, help="divided by the batch")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--out", type=Path, default=RESULTS / "ragged_attention.json")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("this benchmark times kernels on a GPU, but PyTorch sees no CUDA device here; run it where it does.")
+    copied = copy_bandwidth(options.device)
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu, interpreter"
+    shape = {key: getattr(options, key) for key in ("heads", "kv_heads", "dim", "dtype")}
+    rows = [row for batch in options.batches for row in rows_of(options, batch, copied)]
+    shared = shape | {"device": device, "copy_bytes_a_second": copied}
+    given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "benchmarks.ragged_attention", *given])
+    write_results(options.out, "ragged_attention", [row | shared for row in rows], 0, command)
+
+
+if __name__ == "__main__":
+    main()
