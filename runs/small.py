@@ -7,6 +7,8 @@ given, then writes tables and figures beside the results. Started again, it goes
 """
 
 import argparse
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from runs import budget_policies
 SWEPT = ("snapkv", "pyramidkv", "adakv-snapkv", "kvzip", "lkv")
 RETENTIONS = ("0.5", "0.3", "0.2", "0.15", "0.1", "0.05")
 LENGTHS = ("2048", "4096")
+DTYPE = "bfloat16"
 PATTERN_TOKENS = 4000  # of the text on which DuoAttention's retrieval heads are estimated
 
 
@@ -28,16 +31,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ruler", type=Path, help="folder with RULER's sources (default: from the hub)")
     parser.add_argument("--longbench", type=Path, help="folder with LongBench's files (default: left out)")
-    parser.add_argument("--samples", type=int, default=5, help="of each RULER task and length")
-    parser.add_argument("--swept-samples", type=int, default=3, help="of each RULER task, at every retention")
-    parser.add_argument("--longbench-samples", type=int, default=5, help="of each LongBench task")
+    parser.add_argument("--processes", type=int, default=2, help="that share the samples, a thread each")
+    parser.add_argument("--samples", type=int, default=3, help="of each RULER task and length")
+    parser.add_argument("--swept-samples", type=int, default=2, help="of each RULER task, at every retention")
+    parser.add_argument("--longbench-samples", type=int, default=2, help="of each LongBench task")
     parser.add_argument("--out", type=Path, default=Path("runs-local/small"))
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     text = options.out / "pattern.txt"
     if not text.is_file():
         text.write_text(document(load_default()[1], PATTERN_TOKENS), encoding="utf-8")
-    return run(steps(options, text), lkv) or budget_policies.main(["--text", str(text), "--out", str(options.out)])
+    return run(steps(options, text), lambda step: _command(step, options.processes)) or budget_policies.main(
+        ["--text", str(text), "--out", str(options.out)]
+    )
 
 
 def run(commands: Iterator[list[str]], command: Callable[[list[str]], int]) -> int:
@@ -49,11 +55,20 @@ def run(commands: Iterator[list[str]], command: Callable[[list[str]], int]) -> i
     return 0
 
 
+def _command(arguments: list[str], processes: int) -> int:
+    """One step: reports here, measurements in processes of their own."""
+    if arguments[0] != "eval":
+        return lkv(arguments)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    return subprocess.run([*launch, "-m", "lkv.cli", *arguments], env=one_thread, check=False).returncode
+
+
 def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:
     """What is measured, and what is made of it."""
     ruler, swept, longbench = (str(options.out / f"{name}.jsonl") for name in ("ruler", "swept", "longbench"))
     source = ["--data", str(options.ruler)] if options.ruler else []
-    every = [*METHODS, "--pattern", str(text), "--retention", "0.15"]
+    every = [*METHODS, "--pattern", str(text), "--retention", "0.15", "--dtype", DTYPE]
     samples = ["--samples", str(options.samples)]
     yield ["eval", "ruler", *source, "--lengths", *LENGTHS, *samples, "--methods", *every, "--out", ruler]
     for table, more in (
@@ -65,7 +80,20 @@ def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:
     ):
         yield from _report(options.out, "ruler", ruler, table, more)
     at = ["--lengths", LENGTHS[0], "--samples", str(options.swept_samples)]
-    yield ["eval", "ruler", *source, *at, "--methods", *SWEPT, "--retention", *RETENTIONS, "--out", swept]
+    yield [
+        "eval",
+        "ruler",
+        *source,
+        *at,
+        "--methods",
+        *SWEPT,
+        "--retention",
+        *RETENTIONS,
+        "--dtype",
+        DTYPE,
+        "--out",
+        swept,
+    ]
     yield from _report(options.out, "swept", swept, "sweep", [])
     if options.longbench:
         data = ["--data", str(options.longbench), "--samples", str(options.longbench_samples)]
