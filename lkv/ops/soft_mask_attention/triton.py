@@ -32,7 +32,8 @@ class Tiles(NamedTuple):
     shared: int
 
 
-# By bytes a number and padded head dim, the fastest first: chosen so that no inner loop spills registers on Hopper.
+# By bytes a number and padded head dim, the largest first: in half precision the largest that leave the loops over full
+# blocks without register spills on Hopper (as ptxas reports; `benchmarks.soft_mask_attention --tune` times others).
 _TILES = {
     (2, 64): (Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), 83_000),),
     (2, 128): (
