@@ -136,6 +136,15 @@ def test_methods_that_cannot_serve_a_prompt_are_skipped_with_the_reason(model, p
     assert line["rows"][2]["retention"] == 0.3 and line["rows"][2]["realised"] == 1.0
 
 
+def test_a_text_too_long_to_be_repeated_is_measured_without_kvzip(policy, tmp_path):
+    short = tiny_llama(max_position_embeddings=128)
+    examples = make_examples(1, ["alpha"], tokens=80)
+    _, (line,) = run(short, policy, tmp_path / "x.jsonl", examples, ["kvzip", "knorm"])
+    assert [row["method"] for row in line["rows"]] == ["full", "knorm"]
+    (skipped,) = line["skipped"]
+    assert skipped["method"] == "kvzip" and "shorten the text" in skipped["reason"]
+
+
 def test_missing_needs_are_told_before_anything_runs(model, policy, tmp_path):
     for methods, retentions, error, message in (
         (["duo"], [0.3], LkvError, "needs a pattern"),

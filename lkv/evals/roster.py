@@ -84,24 +84,29 @@ class Roster:
 
     def for_prompt(self, ids: list[int], prompt: list[PromptLayer]) -> tuple[list[Row], list[Skipped]]:
         """The rows for the one prompt `ids`, already read into `prompt`; the full cache comes first."""
+        selectors = dict(self._selectors)
+        first = {name: _first_scores(selector, prompt[0]) for name, selector in selectors.items()}
         table = None
         if any(entry.selector == KVZIP for entry in self._entries.values()):
-            table = replay_scores(self._model, self._tokenizer, ids, prompt)
-        selectors = self._selectors | ({} if table is None else {KVZIP: GivenScores(table)})
-        first = {name: _first_scores(selector, prompt[0]) for name, selector in selectors.items()}
+            try:
+                table = replay_scores(self._model, self._tokenizer, ids, prompt)
+            except LkvError as error:
+                first[KVZIP] = error
+            else:
+                selectors[KVZIP], first[KVZIP] = GivenScores(table), table[0]
         rows = [Row(FULL, 1.0, Method(FULL, Uniform(1.0), StreamingLLM(sinks=0)))]
         skipped = []
         for retention, source in self._sources.items():
             for name, entry in self._entries.items():
                 try:
-                    if entry.selector == KVZIP:
-                        assert table is not None
-                        budget = replay_budget(name, table, source.share, self._policy)
-                    else:
-                        budget = RULES[entry.rule][1](source)
                     scores = first[entry.selector]
                     if isinstance(scores, LkvError):
                         raise scores
+                    if entry.selector == KVZIP:
+                        assert table is not None
+                        budget = replay_budget(name, table, source.share, self._policy, source.pattern)
+                    else:
+                        budget = RULES[entry.rule][1](source)
                     budget.counts(0, scores)
                 except LkvError as error:
                     skipped.append(Skipped(name, retention, str(error)))
