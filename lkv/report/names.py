@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from lkv.evals import longbench
+
 FULL, LKV = "full", "lkv"
 AVERAGE = "Avg."
 SUITES = {"longbench": "LongBench", "ruler": "RULER"}
@@ -52,14 +54,7 @@ _PART_LABELS = {
 
 # Categories as in the paper's Table 1 (LongBench), and RULER's own (Hsieh et al. 2024, Sec. 3).
 CATEGORIES = {
-    "longbench": {
-        "Single-Doc QA": ("narrativeqa", "qasper", "multifieldqa_en"),
-        "Multi-Doc QA": ("hotpotqa", "2wikimqa", "musique"),
-        "Summarization": ("gov_report", "qmsum", "multi_news"),
-        "Few-Shot": ("trec", "triviaqa", "samsum"),
-        "Synthetic": ("passage_count", "passage_retrieval_en"),
-        "Code": ("lcc", "repobench-p"),
-    },
+    "longbench": longbench.CATEGORIES,
     "ruler": {
         "Retrieval": (
             "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2",

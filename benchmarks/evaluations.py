@@ -1,0 +1,72 @@
+"""What `lkv eval` measured as a result file: a row a method, retention, task and length, and for the means over tasks.
+
+python -m benchmarks.evaluations FILE.jsonl    (writes ruler.json or longbench.json)
+"""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS
+from lkv.report.names import FULL
+from lkv.report.reading import Results, read_results
+from lkv.report.scores import Pair, Scores, Unit, pairs_of
+from lkv.results import write_results
+
+_LEAST = 50.0  # the full cache's score from which on a task says something about eviction
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--name", default=None, help="of the result (default: the suite's)")
+    options = parser.parse_args()
+    results = read_results([options.file])
+    name = options.name or str(results.header["suite"])
+    write_results(RESULTS / f"{name}.json", name, rows_of(results), results.header["seed"], _command(results.header))
+
+
+def rows_of(results: Results) -> list[dict[str, Any]]:
+    """Flat rows; "all" is the mean over a length's tasks, "full >= 50" over those where the full cache scores that."""
+    pairs = pairs_of(results)
+    every = Scores(results, pairs)
+    able = Scores(results, pairs, min_full=_LEAST)
+    rows = []
+    for length in dict.fromkeys(length for _, length in every.units):
+        groups: list[tuple[str, Scores, list[Unit]]] = [
+            ("all", every, [unit for unit in every.units if unit[1] == length]),
+            (f"full >= {_LEAST:g}", able, [unit for unit in able.units if unit[1] == length]),
+        ]
+        groups += [(unit[0], every, [unit]) for unit in every.units if unit[1] == length]
+        for task, scores, units in groups:
+            rows += [_row(scores, pair, task, length, units) for pair in pairs if units]
+    return [row for row in rows if row]
+
+
+def _row(scores: Scores, pair: Pair, task: str, length: int | None, units: Sequence[Unit]) -> dict[str, Any]:
+    cell = scores.value(pair, units)
+    if cell is None:
+        return {}
+    row = {"method": pair[0], "task": task, "tokens": length, "retention": pair[1], "realised": cell.realised}
+    row |= {"n": cell.n, "value": cell.value, "low": cell.low, "high": cell.high, "unit": "score, 0 to 100"}
+    if cell.difference:
+        difference = cell.difference
+        row |= {"against": scores.against, "difference": difference.value}
+        row |= {"difference_low": difference.low, "difference_high": difference.high}
+    if pair[0] != FULL:
+        for measure in ("kl", "agreement", "hidden_error"):
+            found = scores.value(pair, units, measure)
+            row[measure] = found.value if found else None
+    return row
+
+
+def _command(header: Any) -> str:
+    words = ["lkv", "eval", header["suite"], "--data", "EVAL_FOLDER", "--methods", *header["methods"], "--retention"]
+    words += [*map(str, header["retentions"]), "--protocol", header["protocol"], "--dtype", header["dtype"]]
+    return shlex.join(words)
+
+
+if __name__ == "__main__":
+    main()
