@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.common import RESULTS
+from lkv.report.names import label, part_label
 
 README = RESULTS.parents[1] / "README.md"
 TITLE = "## What it keeps of the model\n\n"
+_ABLE = "full >= 50"
 NAMES = {
     "full": "full cache",
     "lkv": "**LKV**",
@@ -67,6 +69,18 @@ def section() -> str:
             ),
         ),
     ]
+    if grid := {row["method"]: row for row in rows("grid", task="all")}:
+        rules, selectors = (tuple(dict.fromkeys(m.split("+")[i] for m in grid if "+" in m)) for i in (0, 1))
+        contexts = grid["full"]["contexts"]
+        parts += [
+            f"Budget rules by selectors: KL(full \\|\\| compressed) over {contexts} of these contexts (`grid.json`).",
+            table(
+                ("", *map(part_label, selectors)),
+                ([part_label(rule), *(interval(grid[f"{rule}+{s}"]) for s in selectors)] for rule in rules),
+            ),
+        ]
+    if ruler := rows("ruler", task=_ABLE):
+        parts += _ruler(ruler)
     if variants := rows("variants"):
         parts += [
             f"Streaming and quantised storage, against exact LKV on {variants[0]['contexts']} of these contexts "
@@ -95,6 +109,37 @@ def section() -> str:
             "of the full cache's bytes (`streaming.json`)."
         )
     return "\n\n".join([*parts, " ".join(speed)])
+
+
+def _ruler(found: list[dict[str, Any]]) -> list[str]:
+    """RULER's mean over the tasks that the full cache can do, and the paired difference to LKV."""
+    lengths = list(dict.fromkeys(row["tokens"] for row in found))
+    by = {(row["method"], row["tokens"]): row for row in found}
+    methods = sorted(
+        dict.fromkeys(row["method"] for row in found),
+        key=lambda m: -max(by[m, t]["value"] for t in lengths if (m, t) in by),
+    )
+    head = [f"{length:,} {what}" for length in lengths for what in ("tokens", "less LKV", "kept")]
+    samples = ", ".join(f"{by['full', length]['n']} samples at {length:,}" for length in lengths)
+
+    def cells(row: dict[str, Any] | None) -> list[str]:
+        if row is None:
+            return ["", "", ""]
+        less = interval(row, "difference", 1) if row["method"] != "lkv" else ""
+        return [interval(row, digits=1), less, f"{row['realised']:.3f}"]
+
+    return [
+        f"RULER, the mean over those of its 13 tasks where the full cache scores at least 50 ({samples}; `ruler.json`, "
+        "made by `make reproduce-small`).",
+        table(
+            ("", *head),
+            (
+                [f"**{label(m)}**" if m == "lkv" else label(m)]
+                + [cell for length in lengths for cell in cells(by.get((m, length)))]
+                for m in methods
+            ),
+        ),
+    ]
 
 
 def main() -> None:
