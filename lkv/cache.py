@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lkv.budget import FixedBudget, Share
 from lkv.embedded import default_policy
-from lkv.errors import CacheError, PromptError
+from lkv.errors import CacheError, PromptError, RetentionError
 from lkv.hooks import Cache, WindowLayer
 from lkv.layer import Plan, RaggedLayer
 from lkv.methods import Method, make_method, needs_policy
@@ -30,7 +30,7 @@ class RaggedCache(Cache):
         self,
         model: Any,
         policy: Policy | None = None,
-        retention: float = Share.retention,
+        retention: float | None = None,
         method: str | Method = "lkv",
         slack: int | None = None,
         *,
@@ -41,9 +41,10 @@ class RaggedCache(Cache):
         bits: int | None = None,
         pattern: list[list[float]] | None = None,
     ):
-        """`policy` defaults to the one shipped for the embedded model; `method` is a name that `lkv methods` lists, any
-        "RULE+SELECTOR", or a `Method` of your own; `slack` is the room in tokens that each head gets for what is
-        appended.
+        """`policy` defaults to the one shipped for the embedded model; `retention` is the share of the prompt's entries
+        to keep, in (0, 1], 0.15 unless given; `method` is a name that `lkv methods` lists, any "RULE+SELECTOR", or a
+        `Method` of your own, whose budget rule then says how much is kept; `slack` is the room in tokens that each head
+        gets for what is appended.
 
         `budget_tokens`: keep that many tokens a head on average, instead of a share of the prompt.
         `prompt_tokens`: length of the prompt (padding included), for prompts that come in several forward passes
@@ -57,16 +58,20 @@ class RaggedCache(Cache):
         Raises RetentionError, PolicyMismatchError, UnsupportedModelError, CacheError or LkvError (unknown method).
         """
         self.spec = attach(model)
-        self.share: Share | None = Share(retention, budget_tokens)
+        self.share: Share | None = None
         self.policy: Policy | None = None
         if isinstance(method, str):
+            self.share = Share.asked(retention, budget_tokens)
             if needs_policy(method):
                 self.policy = policy if policy is not None else default_policy()
                 self.policy.check_model(self.spec)
                 self.policy.to(model.device)
             method = make_method(method, self.share, self.policy, local_heads(model), model, self.spec.layers, pattern)
-        else:
-            self.share = None
+        elif retention is not None or budget_tokens is not None:
+            raise RetentionError(
+                f"the method {method.name!r} has a budget rule of its own: leave retention and budget_tokens out, or "
+                "give a method by its name."
+            )
         if slack is not None and slack < 0:
             raise CacheError(f"slack is {slack}, but it is a number of tokens: give 0 or more, or None.")
         if prompt_tokens is not None and prompt_tokens < 1:
@@ -138,6 +143,10 @@ class RaggedCache(Cache):
         full, sliding = iter(twin.ragged), iter(twin._windows)
         twin.layers = [next(full if isinstance(layer, RaggedLayer) else sliding) for layer in self.layers]
         return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedCache":
+        """`fork`: a copy serves the same model under the same policy, and neither of those is copied."""
+        return self.fork()
 
     @property
     def rewindable(self) -> bool:

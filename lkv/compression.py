@@ -74,7 +74,7 @@ class Context:
         device = self._model.get_input_embeddings().weight.device
         # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
         ids = torch.tensor([self._ids + question_ids(self._tokenizer, question)], device=device)
-        settings = {"do_sample": False, "max_new_tokens": max_new_tokens} | generation
+        settings = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens} | generation
         rows = max(settings.get("num_beams") or 1, settings.get("num_return_sequences") or 1)
         if rows > 1:
             raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
@@ -95,8 +95,11 @@ class Context:
         return self._tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
     def _working_cache(self) -> Cache:
-        """The cache itself where it can be cut back afterwards, else a copy."""
-        return self._ragged().fork() if self._needs_copy() else self.cache
+        """The cache itself where it can be cut back, as it is first and afterwards; else a copy."""
+        if self._needs_copy():
+            return self._ragged().fork()
+        self.rewind()
+        return self.cache
 
     def _done(self, cache: Cache) -> None:
         if cache is self.cache:
@@ -171,24 +174,33 @@ class _Loaded(Selector):
         raise CacheError("a loaded context cannot read another text; compress that one with lkv.compress.")
 
 
+def _amount(share: Share | None) -> dict[str, Any]:
+    """How much was asked for, as it is saved with a context; nothing for a method with a budget rule of its own."""
+    if share is None:
+        return {"retention": None, "budget_tokens": None}
+    return {"retention": share.retention if share.tokens is None else None, "budget_tokens": share.tokens}
+
+
 @torch.no_grad()
 def compress(
     model: Any,
     tokenizer: Any,
     text: str,
     method: str | Method = "lkv",
-    retention: float = Share.retention,
+    retention: float | None = None,
     policy: Policy | None = None,
     *,
     chunk: int | None = None,
     **options: Any,
 ) -> Context:
-    """Read `text` as the context of a chat and keep `retention` of its k and v; no question is known yet.
+    """Read `text` as the context of a chat and keep `retention` (0.15 unless given) of its k and v; no question is
+    known yet.
 
     `method` is a name that `lkv methods` lists, a `Method` of your own, or "full" for the uncompressed cache. `chunk`
     reads the text in parts of that many tokens. `options` go to RaggedCache: budget_tokens, streaming, bits, ...
 
-    Raises PromptError for a text that is empty, too short to keep anything of, or beyond the model's positions.
+    Raises PromptError for a text that is empty, too short to keep anything of, or beyond the model's positions, and
+    what RaggedCache raises.
     """
     if not text.strip():
         raise PromptError("the text is empty; give some text to compress.")
@@ -196,12 +208,19 @@ def compress(
         raise PromptError(f"chunk is {chunk}, but a part of the text has at least one token.")
     if options.get("streaming") and chunk is None:
         raise PromptError("streaming reads the text in parts; give their size in tokens as chunk, for example 1024.")
+    if "prompt_tokens" in options:
+        raise PromptError("the whole text is the prompt here: leave prompt_tokens out, or use RaggedCache itself.")
+    if method == FULL and options:
+        raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
     ids = context_ids(tokenizer, text)
     limit = attach(model).max_positions
     if len(ids) >= limit:
-        raise PromptError(f"the text has {len(ids)} tokens, but the model reads at most {limit}; shorten it.")
+        raise PromptError(
+            f"the text has {len(ids)} tokens, but the model reads at most {limit}, question and answer included; "
+            "shorten it."
+        )
     cache: Cache = DynamicCache()
-    about = {}
+    about: dict[str, Any] = {}
     device = model.get_input_embeddings().weight.device
     prompt = None
     if isinstance(method, str) and method != FULL and needs_second_pass(method):
@@ -210,20 +229,21 @@ def compress(
         if needs_policy(method):
             policy = policy if policy is not None else default_policy()
             policy.check_model(attach(model))
-        amount = Share(retention, options.pop("budget_tokens", None))
+        amount = Share.asked(retention, options.pop("budget_tokens", None))
+        about = _amount(amount) | {"policy": policy.digest() if policy is not None and needs_policy(method) else None}
         prompt = read_prompt(model, torch.tensor([ids], device=device))
-        method = kvzip(model, tokenizer, ids, prompt, amount, method, policy)
+        method, retention = kvzip(model, tokenizer, ids, prompt, amount, method, policy), None
     if method != FULL:
         if chunk is not None:
             options["prompt_tokens"] = len(ids)
         cache = RaggedCache(model, policy, retention, method, **options)
         about = {
             "method": cache.plan.method.name,
-            "retention": retention,
-            "budget_tokens": options.get("budget_tokens"),
+            **_amount(cache.share),
             "bits": options.get("bits"),
             "policy": cache.policy.digest() if cache.policy is not None else None,
             "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            **about,
         }
     if prompt is not None:
         assert isinstance(cache, RaggedCache)

@@ -321,7 +321,7 @@ class RaggedLayer(HookedLayer):
     def full_nbytes(self) -> int:
         """Bytes of k and v of all tokens, had none been evicted."""
         if self.spans is None:
-            return 0
+            return self.nbytes()
         pools = self.spans if isinstance(self.spans, Spans) else self.spans.fresh
         entry = (pools.k.shape[-1] + pools.v.shape[-1]) * pools.k.element_size()
         return self.kept.numel() * self.get_seq_length() * entry

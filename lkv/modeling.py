@@ -225,12 +225,14 @@ def has_padding(mask: Any) -> bool:
 def left_padding(mask: Any) -> list[int] | None:
     """How many keys each row of a causal mask [B, 1, Tq, Tk] hides at its beginning; None where nothing is hidden.
 
-    Raises PromptError for padding anywhere else.
+    Raises PromptError for padding anywhere else, and for a row of nothing but padding.
     """
     if not isinstance(mask, Tensor):
         return None
     last = mask[:, 0, -1]
     visible = last if last.dtype == torch.bool else last == 0
+    if not bool(visible.any(-1).all()):
+        raise PromptError("a row of the batch is nothing but padding; leave it out.")
     first = visible.long().argmax(-1)
     if bool((visible.sum(-1) != visible.shape[-1] - first).any()):
         raise PromptError("the batch is padded on the right; pad it on the left (tokenizer.padding_side = 'left').")

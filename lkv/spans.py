@@ -22,8 +22,10 @@ class Spans:
         ends = (every + room).cumsum(0)
         self.starts = (ends - every - room).view_as(lens)
         size = int(ends[-1]) if len(ends) else 0
-        self.k, self.v = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
-        self.scores = key.new_empty(size, dtype=torch.float32) if scored else None
+        # A text may be compressed in inference mode and asked about outside it, where its tensors could not be written.
+        with torch.inference_mode(False):
+            self.k, self.v = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
+            self.scores = key.new_empty(size, dtype=torch.float32) if scored else None
         # The attention kernels read these where the pools are: no step waits for a copy.
         self._device_starts = self.starts.to(key.device, torch.int32)
         self._device_lens = lens.to(key.device, torch.int32)
@@ -151,7 +153,8 @@ class QuantizedSpans:
         settled = _places(whole.starts, self.lens).to(device)
         tails = torch.full_like(self.lens, self.tail)
         late, own = _places(whole.starts + self.lens, tails).to(device), _places(self.fresh.starts, tails).to(device)
-        whole.k[settled], whole.v[settled] = self.key.unpack_all(), self.value.unpack_all()
+        # A loaded pool has the dtype it was saved in, which need not be the model's.
+        whole.k[settled], whole.v[settled] = self.key.unpack_all().to(whole.k), self.value.unpack_all().to(whole.v)
         whole.k[late], whole.v[late] = self.fresh.k[own], self.fresh.v[own]
         return whole.for_attention()
 

@@ -1,5 +1,6 @@
 """RaggedCache against the stock model, plain at retention 1 and with a -inf mask on what was evicted otherwise."""
 
+import copy
 import gc
 from itertools import pairwise
 
@@ -53,7 +54,7 @@ def test_full_retention_equals_the_stock_model(implementation, dtype, tolerance)
     model = tiny_llama(dtype=dtype, attn_implementation=implementation)
     text = ids()
     expected = model(text).logits
-    cache = RaggedCache(model, retention=1.0, method=Method("all", Uniform(1.0), RandomScores()))
+    cache = RaggedCache(model, method=Method("all", Uniform(1.0), RandomScores()))
     prompt = model(text[:, :PROMPT], past_key_values=cache, use_cache=True).logits
     assert torch.equal(prompt, tiny_llama(dtype=dtype, attn_implementation=implementation)(text[:, :PROMPT]).logits)
     cache.reset()
@@ -177,6 +178,29 @@ def test_rewind_forgets_what_came_after_the_prompt(model, policy):
     assert cache.get_seq_length() == PROMPT + LATER
 
 
+def test_a_deep_copy_is_a_fork(model, policy):
+    """The documented way to use one prompt's cache several times."""
+    cache = RaggedCache(model, policy, retention=0.5)
+    text = ids()
+    model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
+    twin = copy.deepcopy(cache)
+    outs = [model(text[:, PROMPT:], past_key_values=c, use_cache=True).logits for c in (twin, cache)]
+    assert torch.equal(*outs) and twin.policy is policy
+    assert all(a.spans.k.data_ptr() != b.spans.k.data_ptr() for a, b in zip(twin.ragged, cache.ragged, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"streaming": True, "prompt_tokens": PROMPT}, {"decode_eviction": True}])
+def test_a_prompt_read_in_inference_mode_goes_on_outside_it(model, policy, options):
+    text, outs = ids(), []
+    for mode in (torch.inference_mode, torch.no_grad):
+        cache = RaggedCache(model, policy, retention=0.5, slack=2, **options)
+        with mode():
+            model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
+        steps = [text[:, PROMPT : PROMPT + 1], text[:, PROMPT + 1 :]]
+        outs.append([model(step, past_key_values=cache, use_cache=True).logits for step in steps])
+    assert all(map(torch.equal, *outs))
+
+
 def test_reset_frees_everything(model, policy):
     cache = RaggedCache(model, policy, retention=0.5)
     model(ids(PROMPT), past_key_values=cache, use_cache=True)
@@ -211,6 +235,11 @@ def test_what_cannot_work_is_refused(model, policy):
         RaggedCache(model, policy, streaming=True)
     with pytest.raises(RetentionError, match="budget_tokens is 0"):
         RaggedCache(model, policy, budget_tokens=0)
+    with pytest.raises(RetentionError, match=r"retention 0\.5 and budget_tokens 9 both say how much to keep"):
+        RaggedCache(model, policy, 0.5, budget_tokens=9)
+    for amount in ({"retention": 0.1}, {"budget_tokens": 3}):
+        with pytest.raises(RetentionError, match="'half' has a budget rule of its own: leave retention and"):
+            RaggedCache(model, method=Method("half", Uniform(0.5), RandomScores()), **amount)
     for option in ({"streaming": True, "prompt_tokens": 9}, {"decode_eviction": True}):
         with pytest.raises(CacheError, match="does not work with 'snapkv'"):
             RaggedCache(model, method="snapkv", **option)
@@ -223,6 +252,9 @@ def test_what_cannot_work_is_refused(model, policy):
     right = torch.ones(2, PROMPT, dtype=torch.long)
     right[0, -5:] = 0
     with pytest.raises(PromptError, match="pad it on the left"):
+        model(ids(PROMPT, 2), attention_mask=right, past_key_values=RaggedCache(model, policy), use_cache=True)
+    right[0] = 0
+    with pytest.raises(PromptError, match="a row of the batch is nothing but padding"):
         model(ids(PROMPT, 2), attention_mask=right, past_key_values=RaggedCache(model, policy), use_cache=True)
     cache = RaggedCache(model, policy)
     model(prompt, past_key_values=cache, use_cache=True)

@@ -6,6 +6,7 @@ from safetensors.torch import save_file
 
 from lkv.compression import Context, compress
 from lkv.errors import CacheError, ContextFileError, PromptError, RetentionError
+from lkv.methods import make_method
 from lkv.modeling import inspect_model
 from lkv.policy import Policy
 from tests.conftest import tiny_llama
@@ -35,6 +36,23 @@ def test_questions_do_not_see_each_other(model, policy, method):
     assert context.ask("what is one ?", max_new_tokens=8) == first != other
     context.rewind()
     assert context.cache.get_seq_length() == context.tokens == 60
+
+
+@pytest.mark.parametrize("method", ["lkv", "full"])
+def test_what_else_was_done_with_the_cache_is_forgotten(model, policy, method):
+    context = compress(model, Words(), TEXT, method, policy=policy)
+    answer, (logits, _) = context.ask("what is one ?", 8), context.predict("what is one ?", "so it is")
+    model.generate(torch.full((1, 66), 9), past_key_values=context.cache, max_new_tokens=4)
+    assert context.ask("what is one ?", 8) == answer
+    model(torch.full((1, 5), 9), past_key_values=context.cache, use_cache=True)
+    assert torch.equal(context.predict("what is one ?", "so it is")[0], logits)
+
+
+def test_a_models_own_beams_are_not_taken_for_ones_asked_for(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    answer = context.ask("what is one ?", 8)
+    model.generation_config.num_beams = 3
+    assert context.ask("what is one ?", 8) == answer
 
 
 def test_full_retention_answers_as_the_full_cache(model, policy):
@@ -182,7 +200,28 @@ def test_a_failed_save_leaves_the_old_file(model, policy, tmp_path, monkeypatch)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_context_tells_how_it_was_compressed(model, policy):
+    def about(method, **options):
+        found = compress(model, Words(), TEXT, method, policy=policy, **options).about
+        return {name: found[name] for name in ("retention", "budget_tokens", "policy")}
+
+    digest = policy.digest()
+    assert about("lkv") == {"retention": 0.15, "budget_tokens": None, "policy": digest}
+    assert about("knorm", retention=0.3) == {"retention": 0.3, "budget_tokens": None, "policy": None}
+    for method, own in [("lkv", digest), ("lkv-h+kvzip", digest), ("kvzip", None)]:
+        assert about(method, budget_tokens=9) == {"retention": None, "budget_tokens": 9, "policy": own}
+        assert about(method, retention=0.4) == {"retention": 0.4, "budget_tokens": None, "policy": own}
+    method = make_method("knorm", 0.5)
+    assert about(method) == {"retention": None, "budget_tokens": None, "policy": None}
+
+
 def test_bad_options_are_named(model, policy):
+    with pytest.raises(PromptError, match="the whole text is the prompt here"):
+        compress(model, Words(), TEXT, policy=policy, prompt_tokens=100)
+    with pytest.raises(CacheError, match="'full' has no options; leave bits, slack out"):
+        compress(model, Words(), TEXT, "full", bits=8, slack=2)
+    with pytest.raises(RetentionError, match="has a budget rule of its own"):
+        compress(model, Words(), TEXT, make_method("knorm", 0.5), retention=0.3)
     with pytest.raises(PromptError, match="chunk is 0"):
         compress(model, Words(), TEXT, policy=policy, chunk=0)
     with pytest.raises(PromptError, match="give their size in tokens as chunk"):

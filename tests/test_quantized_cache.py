@@ -93,6 +93,18 @@ def test_a_quantised_context_is_saved_as_it_is(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(mine.state().values(), theirs.state().values(), strict=True))
 
 
+def test_a_quantised_context_is_loaded_in_another_dtype(tmp_path):
+    model = tiny_llama(dtype=torch.float32)
+    context = compress(model, Words(), TEXT, method=METHOD, bits=8)
+    expected, _ = context.predict("what is one ?", "it is so")
+    context.save(tmp_path / "context.kv")
+    for dtype, close in ((torch.float64, 1e-4), (torch.bfloat16, 0.5)):
+        again = Context.load(tmp_path / "context.kv", tiny_llama(dtype=dtype), Words())
+        found, _ = again.predict("what is one ?", "it is so")
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), expected, atol=close, rtol=close)
+
+
 def test_bad_widths_are_named(model):
     with pytest.raises(CacheError, match=r"bits is 3, but it must be one of \(8, 4\)"):
         RaggedCache(model, method=METHOD, bits=3)

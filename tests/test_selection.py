@@ -1,11 +1,14 @@
 """SnapKV against its definition written out with loops; budgets against the floor of r t."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lkv.budget import PerHead, Uniform
+from lkv.cache import RaggedCache
 from lkv.cli import main
 from lkv.compression import compress
 from lkv.errors import LkvError, PromptError
@@ -41,6 +44,68 @@ def test_snapkv_names_a_prompt_that_is_too_short():
 def test_learned_scores_are_the_same_in_blocks(policy):
     k, v = torch.randn(1, 2, 5000, 8), torch.randn(1, 2, 5000, 8)
     torch.testing.assert_close(LearnedScores(policy).scores(1, k, k, v, 1.0), policy.tokens(k, v, 1))
+
+
+def by_the_formula(policy, k, v, layer: int) -> torch.Tensor:
+    """LKV-T in float64, head by head, from the parameters as the paper has them."""
+    mlp = policy.tokens
+    scores = torch.empty(k.shape[:3], dtype=torch.float64)
+    for head in range(k.shape[1]):
+        mean, std, hidden, bias, output = (
+            getattr(mlp, name)[layer, head].double() for name in ("mean", "std", "hidden", "bias", "output")
+        )
+        x = (torch.cat([k[:, head], v[:, head]], -1).double() - mean) / std
+        x = x @ hidden + bias
+        scores[:, head] = (x / (1 + torch.exp(-x))) @ output
+    return scores
+
+
+@pytest.mark.parametrize("far", [0.0, 100.0])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_learned_scores_equal_the_formula_within_the_error_of_the_dtype(policy, far, batch):
+    """At most twice the error that rounding k and v to the dtype makes, however far their means lie from 0."""
+    torch.manual_seed(0)
+    shape, mlp = (batch, 2, 3000, 8), policy.tokens
+    mlp.mean.normal_().mul_(far)
+    mlp.std.uniform_(0.5, 2.0)
+    k, v = (
+        torch.randn(shape, dtype=torch.float64) * mlp.std[1, :, None, part] + mlp.mean[1, :, None, part]
+        for part in (slice(8), slice(8, 16))
+    )
+    exact = by_the_formula(policy, k, v, 1)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        near = k.to(dtype), v.to(dtype)
+        reference = by_the_formula(policy, *near, 1)
+        found = LearnedScores(policy).scores(1, None, *near, 1.0)
+        assert found.dtype == torch.float32 and not found.requires_grad
+        error = float((found - reference).abs().mean())
+        rounding = by_the_formula(policy, k.float(), v.float(), 1) if dtype == torch.float64 else reference
+        assert error <= max(2 * float((rounding - exact).abs().mean()), 2e-7 * (1 + far))
+    heads = LearnedScores(policy, slice(1, 2)).scores(1, None, k[:, 1:], v[:, 1:], 1.0)
+    torch.testing.assert_close(heads, LearnedScores(policy).scores(1, None, k, v, 1.0)[:, 1:])
+
+
+def test_scoring_a_long_prompt_takes_no_more_memory_than_a_block(policy):
+    peaks = {}
+    for tokens in (8_192, 32_768):
+        k = torch.randn(1, 2, tokens, 8)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            LearnedScores(policy).scores(1, None, k, k, 1.0)
+        peaks[tokens] = max(event.self_cpu_memory_usage for event in profile.events())
+    # 16 values of k and v, 8 of the hidden layer in two precisions; the scores themselves are the rest.
+    assert peaks[32_768] <= max(2048 * 2 * 4 * 16 * 2, 32_768 * 2 * 4)
+    assert peaks[32_768] < k.untyped_storage().nbytes() / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_policy_works_in_any_dtype(model, policy, dtype):
+    rough = copy.deepcopy(policy).to(dtype)
+    text = torch.arange(3, 43)[None]
+    caches = [RaggedCache(model, given, 0.4) for given in (rough, policy)]
+    for cache in caches:
+        model(text, past_key_values=cache, use_cache=True)
+    kept = [sum(map(sum, cache.kept())) for cache in caches]
+    assert abs(kept[0] - kept[1]) <= 6
 
 
 @given(st.floats(0.001, 1.0), st.integers(1, 5000))

@@ -24,6 +24,15 @@ class Share:
         if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 1):
             raise RetentionError(f"budget_tokens is {self.tokens!r}, but a head keeps a whole number of tokens >= 1.")
 
+    @classmethod
+    def asked(cls, retention: float | None, tokens: int | None) -> "Share":
+        """What a caller asked for, one of the two or neither. Raises RetentionError for both, or for bad numbers."""
+        if retention is not None and tokens is not None:
+            raise RetentionError(
+                f"retention {retention!r} and budget_tokens {tokens!r} both say how much to keep; give one of them."
+            )
+        return cls(cls.retention if retention is None else retention, tokens)
+
     def of(self, tokens: int) -> float:
         """The fraction to keep of a text of `tokens` tokens, in (0, 1]."""
         return self.retention if self.tokens is None else min(1.0, self.tokens / max(1, tokens))
