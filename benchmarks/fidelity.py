@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, command_of, methods_of, resumable, settings_of
+from benchmarks.common import RESULTS, command_of, methods_of, settings_of
 from benchmarks.heldout import TASKS, HeldOut
 from lkv.embedded import default_policy, load_default
 from lkv.evals.compare import Comparison
@@ -18,7 +18,7 @@ from lkv.evals.metrics import bootstrap
 from lkv.kvzip import kvzip
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
-from lkv.results import write_results
+from lkv.results import resumable, write_results
 
 NAMES = ("full", "lkv", "lkv-t", "snapkv")
 ALL = (*NAMES, "kvzip")

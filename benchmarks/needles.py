@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, command_of, methods_of, resumable, settings_of
+from benchmarks.common import RESULTS, command_of, methods_of, settings_of
 from lkv.embedded import default_policy, load_default
 from lkv.evals.compare import Comparison
 from lkv.evals.metrics import bootstrap
@@ -19,7 +19,7 @@ from lkv.evals.needles import make_needles
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.prompts import question_ids
-from lkv.results import write_results
+from lkv.results import resumable, write_results
 
 NAMES = ("full", "lkv", "lkv-t", "snapkv")
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, command_of, resumable, settings_of
+from benchmarks.common import RESULTS, command_of, settings_of
 from benchmarks.heldout import TASKS, HeldOut
 from lkv.cache import RaggedCache
 from lkv.embedded import default_policy, load_default
 from lkv.evals.metrics import bootstrap
 from lkv.policy import Policy
-from lkv.results import write_results
+from lkv.results import resumable, write_results
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {},

@@ -1,4 +1,4 @@
-"""The command line: lkv ask | methods | train | inspect."""
+"""The command line: lkv ask | methods | train | inspect | profile."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from lkv.commands import profile
 from lkv.config import HIDDEN_NORMS, PRESETS, TrainingConfig, replace
 from lkv.errors import LkvError, check_retention
 from lkv.methods import FULL, METHODS, RULES, SELECTORS, describe
@@ -64,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
         kind = _positive if types[name] is int and name != "seed" else types[name]
         train.add_argument("--" + name.replace("_", "-"), type=kind, default=None, choices=choices)
     train.set_defaults(run=_train)
+
+    profile.add(commands)
     return parser
 
 

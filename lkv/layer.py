@@ -16,7 +16,7 @@ from lkv.methods import Method
 from lkv.modeling import has_padding, left_padding
 from lkv.ops.ragged_attention import ragged_attention
 from lkv.prefill import PromptLayer
-from lkv.spans import QuantizedSpans, Spans
+from lkv.spans import QuantizedSpans, Spans, best
 
 _CPU_SLACK, _GPU_SLACK = 32, 256
 
@@ -175,10 +175,7 @@ class RaggedLayer(HookedLayer):
         for b in range(batch):
             for h, count in enumerate(counts[b]):
                 own, key, value = scores[b][h], whole.key[b, h, firsts[b] :], whole.value[b, h, firsts[b] :]
-                chosen: Any = slice(None)
-                if count < len(own):
-                    chosen = own.topk(count, sorted=False).indices.sort().values
-                spans.put(b, h, key[chosen], value[chosen], own[chosen])
+                spans.put(b, h, best(own, count), key, value, own)
         self.kept, self.real = kept, [tokens - first for first in firsts]
         self.prompt_length = self._settled = tokens
         self.spans = self._stored(spans)

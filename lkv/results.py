@@ -1,15 +1,18 @@
-"""Result files: one JSON form for benchmarks, evaluations and the demo; no model is loaded here."""
+"""Result files: one JSON form for benchmarks, evaluations and the demo, and runs that can be resumed. No torch here."""
 
 import json
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from lkv.errors import DataError
 
 _PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
@@ -57,3 +60,40 @@ def _version(package: str) -> str:
 
 def _rounded(value: Any) -> Any:
     return round(value, 5) if isinstance(value, float) else value
+
+
+class Done(dict[str, Any]):
+    """Finished samples by key, each written to a JSON-lines file as it comes; its first line is the run's settings."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        """Raises DataError if the file holds samples of other settings."""
+        super().__init__()
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+        if not lines:
+            lines = [json.dumps(settings) + "\n"]
+        try:
+            found = json.loads(lines[0])
+        except ValueError as error:
+            raise DataError(f"{path} holds no samples to resume from ({error}); delete it or move it away.") from error
+        if found != settings:
+            raise DataError(f"{path} holds samples of other settings; give the same ones to resume, or delete it.")
+        # An interruption may have torn the last line: that sample is measured again.
+        lines = [line for line in lines if line.endswith("\n")]
+        path.write_text("".join(lines), encoding="utf-8")
+        for line in lines[1:]:
+            row = json.loads(line)
+            self[row.pop("key")] = row
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        self[key] = row
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"key": key} | row) + "\n")
+
+
+@contextmanager
+def resumable(path: Path, settings: dict[str, Any]) -> Iterator[Done]:
+    """Samples already finished; the file goes when the block ends well, and stays to resume from otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    yield Done(path, settings)
+    path.unlink(missing_ok=True)

@@ -34,13 +34,15 @@ class Spans:
         """Pools of k and v, starts and lengths (int32 [B, H], on the pools' device), as for `ragged_attention`."""
         return self.k, self.v, self._device_starts, self._device_lens + self.tail
 
-    def put(self, row: int, head: int, key: Tensor, value: Tensor, scores: Tensor | None = None) -> None:
-        """Fill one span's settled entries."""
+    def put(self, row: int, head: int, chosen: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> None:
+        """Fill one span's settled entries with those of `key`, `value` [T, d] and `scores` [T] that are `chosen`."""
         start = int(self.starts[row, head])
-        own = slice(start, start + len(key))
-        self.k[own], self.v[own] = key, value
-        if self.scores is not None and scores is not None:
-            self.scores[own] = scores.float()
+        own = slice(start, start + len(chosen))
+        # Straight into the pools: indexing would make a copy first.
+        torch.index_select(key, 0, chosen, out=self.k[own])
+        torch.index_select(value, 0, chosen, out=self.v[own])
+        if self.scores is not None:
+            self.scores[own] = scores[chosen].float()
 
     def append(self, key: Tensor, value: Tensor, scores: Tensor | None = None) -> None:
         """Scatter new k, v [B, H, n, d] (and scores [B, H, n]) to the ends; there must be room for n."""
@@ -67,9 +69,7 @@ class Spans:
         for start, length, count in zip(
             self.starts.flatten().tolist(), held.flatten().tolist(), lens.flatten().tolist(), strict=True
         ):
-            own = self.scores[start : start + length]
-            best = torch.arange(length, device=own.device) if count == length else own.topk(count).indices.sort().values
-            chosen.append(best + start)
+            chosen.append(best(self.scores[start : start + length], count) + start)
         new = Spans(lens, room, self.k, self.v, scored=True)
         new._take(self, torch.cat(chosen))
         return new
@@ -198,6 +198,13 @@ class QuantizedSpans:
     def nbytes(self) -> int:
         """Bytes of storage of codes, steps, least values and tails."""
         return self.key.nbytes() + self.value.nbytes() + self.fresh.nbytes()
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Indices of the `count` highest of `scores` [T], in rising order."""
+    if count == len(scores):
+        return torch.arange(count, device=scores.device)
+    return scores.topk(count, sorted=False).indices.sort().values
 
 
 def _places(starts: Tensor, lens: Tensor) -> Tensor:

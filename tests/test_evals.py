@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from benchmarks.common import resumable
 from lkv.budget import GlobalTopK, Uniform
 from lkv.cache import RaggedCache
 from lkv.errors import DataError
@@ -16,7 +15,7 @@ from lkv.kvzip import kvzip
 from lkv.methods import Method, make_method
 from lkv.modeling import attach
 from lkv.prefill import read_prompt
-from lkv.results import write_results
+from lkv.results import resumable, write_results
 from lkv.selection import GivenScores, LearnedScores, SnapKV
 from tests.test_compression import Words
 

@@ -10,7 +10,8 @@ ROOT = Path(__file__).parent.parent / "lkv"
 ORDER = [
     "errors", "config", "results", "saving", "ops", "policy", "prompts", "hooks", "modeling", "prefill", "budget",
     "selection", "methods", "kvzip", "quantization", "spans", "layer", "embedded", "cache", "compression", "student",
-    "data", "distillation", "training", "recipes", "evals", "figures", "cli", "integrations",
+    "data", "distillation", "training", "recipes", "evals", "memory", "shapes", "profiling", "figures", "commands",
+    "cli", "integrations",
 ]  # fmt: skip
 
 
