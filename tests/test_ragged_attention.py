@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lkv.errors import BackendError
 from lkv.ops.ragged_attention import api, loop, ragged_attention, varlen
+from lkv.profiling.memory import LiveBytes
 
 
 def pool(lengths: list[list[int]], slack: int, dim: int, dtype: torch.dtype):
@@ -147,3 +148,24 @@ def test_varlen_says_what_it_lacks(operator, dtype, dims, says, monkeypatch):
     monkeypatch.setattr(varlen, "_operator", lambda: operator)
     assert says in varlen.refusal(torch.device("cuda"), dtype, *dims)
     assert varlen.refusal(torch.device("cuda"), torch.float16, 64, 64) is None or operator is None
+
+
+@settings(max_examples=15)
+@given(rows=st.integers(2, 17), held=st.lists(st.integers(0, 9), min_size=2, max_size=2), block=st.integers(1, 6))
+def test_new_tokens_in_blocks_equal_reference(rows, held, block):
+    lengths = [[count + rows for count in held]]
+    k, v, starts, lens = pool(lengths, 2, 16, torch.float64)
+    q = torch.randn(1, 6, rows, 16, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lkv.ops.ragged_attention.loop._ROWS", block)
+        found = ragged_attention(q, k, v, starts, lens, 0.3, backend="loop")
+    torch.testing.assert_close(found, ragged_attention(q, k, v, starts, lens, 0.3, backend="reference"))
+
+
+def test_a_part_of_a_prompt_holds_no_mask_of_all_its_tokens():
+    rows, length = 1024, 4096
+    k, v, starts, lens = pool([[length, length]], 2, 16, torch.float32)
+    q = torch.randn(1, 6, rows, 16)
+    with LiveBytes() as live:
+        ragged_attention(q, k, v, starts, lens, 0.3, backend="loop")
+    assert live.most < 2 * rows * length  # PyTorch makes 4 bytes of each that is masked

@@ -8,6 +8,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 # Entries that are widened to float32 at once: what a step allocates must not grow with the context.
 _WIDENED = 4096
+# New tokens that attend at once: the mask of a whole part of a prompt would outweigh what eviction saves.
+_ROWS = 256
 
 
 def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float) -> Tensor:
@@ -31,10 +33,10 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tens
         v = v_pool.as_strided((count, length, value_dim), (step * value_dim, value_dim, 1), start * value_dim)
         if rows == 1 and not half:
             parts.append(torch.bmm(torch.softmax(torch.bmm(scaled[first:last], k.mT), -1), v).flatten(0, 1))
+        elif rows == 1:
+            parts.append(scaled_dot_product_attention(q[None, first:last], k[None], v[None], scale=scale).flatten(0, 2))
         else:
-            mask = _causal(rows, q.shape[1] // rows, length, q.device)
-            own = scaled_dot_product_attention(q[None, first:last], k[None], v[None], mask, scale=scale)
-            parts.append(own.flatten(0, 2))
+            parts.append(_causal(q[first:last].unflatten(1, (-1, rows)), k, v, scale).flatten(0, 2))
     return torch.cat(parts).to(q.dtype).view(batch, heads, rows, value_dim)
 
 
@@ -75,8 +77,15 @@ def _widened(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
-def _causal(rows: int, group: int, length: int, device: torch.device) -> Tensor | None:
-    """What each packed row sees; a single new token sees everything."""
-    if rows == 1:
-        return None
-    return torch.ones(rows, length, dtype=torch.bool, device=device).tril(length - rows).repeat(group, 1)
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Several new tokens [N, group, rows, d] over spans [N, length, d] that end with them."""
+    rows, length = q.shape[2], k.shape[1]
+    k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    parts: list[Tensor] = []
+    end = length - rows
+    for block in q.split(_ROWS, 2):
+        new = block.shape[2]
+        end += new
+        visible = torch.ones(new, end, dtype=torch.bool, device=q.device).tril(end - new)
+        parts.append(scaled_dot_product_attention(block, k[:, :, :end], v[:, :, :end], visible, scale=scale))
+    return torch.cat(parts, 2)
