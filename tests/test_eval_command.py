@@ -68,18 +68,8 @@ def test_longbench_from_local_files_to_a_report(model_folder, tmp_path, capsys):
 def test_ruler_at_two_lengths(model_folder, tmp_path):
     out = tmp_path / "out.jsonl"
     command = ["eval", "ruler", "--data", str(tmp_path), "--tasks", "niah_single_1", "--lengths", "1400", "1500"]
-    command += [
-        "--samples",
-        "2",
-        "--model",
-        str(model_folder),
-        "--methods",
-        "keydiff",
-        "--out",
-        str(out),
-        "--seed",
-        "3",
-    ]
+    command += ["--samples", "1", "--seed", "3", "--model", str(model_folder), "--methods", "keydiff"]
+    command += ["--out", str(out)]
     assert main(command) == 0
     header, *lines = lines_of(out)
     keys = [f"niah_single_1-{length}-0" for length in (1400, 1500)]

@@ -21,7 +21,7 @@ from lkv.evals.processes import Process
 from lkv.evals.roster import Roster
 from lkv.evals.runner import evaluate
 from lkv.kvzip import kvzip
-from lkv.methods import needs_second_pass
+from lkv.methods import needs_policy, needs_second_pass
 from lkv.modeling import attach
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
@@ -66,8 +66,10 @@ def test_every_row_answers_as_its_method_alone(model, policy, tmp_path):
                 held = 3 * 2 * line["prompt_tokens"]
             else:
                 if needs_second_pass(name):
-                    name = kvzip(model, Letters(), given.context, prompt, retention, name, policy)
-                cache = RaggedCache(model, policy, retention, name)
+                    method = kvzip(model, Letters(), given.context, prompt, retention, name, policy)
+                    cache = RaggedCache(model, method=method)
+                else:
+                    cache = RaggedCache(model, policy if needs_policy(name) else None, retention, name)
                 cache.fill(prompt)
                 held = sum(map(sum, cache.kept()))
             out = model.generate(whole, past_key_values=cache, do_sample=False, max_new_tokens=6)
