@@ -248,6 +248,7 @@ def test_parts_of_any_number_of_processes_are_taken_up(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl", "x.partial.jsonl"]
 
 
+SECONDS = 300  # starting Python with transformers takes a minute on a busy machine
 WORKER = """
 import sys, time
 from pathlib import Path
@@ -302,7 +303,7 @@ def test_a_killed_run_ends_as_one_that_was_not(model, saved):
     out = folder / "out.jsonl"
     process = start(folder, pause=0.2)
     try:
-        end = time.monotonic() + 90
+        end = time.monotonic() + SECONDS
         while process.poll() is None and time.monotonic() < end:
             if out.is_file() and out.read_bytes().count(b"\n") >= 4:
                 break
@@ -327,7 +328,7 @@ def test_two_processes_share_the_samples_and_take_up_what_another_number_left(sa
             (folder / f"out.part{rank}.jsonl").write_text(lines + ('{"key": "be' if rank else ""))
     processes = [start(folder, rank, 2) for rank in range(2)]
     try:
-        codes = [process.wait(120) for process in processes]
+        codes = [process.wait(SECONDS) for process in processes]
     finally:
         for process in processes:
             process.kill()
