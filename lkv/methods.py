@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from lkv.budget import Ada, Budget, Duo, LearnedBudget, Pyramid, Share, Uniform, share
+from lkv.budget.duo import SINKS
 from lkv.errors import LkvError
 from lkv.policy import Policy
 from lkv.selection import (
     H2O,
     TOVA,
     CriticalKV,
+    DuoWindow,
     ExpectedAttention,
     KeyDiff,
     Knorm,
@@ -84,6 +86,7 @@ SELECTORS: dict[str, tuple[str, Callable[[Source], Selector]]] = {
     "observed": ("attention received, divided by how many tokens saw it", lambda s: H2O(average=True)),
     "tova": ("attention from the last token", lambda s: TOVA()),
     "streaming-llm": ("the first and the most recent tokens", lambda s: StreamingLLM()),
+    "duo-window": ("the first 128 and the most recent tokens (DuoAttention)", lambda s: DuoWindow(SINKS)),
     "knorm": ("small keys", lambda s: Knorm()),
     "keydiff": ("keys unlike the mean key", lambda s: KeyDiff()),
     "critical-snapkv": (
@@ -117,7 +120,7 @@ METHODS = {
     "adakv-snapkv": Entry("ada", "snapkv", "Feng et al. 2024"),
     "adakv-expected": Entry("ada", "expected", "Feng et al. 2024, Devoto et al. 2025"),
     "expected": Entry("uniform", "expected", "Devoto et al. 2025"),
-    "duo": Entry("duo", "streaming-llm", "Xiao et al. 2024 (DuoAttention)"),
+    "duo": Entry("duo", "duo-window", "Xiao et al. 2024 (DuoAttention)"),
     "kvzip": Entry(CONTEST, KVZIP, "Kim et al. 2025"),
     "criticalkv": Entry("uniform", "critical-snapkv", "Feng et al. 2025"),
     "h2o": Entry("uniform", "h2o", "Zhang et al. 2023"),
@@ -181,7 +184,7 @@ def describe(name: str) -> str:
 
 
 def _reads_queries(selector: str) -> bool:
-    return selector not in ("lkv-t", "streaming-llm", "knorm", "keydiff", "random")
+    return selector not in ("lkv-t", "streaming-llm", "duo-window", "knorm", "keydiff", "random")
 
 
 def make_method(

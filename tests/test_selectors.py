@@ -12,7 +12,7 @@ from torch import Tensor
 from lkv.budget import PerHead, Uniform
 from lkv.cache import RaggedCache
 from lkv.errors import PromptError, UnsupportedModelError
-from lkv.methods import Method
+from lkv.methods import Method, make_method
 from lkv.modeling import output_projections
 from lkv.prefill import read_full_layers, read_prompt
 from lkv.selection import (
@@ -368,6 +368,20 @@ def test_half_precision_scores_are_computed_in_float32(name):
     scores = selector.scores(0, query, key, value, SCALE)
     assert scores.dtype == torch.float32
     assert scores.shape == key.shape[:3]
+
+
+def test_a_streaming_head_of_duo_keeps_its_two_windows():
+    duo = make_method("duo", 0.9, layers=1, pattern=[[0.1, 0.9]])
+    scores = duo.selector.scores(0, None, torch.randn(1, 2, 500, 4), torch.randn(1, 2, 500, 4), SCALE)
+    (counts,) = duo.budget.counts(0, scores)
+    assert counts == [384, 500]
+    kept = scores[0, 0].topk(counts[0]).indices.sort().values
+    assert kept.tolist() == [*range(128), *range(244, 500)]
+    assert duo.selector.scores(0, None, torch.randn(1, 2, 100, 4), torch.randn(1, 2, 100, 4), SCALE).shape == (
+        1,
+        2,
+        100,
+    )
 
 
 @pytest.mark.parametrize("name", ["streaming-llm", "expected", "snapkv"])

@@ -9,10 +9,10 @@ from lkv.selection.knorm import Knorm
 from lkv.selection.learned import LearnedScores
 from lkv.selection.random import Random
 from lkv.selection.snapkv import SnapKV
-from lkv.selection.streaming_llm import StreamingLLM
+from lkv.selection.streaming_llm import DuoWindow, StreamingLLM
 from lkv.selection.tova import TOVA
 
 __all__ = [
-    "H2O", "TOVA", "CriticalKV", "ExpectedAttention", "GivenScores", "KeyDiff", "Knorm", "LearnedScores", "Random",
-    "Selector", "SnapKV", "StreamingLLM",
+    "H2O", "TOVA", "CriticalKV", "DuoWindow", "ExpectedAttention", "GivenScores", "KeyDiff", "Knorm", "LearnedScores",
+    "Random", "Selector", "SnapKV", "StreamingLLM",
 ]  # fmt: skip

@@ -23,3 +23,15 @@ class StreamingLLM(Selector):
         # Above all others, and the earlier the higher: a head with fewer places than sinks keeps the first.
         order[: self.sinks] = 2 * tokens - order[: self.sinks]
         return order.expand(key.shape[:3])
+
+
+class DuoWindow(StreamingLLM):
+    """What a streaming head of DuoAttention (Xiao et al. 2024) keeps: the first `sinks` tokens, then the most recent.
+
+    As `StreamingLLM`, but a prompt shorter than the sinks is in order: such a head keeps all of it.
+    """
+
+    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if key.shape[2] <= self.sinks:
+            return key.new_zeros(key.shape[:3], dtype=torch.float32)
+        return super().scores(layer, query, key, value, scale)
