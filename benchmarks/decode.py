@@ -92,39 +92,48 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8000])
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--retention", type=float, default=0.15)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()])
     parser.add_argument("--out", type=Path, default=RESULTS / "decode.json")
     options = parser.parse_args()
     rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        model, _ = load_default(dtype)
-        policy, name = default_policy(), str(dtype).removeprefix("torch.")
-        for tokens in options.tokens:
-            cache = RaggedCache(model, policy, options.retention)
-            prompt = random_prompt(cache.spec, tokens, dtype)
-            cache.fill(prompt)
-            query = torch.randn(1, cache.spec.heads, 1, cache.spec.head_dim).to(dtype)
-            forms: dict[str, Callable[[], Any]] = {
-                form: partial(full_attention, query, prompt, form) for form in ("grouped", "repeated", "rows")
-            }
-            seconds = interleaved(forms | {"lkv": partial(ragged, query, cache, prompt[0].scale)}, options.repeats)
-            best = min(forms, key=lambda form: sorted(seconds[form])[options.repeats // 2])
-            shared = {"dtype": name, "realised": cache.realised_retention(), "full_form": best}
-            rows.append(
-                row_of("attention", "full", tokens, 1.0, seconds[best], seconds[best], **shared | {"realised": 1})
-            )
-            rows.append(row_of("attention", "lkv", tokens, options.retention, seconds["lkv"], seconds[best], **shared))
+    for threads in dict.fromkeys(options.threads):
+        torch.set_num_threads(threads)
+        for dtype in (torch.float32, torch.bfloat16):
+            model, _ = load_default(dtype)
+            policy, name = default_policy(), str(dtype).removeprefix("torch.")
+            for tokens in options.tokens:
+                cache = RaggedCache(model, policy, options.retention)
+                prompt = random_prompt(cache.spec, tokens, dtype)
+                cache.fill(prompt)
+                query = torch.randn(1, cache.spec.heads, 1, cache.spec.head_dim).to(dtype)
+                forms: dict[str, Callable[[], Any]] = {
+                    form: partial(full_attention, query, prompt, form) for form in ("grouped", "repeated", "rows")
+                }
+                seconds = interleaved(forms | {"lkv": partial(ragged, query, cache, prompt[0].scale)}, options.repeats)
+                best = min(forms, key=lambda form: sorted(seconds[form])[options.repeats // 2])
+                shared = {"dtype": name, "threads": threads, "realised": cache.realised_retention(), "full_form": best}
+                rows.append(
+                    row_of("attention", "full", tokens, 1.0, seconds[best], seconds[best], **shared | {"realised": 1})
+                )
+                rows.append(
+                    row_of("attention", "lkv", tokens, options.retention, seconds["lkv"], seconds[best], **shared)
+                )
 
-            stock = DynamicCache()
-            for index, layer in enumerate(prompt):
-                stock.update(layer.key, layer.value, index)
-            steps: dict[str, Callable[[], Any]] = {
-                "full": partial(one_token, model, stock),
-                "lkv": partial(one_token, model, cache),
-            }
-            seconds = interleaved(steps, options.repeats)
-            for method, share in (("full", 1.0), ("lkv", options.retention)):
-                more = {"dtype": name, "realised": 1.0 if method == "full" else cache.realised_retention()}
-                rows.append(row_of("token", method, tokens, share, seconds[method], seconds["full"], **more))
+                stock = DynamicCache()
+                for index, layer in enumerate(prompt):
+                    stock.update(layer.key, layer.value, index)
+                steps: dict[str, Callable[[], Any]] = {
+                    "full": partial(one_token, model, stock),
+                    "lkv": partial(one_token, model, cache),
+                }
+                seconds = interleaved(steps, options.repeats)
+                for method, share in (("full", 1.0), ("lkv", options.retention)):
+                    more = {
+                        "dtype": name,
+                        "threads": threads,
+                        "realised": 1.0 if method == "full" else cache.realised_retention(),
+                    }
+                    rows.append(row_of("token", method, tokens, share, seconds[method], seconds["full"], **more))
     write_results(options.out, "decode", rows, 0, "python -m benchmarks.decode")
 
 

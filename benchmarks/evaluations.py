@@ -25,7 +25,7 @@ def main() -> None:
     options = parser.parse_args()
     results = read_results([options.file])
     name = options.name or str(results.header["suite"])
-    write_results(RESULTS / f"{name}.json", name, rows_of(results), results.header["seed"], _command(results.header))
+    write_results(RESULTS / f"{name}.json", name, rows_of(results), results.header["seed"], _command(results))
 
 
 def rows_of(results: Results) -> list[dict[str, Any]]:
@@ -62,9 +62,13 @@ def _row(scores: Scores, pair: Pair, task: str, length: int | None, units: Seque
     return row
 
 
-def _command(header: Any) -> str:
+def _command(results: Results) -> str:
+    header = results.header
     words = ["lkv", "eval", header["suite"], "--data", "EVAL_FOLDER", "--methods", *header["methods"], "--retention"]
     words += [*map(str, header["retentions"]), "--protocol", header["protocol"], "--dtype", header["dtype"]]
+    if lengths := sorted({sample.length for sample in results.samples if sample.length is not None}):
+        words += ["--lengths", *map(str, lengths)]
+    words += ["--samples", str(1 + max(sample.number for sample in results.samples))]
     return shlex.join(words)
 
 

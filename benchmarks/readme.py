@@ -98,10 +98,12 @@ def section() -> str:
             f"prefill with eviction takes {interval(row)} of plain prefill (`cache_bytes.json`, `prefill.json`)."
         )
     for row in rows("decode", method="lkv", tokens=4096, dtype="float32", what="attention"):
-        token = rows("decode", method="lkv", tokens=4096, dtype="float32", what="token")[0]
+        threads = row["threads"]
+        token = rows("decode", method="lkv", tokens=4096, dtype="float32", what="token", threads=threads)[0]
+        many = f"{threads} thread" + "s" * (threads > 1)
         speed.append(
-            f"Decoding over it, attention takes {interval(row)} of the time of PyTorch's best over the full cache, a "
-            f"whole token {interval(token)} (`decode.json`)."
+            f"Decoding over it on {many}, attention takes {interval(row)} of the time of "
+            f"PyTorch's best over the full cache, a whole token {interval(token)} (`decode.json`)."
         )
     for row in rows("streaming"):
         speed.append(
