@@ -50,6 +50,23 @@ def test_half_precision(dtype, rows, older):
     torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_long_heads_are_shared_out_among_threads(threads, dtype):
+    torch.manual_seed(3)
+    k, v, starts, lens = pool([[600, 601, 5, 4999]], 3, 16, dtype)
+    q = torch.randn(1, 12, 1, 16).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ours = ragged_attention(q, k, v, starts, lens, 0.25)
+    finally:
+        torch.set_num_threads(before)
+    exact = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference")
+    tolerance = 1e-12 if dtype == torch.float64 else 4e-3
+    torch.testing.assert_close(ours, exact, atol=tolerance, rtol=2 * tolerance)
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(
     ("lengths", "runs"),

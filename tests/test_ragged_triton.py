@@ -118,6 +118,25 @@ def test_a_large_batch():
     assert_as_exact_as_eager(torch.randn(32, 4, 1, 8), k, v, starts, lens, 0.4)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("older", [[150, 20], [0, 159]])
+def test_slices_much_shorter_than_heads_and_new_tokens(older, rows, monkeypatch):
+    """More parts a head than are joined at once; slices in which a row sees nothing."""
+    torch.manual_seed(rows)
+    monkeypatch.setattr(triton, "_PROGRAMS_WITHOUT_GPU", 40)
+    monkeypatch.setattr(triton, "_LEAST_SLICE", 2)
+    k, v, starts, lens = pool_of([[count + rows for count in older]], 1, 8, 8, torch.float32)
+    # Later entries weigh more, so that the greatest score rises from part to part.
+    k *= torch.linspace(0.1, 3, len(k))[:, None]
+    assert_as_exact_as_eager(torch.randn(1, 4, rows, 8), k, v, starts, lens, 1.0)
+
+
+@pytest.mark.parametrize("older", [[127, 127], [255, 127]])
+def test_heads_that_end_with_a_slice(older):
+    torch.manual_seed(0)
+    assert_as_exact_as_eager(torch.randn(1, 2, 1, 8), *pool_of([[n + 1 for n in older]], 1, 8, 8, torch.float32), 0.5)
+
+
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(0, 5),
     st.sampled_from([8, 24]), st.sampled_from([8, 40]), st.sampled_from(DTYPES),

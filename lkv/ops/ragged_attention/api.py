@@ -30,7 +30,11 @@ def ragged_attention(
     """
     if starts.shape != lens.shape or starts.ndim != 2 or starts.shape[0] != q.shape[0] or q.shape[1] % starts.shape[1]:
         raise ValueError(f"starts {tuple(starts.shape)} and lens {tuple(lens.shape)} do not fit q {tuple(q.shape)}.")
-    if k_pool.shape[-1] != q.shape[-1] or len(k_pool) != len(v_pool) or not q.dtype == k_pool.dtype == v_pool.dtype:
+    if (
+        k_pool.shape[-1] != q.shape[-1]
+        or k_pool.shape[0] != v_pool.shape[0]
+        or not q.dtype == k_pool.dtype == v_pool.dtype
+    ):
         raise ValueError(
             f"k_pool {tuple(k_pool.shape)} {k_pool.dtype} and v_pool {tuple(v_pool.shape)} {v_pool.dtype} do not fit "
             f"q {tuple(q.shape)} {q.dtype} and each other."

@@ -10,6 +10,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 _WIDENED = 4096
 # New tokens that attend at once: the mask of a whole part of a prompt would outweigh what eviction saves.
 _ROWS = 256
+# Below this many entries threads cost more than they save.
+_LEAST_SHARED = 512
 
 
 def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float) -> Tensor:
@@ -63,7 +65,15 @@ def _runs(starts: list[int], lens: list[int]) -> Iterator[tuple[int, int, int, i
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.mm(torch.softmax(linear(q, k), -1), v)
+    """One head with its few queries, shared out among the threads by entries: a product with so few rows is not."""
+    threads = torch.get_num_threads()
+    if threads == 1 or len(k) < _LEAST_SHARED:
+        return torch.mm(torch.softmax(linear(q, k), -1), v)
+    shares = torch.softmax(torch.mm(k, q.t()), 0)
+    each = len(k) // threads
+    even = each * threads
+    parts = torch.bmm(shares[:even].view(threads, each, -1).mT, v[:even].view(threads, each, -1))
+    return torch.addmm(parts.sum(0), shares[even:].t(), v[even:]) if even < len(k) else parts.sum(0)
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
