@@ -54,12 +54,13 @@ def test_half_precision(dtype, rows, older):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_long_heads_are_shared_out_among_threads(threads, dtype):
     torch.manual_seed(3)
-    k, v, starts, lens = pool([[600, 601, 5, 4999]], 3, 16, dtype)
+    k, v, starts, lens = pool([[2100, 2101, 5, 4999]], 3, 16, dtype)
     q = torch.randn(1, 12, 1, 16).to(dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         ours = ragged_attention(q, k, v, starts, lens, 0.25)
+        assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
     exact = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference")
