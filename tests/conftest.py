@@ -1,6 +1,7 @@
 """Small random models and a policy for them."""
 
 import os
+from pathlib import Path
 
 # One thread: the tensors are tiny, and the suite runs its files side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,7 +11,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 from hypothesis import settings
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lkv.modeling import inspect_model
 from lkv.policy import Policy
@@ -39,6 +41,19 @@ def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float64, **changes) -> 
         "initializer_range": 0.3,
     }
     return LlamaForCausalLM(LlamaConfig(**(settings | changes))).to(dtype).eval()
+
+
+def save_model(path: Path, **changes) -> Path:
+    """A tiny random model and a byte-level tokenizer, saved as a user would have them."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(["<pad>", "<s>", "</s>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(path)
+    tiny_llama(dtype=torch.float32, vocab_size=len(vocabulary), **changes).save_pretrained(path)
+    assert AutoTokenizer.from_pretrained(path)("ab")["input_ids"]
+    return path
 
 
 @pytest.fixture

@@ -4,30 +4,18 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lkv.cli import main
 from lkv.config import PRESETS, replace
 from lkv.policy import Policy
-from tests.conftest import tiny_llama
+from tests.conftest import save_model
 from tests.test_data import folder  # noqa: F401
 
 
 @pytest.fixture
 def model_folder(tmp_path):
     """A tiny random model and a byte-level tokenizer, saved as a user would have them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(["<pad>", "<s>", "</s>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    path = tmp_path / "model"
-    fast.save_pretrained(path)
-    tiny_llama(dtype=torch.float32, vocab_size=len(vocabulary)).save_pretrained(path)
-    assert AutoTokenizer.from_pretrained(path)("ab")["input_ids"]
-    return path
+    return save_model(tmp_path / "model")
 
 
 def arguments(model, data, out, *more):

@@ -3,28 +3,15 @@
 import json
 
 import pytest
-import torch
-from transformers import PreTrainedTokenizerFast
 
 from lkv.cli import main
-from tests.conftest import tiny_llama
+from tests.conftest import save_model
 
 
 @pytest.fixture
 def model_folder(tmp_path):
     """A tiny random model of 2,048 positions and a byte-level tokenizer, saved as a user would have them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(["<pad>", "<s>", "</s>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    path = tmp_path / "model"
-    fast.save_pretrained(path)
-    model = tiny_llama(dtype=torch.float32, vocab_size=len(vocabulary), max_position_embeddings=2048)
-    model.save_pretrained(path)
-    return path
+    return save_model(tmp_path / "model", max_position_embeddings=2048)
 
 
 def lines_of(path):

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lkv.errors import LkvError, check_retention
+from lkv.evals.protocol import PROTOCOLS
 from lkv.methods import FULL, find, needs_policy
 from lkv.options import positive
 
-SUITES, PROTOCOLS = ("ruler", "longbench"), ("kvpress", "longbench")
+SUITES = ("ruler", "longbench")
 _RULER_SAMPLES = 50
 
 
