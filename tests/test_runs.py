@@ -58,7 +58,7 @@ def test_small_measures_and_reports_everything(tmp_path):
     assert {"0.5", "0.3", "0.2", "0.1", "0.05"} <= set(given(measured[1], "--retention"))
     names = {path.name for path in tmp_path.iterdir()}
     for name in ("ruler_ruler", "ruler_main", "ruler_tasks", "ruler_ablation", "ruler_fidelity", "swept_sweep",
-                 "longbench_main", "longbench_tasks", "longbench_ablation"):  # fmt: skip
+                 "longbench_main", "longbench_tasks"):  # fmt: skip
         assert {f"{name}.{ending}" for ending in ("md", "csv", "tex", "png")} <= names
     assert "KVzip (two passes)" in (tmp_path / "ruler_ruler.md").read_text()
     assert "(published)" in (tmp_path / "longbench_main.md").read_text()
