@@ -41,7 +41,7 @@ class _ListeningLayer(HookedLayer):
         tokens, kv_heads = self._prompt.key.shape[2], key.shape[1]
         k, v = torch.cat([self._prompt.key, key], 2), torch.cat([self._prompt.value, value], 2)
         grouped = query.view(batch, kv_heads, heads // kv_heads, rows, dim) * scale
-        parts = []
+        best, parts = self.scores, []
         for start in range(0, rows, _ROWS):
             q = grouped[..., start : start + _ROWS, :]
             own = q.shape[3]
@@ -49,9 +49,12 @@ class _ListeningLayer(HookedLayer):
             logits = (q.flatten(2, 3) @ k[:, :, :end].transpose(-1, -2)).unflatten(2, (-1, own))
             future = torch.ones(own, own, dtype=torch.bool, device=q.device).triu(1)
             logits[..., end - own :].masked_fill_(future, -torch.inf)
-            attention = torch.softmax(logits.float(), -1)
-            self.scores = torch.maximum(self.scores, attention[..., :tokens].amax((2, 3)))
-            parts.append((attention.to(v.dtype).flatten(2, 3) @ v[:, :, :end]).unflatten(2, (-1, own)))
+            # Half precision stays so outside the kernel, which computes in float32: the logits are no finer anyway, and
+            # copies of a matrix this large cost more than its softmax.
+            attention = torch.softmax(logits, -1).flatten(2, 3)
+            best = torch.maximum(best, attention[..., :tokens].amax(2))
+            parts.append((attention @ v[:, :, :end]).unflatten(2, (-1, own)))
+        self.scores = best
         return torch.cat(parts, -2).view(batch, heads, rows, -1).transpose(1, 2)
 
 
