@@ -34,9 +34,9 @@ def write_results(path: Path, name: str, rows: Sequence[Mapping[str, Any]], seed
     os.replace(temporary, path)
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that results depend on."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
+def versions(more: Sequence[str] = ()) -> dict[str, str]:
+    """Of Python, of the packages that results depend on, and of `more`."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in (*_PACKAGES, *more)}
 
 
 def machine() -> str:

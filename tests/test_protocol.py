@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lkv.errors import PromptError
+from lkv.errors import EvaluationError, PromptError
 from lkv.evals.example import Example
 from lkv.evals.longbench import load_examples
 from lkv.evals.protocol import PROTOCOLS, make_prompt
@@ -189,7 +189,7 @@ def test_halves_that_meet_in_an_answer_do_not_hold_it():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(PromptError, match="no protocol 'official'; use one of kvpress, longbench"):
+    with pytest.raises(EvaluationError, match="no protocol 'official'; use one of kvpress, longbench"):
         make_prompt(example(), PLAIN, "official", 100)
     with pytest.raises(PromptError, match=r"qasper 7: its question \(57 tokens\) and answer \(10\) leave -7 of 60"):
         make_prompt(example(question="?" * 50), PLAIN, "longbench", 60)

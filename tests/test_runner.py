@@ -10,21 +10,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from lkv.cache import RaggedCache
-from lkv.errors import DataError, LkvError, RetentionError
+from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
 from lkv.evals import roster as rosters
 from lkv.evals.compare import greedy
 from lkv.evals.journal import Journal
 from lkv.evals.processes import Process
 from lkv.evals.roster import Roster
-from lkv.evals.runner import evaluate
+from lkv.evals.runner import _share, evaluate
 from lkv.kvzip import kvzip
 from lkv.methods import needs_policy, needs_second_pass
 from lkv.modeling import attach
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
+from lkv.report.reading import read_results
 from lkv.selection import LearnedScores
 from tests.conftest import tiny_llama
 from tests.fake_suite import Letters, make_examples, make_prompt, score
@@ -86,7 +89,7 @@ def test_fidelity_is_that_of_teacher_forcing_the_right_answer(model, policy, tmp
     (example,) = make_examples(1, ["alpha"])
     _, (line,) = run(model, policy, tmp_path / "x.jsonl", [example], ["lkv"])
     given = make_prompt(example, Letters(), "kvpress", 512)
-    target = Letters()(" " + ", ".join(example.answers))["input_ids"][: example.max_new_tokens]
+    target = Letters()(" " + example.answers[0])["input_ids"][: example.max_new_tokens]
     rest = torch.tensor([given.question + target])
     found = []
     for cache in (DynamicCache(), RaggedCache(model, policy, 0.3)):
@@ -101,6 +104,13 @@ def test_fidelity_is_that_of_teacher_forcing_the_right_answer(model, policy, tmp
     assert row["kl"] == pytest.approx(float(kl), abs=1e-5) and row["kl"] > 0.01
     assert row["hidden_error"] == pytest.approx(float(error), abs=1e-5) and row["hidden_error"] > 0.01
     assert row["agreement"] == pytest.approx(float((own.argmax(-1) == full.argmax(-1)).double().mean()), abs=1e-6)
+    # Where all answers are asked for, the continuation gives them all; elsewhere they are other wordings of one.
+    found = []
+    for metric, answers in (("string_match_all", ("ab", "cd")), ("qa_f1", ("ab, cd", "ef"))):
+        (example,) = make_examples(1, ["alpha"], metric=metric, answers=answers)
+        _, (line,) = run(model, policy, tmp_path / f"{metric}.jsonl", [example], score=lambda *_: 0)
+        found.append([row["kl"] for row in line["rows"]])
+    assert found[0] == found[1] and found[0][1] > 0.01
     # Without a right answer there is nothing to be faithful to.
     _, (line,) = run(model, policy, tmp_path / "y.jsonl", make_examples(1, ["alpha"], answers=()), score=lambda *_: 0)
     assert line["rows"][1]["kl"] is None and line["rows"][1]["agreement"] is None
@@ -145,6 +155,40 @@ def test_a_text_too_long_to_be_repeated_is_measured_without_kvzip(policy, tmp_pa
     assert [row["method"] for row in line["rows"]] == ["full", "knorm"]
     (skipped,) = line["skipped"]
     assert skipped["method"] == "kvzip" and "shorten the text" in skipped["reason"]
+
+
+def test_a_sample_without_a_prompt_is_written_with_the_reason_and_the_run_goes_on(model, policy, tmp_path):
+    def picky(example, *rest, **settings):
+        if example.task == "beta":
+            raise PromptError("its question leaves no room.")
+        return make_prompt(example, *rest, **settings)
+
+    out = tmp_path / "x.jsonl"
+    _, lines = run(model, policy, out, make_examples(2), make_prompt=picky)
+    assert [bool(line["rows"]) for line in lines] == [True, False, True, False]
+    assert lines[1]["unusable"] == "its question leaves no room."
+    before = out.read_bytes()
+    run(model, policy, out, make_examples(2), make_prompt=picky)
+    assert out.read_bytes() == before
+    results = read_results([out])
+    assert len(results.samples) == 2 and "2 more could not be made into a prompt" in " ".join(results.notes)
+
+
+def test_the_policy_of_another_model_is_refused(policy, tmp_path):
+    with pytest.raises(PolicyMismatchError, match="this policy was trained for a model with"):
+        run(tiny_llama(seed=5), policy, tmp_path / "x.jsonl", make_examples(1))
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+@given(st.integers(0, 200), st.integers(1, 9))
+def test_shares_are_even_disjoint_and_complete(count, size):
+    keys = [str(number) for number in range(count)]
+    shares = [_share(keys, Process(rank, size)) for rank in range(size)]
+    assert sorted(key for share in shares for key in share) == sorted(keys)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    # Sixteen tasks in turn over two processes: dealing every second one would give each process half of the tasks.
+    if size == 2 and count >= 160:
+        assert all({int(key) % 16 for key in share} == set(range(16)) for share in shares)
 
 
 def test_missing_needs_are_told_before_anything_runs(model, policy, tmp_path):
@@ -254,7 +298,7 @@ import sys, time
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
-from lkv.evals.runner import evaluate
+from lkv.evals.runner import _share, evaluate
 from lkv.policy import Policy
 from tests.fake_suite import Letters, make_examples, make_prompt, score
 

@@ -1,7 +1,6 @@
 """lkv eval: methods side by side on RULER or LongBench."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -44,9 +43,11 @@ def _run(options: argparse.Namespace) -> None:
     from lkv.evals.processes import Process
     from lkv.evals.runner import evaluate
     from lkv.modeling import inspect_model
-    from lkv.policy import Policy
+    from lkv.policy import Policy, differs
 
     # What is wrong with the command is told before a model is loaded.
+    if options.out.is_dir():
+        raise LkvError(f"{options.out} is a folder; give a file for the JSON lines with --out.")
     tasks = _tasks(options.suite, options.tasks)
     entries = [find(name) for name in options.methods if name != FULL]
     for retention in options.retention:
@@ -63,7 +64,10 @@ def _run(options: argparse.Namespace) -> None:
     name = options.model or DEFAULT
     model, tokenizer = load_model(name, getattr(torch, options.dtype) if options.dtype else None)
     model.to(process.device)
-    limit = inspect_model(model).max_positions
+    spec = inspect_model(model)
+    if policy is not None and options.policy is None and differs(policy.spec, spec):
+        raise LkvError(f"the policy that is shipped is not for {name}; give its own with --policy, or train one.")
+    limit = spec.max_positions
     if options.suite == "ruler" and max(options.lengths) > limit:
         raise LkvError(f"a length of {max(options.lengths)} is asked for, but {name} reads {limit} tokens at most.")
     pattern = _pattern(options.pattern, model, tokenizer) if options.pattern else None
@@ -82,7 +86,7 @@ def _run(options: argparse.Namespace) -> None:
         rows_at_once=options.rows_at_once,
     )
     if process.rank == 0:
-        _print_means(options.out)
+        _print_table(options.out)
     process.end()
 
 
@@ -129,22 +133,12 @@ def _pattern(path: Path, model: Any, tokenizer: Any) -> list[list[float]]:
     return estimate_pattern(model, [context_ids(tokenizer, text)[: spec.max_positions]])
 
 
-def _print_means(path: Path) -> None:
-    """Each method over all samples of the file."""
-    from lkv.evals.metrics import bootstrap
+def _print_table(path: Path) -> None:
+    """What `lkv report` shows of the file."""
+    from lkv.report.builders import Request, build
+    from lkv.report.formats import FORMATS
+    from lkv.report.reading import read_results
 
-    header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    rows: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for line in lines:
-        for row in line["rows"]:
-            rows.setdefault((row["method"], row["retention"]), []).append(row)
-    print(f"{header['suite']}, protocol {header['protocol']}, {header['model']}: {len(lines)} samples in {path}")
-    print(f"{'method':18} {'retention':>9} {'realised':>8} {'score':>6} {'95% interval':>14} {'n':>5}")
-    for (method, retention), own in rows.items():
-        mean = bootstrap([[row["score"]] for row in own])
-        realised = sum(row["realised"] for row in own) / len(own)
-        interval = f"[{mean.low:.1f}, {mean.high:.1f}]"
-        print(f"{method:18} {retention:9.2f} {realised:8.3f} {mean.value:6.1f} {interval:>14} {mean.n:5}")
-    lost = sum(line["answer_lost"] for line in lines)
-    if lost:
-        print(f"{lost} of the samples lost their answer when they were cut to fit the model.")
+    results = read_results([path])
+    table = "main" if len(results.header["retentions"]) == 1 else "sweep"
+    print(FORMATS["terminal"](build(table, results, Request())), end="")

@@ -7,6 +7,8 @@ from datetime import timedelta
 
 import torch
 
+from lkv.errors import IntegrationError
+
 
 def _nothing() -> None:
     pass
@@ -24,11 +26,13 @@ class Process:
 
     @classmethod
     def current(cls) -> "Process":
-        """As Accelerate started this process; alone on the CPU where Accelerate is not installed."""
+        """As Accelerate started this process. Raises IntegrationError if Accelerate is missing."""
         try:
             from accelerate import PartialState
-        except ImportError:
-            return cls()
+        except ImportError as error:
+            raise IntegrationError(
+                f"several processes and GPUs need Accelerate ({error}); run `pip install 'lkv-cache[evals]'`."
+            ) from error
         # Accelerate must be told of the CPU: it takes a launched process without an accelerator for one alone.
         cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.accelerator.is_available()
         # Shares take unequal time, and the first process to finish waits for the last.

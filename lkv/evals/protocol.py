@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from lkv.errors import PromptError
+from lkv.errors import EvaluationError, PromptError
 from lkv.evals.example import Example
 from lkv.prompts import chat_parts, encode, first_ids
 
@@ -43,11 +43,12 @@ class Prompt:
 def make_prompt(example: Example, tokenizer: Any, protocol: str, max_positions: int) -> Prompt:
     """The prompt of `example`, cut so that it and its answer fit into `max_positions`.
 
-    Of a context that is too long the first and the last half of the room are kept. Raises PromptError for an unknown
-    protocol, for a question that leaves no room for a context, and for an example with nothing to read after it.
+    Of a context that is too long the first and the last half of the room are kept. Raises EvaluationError for an
+    unknown protocol, PromptError for a question that leaves no room for a context, and for an example with nothing to
+    read after it.
     """
     if protocol not in PROTOCOLS:
-        raise PromptError(f"there is no protocol {protocol!r}; use one of {', '.join(PROTOCOLS)}.")
+        raise EvaluationError(f"there is no protocol {protocol!r}; use one of {', '.join(PROTOCOLS)}.")
     before, rest, first = _texts(example, tokenizer, protocol)
     context = first + encode(tokenizer, before + example.context)
     question = encode(tokenizer, rest)

@@ -49,10 +49,14 @@ class Roster:
     ):
         """`names` as `lkv methods` lists them or "RULE+SELECTOR"; the full cache is a row of its own and always there.
 
-        Raises LkvError for an unknown name, or where a method misses its policy or pattern, and RetentionError.
+        Raises LkvError for an unknown name, or where a method misses its policy or pattern, PolicyMismatchError for the
+        policy of another model, and RetentionError.
         """
         self._model, self._tokenizer, self._policy = model, tokenizer, policy
-        layers, heads = attach(model).layers, local_heads(model)
+        spec = attach(model)
+        if policy is not None:
+            policy.check_model(spec)
+        layers, heads = spec.layers, local_heads(model)
         self._entries = {name: find(name) for name in dict.fromkeys(names) if name != FULL}
         self._sources = {
             retention: Source(Share(retention), policy, heads, model, layers, pattern, strict=False)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 import lkv
-from lkv.errors import DataError
+from lkv.errors import DataError, PromptError
 from lkv.evals.compare import Comparison, Fidelity, Prediction, greedy
 from lkv.evals.example import Example
 from lkv.evals.journal import Journal
@@ -28,6 +29,7 @@ from lkv.prompts import encode
 from lkv.results import machine, versions
 
 FORMAT = 1
+_PACKAGES = ("tokenizers", "wonderwords", "rouge")  # what texts and scores depend on, beside the model's
 
 
 def evaluate(
@@ -57,7 +59,8 @@ def evaluate(
     `make_prompt` and `score` may be others, for another kind of examples.
 
     Raises DataError for no examples, two of one name, examples of several suites, or a file of other settings or texts,
-    and LkvError where a method misses what it needs.
+    and LkvError where a method misses what it needs or the policy is another model's. A sample whose prompt cannot be
+    made is written without rows, with the reason.
     """
     process = Process.current()
     roster = Roster(model, tokenizer, methods, retentions, policy, pattern)
@@ -74,7 +77,7 @@ def evaluate(
         "seed": seed,
         "dtype": str(model.dtype).removeprefix("torch."),
         "lkv": lkv.__version__,
-        "versions": versions(),
+        "versions": versions(_PACKAGES),
         "machine": machine(),
     }
     journal = Journal(out, header, process)
@@ -84,7 +87,8 @@ def evaluate(
                 f"{out} holds the sample {key!r} of another text; give the data that it was made with, or another file."
             )
     with_full = _first_of_each(named, timed)
-    left = [key for key in named if key not in journal.done][process.rank :: process.size]
+    left = [key for key in named if key not in journal.done]
+    left = _share(left, process)
     prompt_of = partial(make_prompt, tokenizer=tokenizer, protocol=protocol, max_positions=attach(model).max_positions)
     run = _Run(model, tokenizer, roster, prompt_of, score, rows_at_once)
     with evaluation_mode(model):
@@ -111,7 +115,16 @@ class _Run:
     @torch.no_grad()
     def sample(self, example: Example, with_full: bool) -> dict[str, Any]:
         """One line of the file."""
-        given = self._prompt_of(example)
+        about = {
+            "task": example.task,
+            "length": example.length,
+            "number": example.number,
+            "text_sha256": _digest(_text_of(example)),
+        }
+        try:
+            given = self._prompt_of(example)
+        except PromptError as error:
+            return about | {"unusable": str(error), "rows": [], "skipped": []}
         stops = self._newline if example.stop_at_newline else []
         clock = self._clock()
         prompt = read_prompt(
@@ -138,6 +151,7 @@ class _Run:
                 del predicted
             kept = run.held()
             answers = run.answers(given.question[-1:], example.max_new_tokens, stops, last=True)
+            del run  # its memory goes before the next part, or the full cache alone, takes its own
             for index, (row, held, answer) in enumerate(zip(part, kept, answers, strict=True)):
                 text = self._tokenizer.decode(answer, skip_special_tokens=True)
                 found.append(
@@ -153,11 +167,7 @@ class _Run:
                     | _fidelity(close[index] if close is not None else None)
                 )
         compared = self._clock()
-        return {
-            "task": example.task,
-            "length": example.length,
-            "number": example.number,
-            "text_sha256": _digest(_text_of(example)),
+        return about | {
             "prompt_tokens": len(given.context),
             "truncated": given.truncated,
             "answer_lost": given.answer_lost,
@@ -172,7 +182,8 @@ class _Run:
 
     def _reference(self, example: Example, question: list[int]) -> list[int]:
         """Ids of the right answer as the model would go on with it, no longer than an answer may be."""
-        text = ", ".join(example.answers)
+        # All answers where all are asked for; elsewhere they are other wordings of one.
+        text = ", ".join(example.answers if example.metric == "string_match_all" else example.answers[:1])
         if not text:
             return []
         before = self._tokenizer.decode(question[-1:], skip_special_tokens=True)
@@ -204,6 +215,15 @@ def _by_key(examples: Iterable[Example]) -> dict[str, Example]:
     if len(suites := {example.suite for example in named.values()}) > 1:
         raise DataError(f"the samples belong to {', '.join(sorted(suites))}; measure one suite at a time.")
     return named
+
+
+def _share(keys: Sequence[str], process: Process) -> list[str]:
+    """One of each `size` successive keys: by lot, so that no process gets the same tasks (the long ones) every time."""
+    dealt = []
+    for start in range(0, len(keys), process.size):
+        hand = keys[start : start + process.size]
+        dealt += random.Random(start).sample(hand, len(hand))[process.rank : process.rank + 1]
+    return dealt
 
 
 def _first_of_each(named: dict[str, Example], count: int) -> set[str]:

@@ -54,12 +54,15 @@ def read_results(paths: Sequence[Path]) -> Results:
         raise ReportError("there are no result files; give the .jsonl files that `lkv eval` wrote.")
     headers: dict[Path, dict[str, Any]] = {}
     samples: dict[str, Sample] = {}
-    torn, truncated, lost, doubled = 0, 0, 0, []
+    torn, truncated, lost, unusable, doubled = 0, 0, 0, 0, []
     for path in paths:
         lines, cut = _lines(path)
         torn += cut
         headers[path] = _header(path, [line for _, line in lines])
         for number, line in lines[1:]:
+            if line.get("unusable"):
+                unusable += 1
+                continue
             sample = _sample(path, number, line)
             if sample.key in samples:
                 doubled.append(f"{sample.key} (again in {path}, line {number})")
@@ -79,6 +82,8 @@ def read_results(paths: Sequence[Path]) -> Results:
     notes = []
     if torn:
         notes.append(f"{torn} torn last line{'s' * (torn > 1)} of interrupted runs left out.")
+    if unusable:
+        notes.append(f'{unusable} more could not be made into a prompt, see "unusable" in the file.')
     if truncated:
         notes.append(f"{truncated} of {len(samples)} contexts were truncated; {lost} of them lost their answer.")
     return Results(headers[paths[0]], tuple(samples.values()), tuple(notes))
