@@ -25,7 +25,9 @@ def main() -> None:
     options = parser.parse_args()
     results = read_results([options.file])
     name = options.name or str(results.header["suite"])
-    write_results(RESULTS / f"{name}.json", name, rows_of(results), results.header["seed"], _command(results))
+    header = results.header
+    measured = {key: header[key] for key in ("date", "machine", "versions") if key in header}
+    write_results(RESULTS / f"{name}.json", name, rows_of(results), header["seed"], _command(results), measured)
 
 
 def rows_of(results: Results) -> list[dict[str, Any]]:
@@ -66,6 +68,8 @@ def _command(results: Results) -> str:
     header = results.header
     words = ["lkv", "eval", header["suite"], "--data", "EVAL_FOLDER", "--methods", *header["methods"], "--retention"]
     words += [*map(str, header["retentions"]), "--protocol", header["protocol"], "--dtype", header["dtype"]]
+    if header["pattern"]:
+        words += ["--pattern", "LONG_TEXT"]
     if lengths := sorted({sample.length for sample in results.samples if sample.length is not None}):
         words += ["--lengths", *map(str, lengths)]
     words += ["--samples", str(1 + max(sample.number for sample in results.samples))]

@@ -17,21 +17,35 @@ from lkv.errors import DataError
 _PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
 
 
-def write_results(path: Path, name: str, rows: Sequence[Mapping[str, Any]], seed: int, command: str = "") -> None:
-    """Write `rows` with command, seed, date, machine and versions, to a temporary name first."""
+def write_results(
+    path: Path,
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    seed: int,
+    command: str = "",
+    measured: Mapping[str, Any] | None = None,
+) -> None:
+    """Write `rows` with command, seed, date, machine and versions, to a temporary name first.
+
+    `measured` tells date, machine and versions where the rows were not measured here and now.
+    """
     document = {
         "name": name,
         "command": command or shlex.join(["python", *_relative(sys.argv)]),
         "seed": seed,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "versions": versions(),
+        **provenance(),
+        **(measured or {}),
         "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
+
+
+def provenance(more: Sequence[str] = ()) -> dict[str, Any]:
+    """Today's date, this machine, and `versions`."""
+    return {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": machine(), "versions": versions(more)}
 
 
 def versions(more: Sequence[str] = ()) -> dict[str, str]:

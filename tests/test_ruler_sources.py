@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lkv.errors import DataError
-from lkv.evals.ruler import Sources, make_examples
+from lkv.evals.ruler import TASKS, Sources, check_sources, make_examples
 from lkv.evals.ruler.niah import sentences
 from tests.ruler import ESSAY, hotpot_rows, one, squad_data, words, write_lines, write_sources
 
@@ -26,8 +26,11 @@ def test_sentences():
 def test_the_official_json_forms_are_read(tmp_path, sources):
     (tmp_path / "hotpot_dev_distractor_v1.json").write_text(json.dumps(hotpot_rows(60)))
     (tmp_path / "dev-v2.0.json").write_text(json.dumps(squad_data()))
-    (tmp_path / "b.txt").write_text("Second file here. It ends.")
-    (tmp_path / "a.txt").write_text("First file here. It ends.")
+    (tmp_path / "LICENSE.txt").write_text("No essay.")
+    (tmp_path / "hotpotqa.jsonl.gz").write_bytes(b"LongBench's file of that name")
+    (tmp_path / "essays").mkdir()
+    (tmp_path / "essays" / "b.txt").write_text("Second file here. It ends.")
+    (tmp_path / "essays" / "a.txt").write_text("First file here. It ends.")
     plain = Sources.from_folder(tmp_path)
     assert plain.words[:5] == ("First", "file", "here.", "It", "ends.") and plain.words[5] == "Second"
     for task in ("qa_1", "qa_2"):
@@ -58,7 +61,7 @@ def test_the_hub_s_parquet_files_give_the_same_examples(tmp_path, sources):
         parquet.write_table(pa.Table.from_pylist(rows), path)
         return str(path)
 
-    hub = Sources.from_hub(haystack=ESSAY, download=download)
+    hub = Sources(haystack=ESSAY, download=download)
     assert one("niah_single_1", 2000, 5, hub) == one("niah_single_1", 2000, 5, sources) and not asked
     for task in ("qa_1", "qa_2", "qa_1", "niah_single_2"):
         assert one(task, 2000, 5, hub) == one(task, 2000, 5, sources)
@@ -68,20 +71,42 @@ def test_the_hub_s_parquet_files_give_the_same_examples(tmp_path, sources):
     ]
 
 
-def test_a_failed_download_says_the_way_out():
+def test_a_failed_download_says_the_way_out(tmp_path):
     def download(**_):
         raise ConnectionError("no route")
 
-    with pytest.raises(
-        DataError, match=r"rajpurkar/squad_v2 cannot be fetched \(ConnectionError: no route\); give SQuAD"
-    ):
-        one("qa_1", 1000, 0, Sources.from_hub(download=download))
+    for sources in (Sources(download=download), Sources.from_folder(tmp_path, download=download)):
+        with pytest.raises(
+            DataError, match=r"rajpurkar/squad_v2 cannot be fetched \(ConnectionError: no route\); put SQuAD"
+        ):
+            one("qa_1", 1000, 0, sources)
+
+
+def no_hub(**_):
+    raise ConnectionError("no route")
+
+
+def test_a_haystack_of_one_s_own(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("A text of my own. It ends.")
+    assert (
+        Sources.from_folder(tmp_path, path).words == Sources(path).words == tuple("A text of my own. It ends.".split())
+    )
+
+
+def test_what_the_tasks_need_is_read_before_any_example(tmp_path):
+    empty = Sources.from_folder(tmp_path, download=no_hub)
+    check_sources(["niah_single_1", "niah_multikey_3", "vt", "cwe", "fwe"], empty)
+    for task in TASKS:
+        if task in ("qa_1", "qa_2", "niah_multivalue", "niah_single_2"):
+            with pytest.raises(DataError):
+                check_sources(["vt", task], empty)
 
 
 def test_missing_sources(tmp_path):
-    empty = Sources.from_folder(tmp_path)
+    empty = Sources.from_folder(tmp_path, download=no_hub)
     for task, what in (
-        ("niah_single_2", "put PaulGrahamEssays.json"),
+        ("niah_single_2", "or name a text file or such a folder as the haystack"),
         ("qa_1", r"dev-v2.0.json\)"),
         ("qa_2", "Hotpot"),
     ):

@@ -1,12 +1,15 @@
 """lkv eval: methods side by side on RULER or LongBench."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from lkv.errors import LkvError, check_retention
+from lkv.evals.example import Example
 from lkv.evals.protocol import PROTOCOLS
 from lkv.methods import FULL, find, needs_policy
 from lkv.options import positive
@@ -20,6 +23,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("eval", help="measure methods on RULER or LongBench, or resume a measurement")
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--data", type=Path, default=None, help="folder with the sources (default: from the hub)")
+    parser.add_argument("--haystack", type=Path, default=None, help="RULER: text file, or folder of them, for needles")
     parser.add_argument("--tasks", nargs="+", default=None, help="(default: all)")
     parser.add_argument("--lengths", nargs="+", type=positive, default=[4096], help="RULER: tokens, prompt and answer")
     parser.add_argument("--samples", type=positive, default=None, help=f"a task (RULER: {_RULER_SAMPLES}, else all)")
@@ -57,6 +61,7 @@ def _run(options: argparse.Namespace) -> None:
             "DuoAttention must know the retrieval heads of the model: give --pattern with a full_attention_heads.tsv, "
             "or with a long text file to estimate them from."
         )
+    examples = _longbench(options, tasks) if options.suite == "longbench" else _ruler(options, tasks)
     policy = None
     if any(needs_policy(name) for name in options.methods if name != FULL):
         policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
@@ -74,7 +79,8 @@ def _run(options: argparse.Namespace) -> None:
     evaluate(
         model,
         tokenizer,
-        _examples(options, tasks, tokenizer),
+        # Of every task the first, then of every task the second: an interrupted run has some of each.
+        sorted(examples(tokenizer), key=lambda example: example.number),
         options.methods,
         options.retention,
         options.out,
@@ -101,20 +107,36 @@ def _tasks(suite: str, tasks: Sequence[str] | None) -> Sequence[str]:
     return tasks or known
 
 
-def _examples(options: argparse.Namespace, tasks: Sequence[str], tokenizer: Any) -> list[Any]:
-    """Of every task the first, then of every task the second: an interrupted run has some of each."""
-    from lkv.evals import longbench, ruler
+def _longbench(options: argparse.Namespace, tasks: Sequence[str]) -> Callable[[Any], list[Example]]:
+    """What makes the examples for a tokenizer; they are read now."""
+    from lkv.evals.longbench import load_examples
 
-    if options.suite == "longbench":
-        found = [longbench.load_examples(task, options.data, options.samples) for task in tasks]
+    found = [example for task in tasks for example in load_examples(task, options.data, options.samples)]
+    return lambda tokenizer: found
+
+
+def _ruler(options: argparse.Namespace, tasks: Sequence[str]) -> Callable[[Any], list[Example]]:
+    """What makes the examples for a tokenizer; their sources are read now."""
+    from lkv.evals import ruler
+
+    if options.haystack and not options.haystack.exists():
+        raise LkvError(f"there is no {options.haystack}; give a text file or a folder of .txt files with --haystack.")
+    if options.data:
+        sources = ruler.Sources.from_folder(options.data, options.haystack)
     else:
-        sources = ruler.Sources.from_folder(options.data) if options.data else ruler.Sources.from_hub()
-        found = [
-            ruler.make_examples(task, length, options.samples or _RULER_SAMPLES, tokenizer, sources, options.seed)
-            for length in dict.fromkeys(options.lengths)
-            for task in dict.fromkeys(tasks)
+        sources = ruler.Sources(options.haystack)
+    ruler.check_sources(tasks, sources)
+    count = options.samples or _RULER_SAMPLES
+
+    def make(tokenizer: Any) -> list[Example]:
+        wanted = [(length, task) for length in dict.fromkeys(options.lengths) for task in dict.fromkeys(tasks)]
+        return [
+            example
+            for length, task in tqdm(wanted, desc="making the samples", leave=False)
+            for example in ruler.make_examples(task, length, count, tokenizer, sources, options.seed)
         ]
-    return sorted((example for examples in found for example in examples), key=lambda example: example.number)
+
+    return make
 
 
 def _pattern(path: Path, model: Any, tokenizer: Any) -> list[list[float]]:

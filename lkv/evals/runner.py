@@ -26,7 +26,7 @@ from lkv.modeling import attach, evaluation_mode
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import encode
-from lkv.results import machine, versions
+from lkv.results import provenance
 
 FORMAT = 1
 _PACKAGES = ("tokenizers", "wonderwords", "rouge")  # what texts and scores depend on, beside the model's
@@ -77,9 +77,10 @@ def evaluate(
         "seed": seed,
         "dtype": str(model.dtype).removeprefix("torch."),
         "lkv": lkv.__version__,
-        "versions": versions(_PACKAGES),
-        "machine": machine(),
+        **provenance(_PACKAGES),
     }
+    if model.device.type == "cuda":
+        header["machine"] += f", {torch.cuda.get_device_name(model.device)}"
     journal = Journal(out, header, process)
     for key, row in journal.done.items():
         if key in named and row.get("text_sha256") != _digest(_text_of(named[key])):

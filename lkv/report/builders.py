@@ -35,7 +35,8 @@ def build(name: str, results: Results, request: Request) -> Table:
     header = results.header
     notes = [
         f"{header['model']}, protocol {header['protocol']}, lkv {header['lkv']}.",
-        "Intervals are 95%, by bootstrap over the samples of each task.",
+        f"Intervals are 95%, by bootstrap over the {_sizes(scores)} samples of each task, widened where they are few; "
+        "one without any width says that all samples of a task scored alike.",
         *([f"Differences are to {label(scores.against)}, on the same samples."] if scores.against else []),
         *_coverage(scores),
     ]
@@ -157,6 +158,11 @@ def _difference(scores: Scores) -> str:
 
 def _tokens(length: int) -> str:
     return f"{length:,} tokens"
+
+
+def _sizes(scores: Scores) -> str:
+    sizes = sorted({len(samples) for samples in scores.units.values()})
+    return f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
 
 
 def _coverage(scores: Scores) -> list[str]:

@@ -3,15 +3,17 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lkv.errors import ReportError
+from lkv.report.names import FULL
 
 FORMAT = 1
-# What all files of one table must agree in.
+# What all files of one table must agree in, with the versions of all packages but Python itself.
 _SAME = ("suite", "protocol", "model", "policy", "pattern", "dtype", "lkv")
+_ONE_WITHOUT = ("policy", "pattern")  # a file without methods that need one agrees with any
 _MEASURES = ("score", "kl", "agreement", "hidden_error")
 
 
@@ -32,6 +34,7 @@ class Sample:
     length: int | None
     number: int
     rows: Mapping[tuple[str, float], Measured]
+    text: str | None = None  # digest of what was read
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,9 @@ class Results:
 def read_results(paths: Sequence[Path]) -> Results:
     """Read the JSON lines that `lkv eval` wrote to `paths`.
 
-    A torn last line (of an interrupted run) is left out and counted in the notes. Raises ReportError for a file that is
-    missing or malformed (file, line and field), for files measured in different ways, and for samples that two lines
-    hold.
+    Files may hold other methods on the same samples. A torn last line (of an interrupted run) is left out and counted
+    in the notes. Raises ReportError for a file that is missing or malformed (file, line and field), for files measured
+    in different ways, and for a sample that two lines hold with the same method, or with different texts.
     """
     if not paths:
         raise ReportError("there are no result files; give the .jsonl files that `lkv eval` wrote.")
@@ -64,20 +67,24 @@ def read_results(paths: Sequence[Path]) -> Results:
                 unusable += 1
                 continue
             sample = _sample(path, number, line)
-            if sample.key in samples:
-                doubled.append(f"{sample.key} (again in {path}, line {number})")
+            if earlier := samples.get(sample.key):
+                if sample.text != earlier.text or any(m != FULL for m, _ in earlier.rows.keys() & sample.rows.keys()):
+                    doubled.append(f"{sample.key} (again in {path}, line {number})")
+                samples[sample.key] = replace(earlier, rows={**sample.rows, **earlier.rows})
+                continue
             samples[sample.key] = sample
             truncated += bool(line.get("truncated"))
             lost += bool(line.get("answer_lost"))
     _agree(headers)
     if doubled:
         raise ReportError(
-            f"{len(doubled)} samples are there twice, and a table counts each once: {_some(doubled)}. Leave out the "
-            "file that repeats them."
+            f"{len(doubled)} samples are there twice with the same method or with another text, and a table counts "
+            f"each once: {_some(doubled)}. Leave out the file that repeats them."
         )
     if not samples:
         raise ReportError(
-            f"there are no finished samples in {_some([str(path) for path in paths])}; run `lkv eval` on."
+            f"there are no finished samples in {_some([str(path) for path in paths])}; run `lkv eval` on, which also "
+            "puts together what several interrupted processes left."
         )
     notes = []
     if torn:
@@ -128,12 +135,24 @@ def _header(path: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _agree(headers: Mapping[Path, Mapping[str, Any]]) -> None:
     apart = []
     for field in _SAME:
-        if len({json.dumps(header.get(field)) for header in headers.values()}) > 1:
-            apart.append(f"{field} ({', '.join(f'{path}: {header.get(field)}' for path, header in headers.items())})")
+        given = {path: header.get(field) for path, header in headers.items()}
+        if field in _ONE_WITHOUT:
+            given = {path: value for path, value in given.items() if value is not None}
+        apart += _difference(field, given)
+    packages = {name: None for header in headers.values() for name in header.get("versions", ()) if name != "python"}
+    for name in packages:
+        given = {path: header["versions"][name] for path, header in headers.items() if name in header["versions"]}
+        apart += _difference(name, given)
     if apart:
         raise ReportError(
             f"these files do not belong in one table; they differ in {'; '.join(apart)}. Report them one by one."
         )
+
+
+def _difference(field: str, given: Mapping[Path, Any]) -> list[str]:
+    if len({json.dumps(value) for value in given.values()}) < 2:
+        return []
+    return [f"{field} ({', '.join(f'{path}: {value}' for path, value in given.items())})"]
 
 
 def _sample(path: Path, number: int, line: Mapping[str, Any]) -> Sample:
@@ -147,7 +166,7 @@ def _sample(path: Path, number: int, line: Mapping[str, Any]) -> Sample:
             measures = {name: _number(where, name, row.get(name)) for name in _MEASURES}
             rows[pair] = Measured(float(row["realised"]), measures)
         length = None if line["length"] is None else int(line["length"])
-        return Sample(str(line["key"]), str(line["task"]), length, int(line["number"]), rows)
+        return Sample(str(line["key"]), str(line["task"]), length, int(line["number"]), rows, line.get("text_sha256"))
     except KeyError as error:
         raise ReportError(f"{where} has no field {error}; make the file anew with `lkv eval`.") from None
     except (TypeError, ValueError) as error:

@@ -1,6 +1,7 @@
 """The samples that all methods of a table share, and averages over them."""
 
 from collections.abc import Sequence
+from math import inf
 
 from lkv.errors import ReportError
 from lkv.report.names import CATEGORIES, FULL, is_lkv, ordered
@@ -9,6 +10,8 @@ from lkv.report.statistics import macro, share_of
 from lkv.report.tables import Cell, from_mean
 
 DEFAULT_RETENTION = 0.15  # the paper's
+
+_RANGES = {"score": (0, 100), "kl": (0, inf), "agreement": (0, 1), "hidden_error": (0, inf)}
 
 Pair = tuple[str, float]  # (method, retention)
 Unit = tuple[str, int | None]  # (task, length): what an average counts once
@@ -53,7 +56,7 @@ class Scores:
         min_full: float = 0.0,
         against: str = "",
     ):
-        """`min_full`: only tasks (at one length) where the full cache's mean score is at least this. `against`: the
+        """`min_full`: only tasks where the full cache's mean score is at least this at every length. `against`: the
         method that differences are taken to, by default LKV where it is there.
 
         Raises ReportError where no sample, or no task, is left.
@@ -92,7 +95,10 @@ class Scores:
         if other and other != pair and self._ran(other, units):
             pairs = zip(own, self._groups(other, units, measure), strict=True)
             difference = macro([[a - b for a, b in zip(*groups, strict=True)] for groups in pairs])
-        return from_mean(macro(own), self.realised(pair, units), difference)
+        low, high = _RANGES[measure]
+        mean = macro(own)
+        mean = mean._replace(low=max(low, mean.low), high=min(high, mean.high))
+        return from_mean(mean, self.realised(pair, units), difference)
 
     def combined(self, pairs: Sequence[Pair], units: Sequence[Unit], signs: Sequence[float]) -> Cell | None:
         """The macro mean of sum(sign * value of its pair), sample by sample: marginal means and gains."""
@@ -148,16 +154,18 @@ class Scores:
         full = (FULL, 1.0)
         if not all(_has(sample, full, ["score"]) for samples in self.units.values() for sample in samples):
             raise ReportError("--min-full needs the full cache's score of every sample; run `lkv eval` with it.")
-        kept = {
-            unit: samples
+        short = {
+            unit[0]
             for unit, samples in self.units.items()
-            if sum(_measure(s, full, "score") for s in samples) / len(samples) >= least
+            if sum(_measure(s, full, "score") for s in samples) / len(samples) < least
         }
+        # The same tasks at every length, or the lengths could not be compared.
+        kept = {unit: samples for unit, samples in self.units.items() if unit[0] not in short}
         if not kept:
-            raise ReportError(f"the full cache scores at least {least:g} on no task; lower --min-full.")
+            raise ReportError(f"the full cache scores at least {least:g} on no task at every length; lower --min-full.")
         self.notes.append(
-            f"Only tasks where the full cache scores at least {least:g}: {len(kept)} of {len(self.units)} "
-            f"({', '.join(map(_at, kept))})."
+            f"Only tasks where the full cache scores at least {least:g} at every length: "
+            f"{', '.join(dict.fromkeys(task for task, _ in kept))}."
         )
         self.units = kept
 

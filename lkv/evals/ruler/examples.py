@@ -1,6 +1,6 @@
 """RULER's examples at a length, for any tokenizer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
 from itertools import count, islice
@@ -50,6 +50,15 @@ def make_examples(task: str, length: int, count: int, tokenizer: Any, sources: S
     if len(found) < count:
         raise EvaluationError(f"{task} has {len(found)} questions that fit {length} tokens, but {count} are asked for.")
     return found
+
+
+def check_sources(tasks: Sequence[str], sources: Sources) -> None:
+    """Read what the tasks need, so that what is missing is told before a long run. Raises DataError."""
+    for task in tasks:
+        if name := QUESTION_TASKS.get(task):
+            sources.questions(name)
+        elif task in NEEDLE_TASKS and NEEDLE_TASKS[task].haystack == "essay":
+            _ = sources.words
 
 
 def _examples(task: str, length: int, tokenizer: Any, sources: Sources, seed: int) -> Iterator[Example]:

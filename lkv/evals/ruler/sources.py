@@ -30,7 +30,7 @@ _KINDS = {
     ),
     "hotpot": _Kind(
         "HotpotQA's validation file (hotpot_dev_distractor_v1.json)",
-        ("*hotpot*.json", "*hotpot*.json.gz", "*hotpot*.jsonl.gz", "*hotpot*.parquet"),
+        ("*hotpot_*.json", "*hotpot_*.json.gz", "*hotpot_*.jsonl.gz", "*hotpot_*.parquet"),  # not LongBench's hotpotqa
         {
             "repo_id": "hotpotqa/hotpot_qa",
             "filename": "distractor/validation-00000-of-00001.parquet",
@@ -53,33 +53,22 @@ class Sources:
     haystack: str | None = None
     squad: Path | None = None
     hotpot: Path | None = None
-    download: Callable[..., str] | None = None
+    download: Callable[..., str] = hf_hub_download
 
     @classmethod
-    def from_folder(cls, folder: Path, haystack: str | None = None) -> "Sources":
-        """What lies in a folder: PaulGrahamEssays*.json(.gz), a folder essays or .txt files; *quad*, *hotpot*.
+    def from_folder(
+        cls, folder: Path, essays: Path | None = None, download: Callable[..., str] = hf_hub_download
+    ) -> "Sources":
+        """What lies in a folder: PaulGrahamEssays*.json(.gz) or a folder essays, unless `essays` says where they are;
+        *quad*, *hotpot_*. The question sets that are not there come from the hub.
 
         Files with "train" in their name are passed over. Raises DataError where there is no such folder.
         """
         if not folder.is_dir():
             raise DataError(f"there is no folder {folder}; give one with RULER's source files.")
-        essays = _first(folder, ("PaulGrahamEssays*.json", "PaulGrahamEssays*.json.gz"))
-        if essays is None and (folder / "essays").is_dir():
-            essays = folder / "essays"
-        if essays is None and any(folder.glob("*.txt")):
-            essays = folder
+        essays = essays or _first(folder, ("PaulGrahamEssays*.json", "PaulGrahamEssays*.json.gz", "essays"))
         found = {name: _first(folder, kind.patterns) for name, kind in _KINDS.items()}
-        return cls(essays, haystack, found["squad"], found["hotpot"])
-
-    @classmethod
-    def from_hub(
-        cls,
-        essays: Path | None = None,
-        haystack: str | None = None,
-        download: Callable[..., str] = hf_hub_download,
-    ) -> "Sources":
-        """SQuAD 2.0 and HotpotQA from the hub (Parquet, fixed revisions); the essays have no official place there."""
-        return cls(essays, haystack, download=download)
+        return cls(essays, None, found["squad"], found["hotpot"], download)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -88,8 +77,9 @@ class Sources:
             text, where = self.haystack, "the haystack given"
         elif self.essays is None:
             raise DataError(
-                "this task hides its needles in essays, and none are given; put PaulGrahamEssays.json or .txt files "
-                "into the folder, or give another text as haystack."
+                "this task hides its needles in essays, which have no official place on the hub: put "
+                "PaulGrahamEssays.json or a folder essays with .txt files into the folder with RULER's sources, or "
+                "name a text file or such a folder as the haystack."
             )
         else:
             where = str(self.essays)
@@ -115,18 +105,14 @@ class Sources:
         kind = _KINDS[name]
         if path is not None:
             return path
-        if self.download is None:
-            raise DataError(
-                f"this task needs {kind.what}, which is not there under any of {', '.join(kind.patterns)}; "
-                "put it into the folder or use Sources.from_hub()."
-            )
         try:
             return Path(self.download(repo_type="dataset", **kind.hub))
         # Whatever stopped the download (no network, no such file, no right to it), the way out is the same.
         except Exception as error:
             raise DataError(
                 f"{kind.hub['filename']} of the hub's data set {kind.hub['repo_id']} cannot be fetched "
-                f"({type(error).__name__}: {error}); give {kind.what} as a local file."
+                f"({type(error).__name__}: {error}); put {kind.what} into the folder "
+                f"with RULER's sources, as one of {', '.join(kind.patterns)}."
             ) from error
 
 
