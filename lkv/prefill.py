@@ -12,7 +12,8 @@ from lkv.modeling import attach, layer_windows
 
 
 class PromptLayer(NamedTuple):
-    """One layer's k and v [B, H, T, d] after RoPE, the attention scale, and q [B, Hq, T, d] if it was asked for."""
+    """One layer's k and v [B, H, T, d] after RoPE, the attention scale, and q [B, Hq, T, d] (or the last of them) if
+    it was asked for."""
 
     key: Tensor
     value: Tensor
@@ -20,9 +21,10 @@ class PromptLayer(NamedTuple):
     query: Tensor | None
 
 
-def read_prompt(model: Any, ids: Tensor, queries: bool = False) -> list[PromptLayer]:
+def read_prompt(model: Any, ids: Tensor, queries: bool | int = False) -> list[PromptLayer]:
     """What the layers of `model` hold after reading `ids` [B, T]; the output head is not computed.
 
+    `queries`: whether to keep them, or how many of the last ones (all of a long prompt outweigh its k and v).
     Raises UnsupportedModelError for a model with sliding layers.
     """
     spec = attach(model)
@@ -35,7 +37,7 @@ def read_prompt(model: Any, ids: Tensor, queries: bool = False) -> list[PromptLa
 
 
 @torch.no_grad()
-def read_full_layers(model: Any, ids: Tensor, queries: bool = False) -> list[PromptLayer]:
+def read_full_layers(model: Any, ids: Tensor, queries: bool | int = False) -> list[PromptLayer]:
     """What the full-attention layers of `model`, to which LKV is attached, hold after reading `ids` [B, T]."""
     windows = layer_windows(model)
     layers = [_CapturingLayer(queries) for _ in windows]
@@ -46,7 +48,7 @@ def read_full_layers(model: Any, ids: Tensor, queries: bool = False) -> list[Pro
 class _CapturingLayer(HookedLayer):
     captured: PromptLayer
 
-    def __init__(self, queries: bool):
+    def __init__(self, queries: bool | int):
         super().__init__()
         self._queries = queries
 
@@ -60,5 +62,8 @@ class _CapturingLayer(HookedLayer):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        self.captured = PromptLayer(self._key, value, scale, query if self._queries else None)
+        kept = query if self._queries else None
+        if kept is not None and self._queries is not True:
+            kept = query[:, :, -self._queries :].clone()  # a view would hold them all
+        self.captured = PromptLayer(self._key, value, scale, kept)
         return stock()

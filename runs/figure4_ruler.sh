@@ -3,5 +3,6 @@
 source "$(dirname "$0")/common.sh"
 evaluate ruler lengths --methods "${rivals[@]}" --lengths 4096 8192 16384 32768 --retention 0.15
 report figure4a lengths ruler
-evaluate ruler retentions --methods "${rivals[@]}" --lengths 16384 --retention 0.5 0.4 0.3 0.2 0.15 0.1
+evaluate ruler retentions --methods "${rivals[@]}" --lengths 16384 --retention 0.5 0.4 0.3 0.2 0.15 0.1 \
+    --rows-at-once 8
 report figure4b retentions ruler

@@ -35,6 +35,10 @@ def test_it_holds_the_stock_models_keys_and_values(model):
         torch.testing.assert_close(captured.key, layer.keys, rtol=0, atol=0)
         torch.testing.assert_close(captured.value, layer.values, rtol=0, atol=0)
         assert captured.query.shape == (2, 4, 20, 8)
+    whole = read_prompt(model, ids, queries=True)
+    for captured, every in zip(read_prompt(model, ids, queries=3), whole, strict=True):
+        torch.testing.assert_close(captured.query, every.query[:, :, -3:], rtol=0, atol=0)
+        assert captured.query.untyped_storage().nbytes() == captured.query.numel() * captured.query.element_size()
 
 
 def test_a_prompt_dies_with_its_last_reference(model, no_collector):

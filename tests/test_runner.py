@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from lkv.cache import RaggedCache
 from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
 from lkv.evals import roster as rosters
-from lkv.evals.compare import greedy
+from lkv.evals.compare import Comparison, greedy
 from lkv.evals.journal import Journal
 from lkv.evals.processes import Process
 from lkv.evals.roster import Roster
@@ -135,6 +135,26 @@ def test_rows_held_in_parts_are_the_same(model, policy, tmp_path):
     _, whole = run(model, policy, tmp_path / "x.jsonl", examples, METHODS)
     _, parts = run(model, policy, tmp_path / "y.jsonl", examples, METHODS, rows_at_once=2)
     assert without_seconds(parts) == without_seconds(whole)
+
+
+def test_where_memory_runs_out_fewer_rows_are_held_at_once(model, policy, tmp_path, monkeypatch):
+    examples, tried = make_examples(1), []
+
+    class Small(Comparison):
+        def __init__(self, model, ids, prompt, methods):
+            tried.append(len(methods))
+            if len(methods) > 3:
+                raise torch.OutOfMemoryError("no more memory")
+            super().__init__(model, ids, prompt, methods)
+
+    _, whole = run(model, policy, tmp_path / "x.jsonl", examples, METHODS)
+    monkeypatch.setattr("lkv.evals.runner.Comparison", Small)
+    _, parts = run(model, policy, tmp_path / "y.jsonl", examples, METHODS)
+    assert without_seconds(parts) == without_seconds(whole)
+    assert tried == [9, 5, 3, 3, 3] * len(examples)
+    monkeypatch.setattr(Small, "__init__", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none at all")))
+    with pytest.raises(torch.OutOfMemoryError):
+        run(model, policy, tmp_path / "z.jsonl", examples, METHODS)
 
 
 def test_methods_that_cannot_serve_a_prompt_are_skipped_with_the_reason(model, policy, tmp_path):
@@ -387,5 +407,10 @@ def test_two_processes_share_the_samples_and_take_up_what_another_number_left(sa
 
 def test_a_roster_reads_queries_only_where_a_method_needs_them(policy):
     model = tiny_llama()
-    assert not Roster(model, Letters(), ["lkv", "knorm", "kvzip", "full"], [0.3], policy).reads_queries
-    assert Roster(model, Letters(), ["lkv", "snapkv"], [0.3], policy).reads_queries
+    for names, wanted in (
+        (["lkv", "knorm", "kvzip", "full"], False),
+        (["lkv", "tova"], 1),
+        (["lkv", "tova", "snapkv", "criticalkv"], 64),
+        (["lkv", "snapkv", "h2o"], True),
+    ):
+        assert Roster(model, Letters(), names, [0.3], policy).queries_read == wanted

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lkv.budget import Ada
+from lkv.cli import _parser
 from lkv.cli import main as lkv
 from lkv.methods import METHODS
 from lkv.prefill import read_prompt
@@ -89,16 +90,24 @@ def test_shares_are_what_each_head_keeps(model, policy):
 
 @pytest.mark.parametrize("script", sorted(RUNS.glob("*_*.sh")), ids=lambda path: path.name)
 def test_the_scripts_ask_for_what_they_need(script, tmp_path):
-    """Each runs to its end with a stand-in for python that writes down how it was called."""
+    """Each runs to its end with a stand-in for python that writes down how it was called, and `lkv` understands it."""
     log, stand_in = tmp_path / "log", tmp_path / "python"
     stand_in.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    (tmp_path / "a.txt").write_text("A long text.")
     stand_in.chmod(0o755)
     environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "POLICY": "org/policy", "PATTERN": "heads.tsv", "TEXT": "a.txt",
     }  # fmt: skip
     for model, name in (("llama", "meta-llama/Llama-3.1-8B-Instruct"), ("qwen", "Qwen/Qwen3-8B")):
-        subprocess.run([script, model], env=environment, check=True)
+        subprocess.run([script, model], env=environment, check=True, cwd=tmp_path)
         said = log.read_text()
+        commands = [item.split() for item in said.splitlines()]
+        understood = [_parser().parse_args(words[2:]) for words in commands if words[1] == "lkv.cli"]
+        for options in understood:
+            if options.run.__module__ == "lkv.evals.command":
+                assert set(options.methods) <= set(METHODS) | {f"{r}+{s}" for r in RULES for s in SELECTORS}
+                assert (options.pattern is not None) == ("duo" in options.methods)
+        assert understood or f"--text {tmp_path / 'a.txt'}" in said  # a path of the caller's folder
         assert name in said or "--config" in said
         log.unlink()
         reports = [item.split() for item in said.splitlines() if "lkv.cli report" in item]

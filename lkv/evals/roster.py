@@ -82,9 +82,16 @@ class Roster:
         return list(self._sources)
 
     @property
-    def reads_queries(self) -> bool:
-        """Whether a prompt must be read with its queries."""
-        return any(selector.reads_queries for selector in self._selectors.values())
+    def size(self) -> int:
+        """Rows of a prompt that every method can serve."""
+        return 1 + len(self._entries) * len(self._sources)
+
+    @property
+    def queries_read(self) -> bool | int:
+        """Whether a prompt must be read with its queries, or with how many of the last ones."""
+        last = [s.last_queries for s in self._selectors.values() if s.reads_queries]
+        known = [count for count in last if count is not None]
+        return max(known, default=False) if len(known) == len(last) else True
 
     def for_prompt(self, ids: list[int], prompt: list[PromptLayer]) -> tuple[list[Row], list[Skipped]]:
         """The rows for the one prompt `ids`, already read into `prompt`; the full cache comes first."""

@@ -127,9 +127,27 @@ class _Run:
         except PromptError as error:
             return about | {"unusable": str(error), "rows": [], "skipped": []}
         stops = self._newline if example.stop_at_newline else []
+        at_once = min(self._at_once, self._roster.size)
+        while (measured := self._measured(example, given, stops, at_once)) is None:
+            at_once = (at_once + 1) // 2
+            torch.cuda.empty_cache()
+        if with_full:
+            measured["seconds"]["full"] = self._time_full(given.context + given.question, example, stops)
+        return about | measured
+
+    def _measured(self, example: Example, given: Prompt, stops: Sequence[int], at_once: int) -> dict[str, Any] | None:
+        """All rows of a sample, `at_once` beside each other; None where memory ran out, and fewer could do."""
+        try:
+            return self._rows(example, given, stops, at_once)
+        except torch.OutOfMemoryError:
+            if at_once == 1:
+                raise
+            return None
+
+    def _rows(self, example: Example, given: Prompt, stops: Sequence[int], at_once: int) -> dict[str, Any]:
         clock = self._clock()
         prompt = read_prompt(
-            self._model, torch.tensor([given.context], device=self._device), queries=self._roster.reads_queries
+            self._model, torch.tensor([given.context], device=self._device), queries=self._roster.queries_read
         )
         read = self._clock()
         rows, skipped = self._roster.for_prompt(given.context, prompt)
@@ -138,10 +156,10 @@ class _Run:
         reference = self._reference(example, given.question)
         found: list[dict[str, Any]] = []
         full: Prediction | None = None
-        for start in range(0, len(rows), self._at_once):
-            part = rows[start : start + self._at_once]
+        for start in range(0, len(rows), at_once):
+            part = rows[start : start + at_once]
             run = Comparison(self._model, given.context, prompt, [row.method for row in part])
-            if start + self._at_once >= len(rows):
+            if start + at_once >= len(rows):
                 prompt = []  # the full cache's row has its own copy
             run.read(given.question[:-1])
             close: list[Fidelity] | None = None
@@ -168,14 +186,14 @@ class _Run:
                     | _fidelity(close[index] if close is not None else None)
                 )
         compared = self._clock()
-        return about | {
+        return {
             "prompt_tokens": len(given.context),
             "truncated": given.truncated,
             "answer_lost": given.answer_lost,
             "seconds": {
                 "prefill": round(read - clock, 4),
                 "methods": round(compared - read, 4),
-                "full": self._time_full(given.context + given.question, example, stops) if with_full else None,
+                "full": None,
             },
             "rows": found,
             "skipped": [{"method": s.name, "retention": s.retention, "reason": s.reason} for s in skipped],

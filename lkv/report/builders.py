@@ -169,5 +169,6 @@ def _coverage(scores: Scores) -> list[str]:
     """What the average is over, where it is not the whole suite."""
     every = {task for tasks in CATEGORIES.get(scores.suite, {}).values() for task in tasks}
     found = {task for task, _ in scores.units}
-    missing = len(every - found)
-    return [f"{AVERAGE} is over {len(found)} of the {len(every)} tasks."] if missing else []
+    lengths = [f"{length:,}" for length in dict.fromkeys(length for _, length in scores.units) if length is not None]
+    notes = [f"{AVERAGE} is over {len(found)} of the {len(every)} tasks."] if every - found else []
+    return notes + ([f"All lengths count alike: {' and '.join(lengths)} tokens."] if len(lengths) > 1 else [])

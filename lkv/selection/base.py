@@ -12,6 +12,7 @@ class Selector(ABC):
     """Scores the tokens of a prompt once a layer has attended over it."""
 
     reads_queries = False
+    last_queries: int | None = None  # how many of the prompt's last queries it reads, where it does not read all
     # A token's score depends on its own k and v alone: computed once, it is final, however the text goes on.
     local = False
 

@@ -28,7 +28,7 @@ class CriticalKV(Selector):
             raise ValueError(f"first_stage is {first_stage!r}, but it is a share of the budget and lies in [0, 1].")
         self._weights = output_projections(model)
         self._inner, self._first_stage, self._epsilon = inner, first_stage, epsilon
-        self.reads_queries = inner.reads_queries
+        self.reads_queries, self.last_queries = inner.reads_queries, inner.last_queries
 
     @torch.no_grad()
     def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -15,6 +15,7 @@ class SnapKV(Selector):
 
     def __init__(self, window: int = 64, kernel: int = 5):
         self._window, self._kernel = window, kernel
+        self.last_queries = window
 
     @torch.no_grad()
     def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -15,6 +15,7 @@ class TOVA(Selector):
     """
 
     reads_queries = True
+    last_queries = 1
 
     @torch.no_grad()
     def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
