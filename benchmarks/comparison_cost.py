@@ -18,7 +18,7 @@ from lkv.evals.runner import evaluate
 from lkv.results import write_results
 
 _SEVEN = ("lkv", "snapkv", "pyramidkv", "adakv-snapkv", "adakv-expected", "criticalkv", "keydiff")
-_SETS = {"eight of one pass": (*_SEVEN, "tova"), "seven and KVzip": (*_SEVEN, "kvzip")}
+_SETS = {"eight methods of one pass": (*_SEVEN, "tova"), "seven of them and KVzip": (*_SEVEN, "kvzip")}
 
 
 def main() -> None:

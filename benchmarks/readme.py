@@ -81,6 +81,12 @@ def section() -> str:
         ]
     if ruler := rows("ruler", task=_ABLE):
         parts += _ruler(ruler)
+    if sweep := rows("ruler_sweep", task=_ABLE):
+        parts += _sweep(sweep)
+    if longbench := rows("longbench", task="all"):
+        parts += _longbench(longbench)
+    if _figure("budget_policies"):
+        parts += ["What each method leaves to the 90 heads of the model at the same R:", _figure("budget_policies")]
     if variants := rows("variants"):
         parts += [
             f"Streaming and quantised storage, against exact LKV on {variants[0]['contexts']} of these contexts "
@@ -105,12 +111,63 @@ def section() -> str:
             f"Decoding over it on {many}, attention takes {interval(row)} of the time of "
             f"PyTorch's best over the full cache, a whole token {interval(token)} (`decode.json`)."
         )
+    for row in rows("comparison_cost"):
+        speed.append(
+            f"Comparing {row['methods']} on RULER at {row['tokens']:,} tokens takes {interval(row, digits=2)} of the "
+            f"time of the full cache alone ({row['n']} samples, `comparison_cost.json`)."
+        )
     for row in rows("streaming"):
         speed.append(
             f"Reading {row['tokens']:,} tokens in parts of {row['chunk']:,} never holds more than {row['value']:.3f} "
             "of the full cache's bytes (`streaming.json`)."
         )
     return "\n\n".join([*parts, " ".join(speed)])
+
+
+def _figure(name: str) -> str:
+    """A picture of benchmarks/results/small, where it is there."""
+    path = RESULTS / "small" / f"{name}.png"
+    return f"![{name}]({path.relative_to(README.parent)})" if path.is_file() else ""
+
+
+def _sweep(found: list[dict[str, Any]]) -> list[str]:
+    """RULER's mean over the tasks that the full cache can do, by retention."""
+    by = {(row["method"], row["retention"]): row for row in found}
+    full = by["full", 1.0]
+    retentions = sorted({r for m, r in by if m != "full"}, reverse=True)
+    methods = [m for m in dict.fromkeys(m for m, _ in by) if m != "full"]
+    return [
+        f"The same by retention, at {full['tokens']:,} tokens ({full['n']} samples; the full cache scores "
+        f"{interval(full, digits=1)}; `ruler_sweep.json`).",
+        table(
+            ("", *(f"R = {r:g}" for r in retentions)),
+            (
+                [f"**{label(m)}**" if m == "lkv" else label(m), *(interval(by[m, r], digits=1) for r in retentions)]
+                for m in reversed(methods)
+            ),
+        ),
+        _figure("swept_sweep"),
+    ]
+
+
+def _longbench(found: list[dict[str, Any]]) -> list[str]:
+    """A sample of LongBench: mean over its tasks."""
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        if row["method"] == "full":
+            return [interval(row, digits=1), interval(row, "difference", 1), "", ""]
+        less = interval(row, "difference", 1) if row["method"] != "lkv" else ""
+        return [interval(row, digits=1), less, f"{row['kl']:.3f}", f"{row['agreement']:.3f}"]
+
+    ordered = sorted(found, key=lambda row: -row["value"])
+    return [
+        f"A sample of LongBench: the mean over its 16 tasks, {found[0]['n']} samples in all, cut to the model's 8k "
+        "tokens (`longbench.json`). KL and agreement are those of the right answer.",
+        table(
+            ("", "score", "less LKV", "KL", "top-1 agreement"),
+            ([f"**{label(r['method'])}**" if r["method"] == "lkv" else label(r["method"]), *cells(r)] for r in ordered),
+        ),
+    ]
 
 
 def _ruler(found: list[dict[str, Any]]) -> list[str]:
@@ -131,8 +188,8 @@ def _ruler(found: list[dict[str, Any]]) -> list[str]:
         return [interval(row, digits=1), less, f"{row['realised']:.3f}"]
 
     return [
-        f"RULER, the mean over those of its 13 tasks where the full cache scores at least 50 ({samples}; `ruler.json`, "
-        "made by `make reproduce-small`).",
+        f"RULER, the mean over those of its 13 tasks where the full cache scores at least 50 at every length "
+        f"({samples}; `ruler.json`, made by `make reproduce-small`).",
         table(
             ("", *head),
             (

@@ -84,7 +84,7 @@ def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:
     samples = ["--lengths", LENGTHS[0], "--samples", str(options.swept_samples)]
     swept_at = ["--retention", *RETENTIONS, "--dtype", DTYPE]
     yield ["eval", "ruler", *source, *samples, "--methods", *SWEPT, *swept_at, "--out", swept]
-    yield from _report(options.out, "swept", swept, "sweep", [])
+    yield from _report(options.out, "swept", swept, "sweep", ["--min-full", "50"])
     if options.longbench:
         data = ["--data", str(options.longbench), "--samples", str(options.longbench_samples)]
         yield ["eval", "longbench", *data, "--methods", *ON_LONGBENCH, *shared, "--out", longbench]

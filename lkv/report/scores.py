@@ -119,7 +119,7 @@ class Scores:
         if not (self._ran(pair, units) and self._ran(full, units)):
             return None
         mean = share_of(self._groups(pair, units), self._groups(full, units))
-        return mean and Cell(100 * mean.value, 100 * mean.low, 100 * mean.high, mean.n)
+        return mean and Cell(100 * mean.value, max(0.0, 100 * mean.low), 100 * mean.high, mean.n)
 
     def realised(self, pair: Pair, units: Sequence[Unit]) -> float | None:
         """Kept entries / all entries, mean over the samples of those `units` where `pair` ran."""
