@@ -8,11 +8,11 @@ from torch import Tensor
 
 from lkv.budget import Budget, GlobalTopK, Share, share
 from lkv.errors import PromptError
-from lkv.hooks import Cache, HookedLayer
+from lkv.hooks import Cache
 from lkv.methods import CONTEST, KVZIP, Method, find, make_rule
 from lkv.modeling import inspect_model
 from lkv.policy import Policy
-from lkv.prefill import PromptLayer
+from lkv.prefill import FrozenLayer, PromptLayer
 from lkv.prompts import question_ids
 from lkv.selection import GivenScores
 
@@ -22,17 +22,10 @@ _CHUNK, _OVERLAP = 2048, 8  # tokens repeated at a time, and how many of those b
 _ROWS = 128  # attention rows held at a time; measured best on a CPU
 
 
-class _ListeningLayer(HookedLayer):
+class _ListeningLayer(FrozenLayer):
     def __init__(self, prompt: PromptLayer):
-        super().__init__()
-        self._prompt = prompt
+        super().__init__(prompt)
         self.scores = prompt.key.new_zeros(prompt.key.shape[:3], dtype=torch.float32)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.tag(key_states), value_states
-
-    def get_seq_length(self, *args: Any) -> int:
-        return self._prompt.key.shape[2]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]

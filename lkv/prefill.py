@@ -45,6 +45,20 @@ def read_full_layers(model: Any, ids: Tensor, queries: bool | int = False) -> li
     return [layer.captured for layer, window in zip(layers, windows, strict=True) if window is None]
 
 
+class FrozenLayer(HookedLayer):
+    """Behind one layer of a prompt already read: what a forward pass appends is not stored."""
+
+    def __init__(self, prompt: PromptLayer):
+        super().__init__()
+        self._prompt = prompt
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.tag(key_states), value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self._prompt.key.shape[2]
+
+
 class _CapturingLayer(HookedLayer):
     captured: PromptLayer
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.hooks import Cache, HookedLayer
+from lkv.hooks import Cache
 from lkv.ops.soft_mask_attention import soft_mask_attention
-from lkv.prefill import PromptLayer
+from lkv.prefill import FrozenLayer, PromptLayer
 
 
 class FrozenPrompt(Cache):
@@ -24,19 +24,13 @@ class FrozenPrompt(Cache):
 
     def __init__(self, prompt: list[PromptLayer], log_mask: Tensor | None = None):
         masks: Any = [None] * len(prompt) if log_mask is None else log_mask
-        super().__init__(layers=[_FrozenLayer(layer, mask) for layer, mask in zip(prompt, masks, strict=True)])
+        super().__init__(layers=[_MaskedLayer(layer, mask) for layer, mask in zip(prompt, masks, strict=True)])
 
 
-class _FrozenLayer(HookedLayer):
+class _MaskedLayer(FrozenLayer):
     def __init__(self, prompt: PromptLayer, log_mask: Tensor | None):
-        super().__init__()
-        self._prompt, self._log_mask = prompt, log_mask
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.tag(key_states), value_states
-
-    def get_seq_length(self, *args: Any) -> int:
-        return self._prompt.key.shape[2]
+        super().__init__(prompt)
+        self._log_mask = log_mask
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
