@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
+from lkv.errors import ReportError
 from lkv.report.names import FULL
 from lkv.report.reading import Results, read_results
 from lkv.report.scores import Pair, Scores, Unit, pairs_of
@@ -22,25 +23,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--name", default=None, help="of the result (default: the suite's)")
+    parser.add_argument("--methods", nargs="+", default=(), help="only these (and the full cache)")
     options = parser.parse_args()
     results = read_results([options.file])
     name = options.name or str(results.header["suite"])
     header = results.header
     measured = {key: header[key] for key in ("date", "machine", "versions") if key in header}
-    write_results(RESULTS / f"{name}.json", name, rows_of(results), header["seed"], _command(results), measured)
+    write_results(
+        RESULTS / f"{name}.json", name, rows_of(results, options.methods), header["seed"], _command(results), measured
+    )
 
 
-def rows_of(results: Results) -> list[dict[str, Any]]:
+def rows_of(results: Results, methods: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Flat rows; "all" is the mean over a length's tasks, "full >= 50" over those where the full cache scores that."""
-    pairs = pairs_of(results)
+    pairs = pairs_of(results, methods)
     every = Scores(results, pairs)
-    able = Scores(results, pairs, min_full=_LEAST)
+    try:
+        able = Scores(results, pairs, min_full=_LEAST)
+    except ReportError:  # the full cache is good at no task
+        able = None
     rows = []
     for length in dict.fromkeys(length for _, length in every.units):
         groups: list[tuple[str, Scores, list[Unit]]] = [
             ("all", every, [unit for unit in every.units if unit[1] == length]),
-            (f"full >= {_LEAST:g}", able, [unit for unit in able.units if unit[1] == length]),
         ]
+        if able:
+            groups.append((f"full >= {_LEAST:g}", able, [unit for unit in able.units if unit[1] == length]))
         groups += [(unit[0], every, [unit]) for unit in every.units if unit[1] == length]
         for task, scores, units in groups:
             rows += [_row(scores, pair, task, length, units) for pair in pairs if units]

@@ -46,7 +46,9 @@ def test_small_measures_and_reports_everything(tmp_path):
         suite = arguments[1]
         lengths = [int(length) for length in given(arguments, "--lengths")] if suite == "ruler" else [None]
         retentions = [float(r) for r in given(arguments, "--retention")]
-        methods = [name for name in given(arguments, "--methods") if name in (*GRID, "kvzip")]  # some will do
+        methods = [
+            name for name in given(arguments, "--methods") if name in (*GRID, "kvzip", *small.ON_LONGBENCH)
+        ]  # some
         lines = many(suite=suite, lengths=lengths, retentions=retentions, methods=methods, count=1)
         write(Path(given(arguments, "--out")[0]), lines, suite=suite)
         return 0
@@ -59,7 +61,7 @@ def test_small_measures_and_reports_everything(tmp_path):
     assert {"0.5", "0.3", "0.2", "0.1", "0.05"} <= set(given(measured[1], "--retention"))
     names = {path.name for path in tmp_path.iterdir()}
     for name in ("ruler_ruler", "ruler_main", "ruler_tasks", "ruler_ablation", "ruler_fidelity", "swept_sweep",
-                 "longbench_main", "longbench_tasks"):  # fmt: skip
+                 "longbench_main", "longbench_tasks", "longbench_fidelity"):  # fmt: skip
         assert {f"{name}.{ending}" for ending in ("md", "csv", "tex", "png")} <= names
     assert "KVzip (two passes)" in (tmp_path / "ruler_ruler.md").read_text()
     assert "(published)" in (tmp_path / "longbench_main.md").read_text()
