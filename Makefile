@@ -30,7 +30,8 @@ check: install
 # The embedded model's tables and figures, into runs-local/small; interrupted, it goes on where it was.
 # RULER=FOLDER and LONGBENCH=FOLDER give the sources; without them RULER's come from the hub and LongBench is left out.
 reproduce-small: install
-	$(BIN)/python -m runs.small $(if $(RULER),--ruler "$(RULER)") $(if $(LONGBENCH),--longbench "$(LONGBENCH)")
+	@test -n "$(RULER)" || { echo "name the folder with RULER's sources: make reproduce-small RULER=FOLDER [LONGBENCH=FOLDER]"; exit 2; }
+	$(BIN)/python -m runs.small --ruler "$(RULER)" $(if $(LONGBENCH),--longbench "$(LONGBENCH)")
 
 install: $(INSTALLED)
 

@@ -198,6 +198,7 @@ def _ruler(found: list[dict[str, Any]]) -> list[str]:
                 for m in methods
             ),
         ),
+        _figure("ruler_ruler"),
     ]
 
 

@@ -1,6 +1,6 @@
 """The paper's tables and figures for the embedded model, at lengths a CPU can do.
 
-python -m runs.small [--ruler FOLDER] [--longbench FOLDER]    (make reproduce-small)
+python -m runs.small --ruler FOLDER [--longbench FOLDER]    (make reproduce-small RULER=FOLDER LONGBENCH=FOLDER)
 
 Measures RULER at 2k and 4k with every method at R = 0.15, the main ones at every retention, eight on LongBench if its
 data is given, then writes tables and figures beside the results. Started again, it goes on where it was.
@@ -31,7 +31,7 @@ PATTERN_TOKENS = 4000  # of the text on which DuoAttention's retrieval heads are
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status of the first step that fails."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ruler", type=Path, help="folder with RULER's sources (default: from the hub)")
+    parser.add_argument("--ruler", type=Path, required=True, help="folder with RULER's sources, the essays among them")
     parser.add_argument("--longbench", type=Path, help="folder with LongBench's files (default: left out)")
     parser.add_argument("--processes", type=int, default=2, help="that share the samples, a thread each")
     parser.add_argument("--samples", type=int, default=4, help="of each RULER task and length")
@@ -69,7 +69,7 @@ def _command(arguments: list[str], processes: int) -> int:
 def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:
     """What is measured, and what is made of it."""
     ruler, swept, longbench = (str(options.out / f"{name}.jsonl") for name in ("ruler", "swept", "longbench"))
-    source = ["--data", str(options.ruler)] if options.ruler else []
+    source = ["--data", str(options.ruler)]
     shared = ["--pattern", str(text), "--retention", "0.15", "--dtype", DTYPE]
     samples = ["--lengths", *LENGTHS, "--samples", str(options.samples)]
     yield ["eval", "ruler", *source, *samples, "--methods", *METHODS, *shared, "--out", ruler]

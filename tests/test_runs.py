@@ -25,7 +25,7 @@ RUNS = Path(small.__file__).parent
 
 def options_of(tmp_path, *arguments):
     parsed = argparse.Namespace(
-        ruler=None, longbench=None, samples=1, swept_samples=1, longbench_samples=1, out=tmp_path
+        ruler=Path("sources"), longbench=None, samples=1, swept_samples=1, longbench_samples=1, out=tmp_path
     )
     return argparse.Namespace(**(vars(parsed) | dict(arguments)))
 
