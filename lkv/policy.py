@@ -90,6 +90,12 @@ class Policy(nn.Module):
         self.heads = HeadBudgets(spec.layers, spec.kv_heads, spec.head_dim)
         self.tokens = TokenScores(spec.layers, spec.kv_heads, spec.head_dim)
 
+    @property
+    def trained_tokens(self) -> int | None:
+        """Tokens of the longest texts that it was trained on, where its card tells."""
+        found = self.card.get("trained_tokens")
+        return found if isinstance(found, int) else None
+
     def ratios(self, retention: float | Tensor) -> Tensor:
         """r [L, H] in (0, 1): each head's share of the tokens, with mean `retention` over all heads (Sec. 3.3)."""
         scores = self.heads().flatten()

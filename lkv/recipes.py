@@ -1,6 +1,7 @@
 """From a command line's settings to a finished policy: model, data, trainer and card put together."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,10 +30,13 @@ def train_policy(
     model, tokenizer = load_model(model_name or DEFAULT, getattr(torch, config.dtype))
     model.to(accelerator.device)
     torch.manual_seed(config.seed)
-    card = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
+    card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
+    card["trained_tokens"] = config.max_tokens
     policy = Policy(inspect_model(model), card).to(accelerator.device)
     if init is not None:
-        card["started_from"] = start_from(policy, init)
+        card["started_from"] = before = start_from(policy, init)
+        earlier = before.get("trained_tokens") or before.get("training", {}).get("max_tokens", 0)
+        card["trained_tokens"] = max(config.max_tokens, earlier)
 
     def sample(mixture: Mixture, index: int) -> TokenizedSample:
         text = mixture.sample(index, config.continuations)

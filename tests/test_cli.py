@@ -34,7 +34,7 @@ def test_train_writes_a_policy_that_asks(model_folder, folder, tmp_path, capsys)
     rows = [json.loads(line) for line in (out / "curve.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 4 and rows[-1]["validation_kl"] >= 0
     text = tmp_path / "text.txt"
-    text.write_text("a few words of text " * 10)
+    text.write_text("a few words of text " * 5)
     command = ["ask", str(text), "why?", "--model", str(model_folder), "--policy", str(out / "policy")]
     assert main([*command, "--max-new-tokens", "3", "--retention", "0.5"]) == 0
     assert main(["inspect", str(out / "policy"), "--figure", str(tmp_path / "budgets.png")]) == 0
@@ -48,9 +48,15 @@ def test_train_writes_a_policy_that_asks(model_folder, folder, tmp_path, capsys)
 def test_a_second_stage_starts_from_the_weights_of_the_first(model_folder, folder, tmp_path, capsys):  # noqa: F811
     first, second = tmp_path / "first", tmp_path / "second"
     assert main(arguments(model_folder, folder, first, *SMALL)) == 0
-    assert main(arguments(model_folder, folder, second, *SMALL, "--init", str(first), "--lr", "1e-9")) == 0
+    assert (
+        main(
+            arguments(model_folder, folder, second, *SMALL, "--max-tokens", "110", "--init", str(first), "--lr", "1e-9")
+        )
+        == 0
+    )
     one, two = (Policy.from_pretrained(run / "policy") for run in (first, second))
     assert two.card["started_from"]["step"] == 4
+    assert two.card["training"]["max_tokens"] == 110 and two.trained_tokens == one.trained_tokens == 120
     for name, tensor in one.state_dict().items():
         torch.testing.assert_close(two.state_dict()[name], tensor, atol=1e-4, rtol=1e-3)
     assert main(arguments(model_folder, folder, tmp_path / "third", *SMALL, "--init", str(tmp_path))) == 1

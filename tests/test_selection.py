@@ -66,6 +66,17 @@ def by_the_formula(policy, k, v, layer: int) -> torch.Tensor:
     return scores
 
 
+def test_a_text_much_longer_than_those_of_the_training_is_warned_of_once(policy):
+    known = Policy(policy.spec, {"trained_tokens": 100})
+    k = torch.randn(1, 2, 121, 8)
+    for layer in range(3):
+        LearnedScores(known).scores(layer, None, k[:, :, :120], k[:, :, :120], 1.0)
+        LearnedScores(policy).scores(layer, None, k, k, 1.0)  # its card does not tell
+    with pytest.warns(UserWarning, match=r"trained on texts of up to 100 tokens and may keep the wrong ones"):
+        LearnedScores(known).scores(0, None, k, k, 1.0)
+    LearnedScores(known).scores(1, None, k, k, 1.0)  # the first layer has said it
+
+
 @pytest.mark.parametrize("far", [0.0, 100.0])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_learned_scores_equal_the_formula_within_the_error_of_the_dtype(policy, far, batch):

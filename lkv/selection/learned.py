@@ -1,5 +1,7 @@
 """LKV-T (Sec. 3.4)."""
 
+import warnings
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -7,12 +9,15 @@ from torch.nn.functional import silu
 from lkv.policy import Policy
 from lkv.selection.base import Selector
 
+_LONGER = 1.2  # than in training: up to there it chooses as well, as measured
+
 
 class LearnedScores(Selector):
     """LKV-T: the policy's MLP over [k; v]; no query is read (Sec. 3.4).
 
     All heads go through one batched product, in bfloat16 where k and v are, else in float32; what follows it is float32
-    anyway. Works in blocks of tokens: beside the scores its memory does not grow with the prompt.
+    anyway. Works in blocks of tokens: beside the scores its memory does not grow with the prompt. Warns where a text is
+    much longer than those of the training.
     """
 
     _BLOCK = 2048
@@ -20,11 +25,17 @@ class LearnedScores(Selector):
 
     def __init__(self, policy: Policy, heads: slice = slice(None)):
         """`heads`: the KV heads that this process computes."""
-        self._tokens, self._heads = policy.tokens, heads
+        self._tokens, self._heads, self._trained_tokens = policy.tokens, heads, policy.trained_tokens
 
     @torch.no_grad()
     def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
         batch, heads, tokens, _ = key.shape
+        if layer == 0 and self._trained_tokens is not None and tokens > _LONGER * self._trained_tokens:
+            warnings.warn(
+                f"this policy was trained on texts of up to {self._trained_tokens:,} tokens and may keep the wrong "
+                "ones of a much longer one; compare with another method (snapkv), or train it on longer texts.",
+                stacklevel=2,
+            )
         mean, std, weight, bias, output = (
             getattr(self._tokens, name)[layer, self._heads].to(key.device, torch.float32)
             for name in ("mean", "std", "hidden", "bias", "output")
