@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS
 from lkv.errors import ReportError
-from lkv.report.names import FULL
+from lkv.report.names import CATEGORIES, FULL
 from lkv.report.reading import Results, read_results
 from lkv.report.scores import Pair, Scores, Unit, pairs_of
 from lkv.results import write_results
@@ -76,6 +76,9 @@ def _command(results: Results) -> str:
     header = results.header
     words = ["lkv", "eval", header["suite"], "--data", "EVAL_FOLDER", "--methods", *header["methods"], "--retention"]
     words += [*map(str, header["retentions"]), "--protocol", header["protocol"], "--dtype", header["dtype"]]
+    tasks = list(dict.fromkeys(sample.task for sample in results.samples))
+    if set(tasks) < {task for found in CATEGORIES[header["suite"]].values() for task in found}:
+        words += ["--tasks", *tasks]
     if header["pattern"]:
         words += ["--pattern", "LONG_TEXT"]
     if lengths := sorted({sample.length for sample in results.samples if sample.length is not None}):
