@@ -56,7 +56,9 @@ def main() -> None:
             row |= {"unit": "time of the choice by that of plain prefill, mean of pairs", "baseline": "full"}
             rows.append(row | {"seconds": sorted(seconds[name])[len(seconds[name]) // 2]})
             print(f"{tokens:6} {name:15} {ratio.value:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]", flush=True)
-    write_results(options.out, "selection_cost", rows, 0, "python -m benchmarks.selection_cost")
+    command = f"python -m benchmarks.selection_cost --tokens {' '.join(map(str, options.tokens))}"
+    command += f" --repeats {options.repeats} --kvzip-up-to {options.kvzip_up_to} --retention {options.retention}"
+    write_results(options.out, "selection_cost", rows, 0, command)
 
 
 if __name__ == "__main__":
