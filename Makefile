@@ -28,7 +28,7 @@ check: install
 	$(BIN)/mypy
 
 # The embedded model's tables and figures, into runs-local/small; interrupted, it goes on where it was.
-# RULER=FOLDER and LONGBENCH=FOLDER give the sources; without them RULER's come from the hub and LongBench is left out.
+# RULER=FOLDER gives RULER's sources, LONGBENCH=FOLDER LongBench's files; without these LongBench is left out.
 reproduce-small: install
 	@test -n "$(RULER)" || { echo "name the folder with RULER's sources: make reproduce-small RULER=FOLDER [LONGBENCH=FOLDER]"; exit 2; }
 	$(BIN)/python -m runs.small --ruler "$(RULER)" $(if $(LONGBENCH),--longbench "$(LONGBENCH)")

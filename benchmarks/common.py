@@ -1,6 +1,7 @@
 """What the benchmark scripts share."""
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,5 +31,8 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def command_of(module: str, options: argparse.Namespace) -> str:
     """The command that makes a result again."""
-    given = " ".join(f"--{key} {value}" for key, value in settings_of(options).items())
-    return f"python -m {module} --data EVAL_FOLDER {given}"
+    words = ["python", "-m", module, *(["--data", "EVAL_FOLDER"] if "data" in options else [])]
+    for key, value in vars(options).items():
+        if key not in _FOLDERS and value is not None:
+            words += [f"--{key.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+    return shlex.join(words)

@@ -39,17 +39,17 @@ def main() -> None:
             for task in ruler.TASKS
             for example in ruler.make_examples(task, tokens, options.samples, tokenizer, sources, 0)
         ]
-        for name, methods in _SETS.items():
-            lines = options.out.with_name(f"comparison_cost-{tokens}-{len(rows) % len(_SETS)}.jsonl")
+        for number, (name, methods) in enumerate(_SETS.items()):
+            lines = options.out.with_name(f"comparison_cost-{tokens}-{number}.jsonl")
             evaluate(model, tokenizer, examples, methods, [0.15], lines, policy=default_policy())
             rows.append(_row(lines, name, tokens, options.threads))
             print(rows[-1], flush=True)
-    options.tokens = " ".join(map(str, options.tokens))
     write_results(options.out, "comparison_cost", rows, 0, command_of("benchmarks.comparison_cost", options))
 
 
 def _row(lines: Path, name: str, tokens: int, threads: int) -> dict[str, Any]:
-    _, *samples = map(json.loads, lines.read_text(encoding="utf-8").splitlines())
+    with lines.open(encoding="utf-8") as file:  # answers hold what str.splitlines takes for line breaks
+        _, *samples = map(json.loads, file)
     seconds = np.array([[s["seconds"][part] for part in ("prefill", "methods", "full")] for s in samples])
     total = np.array([seconds[:, :2].sum(1), seconds[:, 2]])
     drawn = total[:, np.random.default_rng(0).integers(0, len(samples), (2000, len(samples)))].sum(-1)

@@ -20,6 +20,7 @@ from lkv.cache import RaggedCache
 from lkv.embedded import default_policy, load_default
 from lkv.evals.metrics import bootstrap
 from lkv.ops.ragged_attention import ragged_attention
+from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 from lkv.results import write_results
 
@@ -87,6 +88,39 @@ def row_of(what: str, method: str, tokens: int, retention: float, own: list[floa
 
 
 @torch.no_grad()
+def rows_at(
+    tokens: int, model: Any, policy: Policy, retention: float, repeats: int, about: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Attention by itself and whole tokens, over a prompt of `tokens`."""
+    cache = RaggedCache(model, policy, retention)
+    prompt = random_prompt(cache.spec, tokens, model.dtype)
+    cache.fill(prompt)
+    query = torch.randn(1, cache.spec.heads, 1, cache.spec.head_dim).to(model.dtype)
+    forms: dict[str, Callable[[], Any]] = {
+        form: partial(full_attention, query, prompt, form) for form in ("grouped", "repeated", "rows")
+    }
+    seconds = interleaved(forms | {"lkv": partial(ragged, query, cache, prompt[0].scale)}, repeats)
+    best = min(forms, key=lambda form: sorted(seconds[form])[repeats // 2])
+    every, own = about | {"realised": 1.0}, about | {"realised": cache.realised_retention()}
+    rows = [
+        row_of("attention", "full", tokens, 1.0, seconds[best], seconds[best], **every, full_form=best),
+        row_of("attention", "lkv", tokens, retention, seconds["lkv"], seconds[best], **own, full_form=best),
+    ]
+    stock = DynamicCache()
+    for index, layer in enumerate(prompt):
+        stock.update(layer.key, layer.value, index)
+    steps: dict[str, Callable[[], Any]] = {
+        "full": partial(one_token, model, stock),
+        "lkv": partial(one_token, model, cache),
+    }
+    seconds = interleaved(steps, repeats)
+    return [
+        *rows,
+        row_of("token", "full", tokens, 1.0, seconds["full"], seconds["full"], **every),
+        row_of("token", "lkv", tokens, retention, seconds["lkv"], seconds["full"], **own),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8000])
@@ -100,40 +134,9 @@ def main() -> None:
         torch.set_num_threads(threads)
         for dtype in (torch.float32, torch.bfloat16):
             model, _ = load_default(dtype)
-            policy, name = default_policy(), str(dtype).removeprefix("torch.")
+            about = {"dtype": str(dtype).removeprefix("torch."), "threads": threads}
             for tokens in options.tokens:
-                cache = RaggedCache(model, policy, options.retention)
-                prompt = random_prompt(cache.spec, tokens, dtype)
-                cache.fill(prompt)
-                query = torch.randn(1, cache.spec.heads, 1, cache.spec.head_dim).to(dtype)
-                forms: dict[str, Callable[[], Any]] = {
-                    form: partial(full_attention, query, prompt, form) for form in ("grouped", "repeated", "rows")
-                }
-                seconds = interleaved(forms | {"lkv": partial(ragged, query, cache, prompt[0].scale)}, options.repeats)
-                best = min(forms, key=lambda form: sorted(seconds[form])[options.repeats // 2])
-                shared = {"dtype": name, "threads": threads, "realised": cache.realised_retention(), "full_form": best}
-                rows.append(
-                    row_of("attention", "full", tokens, 1.0, seconds[best], seconds[best], **shared | {"realised": 1})
-                )
-                rows.append(
-                    row_of("attention", "lkv", tokens, options.retention, seconds["lkv"], seconds[best], **shared)
-                )
-
-                stock = DynamicCache()
-                for index, layer in enumerate(prompt):
-                    stock.update(layer.key, layer.value, index)
-                steps: dict[str, Callable[[], Any]] = {
-                    "full": partial(one_token, model, stock),
-                    "lkv": partial(one_token, model, cache),
-                }
-                seconds = interleaved(steps, options.repeats)
-                for method, share in (("full", 1.0), ("lkv", options.retention)):
-                    more = {
-                        "dtype": name,
-                        "threads": threads,
-                        "realised": 1.0 if method == "full" else cache.realised_retention(),
-                    }
-                    rows.append(row_of("token", method, tokens, share, seconds[method], seconds["full"], **more))
+                rows += rows_at(tokens, model, default_policy(), options.retention, options.repeats, about)
     write_results(options.out, "decode", rows, 0, "python -m benchmarks.decode")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache
 
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, command_of
 from lkv.cache import RaggedCache
 from lkv.embedded import default_policy, load_default
 from lkv.evals.metrics import bootstrap
@@ -56,9 +56,7 @@ def main() -> None:
             row |= {"unit": "time of the choice by that of plain prefill, mean of pairs", "baseline": "full"}
             rows.append(row | {"seconds": sorted(seconds[name])[len(seconds[name]) // 2]})
             print(f"{tokens:6} {name:15} {ratio.value:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]", flush=True)
-    command = f"python -m benchmarks.selection_cost --tokens {' '.join(map(str, options.tokens))}"
-    command += f" --repeats {options.repeats} --kvzip-up-to {options.kvzip_up_to} --retention {options.retention}"
-    write_results(options.out, "selection_cost", rows, 0, command)
+    write_results(options.out, "selection_cost", rows, 0, command_of("benchmarks.selection_cost", options))
 
 
 if __name__ == "__main__":

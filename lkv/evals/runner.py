@@ -88,8 +88,7 @@ def evaluate(
                 f"{out} holds the sample {key!r} of another text; give the data that it was made with, or another file."
             )
     with_full = _first_of_each(named, timed)
-    left = [key for key in named if key not in journal.done]
-    left = _share(left, process)
+    left = _share([key for key in named if key not in journal.done], process)
     prompt_of = partial(make_prompt, tokenizer=tokenizer, protocol=protocol, max_positions=attach(model).max_positions)
     run = _Run(model, tokenizer, roster, prompt_of, score, rows_at_once)
     with evaluation_mode(model):
