@@ -19,6 +19,7 @@ from lkv.embedded import DEFAULT, default_policy, load_model
 from lkv.errors import LkvError, check_retention
 from lkv.figures import draw_policies
 from lkv.methods import make_method
+from lkv.modeling import inspect_model
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.prompts import context_ids
@@ -70,6 +71,7 @@ def _run(options: argparse.Namespace) -> None:
     model, tokenizer = load_model(options.model)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
+    policy.check_model(inspect_model(model))
     ids = context_ids(tokenizer, text)[: options.tokens]
     layers, heads = policy.spec.layers, policy.spec.kv_heads
     pattern = read_pattern(options.pattern, layers, heads) if options.pattern else estimate_pattern(model, [ids])

@@ -18,6 +18,7 @@ from lkv.prefill import read_prompt
 from lkv.report.names import RULES, SELECTORS, parts
 from lkv.selection import SnapKV
 from runs import budget_policies, small
+from tests.conftest import tiny_llama
 from tests.results import GRID, many, write
 
 RUNS = Path(small.__file__).parent
@@ -136,6 +137,16 @@ def test_budget_policies_are_written(tmp_path, monkeypatch, model, policy):
         assert np.mean(own) == pytest.approx(0.9, abs=0.07)  # Duo: whole heads only
     assert {row["value"] for row in rows if row["method"] == "duo"} == {1.0, 384 / 480}  # all, or sinks and recent ones
     assert (tmp_path / "budget_policies.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_budget_policies_refuse_the_policy_of_another_model(tmp_path, monkeypatch, policy, capsys):
+    monkeypatch.setattr(budget_policies, "load_model", lambda name: (tiny_llama(seed=5), None))
+    monkeypatch.setattr(budget_policies, "default_policy", lambda: policy)
+    text = tmp_path / "text.txt"
+    text.write_text("A text.")
+    assert budget_policies.main(["--text", str(text), "--out", str(tmp_path)]) == 1
+    assert "this policy was trained for a model with" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
 
 
 def test_budget_policies_refuse_a_text_that_cannot_be_read(tmp_path, capsys):
