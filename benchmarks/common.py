@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lkv.budget import Uniform
-from lkv.methods import Method, make_method
+from lkv.methods.budget import Uniform
+from lkv.methods.build import Method, make_method
+from lkv.methods.selection import LearnedScores
 from lkv.policy import Policy
-from lkv.selection import LearnedScores
 
 _FOLDERS = ("data", "out")
 RESULTS = Path(__file__).parent / "results"

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, command_of
-from lkv.embedded import default_policy, load_default
 from lkv.evals import ruler
 from lkv.evals.runner import evaluate
+from lkv.models import default_policy, load_default
 from lkv.results import write_results
 
 _SEVEN = ("lkv", "snapkv", "pyramidkv", "adakv-snapkv", "adakv-expected", "criticalkv", "keydiff")

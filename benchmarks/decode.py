@@ -16,13 +16,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 from benchmarks.common import RESULTS
-from lkv.cache import RaggedCache
-from lkv.embedded import default_policy, load_default
-from lkv.evals.metrics import bootstrap
+from lkv.cache.ragged import RaggedCache
+from lkv.models import default_policy, load_default
 from lkv.ops.ragged_attention import ragged_attention
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 from lkv.results import write_results
+from lkv.statistics import bootstrap
 
 
 def random_prompt(spec: Any, tokens: int, dtype: torch.dtype) -> list[PromptLayer]:

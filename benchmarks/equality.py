@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import RESULTS
-from lkv.budget import PerHead, Uniform
-from lkv.cache import RaggedCache
-from lkv.embedded import load_default
-from lkv.methods import Method
+from lkv.cache.ragged import RaggedCache
+from lkv.methods.budget import PerHead, Uniform
+from lkv.methods.build import Method
+from lkv.methods.selection import GivenScores
+from lkv.models import load_default
 from lkv.results import write_results
-from lkv.selection import GivenScores
 from tests.oracle import hidden_from_continuation
 
 LATER = 24

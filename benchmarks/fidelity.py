@@ -12,13 +12,13 @@ from tqdm import tqdm
 
 from benchmarks.common import RESULTS, command_of, methods_of, settings_of
 from benchmarks.heldout import TASKS, HeldOut
-from lkv.embedded import default_policy, load_default
 from lkv.evals.compare import Comparison
-from lkv.evals.metrics import bootstrap
-from lkv.kvzip import kvzip
+from lkv.methods.kvzip import kvzip
+from lkv.models import default_policy, load_default
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.results import resumable, write_results
+from lkv.statistics import bootstrap
 
 NAMES = ("full", "lkv", "lkv-t", "snapkv")
 ALL = (*NAMES, "kvzip")

@@ -12,8 +12,8 @@ from tqdm import tqdm
 from benchmarks.common import RESULTS, command_of, methods_of, settings_of
 from benchmarks.fidelity import summarise
 from benchmarks.heldout import TASKS, HeldOut
-from lkv.embedded import default_policy, load_default
 from lkv.evals.compare import Comparison
+from lkv.models import default_policy, load_default
 from lkv.prefill import read_prompt
 from lkv.results import resumable, write_results
 

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lkv.data import sources
-from lkv.data.packing import (
+from lkv.evals.needles import make_needles
+from lkv.prompts import encode, question_ids
+from lkv.training.data import sources
+from lkv.training.data.packing import (
     CHARS_PER_TOKEN,
     CODE_CHARS_PER_TOKEN,
     pack,
@@ -14,9 +16,7 @@ from lkv.data.packing import (
     split_to_continue,
     window_start,
 )
-from lkv.data.sample import Continuation, Sample, tokenize
-from lkv.evals.needles import make_needles
-from lkv.prompts import encode, question_ids
+from lkv.training.data.sample import Continuation, Sample, tokenize
 
 CONTINUATIONS = 4
 LONGEST = 160

@@ -12,14 +12,14 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.common import RESULTS, command_of, methods_of, settings_of
-from lkv.embedded import default_policy, load_default
 from lkv.evals.compare import Comparison
-from lkv.evals.metrics import bootstrap
 from lkv.evals.needles import make_needles
+from lkv.models import default_policy, load_default
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.prompts import question_ids
 from lkv.results import resumable, write_results
+from lkv.statistics import bootstrap
 
 NAMES = ("full", "lkv", "lkv-t", "snapkv")
 

@@ -12,11 +12,11 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.common import RESULTS
-from lkv.cache import RaggedCache
-from lkv.embedded import default_policy, load_default
-from lkv.evals.metrics import bootstrap
-from lkv.modeling import kv_nbytes
+from lkv.cache.ragged import RaggedCache
+from lkv.host.stock import kv_nbytes
+from lkv.models import default_policy, load_default
 from lkv.results import write_results
+from lkv.statistics import bootstrap
 
 METHODS = ("lkv", "snapkv")
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import RESULTS
-from lkv.evals.metrics import bootstrap
 from lkv.ops.ragged_attention import append, ragged_attention
 from lkv.results import write_results
+from lkv.statistics import bootstrap
 
 _ROOM = 256
 _COPIED = {"cuda": 2**30, "cpu": 2**20}

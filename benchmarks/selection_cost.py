@@ -11,13 +11,13 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.common import RESULTS, command_of
-from lkv.cache import RaggedCache
-from lkv.embedded import default_policy, load_default
-from lkv.evals.metrics import bootstrap
-from lkv.kvzip import kvzip
-from lkv.methods import METHODS, needs_second_pass
+from lkv.cache.ragged import RaggedCache
+from lkv.methods.build import METHODS, needs_second_pass
+from lkv.methods.kvzip import kvzip
+from lkv.models import default_policy, load_default
 from lkv.prefill import read_prompt
 from lkv.results import write_results
+from lkv.statistics import bootstrap
 
 
 @torch.no_grad()

@@ -21,9 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import RESULTS
-from lkv.evals.metrics import bootstrap
 from lkv.ops.soft_mask_attention import soft_mask_attention
 from lkv.results import write_results
+from lkv.statistics import bootstrap
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

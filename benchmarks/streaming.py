@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import RESULTS
-from lkv.cache import RaggedCache
-from lkv.modeling import attach
+from lkv.cache.ragged import RaggedCache
+from lkv.host.attention import attach
 from lkv.profiling.memory import LiveBytes
 from lkv.profiling.shapes import random_policy
 from lkv.results import write_results

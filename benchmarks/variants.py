@@ -13,11 +13,11 @@ from tqdm import tqdm
 
 from benchmarks.common import RESULTS, command_of, settings_of
 from benchmarks.heldout import TASKS, HeldOut
-from lkv.cache import RaggedCache
-from lkv.embedded import default_policy, load_default
-from lkv.evals.metrics import bootstrap
+from lkv.cache.ragged import RaggedCache
+from lkv.models import default_policy, load_default
 from lkv.policy import Policy
 from lkv.results import resumable, write_results
+from lkv.statistics import bootstrap
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {},

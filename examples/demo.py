@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lkv import Context, compress, default_policy, load_default
-from lkv.figures import draw_budgets
+from lkv.report.figures import draw_budgets
 from lkv.results import write_results
 
 OUT = Path("demo-output")

@@ -1,9 +1,9 @@
 """LKV: learned KV cache eviction for transformers models."""
 
-from lkv.cache import RaggedCache
-from lkv.compression import Context, compress
-from lkv.embedded import default_policy, load_default, load_model
+from lkv.cache.ragged import RaggedCache
+from lkv.context import Context, compress
 from lkv.errors import LkvError
+from lkv.models import default_policy, load_default, load_model
 from lkv.policy import Policy
 
 __version__ = "0.1.0"

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from lkv.errors import UnsupportedModelError
-from lkv.hooks import Cache, HookedLayer
-from lkv.modeling import attach, layer_windows
+from lkv.host.attention import attach
+from lkv.host.hooks import Cache, HookedLayer
+from lkv.host.spec import layer_windows
 
 
 class PromptLayer(NamedTuple):

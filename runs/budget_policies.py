@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from lkv.budget import estimate_pattern, read_pattern
-from lkv.cache import RaggedCache
-from lkv.embedded import DEFAULT, default_policy, load_model
+from lkv.cache.ragged import RaggedCache
 from lkv.errors import LkvError, check_retention
-from lkv.figures import draw_policies
-from lkv.methods import make_method
-from lkv.modeling import inspect_model
+from lkv.host.spec import inspect_model
+from lkv.methods.budget import estimate_pattern, read_pattern
+from lkv.methods.build import make_method
+from lkv.models import DEFAULT, default_policy, load_model
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.prompts import context_ids
+from lkv.report.figures import draw_policies
 from lkv.report.names import label
 from lkv.results import write_results
 

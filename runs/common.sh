@@ -4,7 +4,7 @@
 #   RULER      folder with RULER's sources: PaulGrahamEssays.json or a folder essays; SQuAD and HotpotQA (else: from the hub)
 #   LONGBENCH  folder with LongBench's files      (default: from the hub)
 #   PYTHON     the interpreter                    (default: python of the active environment; after `make`: .venv/bin/python)
-#   LAUNCH     how to start measurements          (default: $PYTHON -m lkv.cli; for several GPUs: accelerate launch -m lkv.cli)
+#   LAUNCH     how to start measurements          (default: $PYTHON -m lkv; for several GPUs: accelerate launch -m lkv)
 #   OUT        where results, tables and figures go (default: runs-local/MODEL in this repository)
 # One GPU with 80 GB for each process holds the weights (16 GB) and prompts of about 40k tokens with the methods beside
 # each other; where more is needed, fewer are held at a time. Interrupted runs go on where they were.
@@ -25,7 +25,7 @@ qwen) model=Qwen/Qwen3-8B short=qwen3-8b ;;
 esac
 out="${OUT:-runs-local/$1}"
 python="${PYTHON:-python}"
-read -r -a launch <<<"${LAUNCH:-$python -m lkv.cli}"
+read -r -a launch <<<"${LAUNCH:-$python -m lkv}"
 rivals=(snapkv pyramidkv duo adakv-snapkv lkv)
 grid=(uniform+snapkv ada+snapkv lkv-h+snapkv uniform+expected ada+expected lkv-h+expected uniform+lkv-t ada+lkv-t lkv-h+lkv-t)
 
@@ -43,7 +43,7 @@ evaluate() {
 # report NAME FILE TABLE ARGUMENTS...
 report() {
     local shown=("$out/$2.jsonl" --table "$3" "${@:4}")
-    "$python" -m lkv.cli report "${shown[@]}" --format markdown --out "$out/$1.md" --figure "$out/$1.pdf"
-    "$python" -m lkv.cli report "${shown[@]}" --format latex --out "$out/$1.tex"
-    "$python" -m lkv.cli report "${shown[@]}" --format csv --out "$out/$1.csv"
+    "$python" -m lkv report "${shown[@]}" --format markdown --out "$out/$1.md" --figure "$out/$1.pdf"
+    "$python" -m lkv report "${shown[@]}" --format latex --out "$out/$1.tex"
+    "$python" -m lkv report "${shown[@]}" --format csv --out "$out/$1.csv"
 }

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from examples.demo import document
-from lkv.cli import main as lkv
-from lkv.embedded import load_default
-from lkv.methods import METHODS
+from lkv.commands.main import main as lkv
+from lkv.methods.build import METHODS
+from lkv.models import load_default
 from runs import budget_policies
 
 SWEPT = ("snapkv", "pyramidkv", "adakv-snapkv", "kvzip", "lkv")
@@ -63,7 +63,7 @@ def _command(arguments: list[str], processes: int) -> int:
         return lkv(arguments)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    return subprocess.run([*launch, "-m", "lkv.cli", *arguments], env=one_thread, check=False).returncode
+    return subprocess.run([*launch, "-m", "lkv.commands.main", *arguments], env=one_thread, check=False).returncode
 
 
 def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:

@@ -14,7 +14,7 @@ from hypothesis import settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lkv.modeling import inspect_model
+from lkv.host.spec import inspect_model
 from lkv.policy import Policy
 
 settings.register_profile("lkv", deadline=None, max_examples=40, derandomize=True)

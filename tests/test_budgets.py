@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lkv.budget import (
+from lkv.cache.ragged import RaggedCache
+from lkv.context import compress
+from lkv.errors import BudgetError, DataError, LkvError, PromptError, RetentionError
+from lkv.methods.budget import (
     Ada,
     Duo,
     FileBudget,
@@ -21,11 +24,8 @@ from lkv.budget import (
     read_pattern,
     read_ratios,
 )  # fmt: skip
-from lkv.cache import RaggedCache
-from lkv.compression import compress
-from lkv.errors import BudgetError, DataError, LkvError, PromptError, RetentionError
-from lkv.methods import Method
-from lkv.selection import Selector
+from lkv.methods.build import Method
+from lkv.methods.selection import Selector
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
 from tests.test_compression import Words

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lkv.budget import PerHead, Uniform
-from lkv.cache import RaggedCache
+from lkv.cache.ragged import RaggedCache
 from lkv.errors import CacheError, LkvError, PolicyMismatchError, PromptError, RetentionError, UnsupportedModelError
-from lkv.methods import Method
-from lkv.modeling import attach
+from lkv.host.attention import attach
+from lkv.methods.budget import PerHead, Uniform
+from lkv.methods.build import Method
+from lkv.methods.selection import Selector
 from lkv.profiling.memory import LiveBytes
-from lkv.selection import Selector
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
 

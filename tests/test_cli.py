@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lkv.cli import main
+from lkv.commands.main import main
 from lkv.config import PRESETS, replace
 from lkv.policy import Policy
 from tests.conftest import save_model

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lkv.compression import Context, compress
+from lkv.context import Context, compress
 from lkv.errors import CacheError, ContextFileError, PromptError, RetentionError
-from lkv.methods import make_method
-from lkv.modeling import inspect_model
+from lkv.host.spec import inspect_model
+from lkv.methods.build import make_method
 from lkv.policy import Policy
 from tests.conftest import tiny_llama
 
@@ -194,7 +194,7 @@ def test_a_failed_save_leaves_the_old_file(model, policy, tmp_path, monkeypatch)
     def full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("lkv.saving.os.replace", full)
+    monkeypatch.setattr("lkv.context_file.os.replace", full)
     with pytest.raises(ContextFileError, match="no space left on device"):
         compress(model, Words(), TEXT, retention=0.8, policy=policy).save(path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from lkv.data import Mixture
-from lkv.data.facts import fact, hide
-from lkv.data.sample import Continuation, Sample, tokenize
 from lkv.errors import DataError
+from lkv.training.data import Mixture
+from lkv.training.data.facts import fact, hide
+from lkv.training.data.sample import Continuation, Sample, tokenize
 
 
 def write(folder, name, rows):

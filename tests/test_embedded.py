@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from lkv.cli import main
-from lkv.compression import compress
-from lkv.embedded import DEFAULT, default_policy, load_default, load_model
+from lkv.commands.main import main
+from lkv.context import compress
 from lkv.errors import DefaultModelError
-from lkv.modeling import inspect_model
+from lkv.host.spec import inspect_model
+from lkv.models import DEFAULT, default_policy, load_default, load_model
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_missing_models_are_named(tmp_path, monkeypatch):
     with pytest.raises(DefaultModelError, match="no model could be loaded from"):
         load_model(str(tmp_path / "nowhere"))
     monkeypatch.setenv("LKV_CACHE", str(tmp_path))
-    monkeypatch.setattr("lkv.embedded._PACKAGE", "no-such-package")
+    monkeypatch.setattr("lkv.models._PACKAGE", "no-such-package")
     with pytest.raises(DefaultModelError, match="needs the package no-such-package"):
         load_default()
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lkv.cli import main
+from lkv.commands.main import main
 from tests.conftest import save_model
 
 

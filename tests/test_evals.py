@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from lkv.budget import GlobalTopK, Uniform
-from lkv.cache import RaggedCache
+from lkv.cache.ragged import RaggedCache
 from lkv.errors import DataError, PromptError
 from lkv.evals.compare import Comparison
-from lkv.evals.metrics import bootstrap, paired
 from lkv.evals.needles import make_needles
-from lkv.kvzip import kvzip
-from lkv.methods import Method, make_method
-from lkv.modeling import attach
+from lkv.host.attention import attach
+from lkv.methods.budget import GlobalTopK, Uniform
+from lkv.methods.build import Method, make_method
+from lkv.methods.kvzip import kvzip
+from lkv.methods.selection import GivenScores, LearnedScores, SnapKV
 from lkv.prefill import read_prompt
 from lkv.prompts import question_ids
 from lkv.results import resumable, write_results
-from lkv.selection import GivenScores, LearnedScores, SnapKV
+from lkv.statistics import bootstrap, paired
 from tests.conftest import tiny_llama
 from tests.test_compression import Words
 
@@ -65,7 +65,7 @@ def test_kvzip_repeats_a_long_text_part_by_part(model, monkeypatch):
     torch.manual_seed(0)
     ids = torch.randint(3, 67, (25,)).tolist()
     prompt = read_prompt(model, torch.tensor([ids]))
-    monkeypatch.setattr("lkv.kvzip._CHUNK", 10)
+    monkeypatch.setattr("lkv.methods.kvzip._CHUNK", 10)
     found = kvzip(model, Words(), ids, prompt, 0.25).selector
     stock = tiny_llama()
     stock.set_attn_implementation("eager")

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from transformers import DynamicCache
 
-from lkv.budget import PerHead, Share, Uniform
-from lkv.cache import RaggedCache
+from lkv.cache.ragged import RaggedCache
 from lkv.errors import CacheError
-from lkv.methods import Method
-from lkv.modeling import attach
+from lkv.host.attention import attach
+from lkv.methods.budget import PerHead, Share, Uniform
+from lkv.methods.build import Method
+from lkv.methods.selection import Selector, SnapKV
 from lkv.prefill import read_prompt
-from lkv.selection import Selector, SnapKV
 from tests.conftest import tiny_llama
 from tests.oracle import evicting_at, hidden_from_continuation
 

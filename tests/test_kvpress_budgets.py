@@ -19,14 +19,14 @@ from kvpress.attention_patch import attention_patch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv import default_policy, load_default
-from lkv.budget import Ada, Pyramid, Uniform
-from lkv.cache import RaggedCache
+from lkv.cache.ragged import RaggedCache
 from lkv.errors import IntegrationError, PolicyMismatchError, UnsupportedModelError
+from lkv.host.attention import attach
 from lkv.integrations.kvpress import LKVHeadBudgetPress, LKVScorerPress
-from lkv.methods import Method, make_method
-from lkv.modeling import attach
+from lkv.methods.budget import Ada, Pyramid, Uniform
+from lkv.methods.build import Method, make_method
+from lkv.methods.selection import SnapKV
 from lkv.prefill import read_prompt
-from lkv.selection import SnapKV
 from tests.conftest import tiny_llama
 
 TOKENS = 200

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from lkv.budget import Uniform
-from lkv.cache import RaggedCache
-from lkv.methods import Method
-from lkv.modeling import ALL_ATTENTION_FUNCTIONS, attach
-from lkv.prefill import read_prompt
-from lkv.selection import (
+from lkv.cache.ragged import RaggedCache
+from lkv.host.attention import ALL_ATTENTION_FUNCTIONS, attach
+from lkv.methods.budget import Uniform
+from lkv.methods.build import Method
+from lkv.methods.selection import (
     H2O,
     TOVA,
     CriticalKV,
@@ -25,6 +24,7 @@ from lkv.selection import (
     SnapKV,
     StreamingLLM,
 )
+from lkv.prefill import read_prompt
 from tests.test_generation import ids
 from tests.test_models import build
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.cache import RaggedCache
-from lkv.modeling import attach
+from lkv.cache.ragged import RaggedCache
+from lkv.host.attention import attach
 from lkv.prefill import PromptLayer
 from lkv.profiling.memory import LiveBytes, is_out_of_memory, peak_of
 from lkv.profiling.shapes import random_policy

@@ -5,10 +5,11 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from lkv.cache import RaggedCache
-from lkv.compression import compress
+from lkv.cache.ragged import RaggedCache
+from lkv.context import compress
 from lkv.errors import CacheError, UnsupportedModelError
-from lkv.modeling import ALL_ATTENTION_FUNCTIONS, attach, layer_windows
+from lkv.host.attention import ALL_ATTENTION_FUNCTIONS, attach
+from lkv.host.spec import layer_windows
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from tests.test_compression import TEXT, Words

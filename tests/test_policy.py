@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from lkv.config import ModelSpec, replace
 from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
-from lkv.modeling import inspect_model
+from lkv.host.spec import inspect_model
 from lkv.policy import HeadBudgets, Policy, TokenScores
 from tests.conftest import tiny_llama
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from lkv.cache import RaggedCache
-from lkv.data.sample import TokenizedSample
-from lkv.distillation import Distiller, gumbel, soft_mask
+from lkv.cache.ragged import RaggedCache
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
+from lkv.training.data.sample import TokenizedSample
+from lkv.training.distillation import Distiller, gumbel, soft_mask
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from lkv.cli import main
+from lkv.commands.main import main
 from lkv.errors import UnsupportedModelError
-from lkv.modeling import attach
+from lkv.host.attention import attach
 from lkv.profiling.measure import OUT_OF_MEMORY, Profiler, Settings, largest_fitting
 from lkv.profiling.shapes import SHAPES, allow_positions, random_model, random_policy, read_config
 

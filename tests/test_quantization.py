@@ -12,7 +12,7 @@ from lkv.errors import LkvError
 
 pytest.importorskip("torchao")
 
-from lkv.quantization import BITS, QuantizationError, QuantizedPool
+from lkv.cache.quantization import BITS, QuantizationError, QuantizedPool
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LENS = st.none() | st.lists(st.integers(0, 40), max_size=3)

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lkv.cache import RaggedCache
-from lkv.compression import Context, compress
+from lkv.cache.layer import RaggedLayer
+from lkv.cache.ragged import RaggedCache
+from lkv.cache.spans import QuantizedSpans, Spans
+from lkv.context import Context, compress
 from lkv.errors import CacheError
-from lkv.layer import RaggedLayer
-from lkv.spans import QuantizedSpans, Spans
 from tests.conftest import tiny_llama
 from tests.test_compression import TEXT, Words
 from tests.test_generation import METHOD, ids

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import ragged_attention as benchmark
-from lkv.budget import PerHead
-from lkv.cache import RaggedCache
+from lkv.cache.ragged import RaggedCache
 from lkv.errors import BackendError
-from lkv.methods import Method
+from lkv.methods.budget import PerHead
+from lkv.methods.build import Method
+from lkv.methods.selection import Knorm, Random
 from lkv.ops.ragged_attention import api, append, ragged_attention
-from lkv.selection import Knorm, Random
 from tests.conftest import tiny_llama
 
 triton = pytest.importorskip("lkv.ops.ragged_attention.triton")

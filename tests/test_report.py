@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lkv.errors import ReportError
-from lkv.evals.metrics import bootstrap
-from lkv.methods import METHODS
+from lkv.methods.build import METHODS
 from lkv.report import names
 from lkv.report.builders import Request, build
 from lkv.report.reading import read_results
 from lkv.report.statistics import macro, share_of, t_quantile
+from lkv.statistics import bootstrap
 from tests.results import GRID, HEADER, cells, line, many, mean_of_means, results_of, row, scores_of, values, write
 
 # Statistics

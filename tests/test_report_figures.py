@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from lkv.cli import main
+from lkv.commands.main import main
 from lkv.errors import ReportError
-from lkv.figures import draw_budgets, draw_policies, plot_policies, save_figure
 from lkv.report import names
 from lkv.report.builders import Request, build
+from lkv.report.figures import draw_budgets, draw_policies, plot_policies, save_figure
 from lkv.report.plots import plot
 from lkv.report.profile import build_prefill, plot_memory, published_prefill, read_profile
 from lkv.report.published import with_published

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from lkv.cli import main
+from lkv.commands.main import main
 from lkv.report import names
 from lkv.report.builders import Request, build
 from lkv.report.formats import FORMATS

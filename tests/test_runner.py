@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from lkv.cache import RaggedCache
+from lkv.cache.ragged import RaggedCache
 from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
 from lkv.evals import roster as rosters
 from lkv.evals.compare import Comparison, greedy
@@ -22,13 +22,13 @@ from lkv.evals.journal import Journal
 from lkv.evals.processes import Process
 from lkv.evals.roster import Roster
 from lkv.evals.runner import _share, evaluate
-from lkv.kvzip import kvzip
-from lkv.methods import needs_policy, needs_second_pass
-from lkv.modeling import attach
+from lkv.host.attention import attach
+from lkv.methods.build import needs_policy, needs_second_pass
+from lkv.methods.kvzip import kvzip
+from lkv.methods.selection import LearnedScores
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.report.reading import read_results
-from lkv.selection import LearnedScores
 from tests.conftest import tiny_llama
 from tests.fake_suite import Letters, make_examples, make_prompt, score
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lkv.errors import DataError, IntegrationError
 from lkv.evals.example import Example
-from lkv.evals.scores import METRICS, score
+from lkv.evals.metrics import METRICS, score
 
 PAIRS = json.loads((Path(__file__).parent / "fixtures" / "official_scores.json").read_text(encoding="utf-8"))["pairs"]
 

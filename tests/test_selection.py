@@ -7,17 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.budget import PerHead, Uniform
-from lkv.cache import RaggedCache
-from lkv.cli import main
-from lkv.compression import compress
+from lkv.cache.ragged import RaggedCache
+from lkv.commands.main import main
+from lkv.context import compress
 from lkv.errors import LkvError, PromptError
-from lkv.kvzip import kvzip
-from lkv.methods import METHODS, SELECTORS, describe, find, make_method, needs_second_pass
-from lkv.modeling import inspect_model
+from lkv.host.spec import inspect_model
+from lkv.methods.budget import PerHead, Uniform
+from lkv.methods.build import METHODS, SELECTORS, describe, find, make_method, needs_second_pass
+from lkv.methods.kvzip import kvzip
+from lkv.methods.selection import LearnedScores, SnapKV
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
-from lkv.selection import LearnedScores, SnapKV
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
 from tests.test_compression import Words

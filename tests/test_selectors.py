@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lkv.budget import PerHead, Uniform
-from lkv.cache import RaggedCache
+from lkv.cache.ragged import RaggedCache
 from lkv.errors import PromptError, UnsupportedModelError
-from lkv.methods import Method, make_method
-from lkv.modeling import output_projections
-from lkv.prefill import read_full_layers, read_prompt
-from lkv.selection import (
+from lkv.host.spec import output_projections
+from lkv.methods.budget import PerHead, Uniform
+from lkv.methods.build import Method, make_method
+from lkv.methods.selection import (
     H2O,
     TOVA,
     CriticalKV,
@@ -27,6 +26,7 @@ from lkv.selection import (
     SnapKV,
     StreamingLLM,
 )
+from lkv.prefill import read_full_layers, read_prompt
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
 from tests.test_generation import RATIOS, ids, padded

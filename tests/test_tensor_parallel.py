@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lkv.cache import RaggedCache
+from lkv.cache.ragged import RaggedCache
 from lkv.errors import UnsupportedModelError
-from lkv.modeling import inspect_model, local_heads
+from lkv.host.spec import inspect_model, local_heads
 from lkv.policy import Policy
 from tests.conftest import tiny_llama
 
@@ -48,12 +48,13 @@ with torch.no_grad():
     except Exception:
         found["stock failed"] = traceback.format_exc()
     else:
-        from lkv.modeling import attach, inspect_model, local_heads
+        from lkv.host.attention import attach
+        from lkv.host.spec import inspect_model, local_heads
         found["spec"], found["heads"] = inspect_model(model), local_heads(model)
         attach(model)
         text = torch.load(folder / "text.pt")
         found["attached"] = model(text).logits
-        from lkv.cache import RaggedCache
+        from lkv.cache.ragged import RaggedCache
         from lkv.policy import Policy
         cache = RaggedCache(model, Policy.from_pretrained(folder / "policy"), 0.4)
         model(text[:, :30], past_key_values=cache, use_cache=True)

@@ -15,15 +15,16 @@ from safetensors.torch import load_file
 from torch.nn.functional import kl_div
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lkv.cache import RaggedCache
+from lkv.cache.ragged import RaggedCache
 from lkv.config import PRESETS, TrainingConfig, replace
-from lkv.data.sample import TokenizedSample
-from lkv.distillation import Distiller, gumbel, hard_mask, soft_mask
 from lkv.errors import DataError, TrainingError
-from lkv.modeling import attach, inspect_model
+from lkv.host.attention import attach
+from lkv.host.spec import inspect_model
 from lkv.ops.soft_topk import soft_topk
 from lkv.policy import Policy
-from lkv.training import Trainer, require_samples, schedule
+from lkv.training.data.sample import TokenizedSample
+from lkv.training.distillation import Distiller, gumbel, hard_mask, soft_mask
+from lkv.training.trainer import Trainer, require_samples, schedule
 from tests.conftest import tiny_llama
 
 CONFIG = TrainingConfig(

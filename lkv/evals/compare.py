@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from lkv.cache import RaggedCache
-from lkv.methods import Method, side_by_side
-from lkv.modeling import cut_to
+from lkv.cache.ragged import RaggedCache
+from lkv.host.stock import cut_to
+from lkv.methods.build import Method, side_by_side
 from lkv.prefill import PromptLayer
 
 

@@ -24,7 +24,7 @@ from huggingface_hub import hf_hub_download
 
 from lkv.errors import DataError
 from lkv.evals.example import Example
-from lkv.evals.scores import require_rouge
+from lkv.evals.metrics import require_rouge
 
 # The columns of the paper's Table 1 (tab:longbench), with the tasks of its appendix.
 CATEGORIES = {

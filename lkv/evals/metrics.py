@@ -1,41 +1,136 @@
-"""Means with intervals."""
+"""The official metrics of LongBench and RULER, in 0..100.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+LongBench's are those of THUDM/LongBench (metrics.py, eval.py), RULER's those of NVIDIA/RULER (scripts/eval). Each value
+of `METRICS` maps (answer, true answers, classes) to a score; `score` also applies the rule of the first line.
+"""
 
-import numpy as np
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+from lkv.errors import DataError, IntegrationError
+from lkv.evals.example import Example
+
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-class Mean(NamedTuple):
-    """A mean with its 95% bootstrap interval over `n` samples."""
+def score(example: Example, answer: str) -> float:
+    """The score of `answer` to `example`, in 0..100. Raises DataError for an unknown metric."""
+    if example.metric not in METRICS:
+        raise DataError(f"there is no metric {example.metric!r}; use one of {', '.join(METRICS)}.")
+    if example.first_line:
+        answer = answer.lstrip("\n").split("\n")[0]
+    return METRICS[example.metric](answer, example.answers, example.classes)
 
-    value: float
-    low: float
-    high: float
-    n: int
+
+def require_rouge() -> Any:
+    """The class behind ROUGE-L. Raises IntegrationError if its package is missing."""
+    try:
+        from rouge import Rouge
+    except ImportError as error:
+        raise IntegrationError(
+            f"ROUGE-L needs the package rouge ({error}); run `pip install 'lkv-cache[evals]'`."
+        ) from error
+    return Rouge
 
 
-def bootstrap(groups: Sequence[Sequence[float]], seed: int = 0, draws: int = 2000) -> Mean:
-    """Percentile bootstrap of the mean of all values, drawing whole groups (the values that share one context).
+def _qa_f1(answer: str, truth: str, classes: Sequence[str]) -> float:
+    """Harmonic mean of precision and recall over the words, whatever their order."""
+    own, true = _words(answer), _words(truth)
+    common = (own & true).total()
+    return 2 * common / (own.total() + true.total()) if common else 0.0
 
-    Raises ValueError for no values.
+
+def _words(text: str) -> Counter[str]:
+    """Words in lower case without ASCII punctuation and English articles."""
+    return Counter(re.sub(r"\b(?:a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def _rouge_l(answer: str, truth: str, classes: Sequence[str]) -> float:
+    """Summary-level ROUGE-L F1 of the package `rouge` (others, rouge-score among them, give other numbers)."""
+    rouge = require_rouge()
+    try:
+        return rouge(metrics=["rouge-l"]).get_scores(answer, truth)[0]["rouge-l"]["f"]
+    except (ValueError, RecursionError):
+        # The official score of what the package refuses: texts without a word, sentences too long for its recursion.
+        return 0.0
+
+
+def _classification(answer: str, truth: str, classes: Sequence[str]) -> float:
+    """1 / (classes named) if the true one is among them; a class within the true one's name does not count as named.
+
+    The official loop removes from the list that it walks, and so overlooks the class after a removed one.
     """
-    if not any(len(group) for group in groups):
-        raise ValueError("there are no values to average.")
-    sums = np.array([sum(group) for group in groups], dtype=np.float64)
-    sizes = np.array([len(group) for group in groups], dtype=np.float64)
-    drawn = np.random.default_rng(seed).integers(0, len(groups), (draws, len(groups)))
-    means = sums[drawn].sum(1) / sizes[drawn].sum(1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Mean(float(sums.sum() / sizes.sum()), float(low), float(high), int(sizes.sum()))
+    named = [name for name in classes if name in answer]
+    place = 0
+    while place < len(named):
+        if named[place] in truth and named[place] != truth:
+            named.remove(named[place])
+        place += 1
+    return 1 / len(named) if truth in named else 0.0
 
 
-def paired(own: Sequence[Sequence[float]], other: Sequence[Sequence[float]], seed: int = 0, draws: int = 2000) -> Mean:
-    """Mean of `own` - `other` over the same samples, grouped as in `bootstrap`; the groups are drawn for both at once.
+def _count(answer: str, truth: str, classes: Sequence[str]) -> float:
+    """Share of the answer's numbers that equal the true one."""
+    numbers = re.findall(r"\d+", answer)
+    return numbers.count(truth) / len(numbers) if numbers else 0.0
 
-    Raises ValueError for no values, or values that do not pair.
+
+def _retrieval(answer: str, truth: str, classes: Sequence[str]) -> float:
+    """Share of the answer's numbers that equal that of the true paragraph."""
+    found = re.search(r"Paragraph (\d+)", truth)
+    if found is None:
+        raise DataError(f"the true answer {truth!r} names no paragraph; it must contain 'Paragraph' and a number.")
+    return _count(answer, found[1], classes)
+
+
+def _code_sim(answer: str, truth: str, classes: Sequence[str]) -> float:
+    """Edit similarity, in whole per cent, of the first line that holds no backtick, `#` or `//`.
+
+    The official script takes fuzzywuzzy's ratio, which is difflib's wherever python-Levenshtein is not installed, and
+    LongBench's requirements do not name it. Faster libraries measure another distance, and differ by several points.
     """
-    if [len(group) for group in own] != [len(group) for group in other]:
-        raise ValueError("the two do not pair: give the same groups of the same samples, in the same order.")
-    differences = [[a - b for a, b in zip(*groups, strict=True)] for groups in zip(own, other, strict=True)]
-    return bootstrap(differences, seed, draws)
+    lines = answer.lstrip("\n").split("\n")
+    code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return round(100 * SequenceMatcher(None, code, truth).ratio()) / 100
+
+
+def _found(answer: str, truths: Sequence[str]) -> list[bool]:
+    """Whether each true answer is contained, in any case; control characters count as line breaks, as in RULER."""
+    text = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
+    return [truth.lower() in text for truth in truths]
+
+
+def _string_match_all(answer: str, truths: Sequence[str], classes: Sequence[str]) -> float:
+    """Share of the true answers that are contained."""
+    found = _found(answer, truths)
+    return 100 * sum(found) / len(found)
+
+
+def _string_match_part(answer: str, truths: Sequence[str], classes: Sequence[str]) -> float:
+    """100 if any of the true answers is contained."""
+    return 100.0 * any(_found(answer, truths))
+
+
+def _best(pair: Callable[[str, str, Sequence[str]], float]) -> Callable[[str, Sequence[str], Sequence[str]], float]:
+    """The best over the true answers of a metric in 0..1 that takes one of them."""
+
+    def best(answer: str, truths: Sequence[str], classes: Sequence[str]) -> float:
+        return 100 * max(pair(answer, truth, classes) for truth in truths)
+
+    return best
+
+
+METRICS: dict[str, Callable[[str, Sequence[str], Sequence[str]], float]] = {
+    "qa_f1": _best(_qa_f1),
+    "rouge_l": _best(_rouge_l),
+    "classification": _best(_classification),
+    "count": _best(_count),
+    "retrieval": _best(_retrieval),
+    "code_sim": _best(_code_sim),
+    "string_match_all": _string_match_all,
+    "string_match_part": _string_match_part,
+}

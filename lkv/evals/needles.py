@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lkv.data.facts import hide
 from lkv.prompts import context_ids
+from lkv.training.data.facts import hide
 
 _FIRST = "absent brave calm distant eager fearless gentle humble icy jolly keen loyal mellow noble odd proud".split()
 _SECOND = "badger cactus dolphin eagle falcon gecko heron iguana jackal koala lemur magpie newt otter puffin".split()

@@ -6,14 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from lkv.budget import Share, Uniform
 from lkv.errors import LkvError
-from lkv.kvzip import replay_budget, replay_scores
-from lkv.methods import FULL, KVZIP, RULES, SELECTORS, Method, Source, find
-from lkv.modeling import attach, local_heads
+from lkv.host.attention import attach
+from lkv.host.spec import local_heads
+from lkv.methods.budget import Share, Uniform
+from lkv.methods.build import FULL, KVZIP, RULES, SELECTORS, Method, Source, find
+from lkv.methods.kvzip import replay_budget, replay_scores
+from lkv.methods.selection import GivenScores, Selector, StreamingLLM
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
-from lkv.selection import GivenScores, Selector, StreamingLLM
 
 
 @dataclass(frozen=True)

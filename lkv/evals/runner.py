@@ -18,11 +18,11 @@ from lkv.errors import DataError, PromptError
 from lkv.evals.compare import Comparison, Fidelity, Prediction, greedy
 from lkv.evals.example import Example
 from lkv.evals.journal import Journal
+from lkv.evals.metrics import score
 from lkv.evals.processes import Process
 from lkv.evals.protocol import Prompt, make_prompt
 from lkv.evals.roster import Roster
-from lkv.evals.scores import score
-from lkv.modeling import attach, evaluation_mode
+from lkv.host.attention import attach, evaluation_mode
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import encode

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lkv.budget import LearnedBudget
 from lkv.errors import IntegrationError, UnsupportedModelError
-from lkv.modeling import inspect_model, layer_windows
+from lkv.host.spec import inspect_model, layer_windows
+from lkv.methods.budget import LearnedBudget
+from lkv.methods.selection import LearnedScores
 from lkv.policy import Policy
-from lkv.selection import LearnedScores
 
 try:
     from kvpress import BasePress, ScorerPress

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from lkv.cache import RaggedCache
+from lkv.cache.ragged import RaggedCache
 from lkv.errors import LkvError
-from lkv.evals.metrics import bootstrap
-from lkv.methods import FULL, find
-from lkv.modeling import attach, kv_nbytes
+from lkv.host.attention import attach
+from lkv.host.stock import kv_nbytes
+from lkv.methods.build import FULL, find
 from lkv.policy import Policy
 from lkv.profiling.memory import is_out_of_memory, peak_of, release
 from lkv.results import machine
+from lkv.statistics import bootstrap
 
 OUT_OF_MEMORY = "out of memory"
 _PRECISION = 1 / 16  # how closely the largest context is found, as a share of it

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lkv.figures import new_figure
+from lkv.report.figures import new_figure
 from lkv.report.names import FULL, is_lkv
 from lkv.report.scores import DEFAULT_RETENTION
 from lkv.report.style import Style, finish, full_line, styles

@@ -10,7 +10,7 @@ SUITES = {"longbench": "LongBench", "ruler": "RULER"}
 RULES = ("uniform", "ada", "lkv-h")  # the ablation's grid (Table 2)
 SELECTORS = ("snapkv", "expected", "lkv-t")
 
-# Methods whose name does not say their rule and selector, as `lkv.methods.METHODS` has them.
+# Methods whose name does not say their rule and selector, as `lkv.methods.build.METHODS` has them.
 _PARTS = {
     "lkv": ("lkv-h", "lkv-t"),
     "lkv-t": ("uniform", "lkv-t"),

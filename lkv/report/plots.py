@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from lkv.figures import new_figure
 from lkv.report.curves import plot_ruler, plot_sweep
+from lkv.report.figures import new_figure
 from lkv.report.names import AVERAGE, FULL, LKV, RULES, SELECTORS, part_label, parts
 from lkv.report.style import LKV_COLOUR, finish, styles
 from lkv.report.tables import Cell, Row, Table

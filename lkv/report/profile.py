@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lkv.errors import ReportError
-from lkv.figures import new_figure
+from lkv.report.figures import new_figure
 from lkv.report.names import FULL, label, ordered
 from lkv.report.published import MARK, models, numbers
 from lkv.report.style import finish, styles

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lkv.evals.metrics import Mean
+from lkv.statistics import Mean
 
 _DRAWS = 2000
 _Z = 1.959964  # the normal distribution's 97.5% point

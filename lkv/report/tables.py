@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lkv.evals.metrics import Mean
+from lkv.statistics import Mean
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lkv.data.sources import rows
 from lkv.errors import DataError
+from lkv.training.data.sources import rows
 
 
 class Question(NamedTuple):

@@ -1,0 +1,8 @@
+"""`python -m lkv`: the command line."""
+
+import sys
+
+from lkv.commands.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

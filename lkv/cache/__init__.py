@@ -1,0 +1,1 @@
+"""The cache: ragged spans, one layer, and all layers as a transformers cache."""

@@ -1,0 +1,325 @@
+"""RaggedLayer: one layer of the cache. It reads the prompt, evicts from it, and holds what comes after."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lkv.cache.spans import QuantizedSpans, Spans, best
+from lkv.errors import CacheError, PromptError
+from lkv.host.hooks import HookedLayer
+from lkv.host.masks import has_padding, left_padding
+from lkv.methods.budget import FixedBudget, Share
+from lkv.methods.build import Method
+from lkv.ops.ragged_attention import ragged_attention
+from lkv.prefill import PromptLayer
+
+_CPU_SLACK, _GPU_SLACK = 32, 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a cache reads and evicts; see `RaggedCache` for the meaning of each."""
+
+    method: Method
+    share: Share | None
+    slack: int | None = None
+    prompt_tokens: int | None = None
+    streaming: bool = False
+    decode_eviction: bool = False
+    bits: int | None = None
+
+    @property
+    def scored(self) -> bool:
+        """Whether scores stay with the entries, because some are to be evicted later."""
+        return self.streaming or self.decode_eviction
+
+
+class RaggedLayer(HookedLayer):
+    """One layer's k and v in `Spans`. `kept` [B, H] counts the entries that eviction left, `real` [B] the tokens that
+    they were chosen from (padding is none)."""
+
+    is_croppable = True
+
+    def __init__(self, index: int, plan: Plan):
+        super().__init__()
+        self._index, self._plan = index, plan
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, and free it."""
+        self.spans: Spans | QuantizedSpans | None = None
+        self.kept = torch.zeros(0, 0, dtype=torch.long)
+        self.real: list[int] = []
+        self.prompt_length = 0  # 0 until the prompt has ended
+        self._settled = 0  # logical length when last evicted; the spans' tail counts from there
+        self._arrived: tuple[Tensor, Tensor] | None = None
+        self._whole: PromptLayer | None = None  # what was read of a prompt that comes in parts
+        self.is_initialized = False
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Logical length: positions seen, evicted ones included."""
+        if self._whole is not None:
+            return self._whole.key.shape[2]
+        return self._settled + (self.spans.tail if self.spans is not None else 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self._whole is not None:
+            return self.get_seq_length() + query_length, 0
+        return super().get_mask_sizes(query_length)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self._whole is not None:
+            key_states = torch.cat([self._whole.key, key_states], 2)
+            value_states = torch.cat([self._whole.value, value_states], 2)
+        # What is stored belongs to no autograd graph: a cache that held one would hold every activation.
+        self._arrived = key_states.detach(), value_states.detach()
+        return self.tag(key_states), value_states
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        assert self._arrived is not None
+        key, value = self._arrived
+        self._arrived = None
+        if not self.prompt_length and not self._plan.streaming:
+            return self._read(query, key, value, mask, scale, stock)
+        if has_padding(mask):
+            raise CacheError(
+                "there is padding in what follows the compressed prompt, or in a prompt read in streaming mode; give "
+                "rows of one length there, or one row at a time."
+            )
+        done, new, parts = 0, key.shape[2], []
+        if not self.prompt_length:
+            done = min(new, self._prompt_tokens - self._settled)
+            parts.append(self._read_streaming(query[:, :, :done], key[:, :, :done], value[:, :, :done], scale))
+        if done < new:
+            parts.append(self._continue(query[:, :, done:], key[:, :, done:], value[:, :, done:], scale))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return out.transpose(1, 2)
+
+    @property
+    def _prompt_tokens(self) -> int:
+        assert self._plan.prompt_tokens is not None
+        return self._plan.prompt_tokens
+
+    @property
+    def _slack(self) -> int:
+        if self._plan.slack is not None:
+            return self._plan.slack
+        return _CPU_SLACK if self.device.type == "cpu" else _GPU_SLACK
+
+    @property
+    def _first_room(self) -> int:
+        """Room after an eviction: of another size in each layer, so that the layers are not all re-laid at one step."""
+        if self._plan.slack is not None:
+            return self._plan.slack
+        return self._slack // 2 + self._index % (self._slack // 2)
+
+    def _read(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        """Full attention over the prompt, or over a part of it; evict when it has ended (Sec. 3.4, inference)."""
+        out = stock()
+        total = key.shape[2]
+        prompt = self._plan.prompt_tokens or total
+        before = self._whole
+        queries = None
+        if self._plan.method.selector.reads_queries:
+            queries = query.detach()
+            queries = queries if before is None or before.query is None else torch.cat([before.query, queries], 2)
+        if total < prompt:
+            self._whole = PromptLayer(key, value, scale, queries)
+            return out
+        padding = left_padding(mask)
+        self._whole = None
+        whole = PromptLayer(
+            key[:, :, :prompt], value[:, :, :prompt], scale, None if queries is None else queries[:, :, :prompt]
+        )
+        self._evict(whole, padding)
+        if total == prompt:
+            return out
+        # The rows that follow the prompt in the same pass see what was kept of it, like all rows after them.
+        late = total - prompt
+        rows = self._continue(query[:, :, -late:], key[:, :, prompt:], value[:, :, prompt:], scale)
+        return torch.cat([out[:, :-late], rows.transpose(1, 2)], 1)
+
+    def fill(self, prompt: PromptLayer) -> None:
+        """Evict from k and v computed before."""
+        self.lazy_initialization(prompt.key, prompt.value)
+        self._evict(prompt, None)
+
+    def _evict(self, whole: PromptLayer, padding: list[int] | None) -> None:
+        """Keep the best tokens of each head and drop the rest. `padding`: tokens to skip at each row's beginning."""
+        batch, _, tokens, _ = whole.key.shape
+        firsts = padding or [0] * batch
+        # Rows without padding are scored together, others one by one, as if each had been read alone.
+        groups = [slice(b, b + 1) for b in range(batch)] if any(firsts) else [slice(0, batch)]
+        scores: list[Tensor] = []
+        counts: list[list[int]] = []
+        for rows in groups:
+            first = firsts[rows.start]
+            self._check_length(tokens - first)
+            query = None if whole.query is None else whole.query[rows, :, first:]
+            key, value = whole.key[rows, :, first:], whole.value[rows, :, first:]
+            found = self._plan.method.selector.scores(self._index, query, key, value, whole.scale)
+            scores += found.unbind(0)
+            counts += self._plan.method.budget.counts(self._index, found)
+        kept = torch.tensor(counts)
+        spans = Spans(kept, self._first_room, whole.key, whole.value, self._plan.decode_eviction)
+        for b in range(batch):
+            for h, count in enumerate(counts[b]):
+                own, key, value = scores[b][h], whole.key[b, h, firsts[b] :], whole.value[b, h, firsts[b] :]
+                spans.put(b, h, best(own, count), key, value, own)
+        self.kept, self.real = kept, [tokens - first for first in firsts]
+        self.prompt_length = self._settled = tokens
+        self.spans = self._stored(spans)
+
+    def _stored(self, spans: Spans) -> Spans | QuantizedSpans:
+        """The compressed prompt as it is to be held."""
+        return spans if self._plan.bits is None else QuantizedSpans.of(spans, self._plan.bits)
+
+    def _check_length(self, tokens: int) -> None:
+        share = self._plan.share
+        if share is not None and tokens * share.of(tokens) < 1:
+            raise PromptError(
+                f"the prompt has {tokens} tokens: at {share} nothing of it would be kept. Give at least "
+                f"{math.ceil(1 / share.retention)} tokens, or a higher retention."
+            )
+
+    def _read_streaming(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attend over what was kept and this part of the prompt, then keep the best of both."""
+        self._check_length(self._prompt_tokens)
+        batch, heads, new, _ = key.shape
+        if self.spans is None:
+            self.spans = Spans(torch.zeros(batch, heads, dtype=torch.long), new, key, value, scored=True)
+        out = self._continue(query, key, value, scale)
+        ended = self._settled + new >= self._prompt_tokens
+        settled = self._settle(self._first_room if ended else 0)
+        if ended:
+            self.prompt_length = self._settled
+            if not self._plan.decode_eviction:
+                settled.scores = None
+            self.spans = self._stored(settled)
+        return out
+
+    def _settle(self, room: int) -> Spans:
+        """Keep the best floor(r t) entries of each head, by the scores that stayed with them."""
+        assert isinstance(self.spans, Spans) and isinstance(self._plan.method.budget, FixedBudget)
+        budget, heads = self._plan.method.budget, self.spans.lens.shape[1]
+        tail = self.spans.tail
+        self.real = [real + tail for real in self.real or [0] * len(self.spans.lens)]
+        settled = self.spans.settle([budget.limits(self._index, heads, real) for real in self.real], room)
+        self.spans, self.kept = settled, settled.lens
+        self._settled += tail
+        return settled
+
+    def _continue(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Append k, v [B, H, n, d] and attend over everything held: [B, Hq, n, d]."""
+        assert self.spans is not None
+        new = key.shape[2]
+        scores = None
+        if self.spans.scores is not None:
+            scores = self._plan.method.selector.scores(self._index, None, key, value, scale)
+        if new > self.spans.room:
+            self._make_room(new)
+        self.spans.append(key, value, scores)
+        return ragged_attention(query, *self.spans.for_attention(), scale)
+
+    def _make_room(self, new: int) -> None:
+        assert self.spans is not None
+        try:
+            if self._plan.decode_eviction and self.prompt_length:
+                self._settle(self._slack + new)
+            else:
+                # A part of a prompt needs no slack: its spans are laid again right after it.
+                self.spans = self.spans.relaid(new + (self._slack if self.prompt_length else 0))
+        except (MemoryError, RuntimeError) as error:
+            raise CacheError(
+                f"there is no memory for {new} more tokens in layer {self._index} ({error}); free some, or give "
+                "decode_eviction=True, a smaller slack or a lower retention. rewind() goes back to the prompt."
+            ) from error
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Cut `-tokens_to_remove` (<= 0, as in transformers >= 5.17) tokens off the tail.
+
+        Raises CacheError where the cut would reach into what was compressed.
+        """
+        cut = -tokens_to_remove
+        tail = self.spans.tail if self.spans is not None else 0
+        if not 0 <= cut <= tail:
+            raise CacheError(
+                f"{cut} tokens cannot be cut off: only the {tail} after the compressed prompt can; "
+                "give a number between minus that and 0."
+            )
+        if self.spans is not None:
+            self.spans.cut(cut)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i a copy of the row `beam_idx[i]`; rows in their place already are not copied."""
+        rows = beam_idx.cpu()
+        held = len(self.kept) if self._whole is None else self._whole.key.shape[0]
+        if torch.equal(rows, torch.arange(held)):
+            return
+        if self._whole is not None:
+            part = self._whole
+            query = None if part.query is None else part.query[beam_idx]
+            self._whole = PromptLayer(part.key[beam_idx], part.value[beam_idx], part.scale, query)
+        if self.spans is not None:
+            self.spans = self.spans.select(rows, self.spans.room)
+            self.kept, self.real = self.kept[rows], [self.real[row] for row in rows.tolist()]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = len(self.kept) if self._whole is None else self._whole.key.shape[0]
+        self.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        raise CacheError("RaggedCache does not offload; lower the retention instead.")
+
+    def fork(self) -> "RaggedLayer":
+        """A copy with pools of its own."""
+        twin = copy.copy(self)
+        twin.spans = None if self.spans is None else self.spans.relaid(self.spans.room)
+        return twin
+
+    def state(self) -> dict[str, Tensor]:
+        """What eviction left: the spans' state, kept [B, H], real [B] and the prompt's length [1]."""
+        if self.spans is None or not self.prompt_length or self._settled != self.prompt_length:
+            raise CacheError("there is no compressed prompt to save, or its answers were evicted together with it.")
+        counts = {"kept": self.kept, "real": torch.tensor(self.real), "length": torch.tensor([self.prompt_length])}
+        return {**self.spans.state(), **counts}
+
+    def restore(self, state: dict[str, Tensor], like: Tensor) -> None:
+        """Take up what `state` gave, on the device and in the dtype of `like`."""
+        self.lazy_initialization(like, like)
+        self.kept, self.real = state["kept"], state["real"].tolist()
+        if "k" in state:
+            key, value = state["k"].to(like), state["v"].to(like)
+            spans = Spans(self.kept, self._first_room, key, value)
+            spans.unpack(key, value)
+            self.spans = spans
+        else:
+            self.spans = QuantizedSpans.restore(state, self.kept, self._first_room, like)
+        self.prompt_length = self._settled = int(state["length"])
+
+    def nbytes(self) -> int:
+        """Bytes of k and v storage really held, those of a prompt still being read included."""
+        parts = (self._whole.key, self._whole.value) if self._whole is not None else ()
+        return sum(x.untyped_storage().nbytes() for x in parts) + (self.spans.nbytes() if self.spans is not None else 0)
+
+    def full_nbytes(self) -> int:
+        """Bytes of k and v of all tokens, had none been evicted."""
+        if self.spans is None:
+            return self.nbytes()
+        pools = self.spans if isinstance(self.spans, Spans) else self.spans.fresh
+        entry = (pools.k.shape[-1] + pools.v.shape[-1]) * pools.k.element_size()
+        return self.kept.numel() * self.get_seq_length() * entry

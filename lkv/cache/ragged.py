@@ -1,0 +1,188 @@
+"""RaggedCache: every KV head holds a span of its own length, and what is evicted is freed."""
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+from lkv.cache.layer import Plan, RaggedLayer
+from lkv.cache.quantization import BITS, require_library
+from lkv.errors import CacheError, PromptError, RetentionError
+from lkv.host.attention import attach
+from lkv.host.hooks import Cache, WindowLayer
+from lkv.host.spec import layer_windows, local_heads
+from lkv.methods.budget import FixedBudget, Share, check_table
+from lkv.methods.build import Method, make_method, needs_policy
+from lkv.models import default_policy
+from lkv.policy import Policy
+from lkv.prefill import PromptLayer
+
+
+class RaggedCache(Cache):
+    """A transformers cache that evicts layer by layer while the prompt is read.
+
+    Unless `prompt_tokens` says otherwise the prompt is the first forward pass; each layer attends over it in full, then
+    keeps what its method chooses and frees the rest. Everything after that (question, answer) is appended and kept.
+    Sliding layers, where a model has some, hold their window whole and count in `nbytes` alone.
+    Under tensor parallelism each process evicts its own KV heads; counts and bytes are those of its heads.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        policy: Policy | None = None,
+        retention: float | None = None,
+        method: str | Method = "lkv",
+        slack: int | None = None,
+        *,
+        budget_tokens: int | None = None,
+        prompt_tokens: int | None = None,
+        streaming: bool = False,
+        decode_eviction: bool = False,
+        bits: int | None = None,
+        pattern: list[list[float]] | None = None,
+    ):
+        """`policy` defaults to the one shipped for the embedded model; `retention` is the share of the prompt's entries
+        to keep, in (0, 1], 0.15 unless given; `method` is a name that `lkv methods` lists, any "RULE+SELECTOR", or a
+        `Method` of your own, whose budget rule then says how much is kept; `slack` is the room in tokens that each head
+        gets for what is appended.
+
+        `budget_tokens`: keep that many tokens a head on average, instead of a share of the prompt.
+        `prompt_tokens`: length of the prompt (padding included), for prompts that come in several forward passes
+        (`prefill_chunk_size`) or together with what follows (assisted decoding).
+        `streaming`: each head keeps its best floor(r * seen) after every pass over a part of the prompt, so that the
+        cache never holds more than that and one part; later parts see what was kept of the earlier ones.
+        `decode_eviction`: what is generated is evicted from as well, whenever a layer's slack has run out.
+        `bits`: hold what is kept of the prompt in 8 or 4 bits a value (needs torchao); what follows stays as it is.
+        `pattern`: DuoAttention's alphas [L][H], for the rule "duo" (`budget.read_pattern`, `budget.estimate_pattern`).
+
+        Raises RetentionError, PolicyMismatchError, UnsupportedModelError, CacheError, BudgetError (a pattern of another
+        shape) or LkvError (unknown method).
+        """
+        self.spec = attach(model)
+        self.share: Share | None = None
+        self.policy: Policy | None = None
+        if isinstance(method, str):
+            self.share = Share.asked(retention, budget_tokens)
+            if needs_policy(method):
+                self.policy = policy if policy is not None else default_policy()
+                self.policy.check_model(self.spec)
+                self.policy.to(model.device)
+            if pattern is not None:
+                check_table(pattern, self.spec.layers, self.spec.kv_heads, "the pattern of retrieval heads")
+            method = make_method(method, self.share, self.policy, local_heads(model), model, self.spec.layers, pattern)
+        elif retention is not None or budget_tokens is not None:
+            raise RetentionError(
+                f"the method {method.name!r} has a budget rule of its own: leave retention and budget_tokens out, or "
+                "give a method by its name."
+            )
+        if slack is not None and slack < 0:
+            raise CacheError(f"slack is {slack}, but it is a number of tokens: give 0 or more, or None.")
+        if prompt_tokens is not None and prompt_tokens < 1:
+            raise CacheError(f"prompt_tokens is {prompt_tokens}, but a prompt has at least one token.")
+        if prompt_tokens is None and (streaming or getattr(model.generation_config, "prefill_chunk_size", None)):
+            raise CacheError(
+                "a prompt that comes in parts must be announced: give prompt_tokens=input_ids.shape[1] to RaggedCache."
+            )
+        if bits is not None and (bits not in BITS or decode_eviction):
+            raise CacheError(f"bits is {bits!r}, but it must be one of {BITS}, and decode eviction works without it.")
+        self.plan = Plan(method, self.share, slack, prompt_tokens, streaming, decode_eviction, bits)
+        if self.plan.scored and not (method.selector.local and isinstance(method.budget, FixedBudget)):
+            raise CacheError(
+                f"{'streaming' if streaming else 'decode eviction'} does not work with {method.name!r}: it needs scores"
+                " that depend on k and v of the token alone and budgets that depend on the length alone; use 'lkv'."
+            )
+        if bits is not None:
+            require_library()
+        self.ragged = [RaggedLayer(index, self.plan) for index in range(self.spec.layers)]
+        for layer in self.ragged:
+            layer.model_config = model.config.get_text_config(decoder=True)
+        self._windows = [WindowLayer(window) for window in layer_windows(model) if window is not None]
+        full, sliding = iter(self.ragged), iter(self._windows)
+        super().__init__(layers=[next(full if window is None else sliding) for window in layer_windows(model)])
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        if layer_idx == 0:
+            self._check_use(key_states.shape[0], self.get_seq_length() + key_states.shape[2])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_use(self, rows: int, tokens: int) -> None:
+        if len({(layer.prompt_length, layer.get_seq_length()) for layer in self.ragged}) > 1:
+            raise CacheError(
+                "an interrupted forward pass left the layers of this cache unequal; call rewind() if the prompt was "
+                "complete, else reset() and read the prompt again."
+            )
+        held = len(self.ragged[0].kept)
+        if held and rows != held:
+            raise CacheError(
+                f"this cache holds {held} rows, but {rows} were given; call batch_repeat_interleave(n) for n sequences "
+                "from each compressed prompt, or make a new cache for other prompts."
+            )
+        if tokens > self.spec.max_positions:
+            raise PromptError(
+                f"the text would reach {tokens} tokens, but the model reads at most {self.spec.max_positions}; "
+                "shorten it, or generate fewer tokens."
+            )
+
+    def activate_past_recording(self) -> None:
+        """The tail can always be cut back; but where assisted decoding begins, the prompt must be told apart."""
+        if not self.prompt_length and self.plan.prompt_tokens is None:
+            raise CacheError(
+                "assisted decoding sends its first candidates together with the prompt: give "
+                "prompt_tokens=input_ids.shape[1] to RaggedCache, so that they are told apart."
+            )
+        for layer in self._windows:
+            layer.activate_past_recording()
+
+    def fill(self, prompt: list[PromptLayer]) -> None:
+        """Take over a prompt that was read before (`prefill.read_prompt`): one prefill serves many methods."""
+        for layer, whole in zip(self.ragged, prompt, strict=True):
+            layer.fill(whole)
+
+    def fork(self) -> "RaggedCache":
+        """A copy that goes on independently."""
+        twin = copy.copy(self)
+        twin.ragged = [layer.fork() for layer in self.ragged]
+        twin._windows = [layer.fork() for layer in self._windows]
+        full, sliding = iter(twin.ragged), iter(twin._windows)
+        twin.layers = [next(full if isinstance(layer, RaggedLayer) else sliding) for layer in self.layers]
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedCache":
+        """`fork`: a copy serves the same model under the same policy, and neither of those is copied."""
+        return self.fork()
+
+    @property
+    def rewindable(self) -> bool:
+        """Whether what follows the prompt can be cut off again."""
+        return not self.plan.decode_eviction and not self._windows
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt that was compressed (0 before it has ended)."""
+        return self.ragged[-1].prompt_length
+
+    def rewind(self) -> None:
+        """Forget everything appended after the prompt. Raises CacheError if some of that was evicted already, or if the
+        model has sliding layers, which have dropped what they would need."""
+        if self._windows:
+            raise CacheError("sliding layers cannot be cut back to the prompt; go on with a fork() made before.")
+        for layer in self.ragged:
+            layer.crop(layer.prompt_length - layer.get_seq_length())
+
+    def kept(self) -> list[list[int]]:
+        """Entries that eviction left to each head, [L][H], summed over the batch."""
+        return [layer.kept.sum(0).tolist() for layer in self.ragged]
+
+    def realised_retention(self) -> float:
+        """Entries that eviction left divided by all they were chosen from (padding is none)."""
+        every = sum(layer.kept.shape[1] * sum(layer.real) for layer in self.ragged if layer.real)
+        return sum(int(layer.kept.sum()) for layer in self.ragged) / every if every else 1.0
+
+    def nbytes(self) -> int:
+        """Bytes of k and v storage really held, slack included."""
+        return sum(layer.nbytes() for layer in self.ragged) + sum(layer.nbytes() for layer in self._windows)
+
+    def full_nbytes(self) -> int:
+        """Bytes that an uncompressed cache would hold for the same tokens."""
+        return sum(layer.full_nbytes() for layer in self.ragged) + sum(layer.nbytes() for layer in self._windows)

@@ -1,0 +1,166 @@
+"""lkv eval: methods side by side on RULER or LongBench."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from lkv.commands.options import positive
+from lkv.errors import LkvError, check_retention
+from lkv.evals.example import Example
+from lkv.evals.protocol import PROTOCOLS
+from lkv.methods.build import FULL, find, needs_policy
+
+SUITES = ("ruler", "longbench")
+_RULER_SAMPLES = 50
+
+
+def add_parser(commands: Any) -> None:
+    """The parser of the command."""
+    parser = commands.add_parser("eval", help="measure methods on RULER or LongBench, or resume a measurement")
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--data", type=Path, default=None, help="folder with the sources (default: from the hub)")
+    parser.add_argument("--haystack", type=Path, default=None, help="RULER: text file, or folder of them, for needles")
+    parser.add_argument("--tasks", nargs="+", default=None, help="(default: all)")
+    parser.add_argument("--lengths", nargs="+", type=positive, default=[4096], help="RULER: tokens, prompt and answer")
+    parser.add_argument("--samples", type=positive, default=None, help=f"a task (RULER: {_RULER_SAMPLES}, else all)")
+    parser.add_argument("--methods", nargs="+", default=["lkv", "snapkv"], help="names that `lkv methods` lists")
+    parser.add_argument("--retention", nargs="+", type=float, default=[0.15], help="shares of the cache to keep")
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="kvpress", help="how prompts are made")
+    parser.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=None, help="of the model")
+    parser.add_argument("--policy", default=None, help="folder or hub id of a policy (default: the one shipped)")
+    parser.add_argument("--pattern", type=Path, default=None, help="for duo: full_attention_heads.tsv, or a long text")
+    parser.add_argument("--seed", type=int, default=0, help="RULER: another seed makes other samples")
+    parser.add_argument("--rows-at-once", type=positive, default=64, help="methods x retentions held at a time")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines; a run that was interrupted goes on")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    import torch
+
+    from lkv.evals.processes import Process
+    from lkv.evals.runner import evaluate
+    from lkv.host.spec import inspect_model
+    from lkv.models import DEFAULT, default_policy, load_model
+    from lkv.policy import Policy, differs
+
+    # What is wrong with the command is told before a model is loaded.
+    if options.out.is_dir():
+        raise LkvError(f"{options.out} is a folder; give a file for the JSON lines with --out.")
+    tasks = _tasks(options.suite, options.tasks)
+    entries = [find(name) for name in options.methods if name != FULL]
+    for retention in options.retention:
+        check_retention(retention)
+    if options.pattern is None and any(entry.rule == "duo" for entry in entries):
+        raise LkvError(
+            "DuoAttention must know the retrieval heads of the model: give --pattern with a full_attention_heads.tsv, "
+            "or with a long text file to estimate them from."
+        )
+    examples = _longbench(options, tasks) if options.suite == "longbench" else _ruler(options, tasks)
+    policy = None
+    if any(needs_policy(name) for name in options.methods if name != FULL):
+        policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
+    process = Process.current()
+    name = options.model or DEFAULT
+    model, tokenizer = load_model(name, getattr(torch, options.dtype) if options.dtype else None)
+    model.to(process.device)
+    spec = inspect_model(model)
+    if policy is not None and options.policy is None and differs(policy.spec, spec):
+        raise LkvError(f"the policy that is shipped is not for {name}; give its own with --policy, or train one.")
+    limit = spec.max_positions
+    if options.suite == "ruler" and max(options.lengths) > limit:
+        raise LkvError(f"a length of {max(options.lengths)} is asked for, but {name} reads {limit} tokens at most.")
+    pattern = _pattern(options.pattern, model, tokenizer) if options.pattern else None
+    evaluate(
+        model,
+        tokenizer,
+        # Of every task the first, then of every task the second: an interrupted run has some of each.
+        sorted(examples(tokenizer), key=lambda example: example.number),
+        options.methods,
+        options.retention,
+        options.out,
+        options.protocol,
+        policy,
+        pattern=pattern,
+        model_name=Path(name).name if Path(name).exists() else name,
+        seed=options.seed,
+        rows_at_once=options.rows_at_once,
+    )
+    if process.rank == 0:
+        _print_table(options.out)
+    process.end()
+
+
+def _tasks(suite: str, tasks: Sequence[str] | None) -> Sequence[str]:
+    from lkv.evals import longbench, ruler
+
+    known = ruler.TASKS if suite == "ruler" else longbench.TASKS
+    for task in tasks or ():
+        if task not in known:
+            near = get_close_matches(task, known, n=2) or known
+            raise LkvError(f"{suite} has no task {task!r}; did you mean {' or '.join(map(repr, near))}?")
+    return tasks or known
+
+
+def _longbench(options: argparse.Namespace, tasks: Sequence[str]) -> Callable[[Any], list[Example]]:
+    """What makes the examples for a tokenizer; they are read now."""
+    from lkv.evals.longbench import load_examples
+
+    found = [example for task in tasks for example in load_examples(task, options.data, options.samples)]
+    return lambda tokenizer: found
+
+
+def _ruler(options: argparse.Namespace, tasks: Sequence[str]) -> Callable[[Any], list[Example]]:
+    """What makes the examples for a tokenizer; their sources are read now."""
+    from lkv.evals import ruler
+
+    if options.haystack and not options.haystack.exists():
+        raise LkvError(f"there is no {options.haystack}; give a text file or a folder of .txt files with --haystack.")
+    if options.data:
+        sources = ruler.Sources.from_folder(options.data, options.haystack)
+    else:
+        sources = ruler.Sources(options.haystack)
+    ruler.check_sources(tasks, sources)
+    count = options.samples or _RULER_SAMPLES
+
+    def make(tokenizer: Any) -> list[Example]:
+        wanted = [(length, task) for length in dict.fromkeys(options.lengths) for task in dict.fromkeys(tasks)]
+        return [
+            example
+            for length, task in tqdm(wanted, desc="making the samples", leave=False)
+            for example in ruler.make_examples(task, length, count, tokenizer, sources, options.seed)
+        ]
+
+    return make
+
+
+def _pattern(path: Path, model: Any, tokenizer: Any) -> list[list[float]]:
+    """DuoAttention's alphas from a pattern file, or estimated once on a text."""
+    from lkv.host.spec import inspect_model
+    from lkv.methods.budget import estimate_pattern, read_pattern
+    from lkv.prompts import context_ids
+
+    spec = inspect_model(model)
+    if path.suffix == ".tsv":
+        return read_pattern(path, spec.layers, spec.kv_heads)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LkvError(f"{path} cannot be read as text ({error}); give a .tsv file or a UTF-8 text file.") from error
+    return estimate_pattern(model, [context_ids(tokenizer, text)[: spec.max_positions]])
+
+
+def _print_table(path: Path) -> None:
+    """What `lkv report` shows of the file."""
+    from lkv.report.builders import Request, build
+    from lkv.report.formats import FORMATS
+    from lkv.report.reading import read_results
+
+    results = read_results([path])
+    table = "main" if len(results.header["retentions"]) == 1 else "sweep"
+    print(FORMATS["terminal"](build(table, results, Request())), end="")

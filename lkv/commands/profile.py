@@ -1,0 +1,170 @@
+"""lkv profile: what methods cost in time and memory, by context length."""
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+from lkv.commands.options import positive
+from lkv.errors import LkvError, check_retention
+from lkv.methods.build import FULL, find, needs_policy
+from lkv.results import resumable, write_results
+
+_MOST_TOKENS = 2**22  # no context beyond this is tried
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_parser(commands: Any) -> None:
+    """The parser of the command."""
+    parser = commands.add_parser("profile", help="measure prefill and decode latency, peak memory and bytes of k and v")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
+    which.add_argument("--config", default=None, help="random weights: llama-3.1-8b, qwen3-8b, ... or a config.json")
+    parser.add_argument("--policy", default=None, help="folder or hub id (default: random where none is shipped)")
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[1024, 2048, 4096, 8192], help="context lengths")
+    parser.add_argument("--methods", nargs="+", default=[FULL, "lkv", "snapkv"], help="names that `lkv methods` lists")
+    parser.add_argument("--retention", type=float, default=0.15, help="share of the cache to keep, in (0, 1]")
+    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument("--new-tokens", type=positive, default=16, help="tokens generated after each context")
+    parser.add_argument("--repeats", type=positive, default=3, help="timed rounds, after one that warms up")
+    parser.add_argument("--dtype", choices=_DTYPES, default=None, help="(default: bfloat16 on CUDA, else float32)")
+    parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: CUDA where there is one)")
+    parser.add_argument("--chunk", type=positive, default=None, help="read the context in parts of so many tokens")
+    parser.add_argument("--streaming", action="store_true", help="evict after every part (needs --chunk)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--until-out-of-memory", action="store_true", help="also find the largest context each method has room for"
+    )
+    parser.add_argument(
+        "--memory-limit", type=float, default=None, help="GiB allowed beside the weights (default: what there is)"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON file; a run that was interrupted goes on")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    # What is wrong with the command is told before a model is made.
+    check_retention(options.retention)
+    for name in options.methods:
+        if name != FULL:
+            find(name)
+    if options.out.suffix != ".json":
+        raise LkvError(f"--out is {options.out}, but the result is a JSON file: give a name that ends with .json.")
+    if options.streaming and options.chunk is None:
+        raise LkvError("streaming reads the context in parts: give their size in tokens, for example --chunk 4096.")
+    if options.memory_limit is not None and options.memory_limit <= 0:
+        raise LkvError(f"--memory-limit is {options.memory_limit}, but it is a size in GiB above 0.")
+    if options.device is None:
+        options.device = _default_device()
+    if options.until_out_of_memory and options.memory_limit is None and not options.device.startswith("cuda"):
+        raise LkvError(
+            f"on {options.device} the system would stop everything when its memory is used up: give --memory-limit."
+        )
+    options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
+    profiler = _profiler(options)
+    rows: list[dict[str, Any]] = []
+    settings = {key: str(value) for key, value in vars(options).items() if key not in ("run", "out")}
+    with resumable(options.out.with_suffix(".jsonl"), settings) as done:
+        for tokens in dict.fromkeys(options.tokens):
+            if str(tokens) not in done:
+                done.add(str(tokens), {"rows": profiler.rows(tokens, options.methods)})
+            rows += _shown(done[str(tokens)]["rows"])
+        for method in dict.fromkeys(options.methods if options.until_out_of_memory else ()):
+            key = f"largest-{method}"
+            if key not in done:
+                done.add(key, {"rows": [profiler.largest(method, min(options.tokens), _MOST_TOKENS)]})
+            rows += _shown(done[key]["rows"])
+        _compare_contexts([row for row in rows if row.get("largest")])
+        write_results(options.out, "profile", rows, options.seed, _command(options))
+    print(f"written to {options.out}")
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _profiler(options: argparse.Namespace) -> Any:
+    import torch
+
+    from lkv.host.attention import attach
+    from lkv.models import DEFAULT, default_policy, load_model
+    from lkv.policy import Policy
+    from lkv.profiling.measure import Profiler, Settings
+    from lkv.profiling.shapes import allow_positions, random_model, random_policy, read_config
+
+    try:
+        device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise LkvError(f"there is no device {options.device!r} here; give --device cpu.") from error
+    chosen = options.model or DEFAULT
+    if options.config:
+        path = Path(options.config)
+        name = path.resolve().parent.name if path.suffix == ".json" else options.config
+        model = random_model(read_config(options.config), dtype, device, options.seed)
+    else:
+        name = Path(chosen).name
+        model = load_model(chosen, dtype)[0].to(device)
+    allow_positions(model, _MOST_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
+    spec = attach(model)
+    if options.policy:
+        policy = Policy.from_pretrained(options.policy)
+    elif options.config or chosen != DEFAULT:
+        policy = random_policy(spec, options.seed)
+    else:
+        policy = default_policy()
+    if any(needs_policy(method) for method in options.methods if method != FULL):
+        policy.check_model(spec)
+    settings = Settings(
+        retention=options.retention,
+        batch=options.batch,
+        new_tokens=options.new_tokens,
+        repeats=options.repeats,
+        chunk=options.chunk,
+        streaming=options.streaming,
+        seed=options.seed,
+        limit=None if options.memory_limit is None else int(options.memory_limit * 2**30),
+    )
+    return Profiler(model, name, policy, settings)
+
+
+def _compare_contexts(largest: list[dict[str, Any]]) -> None:
+    """Set how many times the full cache's largest context each method's is, where both were found."""
+    full = next((row for row in largest if row["method"] == FULL and row["n"]), None)
+    for row in largest if full else ():
+        row["context_ratio"] = row["tokens"] / full["tokens"] if full and row["n"] else None
+        if row["context_ratio"]:
+            print(f"{row['method']}: {row['context_ratio']:.2f} times the context of the full cache")
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command that makes the file again."""
+    words = ["lkv", "profile"]
+    for key, value in vars(options).items():
+        if key == "run" or value is None or value is False:
+            continue
+        words.append("--" + key.replace("_", "-"))
+        if value is not True:
+            words += map(str, value) if isinstance(value, list) else [str(value)]
+    return shlex.join(words)
+
+
+def _shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for row in rows:
+        start = f"{row['tokens']:8,} {row['method']:16}"
+        if row["kv_bytes"] is None:
+            print(f"{start} {row['reason']}", flush=True)
+            continue
+        parts = [
+            f"{row['realised']:.3f} kept, {row['kv_bytes'] / 2**20:9,.1f} MiB of k and v",
+            f"{row['peak_bytes'] / 2**20:10,.1f} MiB at most",
+        ]
+        if row["prefill_seconds"] is not None:
+            parts += [f"prefill {row['prefill_seconds']:8.3f} s", f"decode {row['decode_ms']:8.2f} ms a token"]
+        if row["prefill_ratio"] is not None:
+            parts.append(f"({row['prefill_ratio']:.3f} and {row['decode_ratio']:.3f} of full)")
+        largest = "largest context: " if row.get("largest") else ""
+        print(f"{start} {largest}{', '.join(parts)}", flush=True)
+    return rows

@@ -1,0 +1,88 @@
+"""`lkv report`."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lkv.errors import ReportError
+from lkv.report.builders import TABLES, Request, build
+from lkv.report.figures import save_figure
+from lkv.report.formats import FORMATS
+from lkv.report.plots import plot
+from lkv.report.profile import build_prefill, plot_memory, published_prefill, read_profile
+from lkv.report.published import model_of, models, with_published
+from lkv.report.reading import read_results
+from lkv.report.tables import Table
+
+_MATCHING = "matching"
+
+
+def add_parser(commands: Any) -> None:
+    """Add `report` to the subcommands of `lkv`."""
+    report = commands.add_parser("report", help="make tables and figures from result files")
+    report.add_argument("files", type=Path, nargs="*", help="what `lkv eval` wrote")
+    report.add_argument("--profile", type=Path, help="what `lkv profile` wrote: prefill table and memory figure")
+    report.add_argument("--table", choices=TABLES, default="main")
+    report.add_argument("--format", choices=FORMATS, default="terminal")
+    report.add_argument("--out", type=Path, help="write the table here instead of printing it")
+    report.add_argument("--figure", type=Path, help="write the figure here, as .png, .pdf or .svg")
+    report.add_argument("--methods", nargs="+", default=(), help="only these (and the full cache)")
+    report.add_argument("--retention", nargs="+", type=float, default=(), help="only these")
+    report.add_argument("--against", default="", help="the method that differences are taken to (default: lkv)")
+    report.add_argument("--min-full", type=float, default=0.0, help="only tasks where the full cache scores this much")
+    report.add_argument(
+        "--published",
+        nargs="?",
+        const=_MATCHING,
+        choices=[*models(), _MATCHING],
+        help="add the paper's numbers, by default of the model that the results are of",
+    )
+    report.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    if bool(options.profile) == bool(options.files):
+        raise ReportError("give either result files of `lkv eval`, or --profile with one file of `lkv profile`.")
+    table, figure = _profile(options) if options.profile else _evaluation(options)
+    text = FORMATS[options.format](table)
+    if options.out:
+        _write(options.out, text)
+    else:
+        print(text, end="")
+    if figure:
+        save_figure(figure, options.figure)
+        print(f"the figure is in {options.figure}", file=sys.stderr)
+
+
+def _evaluation(options: argparse.Namespace) -> tuple[Table, Any]:
+    results = read_results(options.files)
+    request = Request(tuple(options.methods), tuple(options.retention), options.min_full, options.against)
+    table = build(options.table, results, request)
+    if options.published:
+        table = with_published(table, _model(options, results.header["model"]), str(results.header["suite"]))
+    return table, plot(table) if options.figure else None
+
+
+def _profile(options: argparse.Namespace) -> tuple[Table, Any]:
+    profile = read_profile(options.profile)
+    model = _model(options, profile.model) if options.published else ""
+    table = build_prefill(profile)
+    if model:
+        table = published_prefill(table, model)
+    return table, plot_memory(profile, model) if options.figure else None
+
+
+def _model(options: argparse.Namespace, own: str) -> str:
+    return model_of(own) if options.published == _MATCHING else options.published
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written ({error}); nothing was changed there.") from error

@@ -1,6 +1,0 @@
-"""Text for training and fidelity: samples, sources, the packed mixture."""
-
-from lkv.data.mixture import Mixture
-from lkv.data.sample import Continuation, Sample, TokenizedSample, tokenize
-
-__all__ = ["Continuation", "Mixture", "Sample", "TokenizedSample", "tokenize"]

@@ -1,0 +1,1 @@
+"""The seam to transformers: the only folder that knows its internals."""

@@ -1,0 +1,93 @@
+"""LKV's attention function inside a transformers model: keys that carry a hook (see `hooks`) go to it, all others to
+the stock attention of the model."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lkv.config import ModelSpec
+from lkv.errors import CacheError, UnsupportedModelError
+from lkv.host.hooks import HOOK
+from lkv.host.spec import inspect_model
+
+_PREFIX = "lkv_"
+
+
+def attach(model: Any) -> ModelSpec:
+    """Let LKV caches work in `model`, whatever attention implementation it has; other caches behave as before.
+
+    Idempotent. Returns the model's `ModelSpec`; raises UnsupportedModelError where eviction cannot work.
+    """
+    spec = inspect_model(model)
+    base = model.config._attn_implementation or "eager"
+    if not base.startswith(_PREFIX):
+        if base not in ("sdpa", "eager"):
+            raise UnsupportedModelError(
+                f"LKV does not work over the attention implementation {base!r} yet; load the model with "
+                "attn_implementation='sdpa' or 'eager'."
+            )
+        AttentionInterface.register(_PREFIX + base, partial(_attention, base))
+        # Without a mask function of the same name transformers would drop the padding.
+        AttentionMaskInterface.register(_PREFIX + base, ALL_MASK_ATTENTION_FUNCTIONS[base])
+        if model._can_set_attn_implementation():
+            model.set_attn_implementation(_PREFIX + base)
+    # Models with attention code of their own never call a registered function: every token would be lost.
+    if not (model.config._attn_implementation or "").startswith(_PREFIX):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes attention by code of its own, which LKV cannot reach; use a model "
+            "whose attention goes through transformers' AttentionInterface."
+        )
+    return spec
+
+
+def _attention(
+    base: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    # Models name the dropout; libraries that wrap every registered attention function give it by its place.
+    stock = partial(_stock(base, module), module, query, key, value, mask, dropout=dropout, **kwargs)
+    hook = getattr(key, HOOK, None)
+    if hook is None:
+        return stock()
+    owner = hook.__self__.model_config
+    if owner is not None and getattr(module, "config", owner) is not owner:
+        raise CacheError("this cache was made for another model; make one with RaggedCache(model, ...) for this model.")
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    return _hooked(hook, query, key, value, mask, scale, lambda: stock()[0]), None
+
+
+@torch.compiler.disable
+def _hooked(hook: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Out of a compiled graph: what a layer holds changes shape with every token, and would be compiled every time."""
+    return hook(*args)
+
+
+def _stock(base: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
+    if base == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[base]
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """`model` in eval mode for the duration, with its training flag put back afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

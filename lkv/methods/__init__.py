@@ -1,0 +1,1 @@
+"""Methods: a budget rule with a selector, by name."""

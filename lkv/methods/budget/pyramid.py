@@ -1,0 +1,47 @@
+"""PyramidKV (Cai et al. 2024)."""
+
+from fractions import Fraction
+
+from lkv.errors import BudgetError
+from lkv.methods.budget.base import ROUNDING, FixedBudget, Share, share
+
+
+class Pyramid(FixedBudget):
+    """PyramidKV (Cai et al. 2024): what a layer keeps falls linearly from the first layer to the last.
+
+    At R of T tokens on average the last layer keeps R T / `beta` and the first as much above the mean as the last is
+    below it. Where the first would keep more than all T, it keeps T and the line is tilted around its mean: every count
+    lies in [0, T] and the mean over the layers stays what was asked for. The counts are the line's values rounded down,
+    and of the floor(L R T) tokens those left over go one each to the layers with the largest fractions, lower layers
+    first. All heads of a layer keep the same.
+    """
+
+    def __init__(self, retention: float | Share, layers: int, beta: int = 20):
+        """`layers`: those evicted from. Raises BudgetError for `layers` or `beta` below 1, and RetentionError."""
+        if layers < 1 or beta < 1:
+            raise BudgetError(
+                f"a pyramid of {layers} layers with beta {beta} cannot be built: both must be 1 or more; use the "
+                "model's number of layers, and beta 20 as in the paper (1 makes all layers equal)."
+            )
+        self._share, self._layers, self._beta = share(retention), layers, beta
+        self._solved: tuple[int, list[int]] | None = None
+
+    def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
+        if self._solved is None or self._solved[0] != tokens:
+            self._solved = (tokens, self._counts(tokens))
+        return [self._solved[1][layer] / max(1, tokens)] * heads
+
+    def _counts(self, tokens: int) -> list[int]:
+        """What a head of each layer keeps, [L]."""
+        layers = self._layers
+        total = min(layers * tokens, int(self._share.of(tokens) * layers * tokens + ROUNDING))
+        # Fractions: the line's sum is the total itself, so that rounding can neither lose nor invent a token.
+        mean = Fraction(total, layers)
+        first = min(2 * mean - mean / Fraction(self._beta), Fraction(tokens))
+        step = 2 * (first - mean) / max(1, layers - 1)
+        line = [first - step * layer if layers > 1 else mean for layer in range(layers)]
+        counts = [int(value) for value in line]
+        by_fraction = sorted(range(layers), key=lambda layer: counts[layer] - line[layer])
+        for layer in by_fraction[: total - sum(counts)]:
+            counts[layer] += 1
+        return counts

@@ -1,0 +1,64 @@
+"""Which heads look far back: an estimate of DuoAttention's alphas without training."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lkv.errors import BudgetError, DataError, UnsupportedModelError
+from lkv.host.attention import evaluation_mode
+from lkv.host.spec import inspect_model
+from lkv.methods.budget.duo import RECENT, SINKS
+from lkv.prefill import PromptLayer, read_prompt
+
+_ROWS = 256  # attention rows held at a time
+
+
+@torch.no_grad()
+def estimate_pattern(
+    model: Any, texts: Sequence[list[int]], sinks: int = SINKS, recent: int = RECENT
+) -> list[list[float]]:
+    """Alphas [L][H] for `Duo`: the part of each KV head's attention that falls outside sinks and recent tokens.
+
+    The mean over the query heads of a group, over all tokens of the `texts` (token ids) that such a window does not
+    hold whole, and over the texts. Queries and keys are the ones that attention sees, after QK-norm and RoPE. The model
+    must be whole in this process. Raises DataError where no text is longer than the window, and UnsupportedModelError.
+    """
+    if sinks < 0 or recent < 1:
+        raise BudgetError(f"there is no window of {sinks} sinks and {recent} recent tokens; give >= 0 and >= 1.")
+    long = [ids for ids in texts if len(ids) > sinks + recent]
+    if not long:
+        raise DataError(
+            f"none of the {len(texts)} texts is longer than the {sinks} sinks and {recent} recent tokens of a streaming"
+            " head, so none shows what it would miss; give longer texts, or a smaller window."
+        )
+    spec, device = inspect_model(model), model.get_input_embeddings().weight.device
+    total = torch.zeros(spec.layers, spec.kv_heads, dtype=torch.float64)
+    with evaluation_mode(model):
+        for ids in long:
+            prompt = read_prompt(model, torch.tensor([ids], device=device), queries=True)
+            if prompt[0].key.shape[1] != spec.kv_heads:
+                raise UnsupportedModelError(
+                    "this process holds some of the model's heads only; estimate the pattern with the whole model."
+                )
+            total += torch.stack([_outside(layer, sinks, recent) for layer in prompt]).double().cpu()
+    # Rounding can take a mean of probabilities a little past 1.
+    return (total / len(long)).clamp(0, 1).tolist()
+
+
+def _outside(prompt: PromptLayer, sinks: int, recent: int) -> Tensor:
+    """The mean attention outside sinks and recent tokens, [H]."""
+    assert prompt.query is not None
+    key, tokens = prompt.key, prompt.key.shape[2]
+    query = prompt.query.unflatten(1, (key.shape[1], -1))
+    places = torch.arange(tokens, device=key.device)
+    mass = torch.zeros(key.shape[1], device=key.device)
+    first = sinks + recent  # the first row that sees a token outside
+    for start in range(first, tokens, _ROWS):
+        rows = places[start : start + _ROWS, None]
+        logits = query[0, :, :, start : start + _ROWS] @ key[0, :, None].transpose(-1, -2) * prompt.scale
+        attention = torch.softmax(logits.masked_fill(places > rows, -torch.inf).float(), -1)
+        outside = (places >= sinks) & (places <= rows - recent)
+        mass += (attention * outside).sum(-1).mean(1).sum(-1)
+    return mass / (tokens - first)

@@ -1,0 +1,87 @@
+"""Tables [L][H] of numbers in [0, 1], one for each KV head of a model, read from files."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from lkv.errors import BudgetError
+from lkv.methods.budget.base import PerHead
+
+Source = str | os.PathLike[str]
+
+
+class FileBudget(PerHead):
+    """Each head keeps floor(r T) tokens by its own ratio r, from a JSON file of numbers [L][H]."""
+
+    def __init__(self, path: Source, layers: int, heads: int, local: slice = slice(None)):
+        """`layers` and `heads` (KV heads a layer) of the whole model; `local`: those that this process computes.
+
+        Raises BudgetError for a file that cannot be read or does not fit the model.
+        """
+        super().__init__([row[local] for row in read_ratios(path, layers, heads)])
+
+
+def read_ratios(path: Source, layers: int, heads: int) -> list[list[float]]:
+    """The ratios [L][H] in a JSON file. Raises BudgetError."""
+    try:
+        table = json.loads(_text(path))
+    except ValueError as error:
+        raise BudgetError(f"{path} is no JSON ({error}); {_wanted(layers, heads)}.") from None
+    return check_table(table, layers, heads, str(path))
+
+
+def read_pattern(path: Source, layers: int, heads: int) -> list[list[float]]:
+    """The alphas [L][H] of a DuoAttention pattern file (`full_attention_heads.tsv`), clipped to [0, 1].
+
+    One line a layer, one number a KV head, separated by tabs, as published by Xiao et al. (2024). Raises BudgetError.
+    """
+    lines = [line for line in _text(path).splitlines() if line.strip()]
+    try:
+        table = [[min(1.0, max(0.0, _number(cell))) for cell in line.split("\t")] for line in lines]
+    except ValueError as error:
+        raise BudgetError(
+            f"{path} is no table of numbers separated by tabs ({error}); give a full_attention_heads.tsv as published "
+            "with DuoAttention."
+        ) from None
+    return check_table(table, layers, heads, str(path))
+
+
+def check_table(table: Any, layers: int, heads: int, source: str) -> list[list[float]]:
+    """`table` as floats if it is [L][H] numbers in [0, 1]; BudgetError, naming `source`, otherwise."""
+    if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
+        raise BudgetError(f"{source} is no list of lists of numbers; {_wanted(layers, heads)}.")
+    widths = sorted({len(row) for row in table})
+    if len(table) != layers or widths != [heads]:
+        found = " or ".join(map(str, widths)) or "no"
+        raise BudgetError(
+            f"{source} has {len(table)} rows of {found} numbers, but the model has {layers} layers of {heads} KV "
+            f"heads; {_wanted(layers, heads)}, made for this very model."
+        )
+    for layer, row in enumerate(table):
+        for head, value in enumerate(row):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise BudgetError(
+                    f"{source} has {value!r} for layer {layer}, head {head}, but only numbers in [0, 1] are allowed; "
+                    "correct it."
+                )
+    return [[float(value) for value in row] for row in table]
+
+
+def _wanted(layers: int, heads: int) -> str:
+    return f"give {layers} rows of {heads} numbers in [0, 1]"
+
+
+def _number(cell: str) -> float:
+    value = float(cell)
+    if math.isnan(value):
+        raise ValueError("nan")
+    return value
+
+
+def _text(path: Source) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BudgetError(f"{path} cannot be read ({error}); give a text file that is there.") from None

@@ -1,0 +1,112 @@
+"""KVzip (Kim et al. 2025): a second pass repeats the context in parts; a token counts by the attention it gets."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lkv.errors import PromptError
+from lkv.host.hooks import Cache
+from lkv.host.spec import inspect_model
+from lkv.methods.budget import Budget, GlobalTopK, Share, share
+from lkv.methods.build import CONTEST, KVZIP, Method, find, make_rule
+from lkv.methods.selection import GivenScores
+from lkv.policy import Policy
+from lkv.prefill import FrozenLayer, PromptLayer
+from lkv.prompts import question_ids
+
+_REQUEST = "Repeat the previous context exactly."
+_NEXT = "Repeat the part of the previous context exactly, starting with: "
+_CHUNK, _OVERLAP = 2048, 8  # tokens repeated at a time, and how many of those before tell where to start
+_ROWS = 128  # attention rows held at a time; measured best on a CPU
+
+
+class _ListeningLayer(FrozenLayer):
+    def __init__(self, prompt: PromptLayer):
+        super().__init__(prompt)
+        self.scores = prompt.key.new_zeros(prompt.key.shape[:3], dtype=torch.float32)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        batch, heads, rows, dim = query.shape
+        tokens, kv_heads = self._prompt.key.shape[2], key.shape[1]
+        k, v = torch.cat([self._prompt.key, key], 2), torch.cat([self._prompt.value, value], 2)
+        grouped = query.view(batch, kv_heads, heads // kv_heads, rows, dim) * scale
+        best, parts = self.scores, []
+        for start in range(0, rows, _ROWS):
+            q = grouped[..., start : start + _ROWS, :]
+            own = q.shape[3]
+            end = tokens + start + own
+            logits = (q.flatten(2, 3) @ k[:, :, :end].transpose(-1, -2)).unflatten(2, (-1, own))
+            future = torch.ones(own, own, dtype=torch.bool, device=q.device).triu(1)
+            logits[..., end - own :].masked_fill_(future, -torch.inf)
+            # Half precision stays so outside the kernel, which computes in float32: the logits are no finer anyway, and
+            # copies of a matrix this large cost more than its softmax.
+            attention = torch.softmax(logits, -1).flatten(2, 3)
+            best = torch.maximum(best, attention[..., :tokens].amax(2))
+            parts.append((attention @ v[:, :, :end]).unflatten(2, (-1, own)))
+        self.scores = best
+        return torch.cat(parts, -2).view(batch, heads, rows, -1).transpose(1, 2)
+
+
+@torch.no_grad()
+def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[PromptLayer], name: str = KVZIP) -> Tensor:
+    """The largest attention [L, 1, H, T] that each entry of the one prompt `ids`, already read into `prompt`, receives
+    while the model repeats it, part by part, each part straight after the prompt.
+
+    Raises PromptError, which names the method `name`, where a part does not fit behind the prompt.
+    """
+    layers = [_ListeningLayer(layer) for layer in prompt]
+    device = prompt[0].key.device
+    limit = inspect_model(model).max_positions
+    for start in range(0, len(ids), _CHUNK):
+        request = _NEXT + tokenizer.decode(ids[start - _OVERLAP : start]) if start else _REQUEST
+        replay = question_ids(tokenizer, request) + ids[start : start + _CHUNK]
+        end = len(ids) + len(replay)
+        if end > limit:
+            raise PromptError(
+                f"{name!r} repeats the text after it has read it and would reach {end} tokens, but the model reads at "
+                f"most {limit}; shorten the text, or use another method."
+            )
+        model.base_model(
+            input_ids=torch.tensor([replay], device=device),
+            position_ids=torch.arange(len(ids), end, device=device)[None],
+            past_key_values=Cache(layers=[*layers]),
+            use_cache=True,
+        )
+    return torch.stack([layer.scores for layer in layers])
+
+
+def replay_budget(
+    name: str,
+    table: Tensor,
+    amount: Share,
+    policy: Policy | None = None,
+    pattern: list[list[float]] | None = None,
+) -> Budget:
+    """The budgets of the method `name` under the scores of `replay_scores`: one contest of them all, or the rule that
+    the name says. Raises LkvError where that rule misses something."""
+    rule = find(name).rule
+    if rule == CONTEST:
+        return GlobalTopK(table, amount.of(table.shape[-1]))
+    return make_rule(rule, amount, policy, len(table), pattern)
+
+
+def kvzip(
+    model: Any,
+    tokenizer: Any,
+    ids: list[int],
+    prompt: list[PromptLayer],
+    amount: float | Share,
+    name: str = KVZIP,
+    policy: Policy | None = None,
+    pattern: list[list[float]] | None = None,
+) -> Method:
+    """The method `name` for the one prompt `ids`, already read into `prompt`.
+
+    Raises what `replay_scores` and `replay_budget` raise.
+    """
+    table = replay_scores(model, tokenizer, ids, prompt, name)
+    return Method(name, replay_budget(name, table, share(amount), policy, pattern), GivenScores(table))

@@ -1,0 +1,81 @@
+"""Expected Attention (Devoto et al. 2025)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lkv.errors import UnsupportedModelError
+from lkv.host.attention import attach, evaluation_mode
+from lkv.host.rotation import Rotation
+from lkv.methods.selection.base import Selector, check_sinks, grouped, precise
+from lkv.prefill import read_full_layers
+
+_PROBE_TOKENS = 16
+_PROBE_TOLERANCE = 0.2
+
+
+class ExpectedAttention(Selector):
+    """Expected Attention (Devoto et al. 2025): the attention that a token is to expect from the next `future` queries,
+    times the norm of its value.
+
+    The queries to come are taken to be normal, with the mean and covariance of the prompt's before RoPE, rotated by the
+    mean rotation of their positions. The first `sinks` tokens are always kept and are left out of all statistics.
+    `covariance` False takes the mean alone; `value_norm` False gives the attention alone, as `CriticalKV` needs it.
+
+    The tokens of a prompt are taken to stand at positions 0 to T - 1. Raises UnsupportedModelError for a model whose
+    queries cannot be rotated back, and PromptError for a prompt of no more than `sinks` tokens.
+    """
+
+    reads_queries = True
+
+    def __init__(self, model: Any, future: int = 512, sinks: int = 4, covariance: bool = True, value_norm: bool = True):
+        self.sinks = sinks
+        self._future, self._covariance, self._value_norm = future, covariance, value_norm
+        self._rotation = Rotation(model)
+        self._check(model)
+
+    @torch.no_grad()
+    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        heads, tokens = key.shape[1:3]
+        rotated = grouped(self, query, heads).flatten(1, 2)
+        check_sinks(self, tokens, self.sinks)
+        ahead = self._rotation.mean(precise(rotated), tokens, tokens + self._future)
+        seen = self._rotation.undone(precise(rotated))[:, :, self.sinks :] @ ahead
+        mean = seen.mean(2, keepdim=True)
+        keys = precise(key[:, :, None, self.sinks :])
+        logits = (keys @ mean.unflatten(1, (heads, -1)).transpose(-1, -2)).squeeze(-1) * scale
+        if self._covariance:
+            centred = seen - mean
+            spread = (centred.transpose(-1, -2) @ centred / seen.shape[2]).unflatten(1, (heads, -1))
+            # E[exp(q k)] of a normal q is exp(mean k + k cov k / 2).
+            logits += ((keys @ spread) * keys).sum(-1) * (scale**2 / 2)
+        expected = torch.softmax(logits, -1).mean(2)
+        if self._value_norm:
+            expected = expected * torch.linalg.vector_norm(precise(value[:, :, self.sinks :]), dim=-1)
+        first = (expected.max() + 1).expand(*expected.shape[:2], self.sinks)
+        return torch.cat([first, expected], -1)
+
+    def _check(self, model: Any) -> None:
+        """One token over and over has the same query everywhere before RoPE, in every layer: rotated back it must too.
+
+        Layers without RoPE, or with another kind than the model's module says, would give wrong scores in silence.
+        """
+        token = model.config.get_text_config(decoder=True).vocab_size // 2
+        attach(model)
+        with evaluation_mode(model):
+            ids = torch.full((1, _PROBE_TOKENS), token, device=model.device)
+            layers = read_full_layers(model, ids, queries=True)
+        for layer in layers:
+            assert layer.query is not None
+            rotated = precise(layer.query)
+            if not _variation(self._rotation.undone(rotated)) <= _PROBE_TOLERANCE * _variation(rotated):
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} rotates the queries of some layers in a way that ExpectedAttention cannot "
+                    "undo, or not at all; use a model with RoPE in every layer, such as Llama or Qwen3, or another "
+                    "method."
+                )
+
+
+def _variation(query: Tensor) -> float:
+    return float((query - query.mean(2, keepdim=True)).norm())

@@ -1,0 +1,24 @@
+"""TOVA (Oren et al. 2024)."""
+
+import torch
+from torch import Tensor
+
+from lkv.methods.selection.base import Selector, grouped, precise
+
+
+class TOVA(Selector):
+    """TOVA (Oren et al. 2024, "Transformers are Multi-State RNNs"): the attention of the prompt's last token, averaged
+    over all heads of the layer, so that every head keeps the same tokens.
+
+    Nothing is protected: the last token itself stays only for the attention that it pays to itself. Under tensor
+    parallelism the average is over the heads of one process.
+    """
+
+    reads_queries = True
+    last_queries = 1
+
+    @torch.no_grad()
+    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        last = grouped(self, query, key.shape[1])[..., -1, :]
+        attention = torch.softmax(precise(last @ key.transpose(-1, -2) * scale), -1)
+        return attention.mean((1, 2))[:, None].expand(key.shape[:3])

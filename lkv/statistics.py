@@ -1,0 +1,41 @@
+"""Means with intervals."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Mean(NamedTuple):
+    """A mean with its 95% bootstrap interval over `n` samples."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+def bootstrap(groups: Sequence[Sequence[float]], seed: int = 0, draws: int = 2000) -> Mean:
+    """Percentile bootstrap of the mean of all values, drawing whole groups (the values that share one context).
+
+    Raises ValueError for no values.
+    """
+    if not any(len(group) for group in groups):
+        raise ValueError("there are no values to average.")
+    sums = np.array([sum(group) for group in groups], dtype=np.float64)
+    sizes = np.array([len(group) for group in groups], dtype=np.float64)
+    drawn = np.random.default_rng(seed).integers(0, len(groups), (draws, len(groups)))
+    means = sums[drawn].sum(1) / sizes[drawn].sum(1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Mean(float(sums.sum() / sizes.sum()), float(low), float(high), int(sizes.sum()))
+
+
+def paired(own: Sequence[Sequence[float]], other: Sequence[Sequence[float]], seed: int = 0, draws: int = 2000) -> Mean:
+    """Mean of `own` - `other` over the same samples, grouped as in `bootstrap`; the groups are drawn for both at once.
+
+    Raises ValueError for no values, or values that do not pair.
+    """
+    if [len(group) for group in own] != [len(group) for group in other]:
+        raise ValueError("the two do not pair: give the same groups of the same samples, in the same order.")
+    differences = [[a - b for a, b in zip(*groups, strict=True)] for groups in zip(own, other, strict=True)]
+    return bootstrap(differences, seed, draws)

@@ -1,0 +1,66 @@
+"""Cutting and packing real text to a length: windows, splits, questions, reconstruction requests."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from lkv.training.data.sample import Continuation
+from lkv.training.data.sources import Passage
+
+T = TypeVar("T")
+CHARS_PER_TOKEN = 3.9
+CODE_CHARS_PER_TOKEN = 2.9
+_NEXT_CHARS = 340
+_REPEAT_WORDS = 54
+
+
+def pack(rng: random.Random, items: Sequence[T], room: float, size: Callable[[T], int]) -> list[T]:
+    """Random items until `room` characters are full; at least one."""
+    packed: list[T] = []
+    for item in rng.sample(items, min(len(items), 64)):
+        if packed and room < size(item):
+            break
+        packed.append(item)
+        room -= size(item)
+    return packed
+
+
+def some_questions(rng: random.Random, packed: Sequence[Passage], count: int) -> list[Continuation]:
+    questions = [qa for passage in packed for qa in passage.questions]
+    return [Continuation(q, a) for q, a in rng.sample(questions, min(count, len(questions)))]
+
+
+def window_start(rng: random.Random, text: str, size: int, anchor: int) -> int:
+    """A random start such that text[start:start + size] holds the place `anchor` (-1: the text's beginning)."""
+    if anchor < 0 or len(text) <= size:
+        return 0
+    last = min(anchor, len(text) - size)
+    return rng.randint(min(last, max(0, anchor - size + 200)), last)
+
+
+def window(rng: random.Random, text: str, size: float) -> str:
+    start = rng.randint(0, max(0, len(text) - int(size)))
+    return text[start : start + int(size)]
+
+
+def split_to_continue(rng: random.Random, texts: Sequence[str], size: int) -> tuple[str, list[Continuation]]:
+    """Several texts one after another, cut at a line or word; the continuation is what comes next."""
+    text = "\n\n".join(text[: size // len(texts)] for text in texts[:-1])
+    last = texts[-1]
+    room = max(400, size - len(text))
+    start = rng.randint(0, max(0, len(last) - room - _NEXT_CHARS))
+    part = last[start : start + room + _NEXT_CHARS]
+    cut = max(1, len(part) - _NEXT_CHARS)
+    break_at = max(part.rfind("\n", 0, cut), part.rfind(" ", max(0, cut - 40), cut))
+    cut = break_at if break_at > 0 else cut
+    context = f"{text}\n\n{part[:cut]}" if text else part[:cut]
+    return context, [Continuation(None, part[cut:]), repeat(rng, context)]
+
+
+def repeat(rng: random.Random, context: str) -> Continuation:
+    """Reconstruction: a strong signal that asks for no particular fact."""
+    words = context.split(" ")
+    start = rng.randint(0, max(0, len(words) - _REPEAT_WORDS))
+    opening, rest = words[start : start + 8], words[start + 8 : start + _REPEAT_WORDS]
+    question = f'Repeat the part of the text that starts with: "{" ".join(opening)}"'
+    return Continuation(question, " ".join(rest) or " ".join(opening))

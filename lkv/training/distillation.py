@@ -1,0 +1,109 @@
+"""Teacher and student over the continuations of one sample: what the losses of Sec. 3.5 compare."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from lkv.methods.budget import ROUNDING
+from lkv.ops.soft_topk import soft_topk
+from lkv.policy import Policy
+from lkv.prefill import read_prompt
+from lkv.training.data.sample import TokenizedSample
+from lkv.training.student import FrozenPrompt
+
+_EVICTED = -1e4  # a log-mask whose exponential is exactly zero
+
+
+def gumbel(shape: Iterable[int], generator: torch.Generator, device: torch.device) -> Tensor:
+    """Standard Gumbel noise from a CPU generator, the same on every device."""
+    uniform = torch.rand(tuple(shape), generator=generator).clamp(1e-10, 1 - 1e-7)
+    return -torch.log(-torch.log(uniform)).to(device)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the continuations of one sample gave: log-probabilities [N, V] of the target rows and hidden states."""
+
+    log_probs: Tensor
+    hidden: tuple[Tensor, ...]
+
+
+class Distiller:
+    """Runs teacher and student over the continuations of one sample."""
+
+    def __init__(self, model: Any, sample: TokenizedSample):
+        self._model = model
+        device = model.get_input_embeddings().weight.device
+        self.prompt = read_prompt(model, torch.tensor([sample.context], device=device))
+        self.tokens = len(sample.context)
+        width = max(len(ids) for ids, _ in sample.continuations)
+        shape = (len(sample.continuations), width)
+        ids, scored, own = torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape)
+        for row, (tokens, skip) in enumerate(sample.continuations):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            own[row, : len(tokens)] = 1.0 / len(tokens) / shape[0]
+            # Row i predicts token i + 1: the targets are predicted by rows skip - 1 .. len - 2.
+            first = max(0, skip - 1)
+            scored[row, first : len(tokens) - 1] = 1.0 / (len(tokens) - 1 - first) / shape[0]
+        self._ids = ids.to(device)
+        self._rows = scored.to(device) > 0
+        # Every continuation weighs the same, whatever its length.
+        self.weights = scored.to(device)[self._rows]
+        self.row_weights = own.to(device)
+
+    def run(self, log_mask: Tensor | None) -> Outputs:
+        """Forward of all continuations over the prompt under `log_mask` [L, n, H, T] (None: the full cache)."""
+        positions = torch.arange(self.tokens, self.tokens + self._ids.shape[1], device=self._ids.device)
+        out = self._model(
+            input_ids=self._ids,
+            position_ids=positions[None],
+            past_key_values=FrozenPrompt(self.prompt, log_mask),
+            use_cache=True,
+            output_hidden_states=True,
+        )
+        return Outputs(log_softmax(out.logits[self._rows].float(), -1), out.hidden_states[1:])
+
+    def scores(self, policy: Policy) -> Tensor:
+        """LKV-T scores u [L, H, T] of the prompt."""
+        return torch.cat([policy.tokens(kv.key, kv.value, layer) for layer, kv in enumerate(self.prompt)])
+
+    def kl(self, teacher: Outputs, student: Outputs) -> Tensor:
+        """D_KL(P_T || P_S): mean over target tokens, then over continuations."""
+        return ((teacher.log_probs.exp() * (teacher.log_probs - student.log_probs)).sum(-1) * self.weights).sum()
+
+    def agreement(self, teacher: Outputs, student: Outputs) -> float:
+        """Share of target tokens with the same most probable token, averaged like `kl`."""
+        same = teacher.log_probs.argmax(-1) == student.log_probs.argmax(-1)
+        return float((same * self.weights).sum())
+
+    def hidden_distance(self, teacher: Outputs, student: Outputs, norm: str) -> Tensor:
+        """1/L sum_l ||H_T - H_S||^2, averaged over tokens; `norm` as in `TrainingConfig.hidden_norm`."""
+        total = self.row_weights.new_zeros(())
+        for target, own in zip(teacher.hidden, student.hidden, strict=True):
+            squared = (own.float() - target.float()).square().sum(-1)
+            if norm == "relative":
+                squared = squared / target.float().square().sum(-1).clamp(min=1e-12)
+            elif norm == "mean":
+                squared = squared / target.shape[-1]
+            total = total + (squared * self.row_weights).sum()
+        return total / len(teacher.hidden)
+
+
+def soft_mask(policy: Policy, scores: Tensor, retention: float, tau: float, noise: Tensor) -> Tensor:
+    """log m~ [L, n, H, T] = log ST_b(u + g; tau) with b = r t (Sec. 3.4); `noise` [n, L, H, T]."""
+    budgets = policy.ratios(retention) * scores.shape[-1]
+    return soft_topk(scores + noise, budgets, tau).log_mask.transpose(0, 1)
+
+
+def hard_mask(policy: Policy, scores: Tensor, retention: float, rows: int) -> Tensor:
+    """The mask of inference as a log-mask [L, n, H, T]: the best floor(r t) tokens of each head."""
+    budgets = (
+        (policy.inference_ratios(retention).double() * scores.shape[-1] + ROUNDING).floor().long().to(scores.device)
+    )
+    rank = scores.argsort(-1, descending=True).argsort(-1)
+    mask = torch.where(rank < budgets[..., None], 0.0, _EVICTED)
+    return mask[:, None].expand(-1, rows, -1, -1)

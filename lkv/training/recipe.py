@@ -1,0 +1,53 @@
+"""From a command line's settings to a finished policy: model, data, trainer and card put together."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lkv.config import TrainingConfig, asdict
+from lkv.host.spec import inspect_model
+from lkv.models import DEFAULT, load_model
+from lkv.policy import Policy
+from lkv.training.data.mixture import Mixture
+from lkv.training.data.sample import TokenizedSample, tokenize
+from lkv.training.trainer import Trainer, require_samples, start_from
+
+
+def train_policy(
+    config: TrainingConfig, model_name: str | None, data: Path, out: Path, init: Path | None = None
+) -> Policy:
+    """Train a policy, or resume its training, and save it under out/policy. Accelerate spreads it over processes.
+
+    `init` is the folder of a policy or of another run whose weights this one starts from.
+    """
+    from accelerate import Accelerator
+
+    training = Mixture(data, config.min_tokens, config.max_tokens, config.seed)
+    # The same held-out samples for every seed, so that curves of different runs compare.
+    held_out = Mixture(data, config.min_tokens, config.max_tokens, validation=True)
+    accelerator = Accelerator()
+    model, tokenizer = load_model(model_name or DEFAULT, getattr(torch, config.dtype))
+    model.to(accelerator.device)
+    torch.manual_seed(config.seed)
+    card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
+    card["trained_tokens"] = config.max_tokens
+    policy = Policy(inspect_model(model), card).to(accelerator.device)
+    if init is not None:
+        card["started_from"] = before = start_from(policy, init)
+        earlier = before.get("trained_tokens") or before.get("training", {}).get("max_tokens", 0)
+        card["trained_tokens"] = max(config.max_tokens, earlier)
+
+    def sample(mixture: Mixture, index: int) -> TokenizedSample:
+        text = mixture.sample(index, config.continuations)
+        return tokenize(text, tokenizer, config.max_tokens, config.max_continuation)
+
+    validation = require_samples([sample(held_out, index) for index in range(config.validation_samples)])
+    trainer = Trainer(
+        model, policy, config, lambda index: sample(training, index), validation, out, accelerator, init is not None
+    )
+    trainer.run()
+    if accelerator.is_main_process:
+        policy.save_pretrained(out / "policy", half=True)
+        print(f"the policy is in {out / 'policy'}")
+    return policy

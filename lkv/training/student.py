@@ -1,0 +1,44 @@
+"""Teacher and student of the distillation share one frozen prompt; the student sees it under a soft mask (Sec. 3.5).
+
+Eviction in a layer follows that layer's own attention over the whole prompt, so the prompt's k and v are those of the
+uncompressed model. Only the continuation rows differ, and only they are computed twice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lkv.host.hooks import Cache
+from lkv.ops.soft_mask_attention import soft_mask_attention
+from lkv.prefill import FrozenLayer, PromptLayer
+
+
+class FrozenPrompt(Cache):
+    """A cache holding the full k and v [1, H, T, d] of a prompt, layer by layer, for continuations of any number.
+
+    `log_mask` [L, n, H, T] weighs the prompt's tokens for each of n continuations (None: the full cache). Own tokens
+    of a continuation are not masked. For one forward pass: what it appends is not stored.
+    """
+
+    def __init__(self, prompt: list[PromptLayer], log_mask: Tensor | None = None):
+        masks: Any = [None] * len(prompt) if log_mask is None else log_mask
+        super().__init__(layers=[_MaskedLayer(layer, mask) for layer, mask in zip(prompt, masks, strict=True)])
+
+
+class _MaskedLayer(FrozenLayer):
+    def __init__(self, prompt: PromptLayer, log_mask: Tensor | None):
+        super().__init__(prompt)
+        self._log_mask = log_mask
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        rows, heads, new, _ = key.shape
+        k = torch.cat([self._prompt.key.expand(rows, -1, -1, -1), key], 2)
+        v = torch.cat([self._prompt.value.expand(rows, -1, -1, -1), value], 2)
+        log_mask = k.new_zeros((rows, heads, k.shape[2]), dtype=torch.float32)
+        if self._log_mask is not None:
+            log_mask = torch.cat([self._log_mask, log_mask[..., :new].to(self._log_mask.dtype)], -1)
+        return soft_mask_attention(query, k, v, log_mask, scale).transpose(1, 2)
