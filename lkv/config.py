@@ -21,6 +21,30 @@ class ModelSpec:
     weights: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class ScorerInputs:
+    """What LKV-T reads of a token; a policy's file names it.
+
+    `key`: k as it is "cached", after RoPE (the paper), or "unrotated". `attention`: "none", or a term for the attention
+    to expect from queries whose statistics are "learned". `knots`: of the position terms, 0 for none; knot j lies at
+    2^j tokens.
+    """
+
+    key: str = "cached"
+    attention: str = "none"
+    knots: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("key", SCORER_KEYS), ("attention", SCORER_ATTENTION)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but this version knows {', '.join(known)}")
+        if not isinstance(self.knots, int) or not 0 <= self.knots <= MAX_KNOTS:
+            raise ValueError(f"knots is {self.knots!r}, but it is a number from 0 to {MAX_KNOTS}")
+
+
+SCORER_KEYS = ("cached", "unrotated")
+SCORER_ATTENTION = ("none", "learned")
+MAX_KNOTS = 32
 HIDDEN_NORMS = ("relative", "mean", "sum")
 
 
@@ -31,6 +55,14 @@ class TrainingConfig:
     `batch` counts contexts a step, each with up to `continuations` continuations. `hidden_norm` is the paper's open
     choice for ||H_T - H_S||^2: "relative" divides by ||H_T||^2 a token, "mean" by the hidden size, "sum" by nothing.
     `hold` is the last share of the steps that keep the final tau and R (0 in the paper).
+
+    Where `retention_high` is above 0, R is drawn log-uniformly between `retention_low` and it for every continuation,
+    in place of the schedule; a continuation then weighs (R / `retention_end`) ** `retention_power`, so that the small R,
+    whose KL is many times as large, do not decide alone. Contexts longer than 2,000 tokens get one continuation more a
+    `tokens_a_continuation` tokens, up to `continuations` (0: all get as many).
+
+    `key`, `attention`, `position` say what LKV-T reads (see `ScorerInputs`; `position` makes knots up to `max_tokens`).
+    `terms_lr` multiplies the rate of the attention's weights and of the position terms, one number a head each.
     """
 
     steps: int = 1000
@@ -56,9 +88,22 @@ class TrainingConfig:
     checkpoint_every: int = 20
     evaluate_every: int = 100
     validation_samples: int = 16
+    retention_low: float = 0.0
+    retention_high: float = 0.0
+    retention_power: float = 0.75
+    tokens_a_continuation: int = 0
+    key: str = "cached"
+    attention: str = "none"
+    position: bool = False
+    terms_lr: float = 20.0
+
+    @property
+    def inputs(self) -> ScorerInputs:
+        """What a policy trained so reads."""
+        return ScorerInputs(self.key, self.attention, (self.max_tokens - 1).bit_length() + 1 if self.position else 0)
 
 
-_CPU = TrainingConfig(
+_PAPER_CPU = TrainingConfig(
     steps=1000,
     batch=2,
     continuations=2,
@@ -70,13 +115,40 @@ _CPU = TrainingConfig(
     max_tokens=2000,
     max_continuation=144,
 )
+# All lengths and all R at once. A temperature below 0.08 only adds variance on a CPU's small batches.
+_CPU = TrainingConfig(
+    steps=200,
+    batch=4,
+    continuations=6,
+    tokens_a_continuation=1200,
+    lr=5e-4,
+    lr_end=5e-5,
+    warmup=5,
+    tau_start=0.4,
+    tau_end=0.1,
+    retention_low=0.03,
+    retention_high=0.5,
+    min_tokens=600,
+    max_tokens=8000,
+    max_continuation=120,
+    dtype="float32",
+    checkpoint_every=5,
+    evaluate_every=40,
+    validation_samples=12,
+    key="unrotated",
+    attention="learned",
+    position=True,
+)
 PRESETS: dict[str, TrainingConfig] = {
     "paper": TrainingConfig(),
     "cpu": _CPU,
-    # Second stage on a CPU, from the weights of a first run, at the final retention throughout: the gradients of single
-    # contexts nearly cancel there, so it takes large batches, a small last rate, and a temperature above 0.08.
-    "finish": replace(
-        _CPU,
+    # A second stage from the weights of a first: the gradients of single contexts nearly cancel by then, so it takes
+    # large batches and a small last rate.
+    "finish": replace(_CPU, batch=8, steps=100, tau_start=0.2, lr=3e-4, lr_end=2e-5, seed=2),
+    # The paper's scorer on a CPU, at one R, in two stages.
+    "paper-cpu": _PAPER_CPU,
+    "paper-cpu-finish": replace(
+        _PAPER_CPU,
         steps=220,
         batch=8,
         seed=2,
@@ -104,4 +176,4 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-__all__ = ["HIDDEN_NORMS", "PRESETS", "ModelSpec", "TrainingConfig", "asdict", "from_dict", "replace"]
+__all__ = ["HIDDEN_NORMS", "PRESETS", "ModelSpec", "ScorerInputs", "TrainingConfig", "asdict", "from_dict", "replace"]

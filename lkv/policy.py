@@ -13,12 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from lkv.config import ModelSpec, asdict, from_dict
+from lkv.config import ModelSpec, ScorerInputs, asdict, from_dict
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
 from lkv.ops.soft_topk import soft_topk
+from lkv.ops.token_scores import Attention, Content, Position, Scorer, token_scores
+from lkv.prefill import PromptLayer, precise
 
 _WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
-_FORMAT = 1
+_FORMATS = (1, 2)  # 1 is the paper's scorer alone; 2 names the scorer's inputs
+SPREAD = 16  # columns of the learned queries' covariance: measured as good as the whole of it
+FUTURE = 512  # positions over which the queries to come are taken to stand, as Expected Attention has it
 # Weights that went through bfloat16 differ by 2^-9 of their size; another model's differ by their whole size.
 _FINGERPRINT_TOLERANCE = 2.0**-7
 
@@ -38,32 +42,78 @@ class HeadBudgets(nn.Module):
 
 
 class TokenScores(nn.Module):
-    """LKV-T: an MLP 2d -> d -> 1 of its own for every KV head scores a token from [k; v] alone (Sec. 3.4).
+    """LKV-T: the weights of `ops.token_scores` for every KV head of the model (Sec. 3.4).
 
-    `mean` and `std` [L, H, 2d] normalise the input; they are measured on training text and stored with the policy.
+    Content: an MLP 2d -> d -> 1 of its own for each head over [k; v]; `mean` and `std` [L, H, 2d] normalise its input.
+    `inputs` says which form of k it reads, and whether a token's score also has a term for the attention to expect and
+    terms for its position. What is not learned by gradients is measured on training text (`training.calibration`).
     """
 
     mean: Tensor
     std: Tensor
+    normaliser: Tensor
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int):
+    def __init__(self, layers: int, heads: int, kv_heads: int, head_dim: int, inputs: ScorerInputs | None = None):
         super().__init__()
-        shape = (layers, kv_heads, 2 * head_dim)
-        self.register_buffer("mean", torch.zeros(shape))
-        self.register_buffer("std", torch.ones(shape))
+        self.inputs = inputs or ScorerInputs()
+        shape = (layers, kv_heads)
+        self.register_buffer("mean", torch.zeros(*shape, 2 * head_dim))
+        self.register_buffer("std", torch.ones(*shape, 2 * head_dim))
         bound = 1 / math.sqrt(2 * head_dim)
-        self.hidden = nn.Parameter(torch.empty(layers, kv_heads, 2 * head_dim, head_dim).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.zeros(layers, kv_heads, head_dim))
-        self.output = nn.Parameter(torch.randn(layers, kv_heads, head_dim) / math.sqrt(head_dim))
+        self.hidden = nn.Parameter(torch.empty(*shape, 2 * head_dim, head_dim).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.zeros(*shape, head_dim))
+        self.output = nn.Parameter(torch.randn(*shape, head_dim) / math.sqrt(head_dim))
+        if self.inputs.attention == "learned":
+            group = heads // kv_heads
+            self.attention_weight = nn.Parameter(torch.ones(shape))
+            self.query_mean = nn.Parameter(torch.zeros(*shape, group, head_dim))
+            self.query_spread = nn.Parameter(torch.zeros(*shape, head_dim, min(SPREAD, head_dim)))
+            self.register_buffer("normaliser", torch.zeros(*shape, group))
+        if self.inputs.knots:
+            self.start = nn.Parameter(torch.zeros(*shape, self.inputs.knots))
+            self.end = nn.Parameter(torch.zeros(*shape, self.inputs.knots))
 
-    def forward(self, k: Tensor, v: Tensor, layer: int, heads: slice = slice(None)) -> Tensor:
-        """Scores u [B, H, T] in float32 for `k`, `v` [B, H, T, d] of the KV heads `heads` of one layer."""
-        # The normalisation is folded into the first matrix, so that k and v are read once and never copied whole.
-        weight = self.hidden[layer, heads] / self.std[layer, heads][..., None]
-        bias = self.bias[layer, heads] - (self.mean[layer, heads][..., None, :] @ weight).squeeze(-2)
-        d = k.shape[-1]
-        hidden = k.float() @ weight[:, :d] + v.float() @ weight[:, d:] + bias[:, None]
-        return (silu(hidden) @ self.output[layer, heads][..., None]).squeeze(-1)
+    def scorer(self, layer: int, heads: slice = slice(None)) -> Scorer:
+        """The weights of the KV heads `heads` of one layer."""
+        at = (layer, heads)
+        content = Content(self.mean[at], self.std[at], self.hidden[at], self.bias[at], self.output[at])
+        attention = position = None
+        if self.inputs.attention == "learned":
+            attention = Attention(
+                self.attention_weight[at], self.query_mean[at], self.query_spread[at], self.normaliser[at]
+            )
+        if self.inputs.knots:
+            position = Position(self.start[at], self.end[at])
+        return Scorer(content, attention, position)
+
+    def forward(self, prompt: PromptLayer, layer: int, heads: slice = slice(None)) -> Tensor:
+        """Scores u [B, H, T] in float32 of the tokens of one layer, for its KV heads `heads`.
+
+        Raises UnsupportedModelError where the model's rotation is needed and cannot be undone.
+        """
+        key, ahead = self.read_key(prompt), None
+        if self.inputs.attention != "none":
+            ahead = prompt.known_rotation.mean(precise(prompt.key), prompt.end, prompt.end + FUTURE)
+        return token_scores(
+            self.scorer(layer, heads),
+            key,
+            prompt.value,
+            cached_key=prompt.key,
+            ahead=ahead,
+            scale=prompt.scale,
+            start=prompt.start,
+        )
+
+    def read_key(self, prompt: PromptLayer) -> Tensor:
+        """k [B, H, T, d] as the content term reads it."""
+        if self.inputs.key == "cached":
+            return prompt.key
+        return prompt.known_rotation.undone(prompt.key, prompt.start)
+
+    def content(self, prompt: PromptLayer, layer: int, tokens: Tensor) -> Tensor:
+        """The content term alone for the `tokens` [n] (indices) of one layer: [B, H, n]."""
+        scorer = Scorer(self.scorer(layer).content)
+        return token_scores(scorer, self.read_key(prompt)[:, :, tokens], prompt.value[:, :, tokens])
 
 
 def differs(expected: ModelSpec, given: ModelSpec) -> str | None:
@@ -82,13 +132,19 @@ def differs(expected: ModelSpec, given: ModelSpec) -> str | None:
 class Policy(nn.Module):
     """How much every head keeps (LKV-H) and which tokens (LKV-T), for one model."""
 
-    def __init__(self, spec: ModelSpec, card: dict[str, Any] | None = None):
-        """`spec` describes the model; `card` is free JSON about the training, stored with the policy."""
+    def __init__(self, spec: ModelSpec, card: dict[str, Any] | None = None, inputs: ScorerInputs | None = None):
+        """`spec` describes the model; `card` is free JSON about the training, stored with the policy; `inputs` is what
+        LKV-T reads, the paper's unless given."""
         super().__init__()
         self.spec = spec
         self.card = card or {}
         self.heads = HeadBudgets(spec.layers, spec.kv_heads, spec.head_dim)
-        self.tokens = TokenScores(spec.layers, spec.kv_heads, spec.head_dim)
+        self.tokens = TokenScores(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, inputs)
+
+    @property
+    def inputs(self) -> ScorerInputs:
+        """What LKV-T reads of a token."""
+        return self.tokens.inputs
 
     @property
     def trained_tokens(self) -> int | None:
@@ -97,9 +153,11 @@ class Policy(nn.Module):
         return found if isinstance(found, int) else None
 
     def ratios(self, retention: float | Tensor) -> Tensor:
-        """r [L, H] in (0, 1): each head's share of the tokens, with mean `retention` over all heads (Sec. 3.3)."""
+        """r [L, H] in (0, 1): each head's share of the tokens, with mean `retention` over all heads (Sec. 3.3);
+        [n, L, H] for n retentions."""
         scores = self.heads().flatten()
-        return soft_topk(scores, scores.numel() * retention).mask.view(self.spec.layers, self.spec.kv_heads)
+        shape = (self.spec.layers, self.spec.kv_heads)
+        return soft_topk(scores, scores.numel() * retention).mask.unflatten(-1, shape)
 
     @torch.no_grad()
     def inference_ratios(self, retention: float) -> Tensor:
@@ -138,7 +196,7 @@ class Policy(nn.Module):
             for name, tensor in self.state_dict().items()
         }
         save_file(state, weights)
-        config = {"format": _FORMAT, "sha256": _sha256(weights), "model": asdict(self.spec), "card": self.card}
+        config = {"format": 2, "inputs": asdict(self.inputs), "sha256": _sha256(weights), "model": asdict(self.spec), "card": self.card}
         text = target / (_CONFIG + ".tmp")
         text.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         os.replace(weights, target / _WEIGHTS)
@@ -150,12 +208,13 @@ class Policy(nn.Module):
         folder = _resolve(name)
         try:
             config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-            if config["format"] != _FORMAT:
+            if config["format"] not in _FORMATS:
                 raise PolicyFileError(
-                    f"{folder / _CONFIG} has format {config['format']!r}, but this version reads format {_FORMAT}; "
-                    "update lkv-cache or train the policy again."
+                    f"{folder / _CONFIG} has format {config['format']!r}, but this version reads formats "
+                    f"{' and '.join(map(str, _FORMATS))}; update lkv-cache or train the policy again."
                 )
-            policy, digest = cls(from_dict(ModelSpec, config["model"]), config.get("card")), config["sha256"]
+            inputs = ScorerInputs() if config["format"] == 1 else from_dict(ScorerInputs, config["inputs"])
+            policy, digest = cls(from_dict(ModelSpec, config["model"]), config.get("card"), inputs), config["sha256"]
         except FileNotFoundError:
             raise PolicyFileError(
                 f"{folder} has no {_CONFIG}; give the folder that Policy.save_pretrained wrote."

@@ -1,7 +1,8 @@
 """A prompt read once with the full cache: its k and v (and q) serve the distillation and every method compared."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,17 +10,41 @@ from torch import Tensor
 from lkv.errors import UnsupportedModelError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache, HookedLayer
+from lkv.host.rotation import Rotation, rotation_of
 from lkv.host.spec import layer_windows
 
 
-class PromptLayer(NamedTuple):
-    """One layer's k and v [B, H, T, d] after RoPE, the attention scale, and q [B, Hq, T, d] (or the last of them) if
-    it was asked for."""
+@dataclass(frozen=True)
+class PromptLayer:
+    """One layer of a prompt: k and v [B, H, T, d] after RoPE, the attention scale, and q [B, Hq, T, d] (or the last of
+    them) if it was asked for. The tokens stand at positions `start` to `start + T - 1`; `rotation` undoes their RoPE."""
 
     key: Tensor
     value: Tensor
     scale: float
-    query: Tensor | None
+    query: Tensor | None = None
+    start: int = 0
+    rotation: Rotation | None = None
+
+    @property
+    def end(self) -> int:
+        """The position that follows the last token."""
+        return self.start + self.key.shape[2]
+
+    @property
+    def known_rotation(self) -> Rotation:
+        """`rotation`. Raises UnsupportedModelError where it is not known."""
+        if self.rotation is None:
+            raise UnsupportedModelError(
+                "this policy or method needs the model's rotary embedding, which LKV cannot undo here; use a model such "
+                "as Llama, Qwen2, Qwen3, Mistral or Phi-3, or a policy whose scorer reads k as cached and nothing else."
+            )
+        return self.rotation
+
+
+def precise(x: Tensor) -> Tensor:
+    """`x` in float32 or better: in 16 bits the scores of many tokens would be equal."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def read_prompt(model: Any, ids: Tensor, queries: bool | int = False) -> list[PromptLayer]:
@@ -43,7 +68,9 @@ def read_full_layers(model: Any, ids: Tensor, queries: bool | int = False) -> li
     windows = layer_windows(model)
     layers = [_CapturingLayer(queries) for _ in windows]
     model.base_model(input_ids=ids, past_key_values=Cache(layers=[*layers]), use_cache=True)
-    return [layer.captured for layer, window in zip(layers, windows, strict=True) if window is None]
+    rotation = rotation_of(model)
+    full = [layer.captured for layer, window in zip(layers, windows, strict=True) if window is None]
+    return [replace(layer, rotation=rotation) for layer in full]
 
 
 class FrozenLayer(HookedLayer):

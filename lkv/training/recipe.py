@@ -32,19 +32,29 @@ def train_policy(
     torch.manual_seed(config.seed)
     card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
     card["trained_tokens"] = config.max_tokens
-    policy = Policy(inspect_model(model), card).to(accelerator.device)
+    policy = Policy(inspect_model(model), card, config.inputs).to(accelerator.device)
+    warm_start = None
     if init is not None:
-        card["started_from"] = before = start_from(policy, init)
+        before, warm_start = start_from(policy, init)
+        card["started_from"] = before
         earlier = before.get("trained_tokens") or before.get("training", {}).get("max_tokens", 0)
         card["trained_tokens"] = max(config.max_tokens, earlier)
 
     def sample(mixture: Mixture, index: int) -> TokenizedSample:
-        text = mixture.sample(index, config.continuations)
+        text = mixture.sample(index, config.continuations, config.tokens_a_continuation)
         return tokenize(text, tokenizer, config.max_tokens, config.max_continuation)
 
     validation = require_samples([sample(held_out, index) for index in range(config.validation_samples)])
     trainer = Trainer(
-        model, policy, config, lambda index: sample(training, index), validation, out, accelerator, init is not None
+        model,
+        policy,
+        config,
+        lambda index: sample(training, index),
+        validation,
+        out,
+        accelerator,
+        calibrated=init is not None and warm_start is None,
+        warm_start=warm_start,
     )
     trainer.run()
     if accelerator.is_main_process:

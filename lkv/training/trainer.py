@@ -17,12 +17,14 @@ from lkv.config import ModelSpec, TrainingConfig, asdict, from_dict
 from lkv.errors import DataError, PolicyMismatchError, TrainingError
 from lkv.host.attention import attach, evaluation_mode
 from lkv.policy import Policy, is_policy
-from lkv.prefill import read_prompt
+from lkv.training.calibration import calibrate
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.distillation import Distiller, gumbel, hard_mask, soft_mask
+from lkv.training.warm_start import carry_over
 
 _CHECKPOINT = "checkpoint.safetensors"
 _CURVE = "curve.jsonl"
+_CALIBRATION_SAMPLES = 12
 
 
 @dataclass(frozen=True)
@@ -62,18 +64,28 @@ class Trainer:
         folder: Path,
         accelerator: Any = None,
         calibrated: bool = False,
+        warm_start: Policy | None = None,
     ):
         """`samples(i)` gives training sample i. `folder` takes checkpoint, curve and the finished policy.
 
-        `calibrated`: the policy already holds its input statistics (it starts from another run).
+        `calibrated`: the policy already holds its input statistics (it starts from another run). `warm_start`: a policy
+        of other inputs whose choices this one first learns to imitate.
         """
         self._model, self._policy, self._config = model, policy, config
         self._samples, self._validation, self._folder = samples, validation, folder
-        self._accelerator, self._calibrated = accelerator, calibrated
+        self._accelerator, self._calibrated, self._warm_start = accelerator, calibrated, warm_start
         self._share = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
         self._parameters = dict(policy.named_parameters())
+        terms = {f"tokens.{name}" for name in ("attention_weight", "start", "end")}
+        groups: list[dict[str, Any]] = [
+            {"params": [p for n, p in self._parameters.items() if n not in terms], "rate": 1.0},
+            {"params": [p for n, p in self._parameters.items() if n in terms], "rate": config.terms_lr},
+        ]
         self._optimizer = torch.optim.AdamW(
-            self._parameters.values(), lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.98)
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            betas=(0.9, 0.98),
         )
         self._step = 0
 
@@ -89,7 +101,10 @@ class Trainer:
             if (self._folder / _CHECKPOINT).is_file():
                 self._restore()
             elif not self._calibrated:
-                self._calibrate()
+                samples = [self._samples(number) for number in range(_CALIBRATION_SAMPLES)]
+                calibrate(self._model, self._policy, [sample.context for sample in samples])
+                if self._warm_start is not None:
+                    carry_over(self._model, self._warm_start, self._policy, self._samples)
             end = self._config.steps if stop_after is None else min(self._config.steps, self._step + stop_after)
             bar = tqdm(total=self._config.steps, initial=self._step, desc="training", disable=self._share[0] != 0)
             while self._step < end:
@@ -108,7 +123,7 @@ class Trainer:
     def _train_step(self) -> dict[str, float]:
         now = schedule(self._config, self._step)
         for group in self._optimizer.param_groups:
-            group["lr"] = now.lr
+            group["lr"] = now.lr * group["rate"]
         self._optimizer.zero_grad(set_to_none=True)
         index, count = self._share
         sums = {"kl": 0.0, "hidden": 0.0}
@@ -123,9 +138,11 @@ class Trainer:
             with torch.no_grad():
                 teacher = run.run(None)
             scores = run.scores(self._policy)
-            noise = gumbel((len(sample.continuations), *scores.shape), generator, scores.device)
-            student = run.run(soft_mask(self._policy, scores, now.retention, now.tau, noise))
-            kl = run.kl(teacher, student)
+            rows = len(sample.continuations)
+            noise = gumbel((rows, *scores.shape), generator, scores.device)
+            retention = self._retentions(rows, now.retention, generator)
+            student = run.run(soft_mask(self._policy, scores, retention.to(scores.device), now.tau, noise))
+            kl = run.kl(teacher, student, self._weights(retention).to(scores.device))
             hidden = run.hidden_distance(teacher, student, self._config.hidden_norm)
             loss = (kl + self._config.beta * hidden) / self._config.batch
             if not loss.isfinite():
@@ -145,6 +162,20 @@ class Trainer:
         self._optimizer.step()
         return sums | {"grad": float(norm), "R": now.retention, "tau": now.tau}
 
+    def _retentions(self, rows: int, scheduled: float, generator: torch.Generator) -> Tensor:
+        """R [n] of each continuation, drawn log-uniformly where the settings say so, else the schedule's."""
+        low, high = self._config.retention_low, self._config.retention_high
+        if not high:
+            return torch.full((rows,), scheduled)
+        share = torch.rand(rows, generator=generator)
+        return low * (high / low) ** share
+
+    def _weights(self, retention: Tensor) -> Tensor:
+        """How much a continuation under each of `retention` counts."""
+        if not self._config.retention_high:
+            return torch.ones_like(retention)
+        return (retention / self._config.retention_end) ** self._config.retention_power
+
     def _stop_if(self, broken: str) -> None:
         """Raise TrainingError if the loss of any process is no number, in all processes together."""
         count = torch.tensor(float(bool(broken)), device=self._policy.tokens.mean.device)
@@ -157,33 +188,22 @@ class Trainer:
             )
 
     @torch.no_grad()
-    def _calibrate(self, count: int = 12) -> None:
-        """Measure mean and deviation of k and v of each head on the first training samples."""
-        sums: list[Tensor] = []
-        total = 0
-        for number in range(count):
-            sample = self._samples(number)
-            device = self._policy.tokens.mean.device
-            prompt = read_prompt(self._model, torch.tensor([sample.context], device=device))
-            kv = torch.cat([torch.cat([layer.key, layer.value], -1) for layer in prompt]).double()
-            sums.append(torch.stack([kv.sum(2), kv.square().sum(2)]))
-            total += kv.shape[2]
-        first, second = torch.stack(sums).sum(0) / total
-        self._policy.tokens.mean.copy_(first)
-        self._policy.tokens.std.copy_((second - first.square()).clamp(min=1e-6).sqrt())
-
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Fidelity of the hard-masked policy at the final retention over the validation samples."""
-        kl = agreement = 0.0
+        """Fidelity of the hard-masked policy over the validation samples at the final retention, and at a third of it
+        where it is trained for many."""
+        means = {"kl": 0.0, "agreement": 0.0}
+        measured = {"": self._config.retention_end}
+        if self._config.retention_high:
+            measured["_third"] = self._config.retention_end / 3
         for sample in self._validation:
             run = Distiller(self._model, sample)
-            scores = run.scores(self._policy)
+            scores, rows = run.scores(self._policy), len(sample.continuations)
             teacher = run.run(None)
-            student = run.run(hard_mask(self._policy, scores, self._config.retention_end, len(sample.continuations)))
-            kl += float(run.kl(teacher, student)) / len(self._validation)
-            agreement += run.agreement(teacher, student) / len(self._validation)
-        return {"kl": kl, "agreement": agreement}
+            for end, retention in measured.items():
+                student = run.run(hard_mask(self._policy, scores, retention, rows))
+                for name, value in (("kl", run.kl(teacher, student)), ("agreement", run.agreement(teacher, student))):
+                    means[name + end] = means.get(name + end, 0.0) + float(value) / len(self._validation)
+        return means
 
     def _record(self, losses: dict[str, float]) -> None:
         if self._share[0] != 0:
@@ -243,17 +263,23 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise TrainingError(f"{path} cannot be read ({error}); give the folder of a training run.") from error
 
 
-def start_from(policy: Policy, folder: Path) -> dict[str, Any]:
-    """Give `policy` the weights of a finished policy or of a run's checkpoint; returns what its card should tell."""
+def start_from(policy: Policy, folder: Path) -> tuple[dict[str, Any], Policy | None]:
+    """Give `policy` the weights of a finished policy or of a run's checkpoint; returns what its card should tell.
+
+    From a policy that reads other inputs it takes the head budgets, and gets that policy back to imitate its choices.
+    """
     if is_policy(folder):
         finished = Policy.from_pretrained(folder)
         _check_model(policy, finished.spec, folder)
+        if finished.inputs != policy.inputs:
+            policy.heads.load_state_dict(finished.heads.state_dict())
+            return finished.card, finished
         policy.load_state_dict(finished.state_dict())
-        return finished.card
+        return finished.card, None
     tensors, metadata = read_checkpoint(folder)
     _check_model(policy, _spec_of(metadata), folder)
     policy.load_state_dict({n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")})
-    return {"step": int(metadata["step"]), "training": json.loads(metadata["config"])}
+    return {"step": int(metadata["step"]), "training": json.loads(metadata["config"])}, None
 
 
 def _spec_of(metadata: dict[str, str]) -> ModelSpec | None:
