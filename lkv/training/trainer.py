@@ -24,7 +24,7 @@ from lkv.training.warm_start import carry_over
 
 _CHECKPOINT = "checkpoint.safetensors"
 _CURVE = "curve.jsonl"
-_CALIBRATION_SAMPLES = 12
+_CALIBRATION_SAMPLES, _CALIBRATION_TOKENS = 12, 3000
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Trainer:
                 self._restore()
             elif not self._calibrated:
                 samples = [self._samples(number) for number in range(_CALIBRATION_SAMPLES)]
-                calibrate(self._model, self._policy, [sample.context for sample in samples])
+                calibrate(self._model, self._policy, [sample.context[:_CALIBRATION_TOKENS] for sample in samples])
                 if self._warm_start is not None:
                     carry_over(self._model, self._warm_start, self._policy, self._samples)
             end = self._config.steps if stop_after is None else min(self._config.steps, self._step + stop_after)
