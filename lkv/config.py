@@ -57,9 +57,9 @@ class TrainingConfig:
     `hold` is the last share of the steps that keep the final tau and R (0 in the paper).
 
     Where `retention_high` is above 0, R is drawn log-uniformly between `retention_low` and it for every continuation,
-    in place of the schedule; a continuation then weighs (R / `retention_end`) ** `retention_power`, so that the small R,
-    whose KL is many times as large, do not decide alone. Contexts longer than 2,000 tokens get one continuation more a
-    `tokens_a_continuation` tokens, up to `continuations` (0: all get as many).
+    in place of the schedule; a continuation then weighs (R / `retention_end`) ** `retention_power`, so that the small
+    R, whose KL is many times as large, do not decide alone. Contexts longer than 2,000 tokens get one continuation more
+    a `tokens_a_continuation` tokens, up to `continuations` (0: all get as many).
 
     `key`, `attention`, `position` say what LKV-T reads (see `ScorerInputs`; `position` makes knots up to `max_tokens`).
     `terms_lr` multiplies the rate of the attention's weights and of the position terms, one number a head each.

@@ -21,7 +21,7 @@ from lkv.methods.kvzip import kvzip
 from lkv.methods.selection import Selector
 from lkv.models import default_policy
 from lkv.policy import Policy, differs
-from lkv.prefill import read_prompt
+from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import context_ids, encode, question_ids
 
 
@@ -145,7 +145,7 @@ class Context:
         ContextFileError for a missing, foreign or damaged file, another model or another policy.
         """
         tensors, about = context_file.read(Path(path))
-        spec = attach(model)
+        spec = attach(model).spec
         try:
             if difference := differs(from_dict(ModelSpec, about["model"]), spec):
                 raise ContextFileError(f"{path} was saved by a model with {difference}; load it with that model.")
@@ -172,7 +172,7 @@ _ABOUT = ("method", "retention", "budget_tokens", "bits", "policy", "text_sha256
 class _Loaded(Selector):
     """In place of budget and selector of a loaded context: its text has been compressed already."""
 
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
         raise CacheError("a loaded context cannot read another text; compress that one with lkv.compress.")
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
@@ -218,7 +218,7 @@ def compress(
     if method == FULL and options:
         raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
     ids = context_ids(tokenizer, text)
-    spec = attach(model)
+    spec = attach(model).spec
     limit = spec.max_positions
     if len(ids) >= limit:
         raise PromptError(

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn.functional import silu
 from lkv.config import ModelSpec, ScorerInputs, asdict, from_dict
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
 from lkv.ops.soft_topk import soft_topk
-from lkv.ops.token_scores import Attention, Content, Position, Scorer, token_scores
+from lkv.ops.token_scores import Attention, Content, Position, Scorer, at_eviction, content_scores, on_arrival
 from lkv.prefill import PromptLayer, precise
 
 _WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
@@ -73,17 +74,19 @@ class TokenScores(nn.Module):
             self.start = nn.Parameter(torch.zeros(*shape, self.inputs.knots))
             self.end = nn.Parameter(torch.zeros(*shape, self.inputs.knots))
 
-    def scorer(self, layer: int, heads: slice = slice(None)) -> Scorer:
-        """The weights of the KV heads `heads` of one layer."""
-        at = (layer, heads)
-        content = Content(self.mean[at], self.std[at], self.hidden[at], self.bias[at], self.output[at])
+    def scorer(self, layer: int, heads: slice = slice(None), device: torch.device | None = None) -> Scorer:
+        """The weights of the KV heads `heads` of one layer, in float32 or better, on `device` (where they are unless
+        given)."""
+
+        def of(*names: str) -> Iterator[Tensor]:
+            return (precise(getattr(self, name)[layer, heads]).to(device) for name in names)
+
+        content = Content(*of("mean", "std", "hidden", "bias", "output"))
         attention = position = None
         if self.inputs.attention == "learned":
-            attention = Attention(
-                self.attention_weight[at], self.query_mean[at], self.query_spread[at], self.normaliser[at]
-            )
+            attention = Attention(*of("attention_weight", "query_mean", "query_spread", "normaliser"))
         if self.inputs.knots:
-            position = Position(self.start[at], self.end[at])
+            position = Position(*of("start", "end"))
         return Scorer(content, attention, position)
 
     def forward(self, prompt: PromptLayer, layer: int, heads: slice = slice(None)) -> Tensor:
@@ -91,18 +94,29 @@ class TokenScores(nn.Module):
 
         Raises UnsupportedModelError where the model's rotation is needed and cannot be undone.
         """
-        key, ahead = self.read_key(prompt), None
-        if self.inputs.attention != "none":
-            ahead = prompt.known_rotation.mean(precise(prompt.key), prompt.end, prompt.end + FUTURE)
-        return token_scores(
-            self.scorer(layer, heads),
-            key,
-            prompt.value,
-            cached_key=prompt.key,
-            ahead=ahead,
-            scale=prompt.scale,
-            start=prompt.start,
+        places = torch.arange(prompt.start, prompt.start + prompt.key.shape[2], device=prompt.key.device)
+        scorer = self.scorer(layer, heads)
+        scores = on_arrival(scorer, self.read_key(prompt), prompt.value, places)
+        return scores + at_eviction(
+            scorer, prompt.key, prompt.value, places, prompt.end, self._ahead(prompt), prompt.scale
         )
+
+    def on_arrival(self, prompt: PromptLayer, layer: int, heads: slice = slice(None)) -> Tensor:
+        """The part of `forward` that does not depend on where the text ends."""
+        places = torch.arange(prompt.start, prompt.start + prompt.key.shape[2], device=prompt.key.device)
+        return on_arrival(self.scorer(layer, heads, prompt.key.device), self.read_key(prompt), prompt.value, places)
+
+    def at_eviction(self, prompt: PromptLayer, layer: int, heads: slice, positions: Tensor) -> Tensor:
+        """The rest of `forward` for entries of one head that were read at `positions` [n]: [n]."""
+        scorer = self.scorer(layer, heads, prompt.key.device)
+        ahead = self._ahead(prompt)
+        return at_eviction(scorer, prompt.key, prompt.value, positions, prompt.end, ahead, prompt.scale).flatten()
+
+    def _ahead(self, prompt: PromptLayer) -> Tensor | None:
+        """The mean rotation [d, d] of the positions that the queries to come are taken to stand at."""
+        if self.inputs.attention == "none":
+            return None
+        return prompt.known_rotation.mean(precise(prompt.key[:, :1, :1]), prompt.end, prompt.end + FUTURE)
 
     def read_key(self, prompt: PromptLayer) -> Tensor:
         """k [B, H, T, d] as the content term reads it."""
@@ -112,8 +126,8 @@ class TokenScores(nn.Module):
 
     def content(self, prompt: PromptLayer, layer: int, tokens: Tensor) -> Tensor:
         """The content term alone for the `tokens` [n] (indices) of one layer: [B, H, n]."""
-        scorer = Scorer(self.scorer(layer).content)
-        return token_scores(scorer, self.read_key(prompt)[:, :, tokens], prompt.value[:, :, tokens])
+        content = self.scorer(layer).content
+        return content_scores(content, self.read_key(prompt)[:, :, tokens], prompt.value[:, :, tokens])
 
 
 def differs(expected: ModelSpec, given: ModelSpec) -> str | None:
@@ -196,7 +210,13 @@ class Policy(nn.Module):
             for name, tensor in self.state_dict().items()
         }
         save_file(state, weights)
-        config = {"format": 2, "inputs": asdict(self.inputs), "sha256": _sha256(weights), "model": asdict(self.spec), "card": self.card}
+        config = {
+            "format": 2,
+            "inputs": asdict(self.inputs),
+            "sha256": _sha256(weights),
+            "model": asdict(self.spec),
+            "card": self.card,
+        }
         text = target / (_CONFIG + ".tmp")
         text.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         os.replace(weights, target / _WEIGHTS)

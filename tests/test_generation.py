@@ -32,8 +32,8 @@ class OwnScores(Selector):
 
     local = True
 
-    def scores(self, layer, query, key, value, scale):
-        return score(key, value)
+    def scores(self, layer, prompt):
+        return score(prompt.key, prompt.value)
 
 
 METHOD = Method("own", PerHead(RATIOS), OwnScores())

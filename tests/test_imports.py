@@ -8,10 +8,11 @@ import pytest
 ROOT = Path(__file__).parent.parent / "lkv"
 # A file imports only from those above it.
 ORDER = [
-    "errors", "config", "results", "statistics", "prompts", "ops", "host", "policy", "prefill",
+    "errors", "config", "results", "statistics", "prompts", "ops", "host", "prefill", "policy",
     "methods.budget", "methods.selection", "methods.build", "methods.kvzip", "context_file",
     "cache.quantization", "cache.spans", "cache.layer", "models", "cache.ragged", "context",
-    "training.data", "training.student", "training.distillation", "training.trainer", "training.recipe",
+    "training.data", "training.student", "training.distillation", "training.calibration", "training.warm_start",
+    "training.trainer", "training.recipe",
     "evals", "profiling", "report", "commands", "integrations",
 ]  # fmt: skip
 

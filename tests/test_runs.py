@@ -87,7 +87,7 @@ def test_shares_are_what_each_head_keeps(model, policy):
     assert (np.diff(found["pyramidkv"].mean(1)) < 0).all()  # lower layers keep more
     prompt = read_prompt(model, torch.tensor([ids]), queries=True)
     for layer, own in enumerate(prompt):  # Ada: as its rule counts SnapKV's scores
-        scores = SnapKV().scores(layer, own.query, own.key, own.value, own.scale)
+        scores = SnapKV().scores(layer, own)
         np.testing.assert_allclose(found["adakv-snapkv"][layer], np.array(Ada(0.9).counts(layer, scores)[0]) / 480)
 
 

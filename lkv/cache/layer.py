@@ -3,7 +3,8 @@
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from lkv.cache.spans import QuantizedSpans, Spans, best
 from lkv.errors import CacheError, PromptError
 from lkv.host.hooks import HookedLayer
 from lkv.host.masks import has_padding, left_padding
+from lkv.host.rotation import Rotation
 from lkv.methods.budget import FixedBudget, Share
 from lkv.methods.build import Method
+from lkv.methods.selection import Arrived
 from lkv.ops.ragged_attention import ragged_attention
 from lkv.prefill import PromptLayer
 
@@ -32,6 +35,7 @@ class Plan:
     streaming: bool = False
     decode_eviction: bool = False
     bits: int | None = None
+    rotation: Rotation | None = None
 
     @property
     def scored(self) -> bool:
@@ -57,6 +61,7 @@ class RaggedLayer(HookedLayer):
         self.real: list[int] = []
         self.prompt_length = 0  # 0 until the prompt has ended
         self._settled = 0  # logical length when last evicted; the spans' tail counts from there
+        self._padding: list[int] = []  # of each row, before its prompt
         self._arrived: tuple[Tensor, Tensor] | None = None
         self._whole: PromptLayer | None = None  # what was read of a prompt that comes in parts
         self.is_initialized = False
@@ -133,16 +138,14 @@ class RaggedLayer(HookedLayer):
         queries = None
         if self._plan.method.selector.reads_queries:
             queries = query.detach()
-            queries = queries if before is None or before.query is None else torch.cat([before.query, queries], 2)
+            queries = queries if before is None or before.queries is None else torch.cat([before.queries, queries], 2)
         if total < prompt:
-            self._whole = PromptLayer(key, value, scale, queries)
+            self._whole = PromptLayer(key, value, scale, queries, rotation=self._plan.rotation)
             return out
         padding = left_padding(mask)
         self._whole = None
-        whole = PromptLayer(
-            key[:, :, :prompt], value[:, :, :prompt], scale, None if queries is None else queries[:, :, :prompt]
-        )
-        self._evict(whole, padding)
+        whole = PromptLayer(key, value, scale, queries, rotation=self._plan.rotation)
+        self._evict(whole.part(slice(None), slice(prompt)), padding)
         if total == prompt:
             return out
         # The rows that follow the prompt in the same pass see what was kept of it, like all rows after them.
@@ -162,23 +165,28 @@ class RaggedLayer(HookedLayer):
         # Rows without padding are scored together, others one by one, as if each had been read alone.
         groups = [slice(b, b + 1) for b in range(batch)] if any(firsts) else [slice(0, batch)]
         scores: list[Tensor] = []
+        arrived: list[Tensor] = []
         counts: list[list[int]] = []
         for rows in groups:
             first = firsts[rows.start]
             self._check_length(tokens - first)
-            query = None if whole.query is None else whole.query[rows, :, first:]
-            key, value = whole.key[rows, :, first:], whole.value[rows, :, first:]
-            found = self._plan.method.selector.scores(self._index, query, key, value, whole.scale)
+            part = whole.part(rows, slice(first, None))
+            found = self._plan.method.selector.scores(self._index, part)
             scores += found.unbind(0)
             counts += self._plan.method.budget.counts(self._index, found)
+            if self._plan.decode_eviction:
+                arrived += self._plan.method.selector.on_arrival(self._index, part).unbind(0)
         kept = torch.tensor(counts)
         spans = Spans(kept, self._first_room, whole.key, whole.value, self._plan.decode_eviction)
         for b in range(batch):
             for h, count in enumerate(counts[b]):
-                own, key, value = scores[b][h], whole.key[b, h, firsts[b] :], whole.value[b, h, firsts[b] :]
-                spans.put(b, h, best(own, count), key, value, own)
+                chosen = best(scores[b][h], count)
+                spans.put(b, h, chosen, whole.key[b, h, firsts[b] :], whole.value[b, h, firsts[b] :])
+                if self._plan.decode_eviction:
+                    spans.mark(b, h, arrived[b][h][chosen], chosen + firsts[b])
         self.kept, self.real = kept, [tokens - first for first in firsts]
         self.prompt_length = self._settled = tokens
+        self._padding = firsts
         self.spans = self._stored(spans)
 
     def _stored(self, spans: Spans) -> Spans | QuantizedSpans:
@@ -201,42 +209,62 @@ class RaggedLayer(HookedLayer):
             self.spans = Spans(torch.zeros(batch, heads, dtype=torch.long), new, key, value, scored=True)
         out = self._continue(query, key, value, scale)
         ended = self._settled + new >= self._prompt_tokens
-        settled = self._settle(self._first_room if ended else 0)
+        settled = self._settle(self._first_room if ended else 0, scale)
         if ended:
             self.prompt_length = self._settled
             if not self._plan.decode_eviction:
-                settled.scores = None
+                settled.scores = settled.positions = None
             self.spans = self._stored(settled)
         return out
 
-    def _settle(self, room: int) -> Spans:
-        """Keep the best floor(r t) entries of each head, by the scores that stayed with them."""
+    def _settle(self, room: int, scale: float) -> Spans:
+        """Keep the best floor(r t) entries of each head, by the scores that stayed with them, completed."""
         assert isinstance(self.spans, Spans) and isinstance(self._plan.method.budget, FixedBudget)
         budget, heads = self._plan.method.budget, self.spans.lens.shape[1]
         tail = self.spans.tail
         self.real = [real + tail for real in self.real or [0] * len(self.spans.lens)]
-        settled = self.spans.settle([budget.limits(self._index, heads, real) for real in self.real], room)
+        limits = [budget.limits(self._index, heads, real) for real in self.real]
+        settled = self.spans.settle(limits, room, partial(self._completed, self.spans, scale))
         self.spans, self.kept = settled, settled.lens
         self._settled += tail
         return settled
+
+    def _completed(self, spans: Spans, scale: float, row: int, head: int, span: slice) -> Tensor:
+        """The scores of the entries of one head's `span`, with what depends on where the text ends now."""
+        assert spans.scores is not None and spans.positions is not None
+        key, value = spans.k[None, None, span], spans.v[None, None, span]
+        end = self._settled + spans.tail
+        prompt = PromptLayer(key, value, scale, length=end, rotation=self._plan.rotation)
+        entries = Arrived(prompt, spans.positions[span], spans.scores[span])
+        return self._plan.method.selector.at_eviction(self._index, head, entries)
+
+    def _arrival_scores(self, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """What of the scores [B, H, n] of new tokens is final now. Rows without padding go together, others alone."""
+        seen, selector = self.get_seq_length(), self._plan.method.selector
+        whole = PromptLayer(key, value, scale, rotation=self._plan.rotation)
+        if not any(self._padding):
+            return selector.on_arrival(self._index, replace(whole, start=seen))
+        rows = [
+            replace(whole.part(slice(row, row + 1), slice(None)), start=seen - padding)
+            for row, padding in enumerate(self._padding)
+        ]
+        return torch.cat([selector.on_arrival(self._index, row) for row in rows])
 
     def _continue(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Append k, v [B, H, n, d] and attend over everything held: [B, Hq, n, d]."""
         assert self.spans is not None
         new = key.shape[2]
-        scores = None
-        if self.spans.scores is not None:
-            scores = self._plan.method.selector.scores(self._index, None, key, value, scale)
+        scores = self._arrival_scores(key, value, scale) if self.spans.scores is not None else None
         if new > self.spans.room:
-            self._make_room(new)
-        self.spans.append(key, value, scores)
+            self._make_room(new, scale)
+        self.spans.append(key, value, scores, self.get_seq_length())
         return ragged_attention(query, *self.spans.for_attention(), scale)
 
-    def _make_room(self, new: int) -> None:
+    def _make_room(self, new: int, scale: float) -> None:
         assert self.spans is not None
         try:
             if self._plan.decode_eviction and self.prompt_length:
-                self._settle(self._slack + new)
+                self._settle(self._slack + new, scale)
             else:
                 # A part of a prompt needs no slack: its spans are laid again right after it.
                 self.spans = self.spans.relaid(new + (self._slack if self.prompt_length else 0))
@@ -268,12 +296,11 @@ class RaggedLayer(HookedLayer):
         if torch.equal(rows, torch.arange(held)):
             return
         if self._whole is not None:
-            part = self._whole
-            query = None if part.query is None else part.query[beam_idx]
-            self._whole = PromptLayer(part.key[beam_idx], part.value[beam_idx], part.scale, query)
+            self._whole = self._whole.part(beam_idx, slice(None))
         if self.spans is not None:
             self.spans = self.spans.select(rows, self.spans.room)
             self.kept, self.real = self.kept[rows], [self.real[row] for row in rows.tolist()]
+            self._padding = [self._padding[row] for row in rows.tolist()] if self._padding else []
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)

@@ -10,7 +10,6 @@ from lkv.cache.quantization import BITS, require_library
 from lkv.errors import CacheError, PromptError, RetentionError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
-from lkv.host.spec import layer_windows, local_heads
 from lkv.methods.budget import FixedBudget, Share, check_table
 from lkv.methods.build import Method, make_method, needs_policy
 from lkv.models import default_policy
@@ -59,7 +58,8 @@ class RaggedCache(Cache):
         Raises RetentionError, PolicyMismatchError, UnsupportedModelError, CacheError, BudgetError (a pattern of another
         shape) or LkvError (unknown method).
         """
-        self.spec = attach(model)
+        attached = attach(model)
+        self.spec = attached.spec
         self.share: Share | None = None
         self.policy: Policy | None = None
         if isinstance(method, str):
@@ -70,7 +70,7 @@ class RaggedCache(Cache):
                 self.policy.to(model.device)
             if pattern is not None:
                 check_table(pattern, self.spec.layers, self.spec.kv_heads, "the pattern of retrieval heads")
-            method = make_method(method, self.share, self.policy, local_heads(model), model, self.spec.layers, pattern)
+            method = make_method(method, self.share, self.policy, attached.heads, model, self.spec.layers, pattern)
         elif retention is not None or budget_tokens is not None:
             raise RetentionError(
                 f"the method {method.name!r} has a budget rule of its own: leave retention and budget_tokens out, or "
@@ -86,7 +86,7 @@ class RaggedCache(Cache):
             )
         if bits is not None and (bits not in BITS or decode_eviction):
             raise CacheError(f"bits is {bits!r}, but it must be one of {BITS}, and decode eviction works without it.")
-        self.plan = Plan(method, self.share, slack, prompt_tokens, streaming, decode_eviction, bits)
+        self.plan = Plan(method, self.share, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotation)
         if self.plan.scored and not (method.selector.local and isinstance(method.budget, FixedBudget)):
             raise CacheError(
                 f"{'streaming' if streaming else 'decode eviction'} does not work with {method.name!r}: it needs scores"
@@ -97,9 +97,9 @@ class RaggedCache(Cache):
         self.ragged = [RaggedLayer(index, self.plan) for index in range(self.spec.layers)]
         for layer in self.ragged:
             layer.model_config = model.config.get_text_config(decoder=True)
-        self._windows = [WindowLayer(window) for window in layer_windows(model) if window is not None]
+        self._windows = [WindowLayer(window) for window in attached.windows if window is not None]
         full, sliding = iter(self.ragged), iter(self._windows)
-        super().__init__(layers=[next(full if window is None else sliding) for window in layer_windows(model)])
+        super().__init__(layers=[next(full if window is None else sliding) for window in attached.windows])
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if layer_idx == 0:

@@ -1,6 +1,6 @@
 """Spans: entries of unequal number a head, one after another in flat pools, each span with room at its end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ class Spans:
     """Flat pools [P, d] of k and v in which each (batch, KV head) owns one contiguous span (Sec. 4.5).
 
     A span is `lens` settled entries, `tail` appended ones and `room` for more. Appends are equal for all heads, so tail
-    and room are one integer each. `scores` [P] float32 goes with the entries where scores are to be kept.
+    and room are one integer each. `scores` [P] float32 and `positions` [P] go with the entries where some are to be
+    evicted later.
     """
 
     def __init__(self, lens: Tensor, room: int, key: Tensor, value: Tensor, scored: bool = False):
@@ -27,6 +28,7 @@ class Spans:
         with torch.inference_mode(False):
             self.k, self.v = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
             self.scores = key.new_empty(size, dtype=torch.float32) if scored else None
+            self.positions = key.new_empty(size, dtype=torch.int32) if scored else None
         # The attention kernels read these where the pools are: no step waits for a copy.
         self._device_starts = self.starts.to(key.device, torch.int32)
         self._device_lens = lens.to(key.device, torch.int32)  # tails included
@@ -35,22 +37,30 @@ class Spans:
         """Pools of k and v, starts and lengths (int32 [B, H], on the pools' device), as for `ragged_attention`."""
         return self.k, self.v, self._device_starts, self._device_lens
 
-    def put(self, row: int, head: int, chosen: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> None:
-        """Fill one span's settled entries with those of `key`, `value` [T, d] and `scores` [T] that are `chosen`."""
+    def put(self, row: int, head: int, chosen: Tensor, key: Tensor, value: Tensor) -> None:
+        """Fill one span's settled entries with those of `key`, `value` [T, d] that are `chosen`."""
         start = int(self.starts[row, head])
         own = slice(start, start + len(chosen))
         # Straight into the pools: indexing would make a copy first.
         torch.index_select(key, 0, chosen, out=self.k[own])
         torch.index_select(value, 0, chosen, out=self.v[own])
-        if self.scores is not None:
-            self.scores[own] = scores[chosen].float()
 
-    def append(self, key: Tensor, value: Tensor, scores: Tensor | None = None) -> None:
-        """Scatter new k, v [B, H, n, d] (and scores [B, H, n]) to the ends; there must be room for n."""
+    def mark(self, row: int, head: int, scores: Tensor, positions: Tensor) -> None:
+        """Give the settled entries of one span their scores and positions [n]."""
+        assert self.scores is not None and self.positions is not None
+        start = int(self.starts[row, head])
+        own = slice(start, start + len(scores))
+        self.scores[own], self.positions[own] = scores.float(), positions.int()
+
+    def append(self, key: Tensor, value: Tensor, scores: Tensor | None = None, position: int = 0) -> None:
+        """Scatter new k, v [B, H, n, d] to the ends, and scores [B, H, n] of tokens from `position` on where these are
+        kept; there must be room for n."""
         new = key.shape[2]
-        if self.scores is not None and scores is not None:
+        if self.scores is not None and self.positions is not None and scores is not None:
             ends = self._device_starts + self._device_lens
-            self.scores[ends[..., None] + torch.arange(new, device=key.device)] = scores.float()
+            steps = torch.arange(new, device=key.device)
+            self.scores[ends[..., None] + steps] = scores.float()
+            self.positions[ends[..., None] + steps] = (position + steps).int()
         self._device_lens = append(key, value, self.k, self.v, self._device_starts, self._device_lens)
         self.tail += new
         self.room -= new
@@ -61,16 +71,21 @@ class Spans:
         self.tail -= tokens
         self.room += tokens
 
-    def settle(self, limits: Sequence[Sequence[int]], room: int) -> "Spans":
-        """New spans of the entries with the best scores, at most `limits` [B][H] of each; nothing in their tail."""
-        assert self.scores is not None
+    def settle(
+        self, limits: Sequence[Sequence[int]], room: int, completed: Callable[[int, int, slice], Tensor]
+    ) -> "Spans":
+        """New spans of the best entries, at most `limits` [B][H] of each; nothing in their tail.
+
+        `completed(row, head, span)` gives the scores of the entries of that span now.
+        """
         held = self.lens + self.tail
         lens = torch.minimum(torch.tensor(limits), held)
         chosen = []
-        for start, length, count in zip(
-            self.starts.flatten().tolist(), held.flatten().tolist(), lens.flatten().tolist(), strict=True
-        ):
-            chosen.append(best(self.scores[start : start + length], count) + start)
+        for row in range(len(held)):
+            for head, count in enumerate(lens[row].tolist()):
+                start = int(self.starts[row, head])
+                span = slice(start, start + int(held[row, head]))
+                chosen.append(best(completed(row, head, span), count) + start)
         new = Spans(lens, room, self.k, self.v, scored=True)
         new._take(self, torch.cat(chosen))
         return new
@@ -92,7 +107,8 @@ class Spans:
         places = _places(self.starts, self.lens).to(self.k.device)
         self.k[places], self.v[places] = other.k[entries], other.v[entries]
         if self.scores is not None and other.scores is not None:
-            self.scores[places] = other.scores[entries]
+            assert self.positions is not None and other.positions is not None
+            self.scores[places], self.positions[places] = other.scores[entries], other.positions[entries]
 
     def state(self) -> dict[str, Tensor]:
         """Settled entries as tensors to be saved."""
@@ -111,8 +127,8 @@ class Spans:
 
     def nbytes(self) -> int:
         """Bytes of storage behind the pools."""
-        pools = (self.k, self.v) if self.scores is None else (self.k, self.v, self.scores)
-        return sum(pool.untyped_storage().nbytes() for pool in pools)
+        pools = (self.k, self.v, self.scores, self.positions)
+        return sum(pool.untyped_storage().nbytes() for pool in pools if pool is not None)
 
 
 class QuantizedSpans:
@@ -158,7 +174,7 @@ class QuantizedSpans:
         whole.k[late], whole.v[late] = self.fresh.k[own], self.fresh.v[own]
         return whole.for_attention()
 
-    def append(self, key: Tensor, value: Tensor, scores: Tensor | None = None) -> None:
+    def append(self, key: Tensor, value: Tensor, scores: Tensor | None = None, position: int = 0) -> None:
         """As `Spans.append`."""
         self.fresh.append(key, value)
 

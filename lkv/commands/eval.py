@@ -45,7 +45,7 @@ def _run(options: argparse.Namespace) -> None:
 
     from lkv.evals.processes import Process
     from lkv.evals.runner import evaluate
-    from lkv.host.spec import inspect_model
+    from lkv.host.attention import attach
     from lkv.models import DEFAULT, default_policy, load_model
     from lkv.policy import Policy, differs
 
@@ -69,7 +69,7 @@ def _run(options: argparse.Namespace) -> None:
     name = options.model or DEFAULT
     model, tokenizer = load_model(name, getattr(torch, options.dtype) if options.dtype else None)
     model.to(process.device)
-    spec = inspect_model(model)
+    spec = attach(model).spec
     if policy is not None and options.policy is None and differs(policy.spec, spec):
         raise LkvError(f"the policy that is shipped is not for {name}; give its own with --policy, or train one.")
     limit = spec.max_positions
@@ -141,11 +141,11 @@ def _ruler(options: argparse.Namespace, tasks: Sequence[str]) -> Callable[[Any],
 
 def _pattern(path: Path, model: Any, tokenizer: Any) -> list[list[float]]:
     """DuoAttention's alphas from a pattern file, or estimated once on a text."""
-    from lkv.host.spec import inspect_model
+    from lkv.host.attention import attach
     from lkv.methods.budget import estimate_pattern, read_pattern
     from lkv.prompts import context_ids
 
-    spec = inspect_model(model)
+    spec = attach(model).spec
     if path.suffix == ".tsv":
         return read_pattern(path, spec.layers, spec.kv_heads)
     try:

@@ -108,7 +108,7 @@ def _profiler(options: argparse.Namespace) -> Any:
         name = Path(chosen).name
         model = load_model(chosen, dtype)[0].to(device)
     allow_positions(model, _MOST_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
-    spec = attach(model)
+    spec = attach(model).spec
     if options.policy:
         policy = Policy.from_pretrained(options.policy)
     elif options.config or chosen != DEFAULT:

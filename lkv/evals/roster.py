@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lkv.errors import LkvError
 from lkv.host.attention import attach
-from lkv.host.spec import local_heads
 from lkv.methods.budget import Share, Uniform
 from lkv.methods.build import FULL, KVZIP, RULES, SELECTORS, Method, Source, find
 from lkv.methods.kvzip import replay_budget, replay_scores
@@ -54,10 +53,10 @@ class Roster:
         policy of another model, and RetentionError.
         """
         self._model, self._tokenizer, self._policy = model, tokenizer, policy
-        spec = attach(model)
+        attached = attach(model)
         if policy is not None:
-            policy.check_model(spec)
-        layers, heads = spec.layers, local_heads(model)
+            policy.check_model(attached.spec)
+        layers, heads = attached.spec.layers, attached.heads
         self._entries = {name: find(name) for name in dict.fromkeys(names) if name != FULL}
         self._sources = {
             retention: Source(Share(retention), policy, heads, model, layers, pattern, strict=False)
@@ -130,6 +129,6 @@ class Roster:
 def _first_scores(selector: Selector, layer: PromptLayer) -> Tensor | LkvError:
     """The scores of the first layer, or why the selector cannot score this prompt."""
     try:
-        return selector.scores(0, layer.query, layer.key, layer.value, layer.scale)
+        return selector.scores(0, layer)
     except LkvError as error:
         return error

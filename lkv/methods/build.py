@@ -26,6 +26,7 @@ from lkv.methods.selection import (
     StreamingLLM,
 )
 from lkv.policy import Policy
+from lkv.prefill import PromptLayer
 
 FULL = "full"  # no method: transformers' own cache, uncompressed
 KVZIP, CONTEST = "kvzip", "contest"
@@ -225,13 +226,11 @@ class _Rows(Selector):
         self._methods = methods
         self.reads_queries = any(method.selector.reads_queries for method in methods)
 
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
         # All rows hold one prompt, so a selector that several methods share scores it once.
-        query = None if query is None else query[:1]
+        one = prompt.part(slice(1), slice(None))
         selectors = {id(method.selector): method.selector for method in self._methods}
-        found = {
-            number: selector.scores(layer, query, key[:1], value[:1], scale) for number, selector in selectors.items()
-        }
+        found = {number: selector.scores(layer, one) for number, selector in selectors.items()}
         return torch.cat([found[id(method.selector)] for method in self._methods])
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lkv.errors import PromptError
+from lkv.host.attention import attach
 from lkv.host.hooks import Cache
-from lkv.host.spec import inspect_model
 from lkv.methods.budget import Budget, GlobalTopK, Share, share
 from lkv.methods.build import CONTEST, KVZIP, Method, find, make_rule
 from lkv.methods.selection import GivenScores
@@ -60,7 +60,7 @@ def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[Promp
     """
     layers = [_ListeningLayer(layer) for layer in prompt]
     device = prompt[0].key.device
-    limit = inspect_model(model).max_positions
+    limit = attach(model).spec.max_positions
     for start in range(0, len(ids), _CHUNK):
         request = _NEXT + tokenizer.decode(ids[start - _OVERLAP : start]) if start else _REQUEST
         replay = question_ids(tokenizer, request) + ids[start : start + _CHUNK]

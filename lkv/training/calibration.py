@@ -26,7 +26,6 @@ def calibrate(model: Any, policy: Policy, texts: Sequence[list[int]]) -> None:
         for layer, part in enumerate(prompt):
             inputs[layer].add(torch.cat([tokens.read_key(part), part.value], -1)[0], square=False)
             if learned:
-                assert part.query is not None
                 queries[layer].add(part.known_rotation.undone(precise(part.query))[0, :, _SINKS:], square=True)
     tokens.mean.copy_(torch.stack([moments.mean for moments in inputs]))
     tokens.std.copy_(torch.stack([moments.variance.clamp(min=1e-6).sqrt() for moments in inputs]))

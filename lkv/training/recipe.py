@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lkv.config import TrainingConfig, asdict
-from lkv.host.spec import inspect_model
+from lkv.host.attention import attach
 from lkv.models import DEFAULT, load_model
 from lkv.policy import Policy
 from lkv.training.data.mixture import Mixture
@@ -32,7 +32,7 @@ def train_policy(
     torch.manual_seed(config.seed)
     card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
     card["trained_tokens"] = config.max_tokens
-    policy = Policy(inspect_model(model), card, config.inputs).to(accelerator.device)
+    policy = Policy(attach(model).spec, card, config.inputs).to(accelerator.device)
     warm_start = None
     if init is not None:
         before, warm_start = start_from(policy, init)

@@ -45,9 +45,8 @@ def carry_over(
             loss = (found - found.mean(-1, keepdim=True) - wanted + wanted.mean(-1, keepdim=True)).square().mean()
             loss.backward()
             optimizer.step()
-        error = float(loss) / _DEVIATION**2
+        error = float(loss.detach()) / _DEVIATION**2
     return error
-
 
 
 def _standard(scores: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Attention:
-    """Queries to come, taken to be normal before rotation: `mean` [H, G, d] and covariance `spread` spread^T, [H, d, r].
+    """Queries to come, taken to be normal before rotation: `mean` [H, G, d] and covariance F F^T, `spread` F [H, d, r].
 
     `normaliser` [H, G] is the mean logarithm of the softmax's denominator a token; `weight` [H] scales the term.
     """
@@ -55,44 +55,48 @@ class Scorer:
     position: Position | None = None
 
 
-def token_scores(
-    scorer: Scorer,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cached_key: Tensor | None = None,
-    ahead: Tensor | None = None,
-    scale: float = 1.0,
-    start: int = 0,
-    length: int | None = None,
-) -> Tensor:
-    """Scores [B, H, T] in float32 or better of `key`, `value` [B, H, T, d], tokens `start` to `start + T - 1` of a text.
+def on_arrival(scorer: Scorer, key: Tensor, value: Tensor, places: Tensor) -> Tensor:
+    """The part of the scores [B, H, T], in float32 or better, that is final when tokens arrive: content and `start`.
 
-    `key` is k as the content term reads it; `cached_key` is k after RoPE where that is another. `ahead` [d, d] is the
-    mean rotation of the positions to come, by which rows are multiplied; `scale` is attention's. `length` is the text's
-    (start + T unless given). Differentiable in the scorer's tensors where these ask for gradients; otherwise the content
-    is computed in blocks, in bfloat16 where k and v are. Raises ValueError where a term misses its input.
+    `key` [B, H, T, d] is k as the content term reads it, `value` [B, H, T, d]; the tokens stand at `places` [T].
     """
-    graph = torch.is_grad_enabled() and scorer.content.hidden.requires_grad
-    content = reference.content if graph or key.dtype == torch.float64 else fast.content
-    c = scorer.content
-    scores = content(key, value, c.mean, c.std, c.hidden, c.bias, c.output)
-    if scorer.attention is not None:
-        if ahead is None:
-            raise ValueError("the attention term needs the mean rotation of the positions to come.")
-        scores = scores + attention_scores(
-            scorer.attention, key if cached_key is None else cached_key, value, ahead, scale
-        )
+    scores = content_scores(scorer.content, key, value)
     if scorer.position is not None:
-        p, tokens = scorer.position, key.shape[2]
-        places = torch.arange(start, start + tokens, device=key.device)
-        distance = (start + tokens if length is None else length) - places
-        scores = scores + reference.knots(p.start, places + 1) + reference.knots(p.end, distance)
+        scores = scores + reference.knots(scorer.position.start, places + 1)
     return scores
 
 
+def at_eviction(
+    scorer: Scorer, key: Tensor, value: Tensor, places: Tensor, end: int, ahead: Tensor | None, scale: float
+) -> Tensor:
+    """The part that depends on where the text ends: the attention to expect, and the distance to `end`. [B, H, T], or
+    zeros [B, H, 1] where the scorer has no such terms.
+
+    `key` [B, H, T, d] is k after RoPE, `value` [B, H, T, d]; `ahead` [d, d] is the mean rotation of the positions to
+    come, by which rows are multiplied; `scale` is attention's. Raises ValueError where the attention term misses it.
+    """
+    scores = value.new_zeros((*value.shape[:2], 1), dtype=torch.float32)
+    if scorer.attention is not None:
+        if ahead is None:
+            raise ValueError("the attention term needs the mean rotation of the positions to come.")
+        scores = scores + attention_scores(scorer.attention, key, value, ahead, scale)
+    if scorer.position is not None:
+        scores = scores + reference.knots(scorer.position.end, end - places)
+    return scores
+
+
+def content_scores(content: Content, key: Tensor, value: Tensor) -> Tensor:
+    """The content term alone, [B, H, T], of `key` (as the content reads it) and `value` [B, H, T, d].
+
+    Differentiable where the weights ask for gradients; otherwise computed in blocks, in bfloat16 where k and v are.
+    """
+    graph = torch.is_grad_enabled() and content.hidden.requires_grad
+    backend = reference.content if graph else fast.content
+    return backend(key, value, content.mean, content.std, content.hidden, content.bias, content.output)
+
+
 def attention_scores(attention: Attention, key: Tensor, value: Tensor, ahead: Tensor, scale: float) -> Tensor:
-    """The attention term alone, [B, H, T], of `key` (after RoPE) and `value` [B, H, T, d]; see `token_scores`."""
+    """The attention term alone, [B, H, T]; see `at_eviction`."""
     return reference.attention(
         key, value, ahead, scale, attention.weight, attention.mean, attention.spread, attention.normaliser
     )

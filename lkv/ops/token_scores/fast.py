@@ -15,6 +15,7 @@ def content(
     batch, heads, tokens, _ = key.shape
     # Not float16: divided by a small deviation a weight may be too large for it.
     dtype = torch.bfloat16 if key.dtype == torch.bfloat16 else torch.float32
+    hidden, std, mean, bias, output = (x.float() for x in (hidden, std, mean, bias, output))
     weight = (hidden / std[..., None]).to(dtype)
     # The mean is taken off through the weight as it was rounded, and within the product, which adds up in float32:
     # however large the mean, only what differs from it is rounded. What rounding takes from the bias comes after.

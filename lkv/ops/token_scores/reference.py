@@ -1,4 +1,4 @@
-"""The terms as their formulas stand, differentiable, in float32 or in the precision of their input if that is higher."""
+"""The terms as their formulas stand, differentiable, in float32 or in the precision of their input if it is higher."""
 
 import torch
 from torch import Tensor
