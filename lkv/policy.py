@@ -95,7 +95,7 @@ class TokenScores(nn.Module):
         Raises UnsupportedModelError where the model's rotation is needed and cannot be undone.
         """
         places = torch.arange(prompt.start, prompt.start + prompt.key.shape[2], device=prompt.key.device)
-        scorer = self.scorer(layer, heads)
+        scorer = self.scorer(layer, heads, prompt.key.device)
         scores = on_arrival(scorer, self.read_key(prompt), prompt.value, places)
         return scores + at_eviction(
             scorer, prompt.key, prompt.value, places, prompt.end, self._ahead(prompt), prompt.scale

@@ -309,7 +309,7 @@ def test_unsupported_architectures_are_refused():
         with pytest.raises(UnsupportedModelError, match=reason):
             attach(model)
     assert attach(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=None))).spec.kv_heads == 1
-    assert attach(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20))).kv_heads == 2
+    assert attach(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20))).spec.kv_heads == 2
     flex = tiny_llama()
     flex.set_attn_implementation("flex_attention")
     with pytest.raises(UnsupportedModelError, match="'flex_attention' yet"):
