@@ -13,6 +13,7 @@ from lkv import context_file
 from lkv.cache.ragged import RaggedCache
 from lkv.config import ModelSpec, asdict, from_dict
 from lkv.errors import CacheError, ContextFileError, PromptError
+from lkv.fingerprint import differs
 from lkv.host.attention import attach
 from lkv.host.stock import cut_to, kv_nbytes
 from lkv.methods.budget import Share, check_table
@@ -20,7 +21,7 @@ from lkv.methods.build import FULL, Method, needs_policy, needs_second_pass
 from lkv.methods.kvzip import kvzip
 from lkv.methods.selection import Selector
 from lkv.models import default_policy
-from lkv.policy import Policy, differs
+from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.prompts import context_ids, encode, question_ids
 

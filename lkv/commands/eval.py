@@ -45,9 +45,10 @@ def _run(options: argparse.Namespace) -> None:
 
     from lkv.evals.processes import Process
     from lkv.evals.runner import evaluate
+    from lkv.fingerprint import differs
     from lkv.host.spec import inspect_model
     from lkv.models import DEFAULT, default_policy, load_model
-    from lkv.policy import Policy, differs
+    from lkv.policy import Policy
 
     # What is wrong with the command is told before a model is loaded.
     if options.out.is_dir():
