@@ -45,9 +45,8 @@ def _run(options: argparse.Namespace) -> None:
 
     from lkv.evals.processes import Process
     from lkv.evals.runner import evaluate
-    from lkv.fingerprint import differs
     from lkv.host.spec import inspect_model
-    from lkv.models import DEFAULT, default_policy, load_model
+    from lkv.models import DEFAULT, load_model, policy_for
     from lkv.policy import Policy
 
     # What is wrong with the command is told before a model is loaded.
@@ -63,16 +62,15 @@ def _run(options: argparse.Namespace) -> None:
             "or with a long text file to estimate them from."
         )
     examples = _longbench(options, tasks) if options.suite == "longbench" else _ruler(options, tasks)
-    policy = None
-    if any(needs_policy(name) for name in options.methods if name != FULL):
-        policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
+    needed = any(needs_policy(name) for name in options.methods if name != FULL)
+    policy = Policy.from_pretrained(options.policy) if needed and options.policy else None
     process = Process.current()
     name = options.model or DEFAULT
     model, tokenizer = load_model(name, getattr(torch, options.dtype) if options.dtype else None)
     model.to(process.device)
     spec = inspect_model(model)
-    if policy is not None and options.policy is None and differs(policy.spec, spec):
-        raise LkvError(f"the policy that is shipped is not for {name}; give its own with --policy, or train one.")
+    if needed and policy is None:
+        policy = policy_for(spec)
     limit = spec.max_positions
     if options.suite == "ruler" and max(options.lengths) > limit:
         raise LkvError(f"a length of {max(options.lengths)} is asked for, but {name} reads {limit} tokens at most.")

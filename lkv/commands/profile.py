@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lkv.commands.options import positive
-from lkv.errors import LkvError, check_retention
+from lkv.errors import LkvError, PolicyMismatchError, check_retention
 from lkv.methods.build import FULL, find, needs_policy
 from lkv.results import resumable, write_results
 
@@ -89,7 +89,7 @@ def _profiler(options: argparse.Namespace) -> Any:
     import torch
 
     from lkv.host.attention import attach
-    from lkv.models import DEFAULT, default_policy, load_model
+    from lkv.models import DEFAULT, load_model, policy_for
     from lkv.policy import Policy
     from lkv.profiling.measure import Profiler, Settings
     from lkv.profiling.shapes import allow_positions, random_model, random_policy, read_config
@@ -111,10 +111,11 @@ def _profiler(options: argparse.Namespace) -> Any:
     spec = attach(model)
     if options.policy:
         policy = Policy.from_pretrained(options.policy)
-    elif options.config or chosen != DEFAULT:
-        policy = random_policy(spec, options.seed)
     else:
-        policy = default_policy()
+        try:
+            policy = policy_for(spec)
+        except PolicyMismatchError:
+            policy = random_policy(spec, options.seed)
     if any(needs_policy(method) for method in options.methods if method != FULL):
         policy.check_model(spec)
     settings = Settings(
