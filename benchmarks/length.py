@@ -48,7 +48,7 @@ def main() -> None:
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
     rosters = {"": Roster(model, tokenizer, options.methods, options.retention, policy)}
-    rosters["-paper"] = Roster(model, tokenizer, ["lkv"], options.retention, default_policy("paper"))
+    rosters["-paper"] = Roster(model, tokenizer, ["lkv"], options.retention, default_policy(paper=True))
     heldout = HeldOut(options.data, tokenizer, options.seed)
     settings = settings_of(options) | {"policy": policy.digest()}
     settings.pop("contexts")  # more of them go on where fewer ended

@@ -8,7 +8,8 @@ from typing import Any
 class ModelSpec:
     """What a policy must know of the model it was trained for.
 
-    `weights` are a few dozen weight values from fixed places: a fingerprint that survives a change of dtype.
+    `directions` are those of sampled rows, a fingerprint that survives quantisation (`lkv.fingerprint` compares it).
+    `weights` are single values from fixed places; policies saved before have these alone.
     """
 
     architecture: str
@@ -19,6 +20,7 @@ class ModelSpec:
     rope: str
     max_positions: int
     weights: tuple[float, ...]
+    directions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,15 @@ from lkv import context_file
 from lkv.cache.ragged import RaggedCache
 from lkv.config import ModelSpec, asdict, from_dict
 from lkv.errors import CacheError, ContextFileError, PromptError
+from lkv.fingerprint import differs
 from lkv.host.attention import attach
 from lkv.host.stock import cut_to, kv_nbytes
 from lkv.methods.budget import Share, check_table
 from lkv.methods.build import FULL, Method, needs_policy, needs_second_pass
 from lkv.methods.kvzip import kvzip
 from lkv.methods.selection import Selector
-from lkv.models import default_policy
-from lkv.policy import Policy, differs
+from lkv.models import policy_for
+from lkv.policy import Policy
 from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import context_ids, encode, question_ids
 
@@ -233,7 +234,7 @@ def compress(
         if chunk is not None:
             raise PromptError(f"{method!r} reads the whole text twice; leave chunk out, or use another method.")
         if needs_policy(method):
-            policy = policy if policy is not None else default_policy()
+            policy = policy if policy is not None else policy_for(spec)
             policy.check_model(spec)
         amount = Share.asked(retention, options.pop("budget_tokens", None))
         about = _amount(amount) | {"policy": policy.digest() if policy is not None and needs_policy(method) else None}

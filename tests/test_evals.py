@@ -15,7 +15,7 @@ from lkv.methods.budget import GlobalTopK, Uniform
 from lkv.methods.build import Method, make_method
 from lkv.methods.kvzip import kvzip
 from lkv.methods.selection import GivenScores, LearnedScores, SnapKV
-from lkv.prefill import read_prompt
+from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import question_ids
 from lkv.results import resumable, write_results
 from lkv.statistics import bootstrap, paired

@@ -12,7 +12,7 @@ from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
 from lkv.methods.budget import FixedBudget, Share, check_table
 from lkv.methods.build import Method, make_method, needs_policy
-from lkv.models import default_policy
+from lkv.models import policy_for
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 
@@ -41,7 +41,7 @@ class RaggedCache(Cache):
         bits: int | None = None,
         pattern: list[list[float]] | None = None,
     ):
-        """`policy` defaults to the one shipped for the embedded model; `retention` is the share of the prompt's entries
+        """`policy` defaults to the one shipped for the model; `retention` is the share of the prompt's entries
         to keep, in (0, 1], 0.15 unless given; `method` is a name that `lkv methods` lists, any "RULE+SELECTOR", or a
         `Method` of your own, whose budget rule then says how much is kept; `slack` is the room in tokens that each head
         gets for what is appended.
@@ -65,7 +65,7 @@ class RaggedCache(Cache):
         if isinstance(method, str):
             self.share = Share.asked(retention, budget_tokens)
             if needs_policy(method):
-                self.policy = policy if policy is not None else default_policy()
+                self.policy = policy if policy is not None else policy_for(self.spec)
                 self.policy.check_model(self.spec)
                 self.policy.to(model.device)
             if pattern is not None:

@@ -19,9 +19,8 @@ from lkv.report.tables import Table
 _MATCHING = "matching"
 
 
-def add_parser(commands: Any) -> None:
-    """Add `report` to the subcommands of `lkv`."""
-    report = commands.add_parser("report", help="make tables and figures from result files")
+def add_arguments(report: argparse.ArgumentParser) -> None:
+    """The options of the command."""
     report.add_argument("files", type=Path, nargs="*", help="what `lkv eval` wrote")
     report.add_argument("--profile", type=Path, help="what `lkv profile` wrote: prefill table and memory figure")
     report.add_argument("--table", choices=TABLES, default="main")
@@ -39,10 +38,10 @@ def add_parser(commands: Any) -> None:
         choices=[*models(), _MATCHING],
         help="add the paper's numbers, by default of the model that the results are of",
     )
-    report.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Print or write the table, and draw the figure where one is asked for."""
     if bool(options.profile) == bool(options.files):
         raise ReportError("give either result files of `lkv eval`, or --profile with one file of `lkv profile`.")
     table, figure = _profile(options) if options.profile else _evaluation(options)
