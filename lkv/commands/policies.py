@@ -35,7 +35,8 @@ def _retentions(card: dict[str, Any]) -> str:
     """Every retention that some stage of the training held, smallest and largest."""
     held, stage = [], card
     while training := stage.get("training"):
-        held += [training["retention_start"], training["retention_end"]]
+        drawn = [training[name] for name in ("retention_low", "retention_high") if training.get(name)]
+        held += drawn or [training["retention_start"], training["retention_end"]]
         stage = stage.get("started_from", {})
     if not held:
         return "not told"
