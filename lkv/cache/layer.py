@@ -15,6 +15,7 @@ from lkv.host.hooks import HookedLayer
 from lkv.host.masks import has_padding, left_padding
 from lkv.methods.budget import FixedBudget, Share
 from lkv.methods.build import Method
+from lkv.methods.selection import check_scores
 from lkv.ops.ragged_attention import ragged_attention
 from lkv.prefill import PromptLayer
 
@@ -105,6 +106,11 @@ class RaggedLayer(HookedLayer):
         return out.transpose(1, 2)
 
     @property
+    def unattended(self) -> bool:
+        """Whether k and v were handed out, but nobody has computed attention over them yet."""
+        return self._arrived is not None
+
+    @property
     def _prompt_tokens(self) -> int:
         assert self._plan.prompt_tokens is not None
         return self._plan.prompt_tokens
@@ -168,7 +174,8 @@ class RaggedLayer(HookedLayer):
             self._check_length(tokens - first)
             query = None if whole.query is None else whole.query[rows, :, first:]
             key, value = whole.key[rows, :, first:], whole.value[rows, :, first:]
-            found = self._plan.method.selector.scores(self._index, query, key, value, whole.scale)
+            selector = self._plan.method.selector
+            found = check_scores(selector, selector.scores(self._index, query, key, value, whole.scale), key)
             scores += found.unbind(0)
             counts += self._plan.method.budget.counts(self._index, found)
         kept = torch.tensor(counts)
@@ -226,7 +233,11 @@ class RaggedLayer(HookedLayer):
         new = key.shape[2]
         scores = None
         if self.spans.scores is not None:
-            scores = self._plan.method.selector.scores(self._index, None, key, value, scale)
+            selector = self._plan.method.selector
+            scores = selector.scores(self._index, None, key, value, scale)
+            # A step of decoding does not wait for the device; the same selector was checked on the prompt.
+            if new > 1:
+                check_scores(selector, scores, key)
         if new > self.spans.room:
             self._make_room(new)
         self.spans.append(key, value, scores)
@@ -258,6 +269,7 @@ class RaggedLayer(HookedLayer):
                 f"{cut} tokens cannot be cut off: only the {tail} after the compressed prompt can; "
                 "give a number between minus that and 0."
             )
+        self._arrived = None
         if self.spans is not None:
             self.spans.cut(cut)
 

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.config import ModelSpec
 from lkv.errors import CacheError, UnsupportedModelError
+from lkv.host.generation import announce_ids
 from lkv.host.hooks import HOOK
 from lkv.host.spec import inspect_model
 
@@ -45,6 +46,7 @@ def attach(model: Any) -> ModelSpec:
             f"{type(model).__name__} computes attention by code of its own, which LKV cannot reach; use a model "
             "whose attention goes through transformers' AttentionInterface."
         )
+    announce_ids(model)
     return spec
 
 
