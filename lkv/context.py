@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationConfig, TextStreamer
 
 from lkv import context_file
+from lkv.cache.layer import check_state
 from lkv.cache.ragged import RaggedCache
 from lkv.config import ModelSpec, asdict, from_dict
-from lkv.errors import CacheError, ContextFileError, PromptError
+from lkv.errors import CacheError, ContextFileError, PromptError, QuantizationError
 from lkv.host.attention import attach
 from lkv.host.stock import cut_to, kv_nbytes, positions
 from lkv.methods.budget import Share, check_table
@@ -202,6 +203,7 @@ class Context:
         """
         tensors, about = context_file.read(Path(path))
         spec = attach(model)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
         try:
             if difference := differs(from_dict(ModelSpec, about["model"]), spec):
                 raise ContextFileError(f"{path} was saved by a model with {difference}; load it with that model.")
@@ -209,21 +211,56 @@ class Context:
                 raise ContextFileError(
                     f"{path} was compressed under another policy; load it without a policy, or compress the text again."
                 )
+            kept_about = _checked_about(about)
+            ids = _checked_ids(tensors.pop("ids"), vocabulary)
+            states = _by_layer(tensors, spec.layers)
             cache = RaggedCache(model, method=Method(about["method"], _Loaded(), _Loaded()))
-            weight = model.get_input_embeddings().weight
-            for index, layer in enumerate(cache.ragged):
-                end = f".{index}"
-                state = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
-                layer.restore(state, weight[:0])
-            ids = tensors["ids"].tolist()
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            for layer, state in zip(cache.ragged, states, strict=True):
+                check_state(state, len(ids), spec)
+                layer.restore(state, model.get_input_embeddings().weight[:0])
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, QuantizationError) as error:
             raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
-        kept_about = {key: about[key] for key in _ABOUT}
         cache.ids = torch.tensor([ids])
         return cls(model, tokenizer, ids, cache, kept_about)
 
 
-_ABOUT = ("method", "retention", "budget_tokens", "bits", "policy", "text_sha256")
+def _checked_about(about: dict[str, Any]) -> dict[str, Any]:
+    """What a saved file tells of its making. Raises KeyError for a missing field and ValueError for a wrong one."""
+    found = {key: about[key] for key in _ABOUT}
+    for name, kinds in _ABOUT.items():
+        if type(found[name]) not in kinds:
+            raise ValueError(f"its {name} is {found[name]!r}")
+    return found
+
+
+def _checked_ids(ids: Tensor, vocabulary: int) -> list[int]:
+    """The ids of the text. Raises ValueError for what a model with `vocabulary` tokens cannot have read."""
+    if ids.ndim != 1 or ids.dtype != torch.int32 or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise ValueError("its ids are none of this model's")
+    return ids.tolist()
+
+
+def _by_layer(tensors: dict[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
+    """The tensors of each layer under their own names. Raises ValueError for one that belongs to no layer."""
+    states: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    for name, tensor in tensors.items():
+        field, _, index = name.rpartition(".")
+        if index not in map(str, range(layers)):
+            raise ValueError(f"its tensor {name!r} belongs to no layer")
+        states[int(index)][field] = tensor
+    return states
+
+
+_NUMBER = (int, float, type(None))
+# What is saved of how a text was compressed, and what each may be.
+_ABOUT: dict[str, tuple[type, ...]] = {
+    "method": (str,),
+    "retention": _NUMBER,
+    "budget_tokens": (int, type(None)),
+    "bits": (int, type(None)),
+    "policy": (str, type(None)),
+    "text_sha256": (str,),
+}
 
 
 class _Loaded(Selector):

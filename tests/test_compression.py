@@ -195,7 +195,7 @@ def test_a_failed_save_leaves_the_old_file(model, policy, tmp_path, monkeypatch)
     def full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("lkv.context_file.os.replace", full)
+    monkeypatch.setattr("lkv.files.os.replace", full)
     with pytest.raises(ContextFileError, match="no space left on device"):
         compress(model, Words(), TEXT, retention=0.8, policy=policy).save(path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

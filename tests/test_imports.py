@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "lkv"
 # A file imports only from those above it.
 ORDER = [
-    "errors", "config", "results", "statistics", "prompts", "ops", "host", "policy", "prefill",
+    "errors", "files", "config", "results", "statistics", "prompts", "ops", "host", "policy", "prefill",
     "methods.budget", "methods.selection", "methods.build", "methods.kvzip", "context_file",
     "cache.quantization", "cache.spans", "cache.layer", "models", "cache.ragged", "context",
     "training.data", "training.student", "training.distillation", "training.trainer", "training.recipe",
@@ -76,7 +76,7 @@ def test_backends_do_not_import_each_other():
 
 def test_configuration_figures_results_and_report_need_no_torch():
     for path in [
-        *(ROOT / f"{name}.py" for name in ("config", "results", "statistics", "errors")),
+        *(ROOT / f"{name}.py" for name in ("config", "results", "statistics", "errors", "files")),
         *ROOT.glob("report/*.py"),
     ]:
         assert not {module.split(".")[0] for module in imports(path)} & {"torch", "transformers"}

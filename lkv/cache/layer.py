@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lkv.cache.spans import QuantizedSpans, Spans, best
+from lkv.config import ModelSpec
 from lkv.errors import CacheError, PromptError
 from lkv.host.hooks import HookedLayer
 from lkv.host.masks import has_padding, left_padding
@@ -335,3 +336,22 @@ class RaggedLayer(HookedLayer):
         pools = self.spans if isinstance(self.spans, Spans) else self.spans.fresh
         entry = (pools.k.shape[-1] + pools.v.shape[-1]) * pools.k.element_size()
         return self.kept.numel() * self.get_seq_length() * entry
+
+
+def check_state(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
+    """Raise ValueError, KeyError or QuantizationError unless `state` is what one layer of one compressed text of
+    `tokens` tokens gave; nothing is taken by its word before memory is asked for."""
+    kept, real, length = state["kept"], state["real"], state["length"]
+    if any(counts.dtype != torch.long for counts in (kept, real, length)):
+        raise ValueError("its counts are no whole numbers")
+    if kept.shape != (1, spec.kv_heads) or int(kept.min()) < 0 or int(kept.max()) > tokens:
+        raise ValueError(f"its counts of kept entries are {tuple(kept.shape)}, or more than {tokens} tokens")
+    if real.tolist() != [tokens] or length.tolist() != [tokens]:
+        raise ValueError(f"its lengths are not the {tokens} of its text")
+    wanted = (int(kept.sum()), spec.head_dim)
+    if "k" in state:
+        pools = {side: state[side] for side in "kv"}
+        if any(tuple(pool.shape) != wanted or not pool.is_floating_point() for pool in pools.values()):
+            raise ValueError(f"its k and v are not {wanted}")
+    else:
+        QuantizedSpans.check_state(state, kept, spec.head_dim)

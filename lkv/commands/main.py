@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
     ask.add_argument("--policy", default=None, help="folder or hub id of a policy (default: the one shipped)")
     ask.add_argument("--pattern", type=Path, default=None, help="DuoAttention's full_attention_heads.tsv (rule duo)")
-    ask.add_argument("--max-new-tokens", type=positive, default=128)
+    ask.add_argument("--max-new-tokens", type=positive, default=None, help="(default: 128 at most)")
     ask.set_defaults(run=_ask)
 
     inspect = commands.add_parser("inspect", help="show what a policy learned")
