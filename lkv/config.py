@@ -1,7 +1,10 @@
 """Frozen settings. The paper's tables are the defaults; no torch here."""
 
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+
+from lkv.errors import TrainingError
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class TrainingConfig:
     `batch` counts contexts a step, each with up to `continuations` continuations. `hidden_norm` is the paper's open
     choice for ||H_T - H_S||^2: "relative" divides by ||H_T||^2 a token, "mean" by the hidden size, "sum" by nothing.
     `hold` is the last share of the steps that keep the final tau and R (0 in the paper).
+    Raises TrainingError for a number outside its range.
     """
 
     steps: int = 1000
@@ -56,6 +60,37 @@ class TrainingConfig:
     checkpoint_every: int = 20
     evaluate_every: int = 100
     validation_samples: int = 16
+
+    def __post_init__(self) -> None:
+        for name, (kind, least, most) in _RANGES.items():
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (whole or (kind is float and isinstance(value, float))) or not least <= value <= most:
+                what = "a whole number" if kind is int else "a number"
+                limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+                raise TrainingError(f"{name} is {value!r}, but it is {what} {limits}; give another.")
+        if self.min_tokens > self.max_tokens:
+            raise TrainingError(
+                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, so that no text would fit; "
+                "lower the one or raise the other."
+            )
+        if self.hidden_norm not in HIDDEN_NORMS:
+            raise TrainingError(f"hidden_norm is {self.hidden_norm!r}; give one of {', '.join(HIDDEN_NORMS)}.")
+
+
+_TINY = 1e-12  # stands for "above 0"
+# Of each setting: its kind, the least and the greatest value.
+_RANGES: dict[str, tuple[type, float, float]] = {
+    **dict.fromkeys(("steps", "batch", "checkpoint_every", "evaluate_every"), (int, 1, math.inf)),
+    **dict.fromkeys(("min_tokens", "max_tokens", "max_continuation"), (int, 1, math.inf)),
+    **dict.fromkeys(("warmup", "validation_samples"), (int, 0, math.inf)),
+    **dict.fromkeys(("lr", "max_grad_norm", "tau_start", "tau_end"), (float, _TINY, 1e6)),
+    **dict.fromkeys(("lr_end", "weight_decay", "beta"), (float, 0, 1e6)),
+    **dict.fromkeys(("retention_start", "retention_end"), (float, _TINY, 1)),
+    "hold": (float, 0, 0.99),
+    "continuations": (int, 1, 1024),
+    "seed": (int, 0, 2**32 - 1),
+}
 
 
 _CPU = TrainingConfig(

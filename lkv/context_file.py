@@ -71,5 +71,5 @@ def _digest(tensors: dict[str, Tensor], about: str) -> str:
     digest = hashlib.sha256(f"{len(about)} {about}".encode(errors="surrogatepass"))
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(errors="surrogatepass"))
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

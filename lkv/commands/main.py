@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from lkv.commands.options import positive
 from lkv.commands.profile import add_parser as add_profile
 from lkv.commands.report import add_parser as add_report
 from lkv.config import HIDDEN_NORMS, PRESETS, TrainingConfig, replace
-from lkv.errors import LkvError, check_retention
+from lkv.errors import LkvError, TrainingStoppedError, check_retention
 from lkv.methods.build import FULL, METHODS, RULES, SELECTORS, describe, find
 
 _TRAINING_OPTIONS = (
@@ -23,14 +24,25 @@ _TRAINING_OPTIONS = (
 )  # fmt: skip
 
 
+_INTERRUPTED = 130  # as a shell tells of a program that Ctrl-C ended
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status. Errors a user can meet are one sentence on stderr."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
+        # Nothing may be left to be written when the interpreter ends: it would print a traceback of its own.
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a shell tells of a program that a closed pipe ended
+    except KeyboardInterrupt:
+        print("lkv: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     except LkvError as error:
         print(f"lkv: {error}", file=sys.stderr)
-        return 1
+        return _INTERRUPTED if isinstance(error, TrainingStoppedError) else 1
     return 0
 
 
