@@ -1,7 +1,10 @@
 """Frozen settings. The paper's tables are the defaults; no torch here."""
 
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+
+from lkv.errors import TrainingError
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class TrainingConfig:
 
     `key`, `attention`, `position` say what LKV-T reads (see `ScorerInputs`; `position` makes knots up to `max_tokens`).
     `terms_lr` multiplies the rate of the attention's weights and of the position terms, one number a head each.
+
+    Raises TrainingError for a number outside its range.
     """
 
     steps: int = 1000
@@ -103,6 +108,44 @@ class TrainingConfig:
     def inputs(self) -> ScorerInputs:
         """What a policy trained so reads."""
         return ScorerInputs(self.key, self.attention, (self.max_tokens - 1).bit_length() + 1 if self.position else 0)
+
+    def __post_init__(self) -> None:
+        for name, (kind, least, most) in _RANGES.items():
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (whole or (kind is float and isinstance(value, float))) or not least <= value <= most:
+                what = "a whole number" if kind is int else "a number"
+                limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+                raise TrainingError(f"{name} is {value!r}, but it is {what} {limits}; give another.")
+        if self.min_tokens > self.max_tokens:
+            raise TrainingError(
+                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, so that no text would fit; "
+                "lower the one or raise the other."
+            )
+        if not 0 <= self.retention_low <= self.retention_high or (self.retention_high and not self.retention_low):
+            raise TrainingError(
+                f"retention_low is {self.retention_low} and retention_high {self.retention_high}; give two numbers "
+                "above 0, the lower one first, or neither."
+            )
+        if self.hidden_norm not in HIDDEN_NORMS:
+            raise TrainingError(f"hidden_norm is {self.hidden_norm!r}; give one of {', '.join(HIDDEN_NORMS)}.")
+
+
+_TINY = 1e-12  # stands for "above 0"
+# Of each setting: its kind, the least and the greatest value.
+_RANGES: dict[str, tuple[type, float, float]] = {
+    **dict.fromkeys(("steps", "batch", "checkpoint_every", "evaluate_every"), (int, 1, math.inf)),
+    **dict.fromkeys(("min_tokens", "max_tokens", "max_continuation"), (int, 1, math.inf)),
+    **dict.fromkeys(("warmup", "validation_samples"), (int, 0, math.inf)),
+    **dict.fromkeys(("lr", "max_grad_norm", "tau_start", "tau_end"), (float, _TINY, 1e6)),
+    **dict.fromkeys(("lr_end", "weight_decay", "beta", "terms_lr", "retention_power"), (float, 0, 1e6)),
+    **dict.fromkeys(("retention_low", "retention_high"), (float, 0, 1)),
+    "tokens_a_continuation": (int, 0, math.inf),
+    **dict.fromkeys(("retention_start", "retention_end"), (float, _TINY, 1)),
+    "hold": (float, 0, 0.99),
+    "continuations": (int, 1, 1024),
+    "seed": (int, 0, 2**32 - 1),
+}
 
 
 _PAPER_CPU = TrainingConfig(

@@ -2,20 +2,25 @@
 
 import hashlib
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, TextStreamer
+from transformers import Cache, DynamicCache, GenerationConfig, TextStreamer
 
 from lkv import context_file
+from lkv.cache.layer import check_state
 from lkv.cache.ragged import RaggedCache
 from lkv.config import ModelSpec, asdict, from_dict
-from lkv.errors import CacheError, ContextFileError, PromptError
+from lkv.errors import CacheError, ContextFileError, PromptError, QuantizationError
 from lkv.fingerprint import differs
 from lkv.host.attention import attach
-from lkv.host.stock import cut_to, kv_nbytes
+from lkv.host.stock import cut_to, kv_nbytes, positions
 from lkv.methods.budget import Share, check_table
 from lkv.methods.build import FULL, Method, needs_policy, needs_second_pass
 from lkv.methods.kvzip import kvzip
@@ -25,9 +30,17 @@ from lkv.policy import Policy
 from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import context_ids, encode, question_ids
 
+_ANSWER = 128  # tokens of an answer at most, unless said otherwise
+# What `ask` itself gives to generate, or reads of what that returns.
+_OWN_INPUTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values", "return_dict_in_generate")
+_ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
+
 
 class Context:
-    """A text read once into a compressed cache. Every question starts from the same cache."""
+    """A text read once into a compressed cache. Every question starts from the same cache.
+
+    It may be asked from several threads: they take turns. To answer at the same time, give each thread a `fork()`.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, ids: list[int], cache: Cache, about: dict[str, Any] | None = None):
         """`about` tells how the text was compressed; it is saved with the context."""
@@ -35,6 +48,7 @@ class Context:
         self.cache = cache
         self.about = about or {}
         self.answered_tokens = 0  # length of the last answer
+        self._turn, self._busy = threading.RLock(), False
 
     @property
     def tokens(self) -> int:
@@ -55,7 +69,8 @@ class Context:
 
     def rewind(self) -> None:
         """Forget what was asked and answered; `ask` does so by itself."""
-        cut_to(self.cache, self.tokens)
+        with self._own_turn():
+            cut_to(self.cache, self.tokens)
 
     @torch.no_grad()
     def predict(self, question: str, answer: str) -> tuple[Tensor, Tensor]:
@@ -63,56 +78,95 @@ class Context:
         prefix, target = question_ids(self._tokenizer, question), encode(self._tokenizer, answer)
         device = self._model.get_input_embeddings().weight.device
         ids = torch.tensor([prefix + target], device=device)
-        cache = self._working_cache()
-        try:
+        with self._working_cache() as cache:
             logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
-        finally:
-            self._done(cache)
         return logits[len(prefix) - 1 : -1], ids[0, len(prefix) :]
 
-    def ask(self, question: str, max_new_tokens: int = 128, stream: bool = False, **generation: Any) -> str:
+    def ask(self, question: str, max_new_tokens: int | None = None, stream: bool = False, **generation: Any) -> str:
         """Answer `question` from the compressed context; greedy unless `generation` (as of model.generate) says so.
 
-        `stream` prints the answer as it comes. Raises PromptError for an empty question.
+        `max_new_tokens` is 128 unless given, or what the model's positions leave. `stream` prints the answer as it
+        comes. Raises PromptError for an empty question, and before anything is generated where text, question and
+        answer would not fit; CacheError for options that do not belong here.
         """
-        if not question.strip():
+        if not isinstance(question, str) or not question.strip():
             raise PromptError("the question is empty; ask something about the text.")
+        self._check_options(generation)
         device = self._model.get_input_embeddings().weight.device
         # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
         ids = torch.tensor([self._ids + question_ids(self._tokenizer, question)], device=device)
-        settings = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens} | generation
-        rows = max(settings.get("num_beams") or 1, settings.get("num_return_sequences") or 1)
-        if rows > 1:
-            raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
-        streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
-        cache = self._working_cache()
-        try:
+        if stream:
+            generation["streamer"] = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+        settings: dict[str, Any] = {
+            "do_sample": False,
+            "num_beams": 1,
+            "pad_token_id": self._tokenizer.pad_token_id,
+            "max_new_tokens": self._answer_length(ids.shape[1], max_new_tokens),
+        }
+        with self._working_cache() as cache:
             out = self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                streamer=streamer,
-                pad_token_id=self._tokenizer.pad_token_id,
-                **settings,
+                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **settings | generation
             )
-        finally:
-            self._done(cache)
-        self.answered_tokens = out.shape[1] - ids.shape[1]
+            self.answered_tokens = out.shape[1] - ids.shape[1]
         return self._tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
-    def _working_cache(self) -> Cache:
+    def _check_options(self, generation: dict[str, Any]) -> None:
+        """Raise CacheError for options of generate that `ask` does not know or cannot serve."""
+        if own := [name for name in _OWN_INPUTS if name in generation]:
+            raise CacheError(f"ask() itself sees to {', '.join(own)}; leave that out, or use model.generate.")
+        known = vars(GenerationConfig()).keys() | signature(self._model.generate).parameters.keys()
+        if unknown := sorted(set(generation) - known):
+            raise CacheError(f"model.generate has no option {', '.join(unknown)}; leave it out.")
+        if max(generation.get("num_beams") or 1, generation.get("num_return_sequences") or 1) > 1:
+            raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
+        own_settings = vars(self._model.generation_config)
+        if not isinstance(self.cache, RaggedCache) and any(generation.get(x, own_settings.get(x)) for x in _ASSISTED):
+            raise CacheError(
+                "transformers' assisted decoding goes wrong on a cache of its own that holds a text; leave "
+                f"{' and '.join(_ASSISTED)} out, or use a method that compresses."
+            )
+
+    def _answer_length(self, tokens: int, asked: int | None) -> int:
+        """New tokens to generate after `tokens`; PromptError where the model has no positions for them."""
+        limit = positions(self._model)
+        # The last token of an answer is never read.
+        room = limit + 1 - tokens
+        if asked is not None and (not isinstance(asked, int) or isinstance(asked, bool) or asked < 1):
+            raise PromptError(
+                f"max_new_tokens is {asked!r}, but an answer has a whole number of tokens: give 1 or more."
+            )
+        if room < (asked or 1):
+            raise PromptError(
+                f"text, question and {asked or 1} new tokens would reach {tokens + (asked or 1) - 1} tokens, but the "
+                f"model reads at most {limit}; "
+                + (f"ask for at most {room} new tokens." if room > 0 else "shorten the question or the text.")
+            )
+        return min(_ANSWER, room) if asked is None else asked
+
+    @contextmanager
+    def _own_turn(self) -> Iterator[None]:
+        """One thread at a time; CacheError for a second use by the thread whose turn it is."""
+        with self._turn:
+            if self._busy:
+                raise CacheError("this context is answering already; ask a fork() of it from within an answer.")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+
+    @contextmanager
+    def _working_cache(self) -> Iterator[Cache]:
         """The cache itself where it can be cut back, as it is first and afterwards; else a copy."""
-        if self._needs_copy():
-            return self._ragged().fork()
-        self.rewind()
-        return self.cache
-
-    def _done(self, cache: Cache) -> None:
-        if cache is self.cache:
-            self.rewind()
-
-    def _needs_copy(self) -> bool:
-        return isinstance(self.cache, RaggedCache) and not self.cache.rewindable
+        with self._own_turn():
+            if isinstance(self.cache, RaggedCache) and not self.cache.rewindable:
+                yield self.cache.fork()
+                return
+            cut_to(self.cache, self.tokens)
+            try:
+                yield self.cache
+            finally:
+                cut_to(self.cache, self.tokens)
 
     def _ragged(self) -> RaggedCache:
         if not isinstance(self.cache, RaggedCache):
@@ -121,7 +175,9 @@ class Context:
 
     def fork(self) -> "Context":
         """A copy with a cache of its own."""
-        return Context(self._model, self._tokenizer, list(self._ids), self._ragged().fork(), dict(self.about))
+        with self._turn:
+            cache = self._ragged().fork()
+        return Context(self._model, self._tokenizer, list(self._ids), cache, dict(self.about))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the compressed context to one safetensors file. Raises ContextFileError if that fails; an older file
@@ -133,7 +189,8 @@ class Context:
             raise CacheError(
                 "this process holds a share of the heads only; save the context from a model in one piece."
             )
-        states = [layer.state() for layer in cache.ragged]
+        with self._turn:
+            states = [layer.state() for layer in cache.ragged]
         tensors = {f"{name}.{index}": tensor for index, state in enumerate(states) for name, tensor in state.items()}
         tensors["ids"] = torch.tensor(self._ids, dtype=torch.int32)
         context_file.write(Path(path), tensors, {"model": asdict(cache.spec), **self.about})
@@ -147,6 +204,7 @@ class Context:
         """
         tensors, about = context_file.read(Path(path))
         spec = attach(model).spec
+        vocabulary = model.get_input_embeddings().weight.shape[0]
         try:
             if difference := differs(from_dict(ModelSpec, about["model"]), spec):
                 raise ContextFileError(f"{path} was saved by a model with {difference}; load it with that model.")
@@ -154,20 +212,56 @@ class Context:
                 raise ContextFileError(
                     f"{path} was compressed under another policy; load it without a policy, or compress the text again."
                 )
+            kept_about = _checked_about(about)
+            ids = _checked_ids(tensors.pop("ids"), vocabulary)
+            states = _by_layer(tensors, spec.layers)
             cache = RaggedCache(model, method=Method(about["method"], _Loaded(), _Loaded()))
-            weight = model.get_input_embeddings().weight
-            for index, layer in enumerate(cache.ragged):
-                end = f".{index}"
-                state = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
-                layer.restore(state, weight[:0])
-            ids = tensors["ids"].tolist()
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            for layer, state in zip(cache.ragged, states, strict=True):
+                check_state(state, len(ids), spec)
+                layer.restore(state, model.get_input_embeddings().weight[:0])
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, QuantizationError) as error:
             raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
-        kept_about = {key: about[key] for key in _ABOUT}
+        cache.ids = torch.tensor([ids])
         return cls(model, tokenizer, ids, cache, kept_about)
 
 
-_ABOUT = ("method", "retention", "budget_tokens", "bits", "policy", "text_sha256")
+def _checked_about(about: dict[str, Any]) -> dict[str, Any]:
+    """What a saved file tells of its making. Raises KeyError for a missing field and ValueError for a wrong one."""
+    found = {key: about[key] for key in _ABOUT}
+    for name, kinds in _ABOUT.items():
+        if type(found[name]) not in kinds:
+            raise ValueError(f"its {name} is {found[name]!r}")
+    return found
+
+
+def _checked_ids(ids: Tensor, vocabulary: int) -> list[int]:
+    """The ids of the text. Raises ValueError for what a model with `vocabulary` tokens cannot have read."""
+    if ids.ndim != 1 or ids.dtype != torch.int32 or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise ValueError("its ids are none of this model's")
+    return ids.tolist()
+
+
+def _by_layer(tensors: dict[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
+    """The tensors of each layer under their own names. Raises ValueError for one that belongs to no layer."""
+    states: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    for name, tensor in tensors.items():
+        field, _, index = name.rpartition(".")
+        if index not in map(str, range(layers)):
+            raise ValueError(f"its tensor {name!r} belongs to no layer")
+        states[int(index)][field] = tensor
+    return states
+
+
+_NUMBER = (int, float, type(None))
+# What is saved of how a text was compressed, and what each may be.
+_ABOUT: dict[str, tuple[type, ...]] = {
+    "method": (str,),
+    "retention": _NUMBER,
+    "budget_tokens": (int, type(None)),
+    "bits": (int, type(None)),
+    "policy": (str, type(None)),
+    "text_sha256": (str,),
+}
 
 
 class _Loaded(Selector):
@@ -258,7 +352,10 @@ def compress(
     if prompt is not None:
         assert isinstance(cache, RaggedCache)
         cache.fill(prompt)
+        cache.ids = torch.tensor([ids])
         return Context(model, tokenizer, ids, cache, about)
     for part in torch.tensor([ids], device=device).split(chunk or len(ids), 1):
         model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+    if isinstance(cache, RaggedCache):
+        cache.ids = torch.tensor([ids])
     return Context(model, tokenizer, ids, cache, about)

@@ -33,6 +33,10 @@ class TrainingError(LkvError):
     """Training cannot go on, or a checkpoint does not belong to this run."""
 
 
+class TrainingStoppedError(TrainingError):
+    """The user stopped a training; what was done is saved."""
+
+
 class CacheError(LkvError):
     """A cache is used in a way it cannot serve."""
 

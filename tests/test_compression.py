@@ -42,7 +42,8 @@ def test_questions_do_not_see_each_other(model, policy, method):
 def test_what_else_was_done_with_the_cache_is_forgotten(model, policy, method):
     context = compress(model, Words(), TEXT, method, policy=policy)
     answer, (logits, _) = context.ask("what is one ?", 8), context.predict("what is one ?", "so it is")
-    model.generate(torch.full((1, 66), 9), past_key_values=context.cache, max_new_tokens=4)
+    ids = torch.tensor([Words()(TEXT)["input_ids"] + [9] * 6])
+    model.generate(ids, past_key_values=context.cache, max_new_tokens=4)
     assert context.ask("what is one ?", 8) == answer
     model(torch.full((1, 5), 9), past_key_values=context.cache, use_cache=True)
     assert torch.equal(context.predict("what is one ?", "so it is")[0], logits)
@@ -195,7 +196,7 @@ def test_a_failed_save_leaves_the_old_file(model, policy, tmp_path, monkeypatch)
     def full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("lkv.context_file.os.replace", full)
+    monkeypatch.setattr("lkv.files.os.replace", full)
     with pytest.raises(ContextFileError, match="no space left on device"):
         compress(model, Words(), TEXT, retention=0.8, policy=policy).save(path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

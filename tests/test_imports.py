@@ -8,7 +8,8 @@ import pytest
 ROOT = Path(__file__).parent.parent / "lkv"
 # A file imports only from those above it.
 ORDER = [
-    "errors", "version", "config", "extras", "fingerprint", "shipped", "results", "statistics", "prompts", "ops",
+    "errors", "files", "version", "config", "extras", "fingerprint", "shipped", "results", "statistics", "prompts",
+    "ops",
     "host", "prefill", "policy", "methods.budget", "methods.selection", "methods.build", "methods.kvzip",
     "context_file", "cache.quantization", "cache.spans", "cache.layer", "conversion", "models", "cache.ragged",
     "context", "training.data", "training.student", "training.distillation", "training.calibration",
@@ -76,7 +77,7 @@ def test_backends_do_not_import_each_other():
 
 
 def test_configuration_figures_results_and_report_need_no_torch():
-    light = ("config", "errors", "extras", "fingerprint", "results", "shipped", "statistics", "version")
+    light = ("config", "errors", "extras", "files", "fingerprint", "results", "shipped", "statistics", "version")
     for path in [
         *(ROOT / f"{name}.py" for name in light),
         *ROOT.glob("report/*.py"),

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from lkv.cache.spans import QuantizedSpans, Spans, best
+from lkv.config import ModelSpec
 from lkv.errors import CacheError, PromptError
 from lkv.host.hooks import HookedLayer
 from lkv.host.masks import has_padding, left_padding
 from lkv.host.rotation import Rotation
 from lkv.methods.budget import FixedBudget, Share
 from lkv.methods.build import Method
-from lkv.methods.selection import Arrived
+from lkv.methods.selection import Arrived, check_scores
 from lkv.ops.ragged_attention import ragged_attention
 from lkv.prefill import PromptLayer
 
@@ -110,6 +111,11 @@ class RaggedLayer(HookedLayer):
         return out.transpose(1, 2)
 
     @property
+    def unattended(self) -> bool:
+        """Whether k and v were handed out, but nobody has computed attention over them yet."""
+        return self._arrived is not None
+
+    @property
     def _prompt_tokens(self) -> int:
         assert self._plan.prompt_tokens is not None
         return self._plan.prompt_tokens
@@ -170,8 +176,8 @@ class RaggedLayer(HookedLayer):
         for rows in groups:
             first = firsts[rows.start]
             self._check_length(tokens - first)
-            part = whole.part(rows, slice(first, None))
-            found = self._plan.method.selector.scores(self._index, part)
+            part, selector = whole.part(rows, slice(first, None)), self._plan.method.selector
+            found = check_scores(selector, selector.scores(self._index, part), part.key)
             scores += found.unbind(0)
             counts += self._plan.method.budget.counts(self._index, found)
             if self._plan.decode_eviction:
@@ -254,7 +260,12 @@ class RaggedLayer(HookedLayer):
         """Append k, v [B, H, n, d] and attend over everything held: [B, Hq, n, d]."""
         assert self.spans is not None
         new = key.shape[2]
-        scores = self._arrival_scores(key, value, scale) if self.spans.scores is not None else None
+        scores = None
+        if self.spans.scores is not None:
+            scores = self._arrival_scores(key, value, scale)
+            # A step of decoding does not wait for the device; the same selector was checked on the prompt.
+            if new > 1:
+                check_scores(self._plan.method.selector, scores, key)
         if new > self.spans.room:
             self._make_room(new, scale)
         self.spans.append(key, value, scores, self.get_seq_length())
@@ -286,6 +297,7 @@ class RaggedLayer(HookedLayer):
                 f"{cut} tokens cannot be cut off: only the {tail} after the compressed prompt can; "
                 "give a number between minus that and 0."
             )
+        self._arrived = None
         if self.spans is not None:
             self.spans.cut(cut)
 
@@ -350,3 +362,22 @@ class RaggedLayer(HookedLayer):
         pools = self.spans if isinstance(self.spans, Spans) else self.spans.fresh
         entry = (pools.k.shape[-1] + pools.v.shape[-1]) * pools.k.element_size()
         return self.kept.numel() * self.get_seq_length() * entry
+
+
+def check_state(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
+    """Raise ValueError, KeyError or QuantizationError unless `state` is what one layer of one compressed text of
+    `tokens` tokens gave; nothing is taken by its word before memory is asked for."""
+    kept, real, length = state["kept"], state["real"], state["length"]
+    if any(counts.dtype != torch.long for counts in (kept, real, length)):
+        raise ValueError("its counts are no whole numbers")
+    if kept.shape != (1, spec.kv_heads) or int(kept.min()) < 0 or int(kept.max()) > tokens:
+        raise ValueError(f"its counts of kept entries are {tuple(kept.shape)}, or more than {tokens} tokens")
+    if real.tolist() != [tokens] or length.tolist() != [tokens]:
+        raise ValueError(f"its lengths are not the {tokens} of its text")
+    wanted = (int(kept.sum()), spec.head_dim)
+    if "k" in state:
+        pools = {side: state[side] for side in "kv"}
+        if any(tuple(pool.shape) != wanted or not pool.is_floating_point() for pool in pools.values()):
+            raise ValueError(f"its k and v are not {wanted}")
+    else:
+        QuantizedSpans.check_state(state, kept, spec.head_dim)

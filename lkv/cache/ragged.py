@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lkv.cache.layer import Plan, RaggedLayer
@@ -60,6 +61,9 @@ class RaggedCache(Cache):
         """
         attached = attach(model)
         self.spec = attached.spec
+        # Ids [B, k] of the first k tokens read, where they are known; and those that `generate` is about to feed.
+        self.ids: Tensor | None = None
+        self._coming: Tensor | None = None
         self.share: Share | None = None
         self.policy: Policy | None = None
         if isinstance(method, str):
@@ -103,8 +107,78 @@ class RaggedCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if layer_idx == 0:
-            self._check_use(key_states.shape[0], self.get_seq_length() + key_states.shape[2])
+            self.assisted = False
+            held, new = self.get_seq_length(), key_states.shape[2]
+            self._check_use(key_states.shape[0], held + new)
+            self._note_ids(held, held + new)
+        # Of the first layer it is the last one of the pass before.
+        before = self.layers[layer_idx - 1]
+        if isinstance(before, RaggedLayer) and before.unattended:
+            raise CacheError(
+                "the model computed attention without LKV: it is a copy that LKV was never attached to, or its "
+                "attention implementation was set anew; call lkv.host.attention.attach(model), then go on after "
+                "cache.rewind(), or after cache.reset() if the prompt was being read."
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def expect(self, ids: Tensor, whole: bool, begins: bool) -> None:
+        """What `generate` is about to feed, compared with what was read where both are known.
+
+        Raises CacheError for ids that do not begin with those read, or hold nothing new.
+        """
+        held, known = self.get_seq_length(), self.ids
+        if not whole:
+            complete = known is not None and known.shape[1] == held and len(known) == len(ids)
+            self._coming = torch.cat([known, ids.to(known.device)], 1) if known is not None and complete else None
+            return
+        if held and ids.shape[1] <= held:
+            raise CacheError(
+                f"this cache has read {held} tokens, but the ids given are {ids.shape[1]}: give all that it has read "
+                "and new ones behind them, or make a new cache (or reset() this one) for another prompt."
+            )
+        if begins and known is not None and len(known) == len(ids):
+            same = min(held, known.shape[1])
+            if not torch.equal(known[:, :same], ids[:, :same].to(known.device)):
+                raise CacheError(
+                    "the ids given do not begin with those that this cache has read; for another prompt make a new "
+                    "cache, or reset() this one."
+                )
+        self._coming = ids
+
+    def _note_ids(self, held: int, tokens: int) -> None:
+        """Keep the ids of what is read now, from `held` tokens on to `tokens`, or forget those that it replaces."""
+        coming, self._coming = self._coming, None
+        if coming is not None and coming.shape[1] == tokens:
+            self.ids = coming
+        elif self.ids is not None:
+            self.ids = self.ids[:, :held]
+
+    def _take_ids(self, rows: Tensor) -> None:
+        if self.ids is not None:
+            self.ids = self.ids[rows.to(self.ids.device)]
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Make row i a copy of the row `beam_idx[i]`."""
+        super().reorder_cache(beam_idx)
+        self._take_ids(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` [n], in that order."""
+        super().batch_select_indices(indices)
+        self._take_ids(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Make `repeats` copies of each row. Raises CacheError for less than one."""
+        if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+            raise CacheError(f"repeats is {repeats!r}, but it is how often each row is held: give a whole number >= 1.")
+        super().batch_repeat_interleave(repeats)
+        if self.ids is not None:
+            self.ids = self.ids.repeat_interleave(repeats, 0)
+
+    def reset(self) -> None:
+        """Forget everything, and free it."""
+        super().reset()
+        self.ids = self._coming = None
 
     def _check_use(self, rows: int, tokens: int) -> None:
         if len({(layer.prompt_length, layer.get_seq_length()) for layer in self.ragged}) > 1:
@@ -131,6 +205,7 @@ class RaggedCache(Cache):
                 "assisted decoding sends its first candidates together with the prompt: give "
                 "prompt_tokens=input_ids.shape[1] to RaggedCache, so that they are told apart."
             )
+        self.assisted = True
         for layer in self._windows:
             layer.activate_past_recording()
 

@@ -201,19 +201,32 @@ class QuantizedSpans:
         pools = (("k", self.key), ("v", self.value))
         return {f"{side}_{name}": tensor for side, pool in pools for name, tensor in pool.tensors().items()}
 
+    @staticmethod
+    def check_state(state: dict[str, Tensor], lens: Tensor, width: int) -> None:
+        """Raise KeyError, ValueError or QuantizationError unless `state` holds spans of `lens` entries [B, H] with
+        `width` channels."""
+        key, value = (QuantizedPool.from_tensors(_of_side(state, side)) for side in "kv")
+        if key.lens != tuple(lens.flatten().tolist()) or value.lens is not None:
+            raise ValueError("its quantised pools have other spans than its counts")
+        if len(value) != len(key) or (key.width, value.width) != (width, width):
+            raise ValueError(f"its quantised pools are not {(int(lens.sum()), width)}")
+
     @classmethod
     def restore(cls, state: dict[str, Tensor], lens: Tensor, room: int, like: Tensor) -> "QuantizedSpans":
         """What `state` gave, on the device and for a cache of the dtype of `like`."""
-        key, value = (
-            QuantizedPool.from_tensors({n[2:]: t.to(like.device) for n, t in state.items() if n.startswith(side + "_")})
-            for side in "kv"
-        )
+        state = {name: tensor.to(like.device) for name, tensor in state.items()}
+        key, value = (QuantizedPool.from_tensors(_of_side(state, side)) for side in "kv")
         fresh = Spans(torch.zeros_like(lens), room, like.new_empty(0, key.width), like.new_empty(0, value.width))
         return cls(lens, key, value, fresh)
 
     def nbytes(self) -> int:
         """Bytes of storage of codes, steps, least values and tails."""
         return self.key.nbytes() + self.value.nbytes() + self.fresh.nbytes()
+
+
+def _of_side(state: dict[str, Tensor], side: str) -> dict[str, Tensor]:
+    """The tensors of the quantised pool of "k" or "v"."""
+    return {name[2:]: tensor for name, tensor in state.items() if name.startswith(side + "_")}
 
 
 def best(scores: Tensor, count: int) -> Tensor:

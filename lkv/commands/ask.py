@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_policy(parser)
     parser.add_argument("--pattern", type=Path, default=None, help="DuoAttention's full_attention_heads.tsv (rule duo)")
-    parser.add_argument("--max-new-tokens", type=positive, default=128)
+    parser.add_argument("--max-new-tokens", type=positive, default=None, help="(default: 128 at most)")
 
 
 def run(options: argparse.Namespace) -> None:

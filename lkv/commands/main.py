@@ -1,11 +1,12 @@
 """The command line. Only the module of the command that is asked for is imported, so that help is there at once."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from lkv.errors import LkvError
+from lkv.errors import LkvError, TrainingStoppedError
 from lkv.version import __version__
 
 # Each is a module of this package, with `add_arguments(parser)` and `run(options)`.
@@ -21,15 +22,26 @@ COMMANDS = {
 }
 
 
+_INTERRUPTED = 130  # as a shell tells of a program that Ctrl-C ended
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status. Errors a user can meet are one sentence on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser(words).parse_args(words)
     try:
         options.run(options)
+        # Nothing may be left to be written when the interpreter ends: it would print a traceback of its own.
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a shell tells of a program that a closed pipe ended
+    except KeyboardInterrupt:
+        print("lkv: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     except LkvError as error:
         print(f"lkv: {error}", file=sys.stderr)
-        return 1
+        return _INTERRUPTED if isinstance(error, TrainingStoppedError) else 1
     return 0
 
 

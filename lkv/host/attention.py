@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.config import ModelSpec
 from lkv.errors import CacheError, UnsupportedModelError
+from lkv.host.generation import announce_ids
 from lkv.host.hooks import HOOK
 from lkv.host.rotation import Rotation, rotation_of
 from lkv.host.spec import inspect_model, layer_windows, local_heads
@@ -80,6 +81,7 @@ def _let_in(model: Any) -> None:
             f"{type(model).__name__} computes attention by code of its own, which LKV cannot reach; use a model "
             "whose attention goes through transformers' AttentionInterface."
         )
+    announce_ids(model)
 
 
 def _attention(

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from lkv.config import TrainingConfig, asdict
+from lkv.errors import TrainingError
+from lkv.files import check_folder
 from lkv.host.attention import attach
 from lkv.models import DEFAULT, load_model
 from lkv.policy import Policy
@@ -19,10 +21,16 @@ def train_policy(
 ) -> Policy:
     """Train a policy, or resume its training, and save it under out/policy. Accelerate spreads it over processes.
 
-    `init` is the folder of a policy or of another run whose weights this one starts from.
+    `init` is the folder of a policy or of another run whose weights this one starts from. Raises TrainingError where
+    accelerate is missing or `out` takes no files, before anything is loaded, and what `Trainer.run` raises.
     """
-    from accelerate import Accelerator
-
+    try:
+        from accelerate import Accelerator
+    except ImportError as error:
+        raise TrainingError(
+            f"training needs accelerate, which cannot be imported ({error}); run `pip install 'lkv-cache[train]'`."
+        ) from error
+    check_folder(out, TrainingError, "the training")
     training = Mixture(data, config.min_tokens, config.max_tokens, config.seed)
     # The same held-out samples for every seed, so that curves of different runs compare.
     held_out = Mixture(data, config.min_tokens, config.max_tokens, validation=True)

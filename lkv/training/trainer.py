@@ -1,20 +1,24 @@
 """Training (Sec. 3.5, App. C): the frozen model with its full cache teaches itself with a compressed one."""
 
 import json
-import os
-from collections.abc import Callable
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
 from lkv.config import ModelSpec, TrainingConfig, asdict, from_dict
-from lkv.errors import DataError, PolicyMismatchError, TrainingError
+from lkv.errors import DataError, PolicyMismatchError, TrainingError, TrainingStoppedError
+from lkv.files import check_folder, replacing, write_text
 from lkv.host.attention import attach, evaluation_mode
 from lkv.policy import Policy, is_policy
 from lkv.training.calibration import calibrate
@@ -92,14 +96,18 @@ class Trainer:
     def run(self, stop_after: int | None = None) -> Policy:
         """Train to the end (or `stop_after` steps from here), resuming a checkpoint in the folder. Returns the policy.
 
-        Raises TrainingError if the loss stops being a number; the last checkpoint stays as it was.
+        The first interrupt (Ctrl-C) ends the step and saves it, then raises TrainingStoppedError; a second one stops at
+        once. Raises TrainingError if the loss stops being a number (the last checkpoint stays as it was), and before
+        the first step where the folder takes no files or holds damaged ones.
         """
         attach(self._model)
         self._model.requires_grad_(False)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with evaluation_mode(self._model):
-            if (self._folder / _CHECKPOINT).is_file():
+        check_folder(self._folder, TrainingError, "the training")
+        _read_curve(self._folder / _CURVE)
+        with evaluation_mode(self._model), _first_interrupt() as interrupted:
+            if (self._folder / _CHECKPOINT).exists():
                 self._restore()
+                self._tell(f"going on from step {self._step} of {self._config.steps}, saved in {self._folder}")
             elif not self._calibrated:
                 samples = [self._samples(number) for number in range(_CALIBRATION_SAMPLES)]
                 calibrate(self._model, self._policy, [sample.context[:_CALIBRATION_TOKENS] for sample in samples])
@@ -115,10 +123,28 @@ class Trainer:
                 last = self._step == self._config.steps
                 if last or self._step % self._config.evaluate_every == 0:
                     self._record(losses)
-                if last or self._step % self._config.checkpoint_every == 0:
+                stopped = not last and self._agreed(interrupted.is_set())
+                if last or stopped or self._step % self._config.checkpoint_every == 0:
                     self._save()
+                if stopped:
+                    bar.close()
+                    raise TrainingStoppedError(
+                        f"training was stopped after step {self._step} of {self._config.steps}, which is saved in "
+                        f"{self._folder}; run the same command to go on."
+                    )
             bar.close()
         return self._policy
+
+    def _agreed(self, wish: bool) -> bool:
+        """Whether any process wishes so: they all stop after the same step."""
+        if self._share[1] == 1:
+            return wish
+        count = torch.tensor(float(wish), device=self._policy.tokens.mean.device)
+        return bool(self._accelerator.reduce(count, reduction="sum").item())
+
+    def _tell(self, sentence: str) -> None:
+        if self._share[0] == 0:
+            print(sentence, file=sys.stderr)
 
     def _train_step(self) -> dict[str, float]:
         now = schedule(self._config, self._step)
@@ -214,9 +240,8 @@ class Trainer:
             row |= {f"validation_{key}": round(value, 5) for key, value in self.evaluate().items()}
         # A run killed between this line and its checkpoint repeats the step: drop what lies ahead.
         path = self._folder / _CURVE
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-        rows = [*(old for old in rows if old["step"] < self._step), row]
-        _replace_text(path, "".join(json.dumps(r) + "\n" for r in rows))
+        rows = [*(old for old in _read_curve(path) if old["step"] < self._step), row]
+        write_text(path, "".join(json.dumps(r) + "\n" for r in rows), TrainingError, "the training curve")
 
     def _save(self) -> None:
         if self._share[0] != 0:
@@ -231,21 +256,19 @@ class Trainer:
             "config": json.dumps(asdict(self._config)),
             "model": json.dumps(asdict(self._policy.spec)),
         }
-        target = self._folder / _CHECKPOINT
-        temporary = target.with_suffix(".tmp")
-        save_file(tensors, temporary, metadata)
-        os.replace(temporary, target)
+        with replacing(self._folder / _CHECKPOINT, TrainingError, "the checkpoint") as temporary:
+            temporary.write_bytes(save(tensors, metadata))
 
     def _restore(self) -> None:
         tensors, metadata = read_checkpoint(self._folder)
-        if json.loads(metadata["config"]) != asdict(self._config):
+        theirs, ours = json.loads(metadata["config"]), asdict(self._config)
+        if apart := [f"{n} {theirs.get(n)!r} instead of {ours.get(n)!r}" for n in ours if theirs.get(n) != ours[n]]:
             raise TrainingError(
-                f"{self._folder / _CHECKPOINT} belongs to a run with other settings; give the same settings to resume "
-                "it, or another folder."
+                f"{self._folder / _CHECKPOINT} belongs to a run with other settings ({', '.join(apart)}); give the "
+                "same settings to resume it, or another folder."
             )
         _check_model(self._policy, _spec_of(metadata), self._folder)
-        state = {name.removeprefix("policy."): t for name, t in tensors.items() if name.startswith("policy.")}
-        self._policy.load_state_dict(state)
+        _load_policy(self._policy, tensors, self._folder)
         for name, parameter in self._parameters.items():
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 if (saved := tensors.get(f"optimizer.{key}.{name}")) is not None:
@@ -258,9 +281,46 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     path = folder / _CHECKPOINT
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+            tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        if not metadata["step"].isdecimal() or not isinstance(json.loads(metadata["config"]), dict):
+            raise ValueError("its metadata is not that of a run")
+        return tensors, metadata
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise TrainingError(f"{path} cannot be read ({error}); give the folder of a training run.") from error
+
+
+def _read_curve(path: Path) -> list[dict[str, Any]]:
+    """The rows written so far. Raises TrainingError for a file that holds none: better now than after hours."""
+    if not path.exists():
+        return []
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
+            raise ValueError("a line is no step of a training")
+    except (OSError, ValueError, RecursionError) as error:
+        raise TrainingError(f"{path} is no training curve ({error}); delete it, or give another folder.") from error
+    return rows
+
+
+@contextmanager
+def _first_interrupt() -> Iterator[threading.Event]:
+    """An event in place of the first KeyboardInterrupt in the block; the next one is raised as ever."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(*_: Any) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, before)
+        print("\nstopping after this step; interrupt again to stop at once", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def start_from(policy: Policy, folder: Path) -> tuple[dict[str, Any], Policy | None]:
@@ -278,8 +338,19 @@ def start_from(policy: Policy, folder: Path) -> tuple[dict[str, Any], Policy | N
         return finished.card, None
     tensors, metadata = read_checkpoint(folder)
     _check_model(policy, _spec_of(metadata), folder)
-    policy.load_state_dict({n.removeprefix("policy."): t for n, t in tensors.items() if n.startswith("policy.")})
+    _load_policy(policy, tensors, folder)
     return {"step": int(metadata["step"]), "training": json.loads(metadata["config"])}, None
+
+
+def _load_policy(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Take over the parameters of a checkpoint. Raises TrainingError where they are not those of `policy`."""
+    state = {name.removeprefix("policy."): t for name, t in tensors.items() if name.startswith("policy.")}
+    try:
+        policy.load_state_dict(state)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"{folder / _CHECKPOINT} does not hold the parameters of a policy; give the folder of a training run."
+        ) from error
 
 
 def _spec_of(metadata: dict[str, str]) -> ModelSpec | None:
@@ -293,12 +364,6 @@ def _check_model(policy: Policy, spec: ModelSpec | None, folder: Path) -> None:
     except PolicyMismatchError:
         pass
     raise TrainingError(f"{folder} was trained for another model; give that model, or another folder.")
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def require_samples(samples: list[TokenizedSample]) -> list[TokenizedSample]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lkv.errors import PromptError
+from lkv.errors import CacheError, PromptError
 from lkv.prefill import PromptLayer, precise
 
 
@@ -51,6 +51,24 @@ class GivenScores(Selector):
 
     def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
         return self._table[layer]
+
+
+def check_scores(selector: Selector, scores: Tensor, key: Tensor) -> Tensor:
+    """Return `scores` if they can rank the tokens of `key` [B, H, T, d]; raise CacheError, which names the selector,
+    for another shape than [B, H, T] or values that are no numbers."""
+    name, shape = type(selector).__name__, tuple(key.shape[:3])
+    if not isinstance(scores, Tensor) or tuple(scores.shape) != shape:
+        given = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise CacheError(
+            f"the selector {name} gave scores {given} for {shape} tokens of each row and head; make its scores() "
+            "return one number for every token, [B, H, T]."
+        )
+    if bool(scores.isnan().any()):
+        raise CacheError(
+            f"the selector {name} gave scores that are not a number (NaN), by which nothing can be ranked; make its "
+            "scores() return finite numbers."
+        )
+    return scores
 
 
 def check_sinks(selector: Selector, tokens: int, sinks: int) -> None:
