@@ -19,7 +19,7 @@ from lkv.config import asdict
 from lkv.evals.compare import Comparison
 from lkv.evals.roster import Roster
 from lkv.evals.roster import Row as RosterRow
-from lkv.methods.build import FULL
+from lkv.methods.catalogue import FULL
 from lkv.models import default_policy, load_default
 from lkv.policy import Policy
 from lkv.prefill import read_prompt

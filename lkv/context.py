@@ -15,17 +15,16 @@ from transformers import Cache, DynamicCache, GenerationConfig, TextStreamer
 
 from lkv import context_file
 from lkv.cache.layer import check_state
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged import RaggedCache, chosen_method
 from lkv.config import ModelSpec, asdict, from_dict
 from lkv.errors import CacheError, ContextFileError, PromptError, QuantizationError
 from lkv.fingerprint import differs
 from lkv.host.attention import attach
 from lkv.host.stock import cut_to, kv_nbytes, positions
-from lkv.methods.budget import Share, check_table
-from lkv.methods.build import FULL, Method, needs_policy, needs_second_pass
-from lkv.methods.kvzip import kvzip
+from lkv.methods.budget import Share
+from lkv.methods.build import Method
+from lkv.methods.catalogue import FULL
 from lkv.methods.selection import Selector
-from lkv.models import policy_for
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import context_ids, encode, question_ids
@@ -324,30 +323,23 @@ def compress(
     about: dict[str, Any] = {}
     device = model.get_input_embeddings().weight.device
     prompt = None
-    if isinstance(method, str) and method != FULL and needs_second_pass(method):
-        if chunk is not None:
-            raise PromptError(f"{method!r} reads the whole text twice; leave chunk out, or use another method.")
-        if needs_policy(method):
-            policy = policy if policy is not None else policy_for(spec)
-            policy.check_model(spec)
-        amount = Share.asked(retention, options.pop("budget_tokens", None))
-        about = _amount(amount) | {"policy": policy.digest() if policy is not None and needs_policy(method) else None}
-        pattern = options.pop("pattern", None)
-        if pattern is not None:
-            check_table(pattern, spec.layers, spec.kv_heads, "the pattern of retrieval heads")
-        prompt = read_prompt(model, torch.tensor([ids], device=device))
-        method, retention = kvzip(model, tokenizer, ids, prompt, amount, method, policy, pattern), None
     if method != FULL:
         if chunk is not None:
             options["prompt_tokens"] = len(ids)
-        cache = RaggedCache(model, policy, retention, method, **options)
+        of_method = {name: options.pop(name, None) for name in ("budget_tokens", "pattern")}
+        chosen = chosen_method(model, policy, retention, method, tokenizer=tokenizer, **of_method)
+        if chosen.of_whole_prompts:
+            if chunk is not None:
+                raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another one.")
+            prompt = read_prompt(model, torch.tensor([ids], device=device), chosen.selector.reads_queries)
+            chosen = chosen.for_prompt(ids, prompt)
+        cache = RaggedCache(model, method=chosen, **options)
         about = {
             "method": cache.plan.method.name,
             **_amount(cache.share),
             "bits": options.get("bits"),
             "policy": cache.policy.digest() if cache.policy is not None else None,
             "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            **about,
         }
     if prompt is not None:
         assert isinstance(cache, RaggedCache)

@@ -24,7 +24,7 @@ from lkv.conversion import convert_once, digest_of, is_complete, is_gguf
 from lkv.errors import DefaultModelError, PolicyMismatchError
 from lkv.extras import require
 from lkv.fingerprint import differs
-from lkv.methods.build import METHODS, needs_policy
+from lkv.methods.catalogue import METHODS, needs_policy
 from lkv.policy import Policy
 from lkv.shipped import shipped
 

@@ -13,13 +13,13 @@ from lkv.evals.needles import make_needles
 from lkv.host.attention import attach
 from lkv.methods.budget import GlobalTopK, Uniform
 from lkv.methods.build import Method, make_method
-from lkv.methods.kvzip import kvzip
 from lkv.methods.selection import GivenScores, LearnedScores, SnapKV
 from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import question_ids
 from lkv.results import resumable, write_results
 from lkv.statistics import bootstrap, paired
 from tests.conftest import tiny_llama
+from tests.second_pass import kvzip
 from tests.test_compression import Words
 
 TOKENS = 48
@@ -83,7 +83,7 @@ def test_kvzip_repeats_a_long_text_part_by_part(model, monkeypatch):
             found.scores(layer, prompt[layer])[0].double(), expected[layer], atol=1e-5, rtol=1e-4
         )
     long = torch.randint(3, 67, (505,)).tolist()
-    with pytest.raises(PromptError, match="'kvzip' repeats the text after it has read it and would reach"):
+    with pytest.raises(PromptError, match="KVzip repeats the text after it has read it and would reach"):
         kvzip(model, Words(), long, read_prompt(model, torch.tensor([long])), 0.25)
 
 

@@ -8,9 +8,10 @@ import pytest
 ROOT = Path(__file__).parent.parent / "lkv"
 # A file imports only from those above it.
 ORDER = [
-    "errors", "files", "version", "config", "extras", "fingerprint", "shipped", "results", "statistics", "prompts",
+    "errors", "files", "version", "config", "extras", "methods.catalogue", "fingerprint", "shipped", "results",
+    "statistics", "prompts",
     "ops",
-    "host", "prefill", "policy", "methods.budget", "methods.selection", "methods.build", "methods.kvzip",
+    "host", "prefill", "policy", "methods.budget", "methods.selection", "methods.kvzip", "methods.build",
     "context_file", "cache.quantization", "cache.spans", "cache.layer", "conversion", "models", "cache.ragged",
     "context", "training.data", "training.student", "training.distillation", "training.calibration",
     "training.warm_start", "training.trainer", "training.recipe", "evals", "profiling", "report", "commands",

@@ -3,7 +3,7 @@
 import re
 
 from benchmarks.readme import README, section
-from lkv.methods.build import METHODS, RULES, SELECTORS
+from lkv.methods.catalogue import METHODS, RULES, SELECTORS
 
 
 def test_results_in_the_readme_come_from_the_files():

@@ -23,14 +23,14 @@ from lkv.evals.processes import Process
 from lkv.evals.roster import Roster
 from lkv.evals.runner import _share, evaluate
 from lkv.host.attention import attach
-from lkv.methods.build import needs_policy, needs_second_pass
-from lkv.methods.kvzip import kvzip
+from lkv.methods.catalogue import needs_policy, needs_second_pass
 from lkv.methods.selection import LearnedScores
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.report.reading import read_results
 from tests.conftest import tiny_llama
 from tests.fake_suite import Letters, make_examples, make_prompt, score
+from tests.second_pass import kvzip
 
 METHODS = ("lkv", "lkv-t", "ada+lkv-t", "snapkv", "expected", "kvzip", "lkv-h+kvzip", "random")
 RETENTIONS = (0.4, 0.2)

@@ -13,7 +13,7 @@ import torch
 from lkv.commands.main import _parser
 from lkv.commands.main import main as lkv
 from lkv.methods.budget import Ada
-from lkv.methods.build import METHODS
+from lkv.methods.catalogue import METHODS
 from lkv.methods.selection import SnapKV
 from lkv.prefill import read_prompt
 from lkv.report.names import RULES, SELECTORS, parts

@@ -13,13 +13,14 @@ from lkv.context import compress
 from lkv.errors import LkvError, PromptError
 from lkv.host.spec import inspect_model
 from lkv.methods.budget import PerHead, Uniform
-from lkv.methods.build import METHODS, SELECTORS, describe, find, make_method, needs_second_pass
-from lkv.methods.kvzip import kvzip
+from lkv.methods.build import make_method
+from lkv.methods.catalogue import METHODS, SELECTORS, describe, find, needs_second_pass
 from lkv.methods.selection import LearnedScores, SnapKV
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer, read_prompt
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
+from tests.second_pass import kvzip
 from tests.test_compression import Words
 
 
@@ -141,8 +142,8 @@ def test_per_head_budgets_are_read_by_layer():
 def test_methods_are_found_by_name(name, model, policy):
     assert find(name).rule in describe(name) or len(describe(name)) > 20
     if needs_second_pass(name):
-        with pytest.raises(LkvError, match="reads the text a second time"):
-            make_method(name, 0.15, policy)
+        with pytest.raises(LkvError, match="needs a tokenizer; give the method's name to compress"):
+            make_method(name, 0.15, policy, model=model)
         return
     method = make_method(name, 0.15, policy, model=model, layers=3, pattern=[[0.1, 0.9]] * 3)
     assert method.name == name

@@ -12,7 +12,8 @@ from lkv.errors import CacheError, PromptError, RetentionError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
 from lkv.methods.budget import FixedBudget, Share, check_table
-from lkv.methods.build import Method, make_method, needs_policy
+from lkv.methods.build import Method, make_method
+from lkv.methods.catalogue import needs_policy
 from lkv.models import policy_for
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
@@ -64,22 +65,15 @@ class RaggedCache(Cache):
         # Ids [B, k] of the first k tokens read, where they are known; and those that `generate` is about to feed.
         self.ids: Tensor | None = None
         self._coming: Tensor | None = None
-        self.share: Share | None = None
-        self.policy: Policy | None = None
-        if isinstance(method, str):
-            self.share = Share.asked(retention, budget_tokens)
-            if needs_policy(method):
-                self.policy = policy if policy is not None else policy_for(self.spec)
-                self.policy.check_model(self.spec)
-                self.policy.to(model.device)
-            if pattern is not None:
-                check_table(pattern, self.spec.layers, self.spec.kv_heads, "the pattern of retrieval heads")
-            method = make_method(method, self.share, self.policy, attached.heads, model, self.spec.layers, pattern)
-        elif retention is not None or budget_tokens is not None:
-            raise RetentionError(
-                f"the method {method.name!r} has a budget rule of its own: leave retention and budget_tokens out, or "
-                "give a method by its name."
+        method = chosen_method(model, policy, retention, method, budget_tokens, pattern)
+        if method.of_whole_prompts:
+            raise CacheError(
+                f"{method.name!r} must see the whole text before the first layer is evicted from: use "
+                f"lkv.compress(..., method={method.name!r})."
             )
+        self.share, self.policy = method.share, method.policy
+        if self.policy is not None:
+            self.policy.to(model.device)
         if slack is not None and slack < 0:
             raise CacheError(f"slack is {slack}, but it is a number of tokens: give 0 or more, or None.")
         if prompt_tokens is not None and prompt_tokens < 1:
@@ -261,3 +255,30 @@ class RaggedCache(Cache):
     def full_nbytes(self) -> int:
         """Bytes that an uncompressed cache would hold for the same tokens."""
         return sum(layer.full_nbytes() for layer in self.ragged) + sum(layer.nbytes() for layer in self._windows)
+
+
+def chosen_method(
+    model: Any,
+    policy: Policy | None,
+    retention: float | None,
+    method: str | Method,
+    budget_tokens: int | None = None,
+    pattern: list[list[float]] | None = None,
+    tokenizer: Any = None,
+) -> Method:
+    """`method`, built for `model` where it is given by its name; see `RaggedCache` for the arguments and errors."""
+    if isinstance(method, Method):
+        if retention is not None or budget_tokens is not None:
+            raise RetentionError(
+                f"the method {method.name!r} has a budget rule of its own: leave retention and budget_tokens out, or "
+                "give a method by its name."
+            )
+        return method
+    attached, share = attach(model), Share.asked(retention, budget_tokens)
+    spec = attached.spec
+    if needs_policy(method):
+        policy = policy if policy is not None else policy_for(spec)
+        policy.check_model(spec)
+    if pattern is not None:
+        check_table(pattern, spec.layers, spec.kv_heads, "the pattern of retrieval heads")
+    return make_method(method, share, policy, attached.heads, model, spec.layers, pattern, tokenizer)

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> None:
     from lkv.context import compress
     from lkv.host.attention import attach
     from lkv.methods.budget import read_pattern
-    from lkv.methods.build import FULL, find
+    from lkv.methods.catalogue import FULL, find
     from lkv.models import DEFAULT, load_model
     from lkv.policy import Policy
 

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     from lkv.evals.processes import Process
     from lkv.evals.runner import evaluate
     from lkv.host.attention import attach
-    from lkv.methods.build import FULL, find, needs_policy
+    from lkv.methods.catalogue import FULL, find, needs_policy
     from lkv.models import DEFAULT, load_model, policy_for
     from lkv.policy import Policy
 

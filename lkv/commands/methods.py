@@ -2,6 +2,8 @@
 
 import argparse
 
+from lkv.methods.catalogue import RULES, SELECTORS, describe, methods
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command has no options."""
@@ -9,9 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """One line a method, then the rules and selectors that make others."""
-    from lkv.methods.build import METHODS, RULES, SELECTORS, describe
-
-    for name in METHODS:
+    for name in methods():
         print(f"{name:18} {describe(name)}")
     print(f"\nAny budget rule goes with any selector, as RULE+SELECTOR.\nrules: {', '.join(RULES)}")
-    print(f"selectors: {', '.join(SELECTORS)}, kvzip")
+    print(f"selectors: {', '.join(SELECTORS)}")

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure each length, going on where an earlier run stopped, and write the result."""
-    from lkv.methods.build import FULL, find
+    from lkv.methods.catalogue import FULL, find
 
     # What is wrong with the command is told before a model is made.
     check_retention(options.retention)
@@ -91,7 +91,7 @@ def _profiler(options: argparse.Namespace) -> Any:
     import torch
 
     from lkv.host.attention import attach
-    from lkv.methods.build import FULL, needs_policy
+    from lkv.methods.catalogue import FULL, needs_policy
     from lkv.models import DEFAULT, load_model, policy_for
     from lkv.policy import Policy
     from lkv.profiling.measure import Profiler, Settings

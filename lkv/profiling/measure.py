@@ -14,7 +14,7 @@ from lkv.cache.ragged import RaggedCache
 from lkv.errors import LkvError
 from lkv.host.attention import attach
 from lkv.host.stock import kv_nbytes
-from lkv.methods.build import FULL, find
+from lkv.methods.catalogue import FULL, find
 from lkv.policy import Policy
 from lkv.profiling.memory import is_out_of_memory, peak_of, release
 from lkv.results import machine

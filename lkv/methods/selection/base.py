@@ -1,6 +1,7 @@
 """What every selector is: scores for the tokens of a prompt."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -29,6 +30,12 @@ class Selector(ABC):
     last_queries: int | None = None  # how many of the prompt's last queries it reads, where it does not read all
     # Entries can be scored and evicted while the text goes on: a score on arrival, completed at each eviction.
     local = False
+    # It reads a whole prompt, already read by the model, before it can score (`for_prompt`).
+    second_pass = False
+
+    def for_prompt(self, ids: Sequence[int], prompt: list[PromptLayer]) -> "Selector":
+        """What scores the one prompt `ids`, already read into `prompt`: this selector itself, for most."""
+        return self
 
     @abstractmethod
     def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
