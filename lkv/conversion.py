@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ def _read(source: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         model, found = loaded
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
     except Exception as error:  # whatever the bytes of a damaged or newer file lead the readers to
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        reason = shorten(str(error), 160) or type(error).__name__
         raise ModelFileError(
             f"{source} cannot be converted ({reason}); give a whole GGUF file of a language model that transformers "
             "reads, or the folder or hub id of the model itself."

@@ -1,5 +1,6 @@
 """The embedded default: converted once, a broken conversion redone, and the shipped policy at work on it."""
 
+import copy
 import hashlib
 import json
 import zipfile
@@ -14,6 +15,7 @@ from lkv.context import compress
 from lkv.errors import DefaultModelError, ModelFileError
 from lkv.host.spec import inspect_model
 from lkv.models import DEFAULT, default_policy, load_default, load_model
+from tests.test_fingerprint import original
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +54,31 @@ def test_shipped_policy_belongs_to_it_and_names_its_data(loaded):
     assert float(ratios.max()) > 0.5 and float(ratios.min()) < 0.05
 
 
-def test_compressed_context_answers_where_snapkv_fails(loaded):
-    model, tokenizer = loaded
+def story() -> tuple[str, str]:
+    """A text with one fact in its middle, and the question for it."""
     text = "\n".join(
         f"On day {n} the weather was {word}, and the farmers went to the fields as they always did before noon."
         for n, word in enumerate(["mild", "wet", "dry", "windy", "cold", "warm"] * 8)
     )
     place = text.find("On day 17")
     text = text[:place] + "The name of the lighthouse keeper is Fergus. " + text[place:]
-    question = "What is the name of the lighthouse keeper?"
+    return text, "What is the name of the lighthouse keeper?"
+
+
+def test_original_weights_find_the_policy_that_was_trained_on_their_four_bits(loaded):
+    torch.manual_seed(0)
+    model, (text, question) = copy.deepcopy(loaded[0]), story()
+    for module in model.get_decoder().modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = original(module.weight.data)
+    context = compress(model, loaded[1], text, retention=0.15)
+    assert context.about["policy"] == default_policy().digest()
+    assert "Fergus" in context.ask(question, 24)
+
+
+def test_compressed_context_answers_where_snapkv_fails(loaded):
+    model, tokenizer = loaded
+    text, question = story()
     answers = {}
     for method in ("full", "lkv", "snapkv"):
         answers[method] = compress(model, tokenizer, text, method=method, retention=0.15).ask(question, 24)

@@ -43,11 +43,12 @@ def write_gguf(path: Path, architecture: str = "llama", leave_out: str = "") -> 
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    letters = [chr(0x100 + number) for number in range(config.vocab_size - 4)]
+    letters = [chr(0x100 + number) for number in range(config.vocab_size - 5)]
+    pairs = [letters[:2], letters[2:4]]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<pad>", "<s>", "</s>", *letters, letters[0] + letters[1]])
-    writer.add_token_types([3, 3, 3, *[1] * (len(letters) + 1)])
-    writer.add_token_merges([f"{letters[0]} {letters[1]}"])
+    writer.add_token_list(["<pad>", "<s>", "</s>", *letters, *(a + b for a, b in pairs)])
+    writer.add_token_types([3, 3, 3, *[1] * (len(letters) + 2)])
+    writer.add_token_merges([f"{a} {b}" for a, b in pairs])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, weight in model.state_dict().items():

@@ -9,7 +9,6 @@ import tarfile
 import tomllib
 import zipfile
 from email.parser import Parser
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,7 @@ BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     """A folder with the wheel and the sdist, built from a copy: building writes beside the sources."""
-    if int(metadata.version("setuptools").split(".")[0]) < 77:
-        pytest.skip("this setuptools cannot build the package")
+    pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*LEFT_OUT))
     for kind in ("build_sdist", "build_wheel"):

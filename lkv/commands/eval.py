@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure what is asked for, and print the table of it."""
+    from lkv.extras import require
+
+    require("evals", "lkv eval")
     import torch
 
     from lkv.evals.processes import Process
