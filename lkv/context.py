@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, TextStreamer
 
 from lkv import context_file
 from lkv.cache.layer import check_state
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged import RaggedCache, check_pattern_use, policy_for
 from lkv.config import ModelSpec, asdict, from_dict
 from lkv.errors import CacheError, ContextFileError, PromptError, QuantizationError
 from lkv.host.attention import attach
@@ -24,7 +24,6 @@ from lkv.methods.budget import Share, check_table
 from lkv.methods.build import FULL, Method, needs_policy, needs_second_pass
 from lkv.methods.kvzip import kvzip
 from lkv.methods.selection import Selector
-from lkv.models import default_policy
 from lkv.policy import Policy, differs
 from lkv.prefill import read_prompt
 from lkv.prompts import context_ids, encode, question_ids
@@ -73,7 +72,12 @@ class Context:
 
     @torch.no_grad()
     def predict(self, question: str, answer: str) -> tuple[Tensor, Tensor]:
-        """Logits [n, V] for the n tokens of `answer` given after `question`, and the ids [n] of those tokens."""
+        """Logits [n, V] for the n tokens of `answer` given after `question`, and the ids [n] of those tokens.
+
+        Raises PromptError for what is empty or no text.
+        """
+        check_text(question, "the question", "ask something about the text")
+        check_text(answer, "the answer", "give some text")
         prefix, target = question_ids(self._tokenizer, question), encode(self._tokenizer, answer)
         device = self._model.get_input_embeddings().weight.device
         ids = torch.tensor([prefix + target], device=device)
@@ -88,8 +92,7 @@ class Context:
         comes. Raises PromptError for an empty question, and before anything is generated where text, question and
         answer would not fit; CacheError for options that do not belong here.
         """
-        if not isinstance(question, str) or not question.strip():
-            raise PromptError("the question is empty; ask something about the text.")
+        check_text(question, "the question", "ask something about the text")
         self._check_options(generation)
         device = self._model.get_input_embeddings().weight.device
         # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
@@ -280,6 +283,37 @@ def _amount(share: Share | None) -> dict[str, Any]:
     return {"retention": share.retention if share.tokens is None else None, "budget_tokens": share.tokens}
 
 
+def check_text(text: Any, what: str, advice: str) -> None:
+    """Raise PromptError unless `text` is a text with something in it that a tokenizer can read."""
+    if not isinstance(text, str):
+        raise PromptError(f"{what} is a {type(text).__name__}, but it must be one text (str); {advice}.")
+    if not text.strip():
+        raise PromptError(f"{what} is empty; {advice}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{what} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
+
+
+def _check_arguments(text: Any, method: Any, retention: Any, options: dict[str, Any]) -> None:
+    """Raise PromptError or CacheError for what `compress` cannot make sense of, before anything is read."""
+    check_text(text, "the text", "give some text to compress")
+    if not isinstance(method, str | Method):
+        raise CacheError(
+            f"method is {method!r}; give a name that `lkv methods` lists or a Method of your own, and how much is kept "
+            "as retention=0.15."
+        )
+    if "prompt_tokens" in options:
+        raise PromptError("the whole text is the prompt here: leave prompt_tokens out, or use RaggedCache itself.")
+    known = list(signature(RaggedCache).parameters)
+    if unknown := sorted(set(options) - set(known)):
+        raise CacheError(f"compress has no option {', '.join(unknown)}; it takes {', '.join(known[4:])} and chunk.")
+    if method == FULL and options:
+        raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
+    if method == FULL and retention not in (None, 1):
+        raise CacheError(f"{FULL!r} keeps everything, not {retention!r}; leave retention out, or use another method.")
+
+
 @torch.no_grad()
 def compress(
     model: Any,
@@ -287,7 +321,7 @@ def compress(
     text: str,
     method: str | Method = "lkv",
     retention: float | None = None,
-    policy: Policy | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
     *,
     chunk: int | None = None,
     **options: Any,
@@ -301,16 +335,11 @@ def compress(
     Raises PromptError for a text that is empty, too short to keep anything of, or beyond the model's positions, and
     what RaggedCache raises.
     """
-    if not text.strip():
-        raise PromptError("the text is empty; give some text to compress.")
-    if chunk is not None and chunk < 1:
-        raise PromptError(f"chunk is {chunk}, but a part of the text has at least one token.")
+    _check_arguments(text, method, retention, options)
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise PromptError(f"chunk is {chunk!r}, but a part of the text has at least one token.")
     if options.get("streaming") and chunk is None:
         raise PromptError("streaming reads the text in parts; give their size in tokens as chunk, for example 1024.")
-    if "prompt_tokens" in options:
-        raise PromptError("the whole text is the prompt here: leave prompt_tokens out, or use RaggedCache itself.")
-    if method == FULL and options:
-        raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
     ids = context_ids(tokenizer, text)
     spec = attach(model)
     limit = spec.max_positions
@@ -327,15 +356,22 @@ def compress(
         if chunk is not None:
             raise PromptError(f"{method!r} reads the whole text twice; leave chunk out, or use another method.")
         if needs_policy(method):
-            policy = policy if policy is not None else default_policy()
-            policy.check_model(spec)
+            policy = policy_for(spec, policy)
         amount = Share.asked(retention, options.pop("budget_tokens", None))
-        about = _amount(amount) | {"policy": policy.digest() if policy is not None and needs_policy(method) else None}
+        about = _amount(amount) | {
+            "policy": policy.digest() if isinstance(policy, Policy) and needs_policy(method) else None
+        }
         pattern = options.pop("pattern", None)
         if pattern is not None:
+            check_pattern_use(method)
             check_table(pattern, spec.layers, spec.kv_heads, "the pattern of retrieval heads")
         prompt = read_prompt(model, torch.tensor([ids], device=device))
-        method, retention = kvzip(model, tokenizer, ids, prompt, amount, method, policy, pattern), None
+        method, retention = (
+            kvzip(
+                model, tokenizer, ids, prompt, amount, method, policy if isinstance(policy, Policy) else None, pattern
+            ),
+            None,
+        )
     if method != FULL:
         if chunk is not None:
             options["prompt_tokens"] = len(ids)

