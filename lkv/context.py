@@ -73,7 +73,12 @@ class Context:
 
     @torch.no_grad()
     def predict(self, question: str, answer: str) -> tuple[Tensor, Tensor]:
-        """Logits [n, V] for the n tokens of `answer` given after `question`, and the ids [n] of those tokens."""
+        """Logits [n, V] for the n tokens of `answer` given after `question`, and the ids [n] of those tokens.
+
+        Raises PromptError for what is empty or no text.
+        """
+        check_text(question, "the question", "ask something about the text")
+        check_text(answer, "the answer", "give some text")
         prefix, target = question_ids(self._tokenizer, question), encode(self._tokenizer, answer)
         device = self._model.get_input_embeddings().weight.device
         ids = torch.tensor([prefix + target], device=device)
@@ -88,8 +93,7 @@ class Context:
         comes. Raises PromptError for an empty question, and before anything is generated where text, question and
         answer would not fit; CacheError for options that do not belong here.
         """
-        if not isinstance(question, str) or not question.strip():
-            raise PromptError("the question is empty; ask something about the text.")
+        check_text(question, "the question", "ask something about the text")
         self._check_options(generation)
         device = self._model.get_input_embeddings().weight.device
         # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
@@ -280,6 +284,37 @@ def _amount(share: Share | None) -> dict[str, Any]:
     return {"retention": share.retention if share.tokens is None else None, "budget_tokens": share.tokens}
 
 
+def check_text(text: Any, what: str, advice: str) -> None:
+    """Raise PromptError unless `text` is a text with something in it that a tokenizer can read."""
+    if not isinstance(text, str):
+        raise PromptError(f"{what} is a {type(text).__name__}, but it must be one text (str); {advice}.")
+    if not text.strip():
+        raise PromptError(f"{what} is empty; {advice}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{what} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
+
+
+def _check_arguments(text: Any, method: Any, retention: Any, options: dict[str, Any]) -> None:
+    """Raise PromptError or CacheError for what `compress` cannot make sense of, before anything is read."""
+    check_text(text, "the text", "give some text to compress")
+    if not isinstance(method, str | Method):
+        raise CacheError(
+            f"method is {method!r}; give a name that `lkv methods` lists or a Method of your own, and how much is kept "
+            "as retention=0.15."
+        )
+    if "prompt_tokens" in options:
+        raise PromptError("the whole text is the prompt here: leave prompt_tokens out, or use RaggedCache itself.")
+    known = list(signature(RaggedCache).parameters)
+    if unknown := sorted(set(options) - set(known)):
+        raise CacheError(f"compress has no option {', '.join(unknown)}; it takes {', '.join(known[4:])} and chunk.")
+    if method == FULL and options:
+        raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
+    if method == FULL and retention not in (None, 1):
+        raise CacheError(f"{FULL!r} keeps everything, not {retention!r}; leave retention out, or use another method.")
+
+
 @torch.no_grad()
 def compress(
     model: Any,
@@ -287,7 +322,7 @@ def compress(
     text: str,
     method: str | Method = "lkv",
     retention: float | None = None,
-    policy: Policy | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
     *,
     chunk: int | None = None,
     **options: Any,
@@ -301,16 +336,11 @@ def compress(
     Raises PromptError for a text that is empty, too short to keep anything of, or beyond the model's positions, and
     what RaggedCache raises.
     """
-    if not text.strip():
-        raise PromptError("the text is empty; give some text to compress.")
-    if chunk is not None and chunk < 1:
-        raise PromptError(f"chunk is {chunk}, but a part of the text has at least one token.")
+    _check_arguments(text, method, retention, options)
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise PromptError(f"chunk is {chunk!r}, but a part of the text has at least one token.")
     if options.get("streaming") and chunk is None:
         raise PromptError("streaming reads the text in parts; give their size in tokens as chunk, for example 1024.")
-    if "prompt_tokens" in options:
-        raise PromptError("the whole text is the prompt here: leave prompt_tokens out, or use RaggedCache itself.")
-    if method == FULL and options:
-        raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
     ids = context_ids(tokenizer, text)
     spec = attach(model).spec
     limit = spec.max_positions

@@ -84,7 +84,8 @@ class RetentionError(LkvError, ValueError):
 def check_retention(retention: float) -> float:
     """Return `retention` as a float if it lies in (0, 1]; raise `RetentionError` otherwise."""
     try:
-        value = float(retention)
+        # A text that reads as a number would go on as a text.
+        value = float("nan" if isinstance(retention, str | bytes | bool) else retention)
     except (TypeError, ValueError):
         value = float("nan")
     if not 0.0 < value <= 1.0:

@@ -52,6 +52,16 @@ def check_folder(folder: Path, error: type[LkvError], what: str) -> None:
         ) from problem
 
 
+def check_place(path: Path, error: type[LkvError], what: str) -> None:
+    """`check_folder` for the folder of the file `path`, and that there can be a file of that name."""
+    check_folder(path.parent, error, what)
+    try:
+        if path.is_dir():
+            raise error(f"{path} is a folder; give a file for {what}.")
+    except OSError as problem:
+        raise error(f"{what} cannot be written to {path} ({reason(problem)}); give another name.") from problem
+
+
 def reason(problem: Exception) -> str:
     """What the system says, without the name of a temporary file."""
     return getattr(problem, "strerror", None) or str(problem)

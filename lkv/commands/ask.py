@@ -24,12 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Read the text, compress it, and stream the answer; raises LkvError for what the user can mend."""
-    from lkv.context import compress
+    from lkv.context import check_text, compress
     from lkv.host.attention import attach
     from lkv.methods.budget import read_pattern
     from lkv.methods.catalogue import FULL, find
-    from lkv.models import DEFAULT, load_model
-    from lkv.policy import Policy
+    from lkv.models import DEFAULT, load_model, load_policy
 
     try:
         text = options.file.read_text(encoding="utf-8")
@@ -40,12 +39,14 @@ def run(options: argparse.Namespace) -> None:
     if duo != (options.pattern is not None):
         wanted = "needs --pattern FILE" if duo else "takes no --pattern, which is for the rule duo"
         raise LkvError(f"the method {options.method!r} {wanted}; `lkv methods` says what each method needs.")
-    policy = Policy.from_pretrained(options.policy, options.strict) if options.policy else None
+    check_text(options.question, "the question", "ask something about the text")
+    policy = load_policy(options.policy, options.strict) if options.policy else None
     model, tokenizer = load_model(options.model or DEFAULT)
     spec = attach(model).spec
     extra: dict[str, Any] = {"pattern": read_pattern(options.pattern, spec.layers, spec.kv_heads)} if duo else {}
     started = time.perf_counter()
-    context = compress(model, tokenizer, text, options.method, options.retention, policy, **extra)
+    retention = None if options.method == FULL else options.retention
+    context = compress(model, tokenizer, text, options.method, retention, policy, **extra)
     seconds = time.perf_counter() - started
     asked = 1.0 if options.method == FULL else options.retention
     print(

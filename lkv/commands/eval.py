@@ -46,14 +46,13 @@ def run(options: argparse.Namespace) -> None:
 
     from lkv.evals.processes import Process
     from lkv.evals.runner import evaluate
+    from lkv.files import check_place
     from lkv.host.attention import attach
     from lkv.methods.catalogue import FULL, find, needs_policy
-    from lkv.models import DEFAULT, load_model, policy_for
-    from lkv.policy import Policy
+    from lkv.models import DEFAULT, load_model, load_policy, policy_for
 
     # What is wrong with the command is told before a model is loaded.
-    if options.out.is_dir():
-        raise LkvError(f"{options.out} is a folder; give a file for the JSON lines with --out.")
+    check_place(options.out, LkvError, "the samples")
     tasks = _tasks(options.suite, options.tasks)
     entries = [find(name) for name in options.methods if name != FULL]
     for retention in options.retention:
@@ -65,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
         )
     examples = _longbench(options, tasks) if options.suite == "longbench" else _ruler(options, tasks)
     needed = any(needs_policy(name) for name in options.methods if name != FULL)
-    policy = Policy.from_pretrained(options.policy, options.strict) if needed and options.policy else None
+    policy = load_policy(options.policy, options.strict) if needed and options.policy else None
     process = Process.current()
     name = options.model or DEFAULT
     model, tokenizer = load_model(name, getattr(torch, options.dtype) if options.dtype else None)

@@ -14,10 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the budgets of every head, and draw them where a picture is asked for."""
-    from lkv.models import default_policy
-    from lkv.policy import Policy
+    from lkv.models import DEFAULT, load_policy
 
-    policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
+    policy = load_policy(options.policy or DEFAULT)
     ratios = policy.inference_ratios(options.retention)
     print(f"{policy.spec.architecture}: {policy.spec.layers} layers x {policy.spec.kv_heads} KV heads")
     print(f"card: {json.dumps(policy.card)}")

@@ -92,8 +92,7 @@ def _profiler(options: argparse.Namespace) -> Any:
 
     from lkv.host.attention import attach
     from lkv.methods.catalogue import FULL, needs_policy
-    from lkv.models import DEFAULT, load_model, policy_for
-    from lkv.policy import Policy
+    from lkv.models import DEFAULT, load_model, load_policy, policy_for
     from lkv.profiling.measure import Profiler, Settings
     from lkv.profiling.shapes import allow_positions, random_model, random_policy, read_config
 
@@ -113,7 +112,7 @@ def _profiler(options: argparse.Namespace) -> Any:
     allow_positions(model, _MOST_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
     spec = attach(model).spec
     if options.policy:
-        policy = Policy.from_pretrained(options.policy)
+        policy = load_policy(options.policy)
     else:
         try:
             policy = policy_for(spec)

@@ -1,12 +1,12 @@
 """`lkv report`."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from lkv.errors import ReportError
+from lkv.files import write_text
 from lkv.report.builders import TABLES, Request, build
 from lkv.report.figures import save_figure
 from lkv.report.formats import FORMATS
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
     table, figure = _profile(options) if options.profile else _evaluation(options)
     text = FORMATS[options.format](table)
     if options.out:
-        _write(options.out, text)
+        write_text(options.out, text, ReportError, "the table")
     else:
         print(text, end="")
     if figure:
@@ -75,13 +75,3 @@ def _profile(options: argparse.Namespace) -> tuple[Table, Any]:
 
 def _model(options: argparse.Namespace, own: str) -> str:
     return model_of(own) if options.published == _MATCHING else options.published
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ReportError(f"{path} cannot be written ({error}); nothing was changed there.") from error
