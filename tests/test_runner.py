@@ -16,13 +16,13 @@ from transformers import DynamicCache
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
-from lkv.methods import kvzip as second_pass
 from lkv.evals.compare import Comparison, greedy
 from lkv.evals.journal import Journal
 from lkv.evals.processes import Process
 from lkv.evals.roster import Roster
 from lkv.evals.runner import _share, evaluate
 from lkv.host.attention import attach
+from lkv.methods import kvzip as second_pass
 from lkv.methods.catalogue import needs_policy, needs_second_pass
 from lkv.methods.selection import LearnedScores
 from lkv.policy import Policy
