@@ -64,9 +64,7 @@ def test_a_plugin_that_fails_is_named(monkeypatch):
 
 def test_files_named_on_the_page_are_there():
     root = PAGE.parent
-    for name in re.findall(
-        r"`((?:lkv|tests|benchmarks|docs)/[\w/]+(?:\.py|\.md|/))`", PAGE.read_text(encoding="utf-8")
-    ):
+    for name in re.findall(r"`((?:lkv|tests|docs)/[\w/]+(?:\.py|\.md|/))`", PAGE.read_text(encoding="utf-8")):
         assert (root / name).exists(), f"CONTRIBUTING.md names {name}, which is not there"
     for name in re.findall(
         r"`((?:cache|ops|methods|training|evals|profiling)/[\w/]*(?:\.py)?)`", PAGE.read_text("utf-8")

@@ -10,9 +10,7 @@ from torch import Tensor
 from lkv.errors import LkvError
 from lkv.methods.budget import Ada, Budget, Contest, Duo, LearnedBudget, Pyramid, Share, Uniform, share
 from lkv.methods.budget.duo import SINKS
-from lkv.methods.catalogue import RULES as RULE_PARTS
-from lkv.methods.catalogue import SELECTORS as SELECTOR_PARTS
-from lkv.methods.catalogue import find, needs_policy
+from lkv.methods.catalogue import builder_of, find, needs_policy
 from lkv.methods.kvzip import KVzip
 from lkv.methods.selection import (
     H2O,
@@ -117,12 +115,12 @@ _SELECTORS: dict[str, Callable[[Source], Selector]] = {
 
 def build_rule(name: str, source: Source) -> Budget:
     """The budget rule `name`. Raises LkvError where something is missing that it needs."""
-    return (RULE_PARTS[name].builder or _RULES[name])(source)
+    return (builder_of("rule", name) or _RULES[name])(source)
 
 
 def build_selector(name: str, source: Source) -> Selector:
     """The selector `name`. Raises LkvError where something is missing that it needs."""
-    return (SELECTOR_PARTS[name].builder or _SELECTORS[name])(source)
+    return (builder_of("selector", name) or _SELECTORS[name])(source)
 
 
 def make_method(

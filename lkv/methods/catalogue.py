@@ -185,6 +185,11 @@ def find(name: str) -> Entry:
     )
 
 
+def builder_of(kind: str, name: str) -> Callable[[Any], Any] | None:
+    """What builds the registered "rule" or "selector" `name`, None for those of `methods.build`."""
+    return (RULES if kind == "rule" else SELECTORS)[name].builder
+
+
 def needs(name: str) -> tuple[str, ...]:
     """What the method `name` needs beside k and v."""
     entry = find(name)
