@@ -33,8 +33,8 @@ class Own(Selector):
 
     local = True
 
-    def scores(self, layer, query, key, value, scale):
-        return score(key, value)
+    def scores(self, layer, prompt):
+        return score(prompt.key, prompt.value)
 
 
 def _qwen(dtype: torch.dtype):

@@ -180,8 +180,8 @@ class Wrong(Selector):
     def __init__(self, how: str):
         self._how = how
 
-    def scores(self, layer, query, key, value, scale):
-        found = key.float().sum(-1)
+    def scores(self, layer, prompt):
+        found = prompt.key.float().sum(-1)
         return {
             "short": found[..., 1:],
             "no rows": found[0],
