@@ -1,7 +1,6 @@
 """The learned policy: LKV-H budgets (Sec. 3.3) and LKV-T token scores (Sec. 3.4), saved as safetensors and JSON."""
 
 import hashlib
-import json
 import math
 import os
 import warnings
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from lkv import policy_file
 from lkv.config import ModelSpec, ScorerInputs, asdict, from_dict
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
 from lkv.fingerprint import differs, fits
@@ -22,8 +20,6 @@ from lkv.ops.soft_topk import soft_topk
 from lkv.ops.token_scores import Attention, Content, Position, Scorer, at_eviction, content_scores, on_arrival
 from lkv.prefill import PromptLayer, precise
 
-_WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
-_FORMATS = (1, 2)  # 1 is the paper's scorer alone; 2 names the scorer's inputs
 SPREAD = 16  # columns of the learned queries' covariance: measured as good as the whole of it
 FUTURE = 512  # positions over which the queries to come are taken to stand, as Expected Attention has it
 
@@ -194,30 +190,17 @@ class Policy(nn.Module):
         return digest.hexdigest()
 
     def save_pretrained(self, folder: str | os.PathLike[str], half: bool = False) -> None:
-        """Write policy.safetensors and config.json into `folder`; a failed save leaves the old files as they were.
+        """Write the policy into `folder`; an interrupted or failed save leaves the old one as it was.
 
-        `half` stores the parameters in float16, half the size.
+        `half` stores the parameters in float16, half the size. Raises PolicyFileError.
         """
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        weights = target / (_WEIGHTS + ".tmp")
         learned = dict(self.named_parameters()) if half else {}
         state = {
-            name: tensor.detach().cpu().contiguous().to(torch.float16 if name in learned else tensor.dtype)
+            name: tensor.detach().to(torch.float16 if name in learned else tensor.dtype)
             for name, tensor in self.state_dict().items()
         }
-        save_file(state, weights)
-        config = {
-            "format": 2,
-            "inputs": asdict(self.inputs),
-            "sha256": _sha256(weights),
-            "model": asdict(self.spec),
-            "card": self.card,
-        }
-        text = target / (_CONFIG + ".tmp")
-        text.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        os.replace(weights, target / _WEIGHTS)
-        os.replace(text, target / _CONFIG)
+        about = {"inputs": asdict(self.inputs), "model": asdict(self.spec), "card": self.card}
+        policy_file.save(Path(folder), state, about)
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike[str], strict: bool = True) -> "Policy":
@@ -225,59 +208,22 @@ class Policy(nn.Module):
 
         Without `strict` a model that the policy was not trained for is warned of, and not refused.
         """
-        folder = _resolve(name)
+        tensors, about = policy_file.read(name)
         try:
-            config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-            if config["format"] not in _FORMATS:
-                raise PolicyFileError(
-                    f"{folder / _CONFIG} has format {config['format']!r}, but this version reads formats "
-                    f"{' and '.join(map(str, _FORMATS))}; update lkv-cache or train the policy again."
-                )
-            inputs = ScorerInputs() if config["format"] == 1 else from_dict(ScorerInputs, config["inputs"])
-            policy, digest = cls(from_dict(ModelSpec, config["model"]), config.get("card"), inputs), config["sha256"]
-        except FileNotFoundError:
+            inputs = from_dict(ScorerInputs, about.get("inputs", {}))
+            # Without memory of its own: the file's tensors take the places, if they are the ones that belong there.
+            with torch.device("meta"):
+                policy = cls(from_dict(ModelSpec, about["model"]), about.get("card"), inputs)
+            state = {key: value.float() for key, value in tensors.items()}
+            policy.load_state_dict(state, assign=True)
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[-1].strip()
             raise PolicyFileError(
-                f"{folder} has no {_CONFIG}; give the folder that Policy.save_pretrained wrote."
-            ) from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise PolicyFileError(f"{folder / _CONFIG} cannot be read ({error}); fetch or save it again.") from error
-        weights = folder / _WEIGHTS
-        if not weights.is_file():
-            raise PolicyFileError(f"{folder} has no {_WEIGHTS}; fetch or save the policy again.")
-        if _sha256(weights) != digest:
-            raise PolicyFileError(
-                f"{weights} is not the file its {_CONFIG} was written for (truncated or changed); fetch it again."
-            )
-        try:
-            policy.load_state_dict({key: value.float() for key, value in load_file(weights).items()})
-        except (SafetensorError, RuntimeError) as error:
-            raise PolicyFileError(
-                f"{weights} does not hold this policy's tensors ({error}); fetch it again."
+                f"{name} does not hold a policy that this version knows ({reason}); fetch it again, or update "
+                "lkv-cache."
             ) from error
+        for key, tensor in state.items():
+            if not bool(tensor.isfinite().all()) or (key == "tokens.std" and not bool((tensor > 0).all())):
+                raise PolicyFileError(f"{key} of {name} holds numbers that decide nothing; fetch or train it again.")
         policy.strict = strict
         return policy.eval().requires_grad_(False)
-
-
-def is_policy(folder: Path) -> bool:
-    """Whether `folder` holds a policy that `save_pretrained` wrote."""
-    return (folder / _CONFIG).is_file() and (folder / _WEIGHTS).is_file()
-
-
-def _resolve(name: str | os.PathLike[str]) -> Path:
-    folder = Path(name)
-    if folder.is_dir():
-        return folder
-    text = str(name)
-    if text.count("/") != 1 or text.startswith((".", "/", "~")):
-        raise PolicyFileError(f"there is no policy folder {text!r}; give a folder or a hub id such as 'owner/name'.")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(text, allow_patterns=[_WEIGHTS, _CONFIG]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise PolicyFileError(f"{text!r} is neither a folder nor a policy on the hub that can be reached.") from error
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

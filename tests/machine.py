@@ -254,7 +254,7 @@ class CacheMachine(RuleBasedStateMachine):
         entries = sum(
             int((layer.spans.lens + layer.spans.tail + layer.spans.room).sum()) for layer in self.cache.ragged
         )
-        scores = 4 * entries if self.cache.ragged[0].spans.scores is not None else 0
+        scores = 8 * entries if self.cache.ragged[0].spans.scores is not None else 0
         assert self.cache.nbytes() == entries * 2 * 8 * size + scores
 
 
