@@ -92,21 +92,22 @@ class TokenScores(nn.Module):
         """
         places = torch.arange(prompt.start, prompt.start + prompt.key.shape[2], device=prompt.key.device)
         scorer = self.scorer(layer, heads, prompt.key.device)
-        scores = on_arrival(scorer, self.read_key(prompt), prompt.value, places)
-        return scores + at_eviction(
-            scorer, prompt.key, prompt.value, places, prompt.end, self._ahead(prompt), prompt.scale
-        )
+        final = on_arrival(scorer, self.read_key(prompt), prompt.value, places)
+        ahead = self._ahead(prompt)
+        rest = at_eviction(scorer, prompt.key, prompt.value, places, prompt.end, ahead, prompt.scale)
+        return final if rest is None else final + rest
 
     def on_arrival(self, prompt: PromptLayer, layer: int, heads: slice = slice(None)) -> Tensor:
         """The part of `forward` that does not depend on where the text ends."""
         places = torch.arange(prompt.start, prompt.start + prompt.key.shape[2], device=prompt.key.device)
         return on_arrival(self.scorer(layer, heads, prompt.key.device), self.read_key(prompt), prompt.value, places)
 
-    def at_eviction(self, prompt: PromptLayer, layer: int, heads: slice, positions: Tensor) -> Tensor:
-        """The rest of `forward` for entries of one head that were read at `positions` [n]: [n]."""
+    def at_eviction(self, prompt: PromptLayer, layer: int, heads: slice, positions: Tensor) -> Tensor | None:
+        """The rest [n] of `forward` for entries of one head that were read at `positions` [n]; None where none is."""
         scorer = self.scorer(layer, heads, prompt.key.device)
         ahead = self._ahead(prompt)
-        return at_eviction(scorer, prompt.key, prompt.value, positions, prompt.end, ahead, prompt.scale).flatten()
+        rest = at_eviction(scorer, prompt.key, prompt.value, positions, prompt.end, ahead, prompt.scale)
+        return None if rest is None else rest.flatten()
 
     def _ahead(self, prompt: PromptLayer) -> Tensor | None:
         """The mean rotation [d, d] of the positions that the queries to come are taken to stand at."""

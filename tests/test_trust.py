@@ -232,5 +232,5 @@ def test_options_of_ask(model, policy, capsys):
         context.ask("what ?", temprature=2.0)
     with pytest.raises(CacheError, match="itself sees to past_key_values"):
         context.ask("what ?", past_key_values=None)
-    with pytest.raises(PromptError, match="the question is empty"):
+    with pytest.raises(PromptError, match="the question is a list, but it must be one text"):
         context.ask(["what ?"])

@@ -358,7 +358,7 @@ class RaggedLayer(HookedLayer):
     def nbytes(self) -> int:
         """Bytes of k and v storage really held, those of a prompt still being read included, with the
         queries that its method reads."""
-        query = () if self._whole is None or self._whole.query is None else (self._whole.query,)
+        query = () if self._whole is None or self._whole.queries is None else (self._whole.queries,)
         spans = 0 if self.spans is None else self.spans.nbytes()
         return self._unread_nbytes() + sum(x.untyped_storage().nbytes() for x in query) + spans
 
