@@ -58,8 +58,7 @@ def section() -> str:
             "[docs/paper-scorer.md](docs/paper-scorer.md) has RULER, LongBench, the ablation and more, measured with "
             "the paper's own scorer.",
             *_length(),
-            *_needles(),
-            *_costs(),
+            *(_needles() if rows("needles", method="lkv-paper") else []),
         ]
     )
 
@@ -174,6 +173,8 @@ def earlier() -> str:
                 ([r["variant"], interval(r), interval(r, "agreement"), f"{r['bytes']:.3f}"] for r in variants),
             ),
         ]
+    parts += [] if rows("needles", method="lkv-paper") else _needles()
+    parts += _costs()
     return _HEAD + "\n\n".join(part.replace("](benchmarks/", "](../benchmarks/") for part in parts) + "\n"
 
 

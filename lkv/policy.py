@@ -90,7 +90,7 @@ class TokenScores(nn.Module):
 
         Raises UnsupportedModelError where the model's rotation is needed and cannot be undone.
         """
-        places = torch.arange(prompt.start, prompt.start + prompt.key.shape[2], device=prompt.key.device)
+        places = self._places(prompt)
         scorer = self.scorer(layer, heads, prompt.key.device)
         final = on_arrival(scorer, self.read_key(prompt), prompt.value, places)
         ahead = self._ahead(prompt)
@@ -99,8 +99,8 @@ class TokenScores(nn.Module):
 
     def on_arrival(self, prompt: PromptLayer, layer: int, heads: slice = slice(None)) -> Tensor:
         """The part of `forward` that does not depend on where the text ends."""
-        places = torch.arange(prompt.start, prompt.start + prompt.key.shape[2], device=prompt.key.device)
-        return on_arrival(self.scorer(layer, heads, prompt.key.device), self.read_key(prompt), prompt.value, places)
+        scorer = self.scorer(layer, heads, prompt.key.device)
+        return on_arrival(scorer, self.read_key(prompt), prompt.value, self._places(prompt))
 
     def at_eviction(self, prompt: PromptLayer, layer: int, heads: slice, positions: Tensor) -> Tensor | None:
         """The rest [n] of `forward` for entries of one head that were read at `positions` [n]; None where none is."""
@@ -108,6 +108,11 @@ class TokenScores(nn.Module):
         ahead = self._ahead(prompt)
         rest = at_eviction(scorer, prompt.key, prompt.value, positions, prompt.end, ahead, prompt.scale)
         return None if rest is None else rest.flatten()
+
+    def _places(self, prompt: PromptLayer) -> Tensor:
+        """The positions [T] of the tokens, where a term reads them."""
+        tokens = prompt.key.shape[2] if self.inputs.knots else 0
+        return torch.arange(prompt.start, prompt.start + tokens, device=prompt.key.device)
 
     def _ahead(self, prompt: PromptLayer) -> Tensor | None:
         """The mean rotation [d, d] of the positions that the queries to come are taken to stand at."""

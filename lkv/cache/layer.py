@@ -195,6 +195,7 @@ class RaggedLayer(HookedLayer):
                 spans.put(b, h, chosen, whole.key[b, h, firsts[b] :], whole.value[b, h, firsts[b] :])
                 if self._plan.decode_eviction:
                     spans.mark(b, h, arrived[b][h][chosen], chosen + firsts[b])
+                del chosen  # or it would lie beside the next head's
         self.kept, self.real = kept, [tokens - first for first in firsts]
         self.prompt_length = self._settled = tokens
         self._padding = firsts

@@ -70,7 +70,8 @@ def check_scores(selector: Selector, scores: Tensor, key: Tensor) -> Tensor:
             f"the selector {name} gave scores {given} for {shape} tokens of each row and head; make its scores() "
             "return one number for every token, [B, H, T]."
         )
-    if bool(scores.isnan().any()):
+    # The largest of numbers with NaN among them is NaN; a mask of all would cost memory.
+    if bool(scores.amax().isnan()):
         raise CacheError(
             f"the selector {name} gave scores that are not a number (NaN), by which nothing can be ranked; make its "
             "scores() return finite numbers."
