@@ -72,7 +72,7 @@ def differs(expected: ModelSpec, given: ModelSpec) -> str | None:
         mine, theirs = getattr(expected, name), getattr(given, name)
         if mine != theirs:
             return f"{name} {mine!r}, but the model given has {theirs!r}"
-    a, b = torch.tensor(expected.weights), torch.tensor(given.weights)
+    a, b = (torch.tensor(spec.weights, device="cpu") for spec in (expected, given))
     allowed = 1e-6 + _FINGERPRINT_TOLERANCE * a.abs() if a.shape == b.shape else a
     if a.shape != b.shape or not len(a) or bool(((a - b).abs() > allowed).any()):
         return "other weights of the same architecture"
@@ -106,7 +106,7 @@ class Policy(nn.Module):
         """`ratios` for inference: exactly 1 everywhere at retention 1. Raises RetentionError outside (0, 1]."""
         retention = check_retention(retention)
         if retention == 1.0:
-            return torch.ones(self.spec.layers, self.spec.kv_heads)
+            return torch.ones(self.spec.layers, self.spec.kv_heads, device="cpu")
         return self.ratios(retention).float().cpu()
 
     def check_model(self, spec: ModelSpec) -> None:
@@ -155,7 +155,8 @@ class Policy(nn.Module):
                     f"{folder / _CONFIG} has format {config['format']!r}, but this version reads format {_FORMAT}; "
                     "update lkv-cache or train the policy again."
                 )
-            policy, digest = cls(from_dict(ModelSpec, config["model"]), config.get("card")), config["sha256"]
+            with torch.device("cpu"):
+                policy, digest = cls(from_dict(ModelSpec, config["model"]), config.get("card")), config["sha256"]
         except FileNotFoundError:
             raise PolicyFileError(
                 f"{folder} has no {_CONFIG}; give the folder that Policy.save_pretrained wrote."

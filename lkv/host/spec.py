@@ -50,9 +50,11 @@ def inspect_model(model: Any) -> ModelSpec:
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int):
         raise UnsupportedModelError(f"{name} states no number of positions; LKV works with models that have a limit.")
-    devices = {str(weight.device) for weight in weights.values()}
-    if len(devices) > 1 or "meta" in devices:
-        raise UnsupportedModelError(f"{name} is spread over {sorted(devices)}; load it whole on one device.")
+    devices = {weight.device.type for weight in weights.values()}
+    if "meta" in devices:
+        raise UnsupportedModelError(
+            f"weights of {name} are kept off its devices; load all of them on GPUs, or on the CPU."
+        )
     local_heads(model)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     rope = getattr(text, "rope_parameters", None) or {}
@@ -116,7 +118,9 @@ def _fingerprint(weights: dict[str, Tensor], layers: int) -> tuple[float, ...]:
     for name, weight in sorted(weights.items()):
         layer = re.search(r"\.(\d+)\.", name)
         if layer and int(layer[1]) in wanted and weight.ndim == 2 and weight.is_floating_point():
-            places = torch.linspace(0, weight.numel() - 1, _SAMPLES_PER_WEIGHT + 2, dtype=torch.float64)[1:-1].long()
+            places = torch.linspace(0, weight.numel() - 1, _SAMPLES_PER_WEIGHT + 2, dtype=torch.float64, device="cpu")[
+                1:-1
+            ].long()
             values += [round(float(x), 8) for x in _values(weight, places)]
     return tuple(values)
 
@@ -135,7 +139,7 @@ def _values(weight: Tensor, places: Tensor) -> Tensor:
         # A lookup fetches the few rows alone; indexing would gather the whole matrix.
         whole: Any = embedding(DTensor.from_local(index, mesh, [Replicate()] * mesh.ndim, run_check=False), weight)
         found = whole.full_tensor()
-    return found.float().cpu()[torch.arange(len(rows)), columns]
+    return found.float().cpu().gather(1, columns[:, None])[:, 0]
 
 
 def output_projections(model: Any) -> list[Tensor]:

@@ -115,7 +115,7 @@ class Trainer:
         broken = ""
         for place in range(index, self._config.batch, count):
             number = self._step * self._config.batch + place
-            generator = torch.Generator().manual_seed(self._config.seed * 1_000_003 + number)
+            generator = torch.Generator("cpu").manual_seed(self._config.seed * 1_000_003 + number)
             sample = self._samples(number)
             if not sample.continuations:
                 continue

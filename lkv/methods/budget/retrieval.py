@@ -34,7 +34,7 @@ def estimate_pattern(
             " head, so none shows what it would miss; give longer texts, or a smaller window."
         )
     spec, device = inspect_model(model), model.get_input_embeddings().weight.device
-    total = torch.zeros(spec.layers, spec.kv_heads, dtype=torch.float64)
+    total = torch.zeros(spec.layers, spec.kv_heads, dtype=torch.float64, device="cpu")
     with evaluation_mode(model):
         for ids in long:
             prompt = read_prompt(model, torch.tensor([ids], device=device), queries=True)

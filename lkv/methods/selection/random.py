@@ -18,5 +18,5 @@ class Random(Selector):
     def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
         batch, heads, tokens, _ = key.shape
         # On the CPU, whose numbers are the same on every machine.
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + layer) % 2**63)
-        return torch.rand(heads, tokens, generator=generator).to(key.device).expand(batch, heads, tokens)
+        generator = torch.Generator("cpu").manual_seed((self._seed * 1_000_003 + layer) % 2**63)
+        return torch.rand(heads, tokens, generator=generator, device="cpu").to(key.device).expand(batch, heads, tokens)
