@@ -134,7 +134,7 @@ class Context:
             )
         states = [layer.state() for layer in cache.ragged]
         tensors = {f"{name}.{index}": tensor for index, state in enumerate(states) for name, tensor in state.items()}
-        tensors["ids"] = torch.tensor(self._ids, dtype=torch.int32)
+        tensors["ids"] = torch.tensor(self._ids, dtype=torch.int32, device="cpu")
         context_file.write(Path(path), tensors, {"model": asdict(cache.spec), **self.about})
 
     @classmethod

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from lkv.cache.spans import QuantizedSpans, Spans, best
+from lkv.devices import is_out_of_memory
 from lkv.errors import CacheError, PromptError
 from lkv.host.hooks import HookedLayer
 from lkv.host.masks import has_padding, left_padding
 from lkv.methods.budget import FixedBudget, Share
 from lkv.methods.build import Method
-from lkv.ops.ragged_attention import ragged_attention
 from lkv.prefill import PromptLayer
 
+# Room for appended tokens: a quarter of what a head holds, between these.
+_LEAST_SLACK = 16
 _CPU_SLACK, _GPU_SLACK = 32, 256
 
 
@@ -45,15 +47,16 @@ class RaggedLayer(HookedLayer):
 
     is_croppable = True
 
-    def __init__(self, index: int, plan: Plan):
+    def __init__(self, index: int, plan: Plan, buffers: dict[Any, Any] | None = None):
+        """`buffers` as in `ragged_attention.extend`, shared by the layers of a cache."""
         super().__init__()
-        self._index, self._plan = index, plan
+        self._index, self._plan, self._buffers = index, plan, buffers
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, and free it."""
         self.spans: Spans | QuantizedSpans | None = None
-        self.kept = torch.zeros(0, 0, dtype=torch.long)
+        self.kept = torch.zeros(0, 0, dtype=torch.long, device="cpu")
         self.real: list[int] = []
         self.prompt_length = 0  # 0 until the prompt has ended
         self._settled = 0  # logical length when last evicted; the spans' tail counts from there
@@ -78,8 +81,9 @@ class RaggedLayer(HookedLayer):
         if self._whole is not None:
             key_states = torch.cat([self._whole.key, key_states], 2)
             value_states = torch.cat([self._whole.value, value_states], 2)
-        # What is stored belongs to no autograd graph: a cache that held one would hold every activation.
-        self._arrived = key_states.detach(), value_states.detach()
+        # What is stored belongs to no autograd graph: a cache that held one would hold every activation. Under autocast
+        # the rotation leaves k in float32 beside v in half precision, which is what attention computes in.
+        self._arrived = key_states.detach().to(value_states.dtype), value_states.detach()
         return self.tag(key_states), value_states
 
     def attend(
@@ -109,18 +113,20 @@ class RaggedLayer(HookedLayer):
         assert self._plan.prompt_tokens is not None
         return self._plan.prompt_tokens
 
-    @property
-    def _slack(self) -> int:
+    def _slack(self, held: int) -> int:
+        """Room that each head gets, where a head holds `held` entries on average."""
         if self._plan.slack is not None:
             return self._plan.slack
-        return _CPU_SLACK if self.device.type == "cpu" else _GPU_SLACK
+        most = _CPU_SLACK if self.device.type == "cpu" else _GPU_SLACK
+        return min(most, max(_LEAST_SLACK, held // 4))
 
-    @property
-    def _first_room(self) -> int:
-        """Room after an eviction: of another size in each layer, so that the layers are not all re-laid at one step."""
+    def _first_room(self, kept: Tensor) -> int:
+        """Room after an eviction that left `kept` [B, H]: of another size in each layer, so that the layers are not all
+        re-laid at one step."""
+        slack = self._slack(_mean(kept))
         if self._plan.slack is not None:
-            return self._plan.slack
-        return self._slack // 2 + self._index % (self._slack // 2)
+            return slack
+        return slack // 2 + self._index % (slack // 2)
 
     def _read(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
@@ -171,8 +177,8 @@ class RaggedLayer(HookedLayer):
             found = self._plan.method.selector.scores(self._index, query, key, value, whole.scale)
             scores += found.unbind(0)
             counts += self._plan.method.budget.counts(self._index, found)
-        kept = torch.tensor(counts)
-        spans = Spans(kept, self._first_room, whole.key, whole.value, self._plan.decode_eviction)
+        kept = torch.tensor(counts, device="cpu")
+        spans = Spans(kept, self._first_room(kept), whole.key, whole.value, self._plan.decode_eviction)
         for b in range(batch):
             for h, count in enumerate(counts[b]):
                 own, key, value = scores[b][h], whole.key[b, h, firsts[b] :], whole.value[b, h, firsts[b] :]
@@ -198,10 +204,11 @@ class RaggedLayer(HookedLayer):
         self._check_length(self._prompt_tokens)
         batch, heads, new, _ = key.shape
         if self.spans is None:
-            self.spans = Spans(torch.zeros(batch, heads, dtype=torch.long), new, key, value, scored=True)
+            self.spans = Spans(torch.zeros(batch, heads, dtype=torch.long, device="cpu"), new, key, value, scored=True)
         out = self._continue(query, key, value, scale)
         ended = self._settled + new >= self._prompt_tokens
-        settled = self._settle(self._first_room if ended else 0)
+        limits = self._limits()
+        settled = self._settle(limits, self._first_room(limits) if ended else 0)
         if ended:
             self.prompt_length = self._settled
             if not self._plan.decode_eviction:
@@ -209,13 +216,19 @@ class RaggedLayer(HookedLayer):
             self.spans = self._stored(settled)
         return out
 
-    def _settle(self, room: int) -> Spans:
-        """Keep the best floor(r t) entries of each head, by the scores that stayed with them."""
-        assert isinstance(self.spans, Spans) and isinstance(self._plan.method.budget, FixedBudget)
+    def _limits(self) -> Tensor:
+        """What each head may keep [B, H] of all that was seen, the spans' tails included."""
+        assert self.spans is not None and isinstance(self._plan.method.budget, FixedBudget)
         budget, heads = self._plan.method.budget, self.spans.lens.shape[1]
+        seen = [real + self.spans.tail for real in self.real or [0] * len(self.spans.lens)]
+        return torch.tensor([budget.limits(self._index, heads, real) for real in seen], device="cpu")
+
+    def _settle(self, limits: Tensor, room: int) -> Spans:
+        """Keep the best `limits` [B, H] entries of each head, by the scores that stayed with them."""
+        assert isinstance(self.spans, Spans)
         tail = self.spans.tail
+        settled = self.spans.settle(limits, room)
         self.real = [real + tail for real in self.real or [0] * len(self.spans.lens)]
-        settled = self.spans.settle([budget.limits(self._index, heads, real) for real in self.real], room)
         self.spans, self.kept = settled, settled.lens
         self._settled += tail
         return settled
@@ -229,18 +242,23 @@ class RaggedLayer(HookedLayer):
             scores = self._plan.method.selector.scores(self._index, None, key, value, scale)
         if new > self.spans.room:
             self._make_room(new)
-        self.spans.append(key, value, scores)
-        return ragged_attention(query, *self.spans.for_attention(), scale)
+        pool = self.spans.dtype
+        out = self.spans.extend(query.to(pool), key.to(pool), value.to(pool), scale, scores, self._buffers)
+        return out.to(value.dtype)
 
     def _make_room(self, new: int) -> None:
         assert self.spans is not None
         try:
             if self._plan.decode_eviction and self.prompt_length:
-                self._settle(self._slack + new)
+                limits = self._limits()
+                self._settle(limits, self._slack(_mean(limits)) + new)
             else:
                 # A part of a prompt needs no slack: its spans are laid again right after it.
-                self.spans = self.spans.relaid(new + (self._slack if self.prompt_length else 0))
+                slack = self._slack(_mean(self.spans.lens) + self.spans.tail) if self.prompt_length else 0
+                self.spans = self.spans.relaid(new + slack)
         except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise CacheError(
                 f"there is no memory for {new} more tokens in layer {self._index} ({error}); free some, or give "
                 "decode_eviction=True, a smaller slack or a lower retention. rewind() goes back to the prompt."
@@ -265,7 +283,7 @@ class RaggedLayer(HookedLayer):
         """Make row i a copy of the row `beam_idx[i]`; rows in their place already are not copied."""
         rows = beam_idx.cpu()
         held = len(self.kept) if self._whole is None else self._whole.key.shape[0]
-        if torch.equal(rows, torch.arange(held)):
+        if torch.equal(rows, torch.arange(held, device="cpu")):
             return
         if self._whole is not None:
             part = self._whole
@@ -280,14 +298,15 @@ class RaggedLayer(HookedLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = len(self.kept) if self._whole is None else self._whole.key.shape[0]
-        self.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(rows, device="cpu").repeat_interleave(repeats))
 
     def offload(self) -> None:
         raise CacheError("RaggedCache does not offload; lower the retention instead.")
 
-    def fork(self) -> "RaggedLayer":
-        """A copy with pools of its own."""
+    def fork(self, buffers: dict[Any, Any] | None = None) -> "RaggedLayer":
+        """A copy with pools and `buffers` of its own."""
         twin = copy.copy(self)
+        twin._buffers = buffers
         twin.spans = None if self.spans is None else self.spans.relaid(self.spans.room)
         return twin
 
@@ -295,8 +314,9 @@ class RaggedLayer(HookedLayer):
         """What eviction left: the spans' state, kept [B, H], real [B] and the prompt's length [1]."""
         if self.spans is None or not self.prompt_length or self._settled != self.prompt_length:
             raise CacheError("there is no compressed prompt to save, or its answers were evicted together with it.")
-        counts = {"kept": self.kept, "real": torch.tensor(self.real), "length": torch.tensor([self.prompt_length])}
-        return {**self.spans.state(), **counts}
+        counts = {"real": self.real, "length": [self.prompt_length]}
+        tensors = {name: torch.tensor(numbers, device="cpu") for name, numbers in counts.items()}
+        return {**self.spans.state(), "kept": self.kept, **tensors}
 
     def restore(self, state: dict[str, Tensor], like: Tensor) -> None:
         """Take up what `state` gave, on the device and in the dtype of `like`."""
@@ -304,11 +324,11 @@ class RaggedLayer(HookedLayer):
         self.kept, self.real = state["kept"], state["real"].tolist()
         if "k" in state:
             key, value = state["k"].to(like), state["v"].to(like)
-            spans = Spans(self.kept, self._first_room, key, value)
+            spans = Spans(self.kept, self._first_room(self.kept), key, value)
             spans.unpack(key, value)
             self.spans = spans
         else:
-            self.spans = QuantizedSpans.restore(state, self.kept, self._first_room, like)
+            self.spans = QuantizedSpans.restore(state, self.kept, self._first_room(self.kept), like)
         self.prompt_length = self._settled = int(state["length"])
 
     def nbytes(self) -> int:
@@ -323,3 +343,8 @@ class RaggedLayer(HookedLayer):
         pools = self.spans if isinstance(self.spans, Spans) else self.spans.fresh
         entry = (pools.k.shape[-1] + pools.v.shape[-1]) * pools.k.element_size()
         return self.kept.numel() * self.get_seq_length() * entry
+
+
+def _mean(counts: Tensor) -> int:
+    """Entries a head, rounded down."""
+    return int(counts.sum()) // max(1, counts.numel())

@@ -53,7 +53,7 @@ class QuantizedPool:
         """
         _check(pool, bits, group)
         ao = _torchao()
-        spans = None if lens is None else tuple(torch.as_tensor(lens).tolist())
+        spans = None if lens is None else tuple(torch.as_tensor(lens, device="cpu").tolist())
         if spans is None:
             axis, block = -1, (1, 1, group)
             groups = _fill(pool.float(), group, 1).unflatten(1, (-1, group))
@@ -157,7 +157,7 @@ class QuantizedPool:
         """
         if self.lens is None:
             raise ValueError("a pool grouped by entry knows no spans; use take with the entries.")
-        chosen = torch.as_tensor(index).tolist()
+        chosen = torch.as_tensor(index, device="cpu").tolist()
         counts = [-(-n // self.group) for n in self.lens]
 
         def runs(tensor: Tensor, sizes: Iterable[int]) -> Tensor:
@@ -178,9 +178,9 @@ class QuantizedPool:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything needed to restore the pool, ready for safetensors."""
-        layout = torch.tensor([self.bits, self.group, self.width, _DTYPES.index(self.dtype)])
+        layout = torch.tensor([self.bits, self.group, self.width, _DTYPES.index(self.dtype)], device="cpu")
         held = {"layout": layout, "codes": self.codes, "step": self.step, "least": self.least}
-        return held if self.lens is None else {**held, "lens": torch.tensor(self.lens, dtype=torch.long)}
+        return held if self.lens is None else {**held, "lens": torch.tensor(self.lens, dtype=torch.long, device="cpu")}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "QuantizedPool":

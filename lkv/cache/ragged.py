@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lkv.cache.layer import Plan, RaggedLayer
@@ -65,9 +66,9 @@ class RaggedCache(Cache):
         if isinstance(method, str):
             self.share = Share.asked(retention, budget_tokens)
             if needs_policy(method):
-                self.policy = policy if policy is not None else default_policy()
-                self.policy.check_model(self.spec)
-                self.policy.to(model.device)
+                policy = policy if policy is not None else default_policy()
+                policy.check_model(self.spec)
+                self.policy = _on(model.device, policy)
             if pattern is not None:
                 check_table(pattern, self.spec.layers, self.spec.kv_heads, "the pattern of retrieval heads")
             method = make_method(method, self.share, self.policy, local_heads(model), model, self.spec.layers, pattern)
@@ -94,7 +95,8 @@ class RaggedCache(Cache):
             )
         if bits is not None:
             require_library()
-        self.ragged = [RaggedLayer(index, self.plan) for index in range(self.spec.layers)]
+        buffers: dict[Any, Any] = {}
+        self.ragged = [RaggedLayer(index, self.plan, buffers) for index in range(self.spec.layers)]
         for layer in self.ragged:
             layer.model_config = model.config.get_text_config(decoder=True)
         self._windows = [WindowLayer(window) for window in layer_windows(model) if window is not None]
@@ -142,7 +144,8 @@ class RaggedCache(Cache):
     def fork(self) -> "RaggedCache":
         """A copy that goes on independently."""
         twin = copy.copy(self)
-        twin.ragged = [layer.fork() for layer in self.ragged]
+        buffers: dict[Any, Any] = {}
+        twin.ragged = [layer.fork(buffers) for layer in self.ragged]
         twin._windows = [layer.fork() for layer in self._windows]
         full, sliding = iter(twin.ragged), iter(twin._windows)
         twin.layers = [next(full if isinstance(layer, RaggedLayer) else sliding) for layer in self.layers]
@@ -186,3 +189,10 @@ class RaggedCache(Cache):
     def full_nbytes(self) -> int:
         """Bytes that an uncompressed cache would hold for the same tokens."""
         return sum(layer.full_nbytes() for layer in self.ragged) + sum(layer.nbytes() for layer in self._windows)
+
+
+def _on(device: torch.device, policy: Policy) -> Policy:
+    """`policy` where it lies on `device`, else a copy there: the caller's stays where the caller put it."""
+    if all(parameter.device == device for parameter in policy.parameters()):
+        return policy
+    return copy.deepcopy(policy).to(device)

@@ -1,12 +1,13 @@
 """Spans: entries of unequal number a head, one after another in flat pools, each span with room at its end."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lkv import devices
 from lkv.cache.quantization import QuantizedPool
-from lkv.ops.ragged_attention import append
+from lkv.ops.ragged_attention import extend, ragged_attention
 
 
 class Spans:
@@ -27,9 +28,14 @@ class Spans:
         with torch.inference_mode(False):
             self.k, self.v = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
             self.scores = key.new_empty(size, dtype=torch.float32) if scored else None
-        # The attention kernels read these where the pools are: no step waits for a copy.
-        self._device_starts = self.starts.to(key.device, torch.int32)
-        self._device_lens = lens.to(key.device, torch.int32)  # tails included
+            # The attention kernels read these where the pools are: no step waits for a copy.
+            self._device_starts, self._settled = _on(key.device, self.starts, lens)
+            self._device_lens = self._settled.clone()  # tails included; changed where it lies
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What k and v are held in."""
+        return self.k.dtype
 
     def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Pools of k and v, starts and lengths (int32 [B, H], on the pools' device), as for `ragged_attention`."""
@@ -45,27 +51,38 @@ class Spans:
         if self.scores is not None:
             self.scores[own] = scores[chosen].float()
 
-    def append(self, key: Tensor, value: Tensor, scores: Tensor | None = None) -> None:
-        """Scatter new k, v [B, H, n, d] (and scores [B, H, n]) to the ends; there must be room for n."""
+    def extend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        scores: Tensor | None = None,
+        buffers: dict[Any, Any] | None = None,
+    ) -> Tensor:
+        """Append new k, v [B, H, n, d] (and scores [B, H, n]), for which there must be room, and attend to everything
+        held: [B, Hq, n, d] for `query` of that shape. `buffers` as in `ragged_attention.extend`."""
         new = key.shape[2]
         if self.scores is not None and scores is not None:
             ends = self._device_starts + self._device_lens
             self.scores[ends[..., None] + torch.arange(new, device=key.device)] = scores.float()
-        self._device_lens = append(key, value, self.k, self.v, self._device_starts, self._device_lens)
+        out = extend(query, key, value, *self.for_attention(), scale, buffers=buffers)
         self.tail += new
         self.room -= new
+        return out
 
     def cut(self, tokens: int) -> None:
         """Forget the last `tokens` appended entries."""
-        self._device_lens = self._device_lens - tokens
         self.tail -= tokens
         self.room += tokens
+        # From the settled lengths: a step that was interrupted may have counted its tokens on the device alone.
+        torch.add(self._settled, self.tail, out=self._device_lens)
 
-    def settle(self, limits: Sequence[Sequence[int]], room: int) -> "Spans":
-        """New spans of the entries with the best scores, at most `limits` [B][H] of each; nothing in their tail."""
+    def settle(self, limits: Tensor, room: int) -> "Spans":
+        """New spans of the entries with the best scores, at most `limits` [B, H] of each; nothing in their tail."""
         assert self.scores is not None
         held = self.lens + self.tail
-        lens = torch.minimum(torch.tensor(limits), held)
+        lens = torch.minimum(limits, held)
         chosen = []
         for start, length, count in zip(
             self.starts.flatten().tolist(), held.flatten().tolist(), lens.flatten().tolist(), strict=True
@@ -79,13 +96,13 @@ class Spans:
         """New spans for the batch rows `rows` [n] of these, tails included, with `room` after them."""
         new = Spans(self.lens[rows] + self.tail, room, self.k, self.v, self.scores is not None)
         new._take(self, _places(self.starts[rows], new.lens).to(self.k.device))
-        new.lens = new.lens - self.tail
-        new.tail = self.tail
+        new.lens, new.tail = new.lens - self.tail, self.tail
+        new._settled -= self.tail
         return new
 
     def relaid(self, room: int) -> "Spans":
         """A copy with `room` after the tails."""
-        return self.select(torch.arange(len(self.lens)), room)
+        return self.select(torch.arange(len(self.lens), device="cpu"), room)
 
     def _take(self, other: "Spans", entries: Tensor) -> None:
         """Fill all spans, in order, with entries of `other`'s pools."""
@@ -142,6 +159,11 @@ class QuantizedSpans:
         return self.fresh.tail
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What appended k and v are held in, and what is restored for attention."""
+        return self.fresh.dtype
+
+    @property
     def room(self) -> int:
         """How many more can be appended."""
         return self.fresh.room
@@ -158,9 +180,18 @@ class QuantizedSpans:
         whole.k[late], whole.v[late] = self.fresh.k[own], self.fresh.v[own]
         return whole.for_attention()
 
-    def append(self, key: Tensor, value: Tensor, scores: Tensor | None = None) -> None:
-        """As `Spans.append`."""
-        self.fresh.append(key, value)
+    def extend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        scores: Tensor | None = None,
+        buffers: dict[Any, Any] | None = None,
+    ) -> Tensor:
+        """As `Spans.extend`."""
+        self.fresh.extend(query, key, value, scale, buffers=buffers)
+        return ragged_attention(query, *self.for_attention(), scale)
 
     def cut(self, tokens: int) -> None:
         """As `Spans.cut`."""
@@ -169,7 +200,7 @@ class QuantizedSpans:
     def select(self, rows: Tensor, room: int) -> "QuantizedSpans":
         """As `Spans.select`."""
         heads = self.lens.shape[1]
-        spans = (rows[:, None] * heads + torch.arange(heads)).flatten()
+        spans = (rows[:, None] * heads + torch.arange(heads, device="cpu")).flatten()
         starts = (self.lens.flatten().cumsum(0) - self.lens.flatten()).view_as(self.lens)
         entries = _places(starts[rows], self.lens[rows]).to(self.fresh.k.device)
         return QuantizedSpans(
@@ -211,4 +242,12 @@ def _places(starts: Tensor, lens: Tensor) -> Tensor:
     """Pool indices of all entries of the spans at `starts` with `lens` entries, one span after another."""
     starts, lens = starts.flatten(), lens.flatten()
     first = lens.cumsum(0) - lens
-    return torch.arange(int(lens.sum())) + torch.repeat_interleave(starts - first, lens)
+    return torch.arange(int(lens.sum()), device="cpu") + torch.repeat_interleave(starts - first, lens)
+
+
+def _on(device: torch.device, *counts: Tensor) -> list[Tensor]:
+    """Tables [B, H] from the CPU as int32 on `device`, in one copy that nothing waits for."""
+    table = torch.stack(counts).int()
+    if devices.is_gpu(device):
+        table = table.pin_memory()
+    return [*table.to(device, non_blocking=True).unbind()]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import lkv.ops.soft_mask_attention.triton_kernels as kernels
+from lkv import devices
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,14 +61,14 @@ def interpreted() -> bool:
 
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Why these kernels cannot run, in one sentence; None where they can."""
-    if device.type != "cuda" and not interpreted():
+    if not devices.is_gpu(device) and not interpreted():
         return f"the tensors are on {device.type!r}, but Triton needs a CUDA device (or TRITON_INTERPRET=1)."
     if dtype not in DTYPES:
         return f"the dtype is {dtype}, but the Triton kernels take float32, bfloat16 and float16."
     if dim not in HEAD_DIMS or value_dim != dim:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take {HEAD_DIMS}, equal for k and v."
-    if device.type == "cuda" and not interpreted():
-        gpu = torch.cuda.get_device_properties(device)
+    if devices.is_gpu(device) and not interpreted():
+        gpu = devices.runtime(device).get_device_properties(device)
         if gpu.major < 8:
             return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, but the Triton kernels need 8.0."
         if tiles_on(device, dtype, dim) is None:
@@ -80,7 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, tile
     """Shapes as in `api.soft_mask_attention`, where `refusal` has no objection. `tiles`: block sizes to try out."""
     tiles = tiles or tiles_on(q.device, q.dtype, q.shape[3])
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    with torch.cuda.device_of(q):
+    with devices.current(q.device):
         return _SoftMaskAttention.apply(q, k, v, log_mask.float().contiguous(), scale, tiles)
 
 
