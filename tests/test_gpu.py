@@ -283,3 +283,48 @@ def test_memory_that_runs_out_in_any_layer_of_a_step_means_fewer_rows(on_fake, t
     monkeypatch.setattr("lkv.cache.layer._LEAST_SLACK", 4)
     assert evaluated(on_fake, tmp_path / "b.jsonl") == expected
     assert max(rows) > 2 and min(rows) <= 2
+
+
+@torch.no_grad()
+def test_a_prompt_is_read_without_a_wait(on_fake):
+    text = ids(60, 2).to("fake")
+    with fake_gpus(stubbed=True):
+        cache = RaggedCache(on_fake, method=KNORM)
+        with watched() as log:
+            on_fake(text, past_key_values=cache)
+    assert log.count("wait") == 0, log.summary("wait")
+
+
+@torch.no_grad()
+def test_ranking_takes_as_many_operations_for_many_rows_as_for_one(on_fake):
+    counted = []
+    for rows in (2, 8):
+        cache = RaggedCache(on_fake, method=KNORM)
+        with watched() as log:
+            on_fake(ids(60, rows).to("fake"), past_key_values=cache)
+        counted.append(sum(event.place.startswith("cache/") for event in log.ours("launch")))
+    assert counted[0] == counted[1] <= 24 * LAYERS, log.summary("launch")
+
+
+@torch.no_grad()
+def test_left_padding_is_looked_at_once_for_all_layers(on_fake):
+    padding = torch.ones(2, 60, dtype=torch.long)
+    padding[0, :7] = 0
+    text, padding = ids(60, 2).to("fake"), padding.to("fake")
+    cache = RaggedCache(on_fake, method=KNORM)
+    with fake_gpus(stubbed=True), watched() as log:
+        on_fake(text, attention_mask=padding, past_key_values=cache)
+    # Is a row hidden whole, is one padded on the right, where do the rows begin, and does any not at once.
+    assert log.count("wait") <= 4, log.summary("wait")
+    assert cache.ragged[0].real == [53, 60]
+
+
+@torch.no_grad()
+def test_laying_spans_again_waits_for_nothing(on_fake):
+    with fake_gpus(stubbed=True):
+        cache = RaggedCache(on_fake, method=KNORM, slack=0)
+        text = ids(61).to("fake")
+        on_fake(text[:, :60], past_key_values=cache)
+        with watched() as log:
+            on_fake(text[:, 60:], past_key_values=cache)
+    assert log.count("wait") == 0, log.summary("wait")

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from lkv.cache.spans import QuantizedSpans, Spans, best
+from lkv.cache.spans import QuantizedSpans, Spans
 from lkv.devices import is_out_of_memory
 from lkv.errors import CacheError, PromptError
 from lkv.host.hooks import HookedLayer
@@ -167,7 +168,7 @@ class RaggedLayer(HookedLayer):
         firsts = padding or [0] * batch
         # Rows without padding are scored together, others one by one, as if each had been read alone.
         groups = [slice(b, b + 1) for b in range(batch)] if any(firsts) else [slice(0, batch)]
-        scores: list[Tensor] = []
+        tables: list[Tensor] = []
         counts: list[list[int]] = []
         for rows in groups:
             first = firsts[rows.start]
@@ -175,14 +176,13 @@ class RaggedLayer(HookedLayer):
             query = None if whole.query is None else whole.query[rows, :, first:]
             key, value = whole.key[rows, :, first:], whole.value[rows, :, first:]
             found = self._plan.method.selector.scores(self._index, query, key, value, whole.scale)
-            scores += found.unbind(0)
+            # Padding comes after everything else.
+            lowest = torch.finfo(found.dtype).min
+            tables.append(pad(found.clamp(min=lowest), (first, 0), value=-math.inf) if first else found)
             counts += self._plan.method.budget.counts(self._index, found)
         kept = torch.tensor(counts, device="cpu")
         spans = Spans(kept, self._first_room(kept), whole.key, whole.value, self._plan.decode_eviction)
-        for b in range(batch):
-            for h, count in enumerate(counts[b]):
-                own, key, value = scores[b][h], whole.key[b, h, firsts[b] :], whole.value[b, h, firsts[b] :]
-                spans.put(b, h, best(own, count), key, value, own)
+        spans.fill(whole.key, whole.value, tables[0] if len(tables) == 1 else torch.cat(tables))
         self.kept, self.real = kept, [tokens - first for first in firsts]
         self.prompt_length = self._settled = tokens
         self.spans = self._stored(spans)

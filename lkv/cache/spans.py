@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lkv import devices
 from lkv.cache.quantization import QuantizedPool
-from lkv.ops.ragged_attention import extend, ragged_attention
+from lkv.ops.ragged_attention import append, extend, ragged_attention
 
 
 class Spans:
@@ -41,15 +41,26 @@ class Spans:
         """Pools of k and v, starts and lengths (int32 [B, H], on the pools' device), as for `ragged_attention`."""
         return self.k, self.v, self._device_starts, self._device_lens
 
-    def put(self, row: int, head: int, chosen: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> None:
-        """Fill one span's settled entries with those of `key`, `value` [T, d] and `scores` [T] that are `chosen`."""
-        start = int(self.starts[row, head])
-        own = slice(start, start + len(chosen))
-        # Straight into the pools: indexing would make a copy first.
-        torch.index_select(key, 0, chosen, out=self.k[own])
-        torch.index_select(value, 0, chosen, out=self.v[own])
+    def fill(self, key: Tensor, value: Tensor, scores: Tensor) -> None:
+        """Settle the best tokens of each head, in rising order: as many of `key` and `value` [B, H, T, d] by `scores`
+        [B, H, T] as there are settled entries."""
+        heads, tokens = scores.shape[1:]
+        most = int(self.lens.max())
+        if not most:
+            return
+        counts, starts = self._settled.flatten(), self._device_starts.flatten()
+        order = scores.flatten(0, 1).topk(most).indices
+        # What a head does not keep goes behind all tokens, so that one sort puts every head's in order.
+        kept = torch.arange(most, device=order.device) < counts[:, None]
+        order = order.where(kept, tokens).sort(-1).values
+        places = _places(self.starts, self.lens, order.device)
+        head = torch.repeat_interleave(counts, output_size=len(places))
+        token = order[head, places - starts[head]]
+        row, kv_head = head // heads, head % heads
+        self.k[places] = key[row, kv_head, token]
+        self.v[places] = value[row, kv_head, token]
         if self.scores is not None:
-            self.scores[own] = scores[chosen].float()
+            self.scores[places] = scores[row, kv_head, token].float()
 
     def extend(
         self,
@@ -70,6 +81,12 @@ class Spans:
         self.tail += new
         self.room -= new
         return out
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """`extend` for those who attend by other means."""
+        append(key, value, *self.for_attention())
+        self.tail += key.shape[2]
+        self.room -= key.shape[2]
 
     def cut(self, tokens: int) -> None:
         """Forget the last `tokens` appended entries."""
@@ -95,7 +112,7 @@ class Spans:
     def select(self, rows: Tensor, room: int) -> "Spans":
         """New spans for the batch rows `rows` [n] of these, tails included, with `room` after them."""
         new = Spans(self.lens[rows] + self.tail, room, self.k, self.v, self.scores is not None)
-        new._take(self, _places(self.starts[rows], new.lens).to(self.k.device))
+        new._take(self, _places(self.starts[rows], new.lens, self.k.device))
         new.lens, new.tail = new.lens - self.tail, self.tail
         new._settled -= self.tail
         return new
@@ -106,7 +123,7 @@ class Spans:
 
     def _take(self, other: "Spans", entries: Tensor) -> None:
         """Fill all spans, in order, with entries of `other`'s pools."""
-        places = _places(self.starts, self.lens).to(self.k.device)
+        places = _places(self.starts, self.lens, self.k.device)
         self.k[places], self.v[places] = other.k[entries], other.v[entries]
         if self.scores is not None and other.scores is not None:
             self.scores[places] = other.scores[entries]
@@ -118,12 +135,12 @@ class Spans:
 
     def packed(self) -> tuple[Tensor, Tensor]:
         """Settled k and v of all spans one after another, without room or tail: [sum of lens, d] each."""
-        places = _places(self.starts, self.lens).to(self.k.device)
+        places = _places(self.starts, self.lens, self.k.device)
         return self.k[places], self.v[places]
 
     def unpack(self, key: Tensor, value: Tensor) -> None:
         """Fill the settled entries with what `packed` gave."""
-        places = _places(self.starts, self.lens).to(self.k.device)
+        places = _places(self.starts, self.lens, self.k.device)
         self.k[places], self.v[places] = key.to(self.k), value.to(self.v)
 
     def nbytes(self) -> int:
@@ -172,9 +189,9 @@ class QuantizedSpans:
         """As `Spans.for_attention`, over pools restored for the moment."""
         whole = Spans(self.lens + self.tail, 0, self.fresh.k, self.fresh.v)
         device = self.fresh.k.device
-        settled = _places(whole.starts, self.lens).to(device)
+        settled = _places(whole.starts, self.lens, device)
         tails = torch.full_like(self.lens, self.tail)
-        late, own = _places(whole.starts + self.lens, tails).to(device), _places(self.fresh.starts, tails).to(device)
+        late, own = (_places(starts, tails, device) for starts in (whole.starts + self.lens, self.fresh.starts))
         # A loaded pool has the dtype it was saved in, which need not be the model's.
         whole.k[settled], whole.v[settled] = self.key.unpack_all().to(whole.k), self.value.unpack_all().to(whole.v)
         whole.k[late], whole.v[late] = self.fresh.k[own], self.fresh.v[own]
@@ -190,8 +207,25 @@ class QuantizedSpans:
         buffers: dict[Any, Any] | None = None,
     ) -> Tensor:
         """As `Spans.extend`."""
-        self.fresh.extend(query, key, value, scale, buffers=buffers)
+        self.fresh.append(key, value)
+        if query.shape[2] == 1 and query.device.type == "cpu":
+            return self._attend_to_codes(query, scale)
         return ragged_attention(query, *self.for_attention(), scale)
+
+    def _attend_to_codes(self, query: Tensor, scale: float) -> Tensor:
+        """Attention of one token, head by head: codes are multiplied as they are, and nothing is restored."""
+        batch, heads, rows, dim = query.shape
+        grouped = (query.float() * scale).reshape(self.lens.numel(), -1, dim).unbind()
+        settled, starts = self.lens.flatten().tolist(), self.fresh.starts.flatten().tolist()
+        parts, begin = [], 0
+        for own, found, count, start in zip(grouped, self.key.scores(grouped), settled, starts, strict=True):
+            tail = slice(start, start + self.tail)
+            late = own @ self.fresh.k[tail].float().t()
+            shares = torch.softmax(torch.cat([found, late], 1), -1)
+            out = shares[:, count:] @ self.fresh.v[tail].float()
+            parts.append(out.add_(self.value.weighted(shares[:, :count], begin, begin + count)))
+            begin += count
+        return torch.cat(parts).to(query.dtype).view(batch, heads, rows, -1)
 
     def cut(self, tokens: int) -> None:
         """As `Spans.cut`."""
@@ -202,7 +236,7 @@ class QuantizedSpans:
         heads = self.lens.shape[1]
         spans = (rows[:, None] * heads + torch.arange(heads, device="cpu")).flatten()
         starts = (self.lens.flatten().cumsum(0) - self.lens.flatten()).view_as(self.lens)
-        entries = _places(starts[rows], self.lens[rows]).to(self.fresh.k.device)
+        entries = _places(starts[rows], self.lens[rows], self.fresh.k.device)
         return QuantizedSpans(
             self.lens[rows], self.key.take_spans(spans), self.value.take(entries), self.fresh.select(rows, room)
         )
@@ -238,15 +272,17 @@ def best(scores: Tensor, count: int) -> Tensor:
     return scores.topk(count, sorted=False).indices.sort().values
 
 
-def _places(starts: Tensor, lens: Tensor) -> Tensor:
-    """Pool indices of all entries of the spans at `starts` with `lens` entries, one span after another."""
-    starts, lens = starts.flatten(), lens.flatten()
-    first = lens.cumsum(0) - lens
-    return torch.arange(int(lens.sum()), device="cpu") + torch.repeat_interleave(starts - first, lens)
+def _places(starts: Tensor, lens: Tensor, device: torch.device) -> Tensor:
+    """Pool indices, made on `device`, of all entries of the spans at `starts` with `lens` entries, one span after
+    another."""
+    every = lens.flatten()
+    begin, count = _on(device, starts.flatten() - (every.cumsum(0) - every), every)
+    total = int(every.sum())
+    return torch.arange(total, device=device) + torch.repeat_interleave(begin, count, output_size=total)
 
 
 def _on(device: torch.device, *counts: Tensor) -> list[Tensor]:
-    """Tables [B, H] from the CPU as int32 on `device`, in one copy that nothing waits for."""
+    """Tables of one shape from the CPU as int32 on `device`, in one copy that nothing waits for."""
     table = torch.stack(counts).int()
     if devices.is_gpu(device):
         table = table.pin_memory()

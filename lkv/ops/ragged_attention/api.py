@@ -61,6 +61,11 @@ def extend(
     return _module(chosen).attend(q, k_pool, v_pool, starts, lens, scale)
 
 
+def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
+    """The first half of `extend`, by plain index assignment on any device; waits for nothing."""
+    _module("loop").append(key, value, k_pool, v_pool, starts, lens)
+
+
 def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
     if starts.shape != lens.shape or starts.ndim != 2 or starts.shape[0] != q.shape[0] or q.shape[1] % starts.shape[1]:
         raise ValueError(f"starts {tuple(starts.shape)} and lens {tuple(lens.shape)} do not fit q {tuple(q.shape)}.")

@@ -40,7 +40,7 @@ def _slice_kernel(
     lens,
     parts,
     extremes,
-    seen,
+    counted,
     spans,
     kv_heads,
     rows,
@@ -62,13 +62,13 @@ def _slice_kernel(
 ):
     """One slice of the flat axis for one tile of packed rows; row m of a span is new token m // GROUP.
 
-    `added` entries a span are in the pools, but not counted in `lens` yet; `seen` gets the lengths that were read.
+    `added` entries a span are in the pools, but not counted in `lens` yet; `counted` gets the lengths that were read.
     """
     program, tile = tl.program_id(0), tl.program_id(1)
     every = tl.arange(0, SPANS)
     held = tl.load(lens + every, mask=every < spans, other=-added) + added
     if (program == 0) & (tile == 0):
-        tl.store(seen + every, held, mask=every < spans)
+        tl.store(counted + every, held, mask=every < spans)
     ends = tl.cumsum(held, 0)
     total = tl.sum(held, 0)
     size = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
@@ -140,7 +140,7 @@ def _slice_kernel(
 def _join_kernel(
     parts,
     extremes,
-    seen,
+    counted,
     out,
     q,
     key,
@@ -177,10 +177,10 @@ def _join_kernel(
     # Packed rows first: a part of a prompt has more of them than the second axis of a grid may have.
     packed, span = tl.program_id(0), tl.program_id(1)
     every = tl.arange(0, SPANS)
-    held = tl.load(seen + every, mask=every < spans, other=0)
+    held = tl.load(counted + every, mask=every < spans, other=0)
     size = tl.maximum(tl.cdiv(tl.sum(held, 0), programs), LEAST)
     before = tl.sum(tl.where(every < span, held, 0), 0)
-    length = tl.load(seen + span)
+    length = tl.load(counted + span)
     first = before // size + span
     # A span without entries has no parts.
     last = tl.where(length > 0, (before + length - 1) // size + span, first - 1)
@@ -332,17 +332,17 @@ def _attend(
     q = q if q.stride(-1) == 1 else q.contiguous()
     packed = rows * (heads // kv_heads)
     launch = _launch_of(q, starts, value_dim, packed)
-    parts, extremes, seen = _room(q, (launch.programs + spans - 1) * packed, value_dim, spans, buffers)
+    parts, extremes, counted = _room(q, (launch.programs + spans - 1) * packed, value_dim, spans, buffers)
     # Laid out by token, as the caller's next product reads it.
     out = q.new_empty((batch, rows, heads, value_dim)).transpose(1, 2)
     scale *= _LOG2_E
     q_batch, q_head, q_row, _ = q.stride()
     _slice_kernel[(launch.programs, launch.tiles)](
-        q, k_pool, v_pool, starts, lens, parts, extremes, seen, spans, kv_heads, rows, rows if new == _COUNT else 0,
+        q, k_pool, v_pool, starts, lens, parts, extremes, counted, spans, kv_heads, rows, rows if new == _COUNT else 0,
         scale, q_batch, q_head, q_row, **launch.slice_options,
     )  # fmt: skip
     _join_kernel[(packed, spans)](
-        parts, extremes, seen, out, q, key, value, k_pool, v_pool, starts, lens, spans, kv_heads, rows,
+        parts, extremes, counted, out, q, key, value, k_pool, v_pool, starts, lens, spans, kv_heads, rows,
         launch.programs, scale, *out.stride()[:3], q_batch, q_head, *key.stride()[:2], *value.stride()[:2],
         NEW=new, **launch.join_options,
     )  # fmt: skip
@@ -380,7 +380,8 @@ def _launch(
     """How to launch the kernels over `spans` with `packed` rows each; made once a shape."""
     gpu = devices.is_gpu(device) and not interpreted()
     memory = _shared_memory(device) if gpu else 2**20
-    block_m = min(64, max(16, triton.next_power_of_2(packed)))
+    # More rows of float32 than that do not fit a program's registers.
+    block_m = min(128 // dtype.itemsize, 64, max(16, triton.next_power_of_2(packed)))
     while not fitting(block_m, dim, value_dim, dtype, memory):
         block_m //= 2
     blocks, stages = _blocks(dim, value_dim, dtype), fitting(block_m, dim, value_dim, dtype, memory)

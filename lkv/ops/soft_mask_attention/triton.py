@@ -25,12 +25,14 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles of the three kernels, and the shared memory in bytes that the hungriest of them needs."""
+    """The tiles of the three kernels, the shared memory in bytes that the hungriest of them needs, and the major
+    compute capabilities on which they need too much of something else."""
 
     forward: Tile
     query_gradient: Tile
     key_gradient: Tile
     shared: int
+    not_on: tuple[int, ...] = ()
 
 
 # By bytes a number and padded head dim, the largest first: in half precision the largest that leave the loops over full
@@ -47,7 +49,8 @@ _TILES = {
     ),
     (4, 64): (Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), 100_000),),
     (4, 128): (
-        Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), 164_000),
+        # Blackwell's tensor memory has 512 columns, of which the gradient of k would take 704.
+        Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), 164_000, (10,)),
         Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), 100_000),
     ),
     (4, 256): (Tiles(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), 100_000),),
@@ -91,7 +94,8 @@ def tiles_on(device: torch.device, dtype: torch.dtype, dim: int) -> Tiles | None
     options = _TILES[dtype.itemsize, triton.next_power_of_2(dim)]
     if interpreted():
         return options[0]
-    return next((tiles for tiles in options if tiles.shared <= _shared_memory(device)), None)
+    memory, major = _shared_memory(device), devices.runtime(device).get_device_properties(device).major
+    return next((tiles for tiles in options if tiles.shared <= memory and major not in tiles.not_on), None)
 
 
 def _shared_memory(device: torch.device) -> int:
