@@ -151,6 +151,21 @@ def compiled(arch: int, dim: int, dtype: str) -> list[dict[str, Any]]:
     return [{"arch": arch, "dim": dim, "dtype": dtype} | row for row in compiler.rows]
 
 
+def problems(row: dict[str, Any]) -> list[str]:
+    """Why a compiled kernel cannot run on its GPU, or is slower than it must be."""
+    # Spilled registers, in bytes of stack: float32 has no tensor cores of full precision and needs more of them.
+    spilled = 1024 if row["dtype"] == "float32" else 512
+    found = {
+        "needs more shared memory than there is": row["shared"] > row["limit"],
+        "needs more tensor memory than there is": row["tensor_columns"] > TENSOR_COLUMNS,
+        "traps": row["traps"] > 0,
+        "spills": row["stack"] > spilled,
+        "copies nothing asynchronously": row["kernel"] == "_slice_kernel" and not row["asynchronous"],
+        "has a grid that is too large": row["grid"][1] > 65_535,
+    }
+    return [name for name, wrong in found.items() if wrong]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 100], choices=GPUS)
@@ -160,7 +175,7 @@ def main() -> None:
     assert os.environ.get("TRITON_INTERPRET") == "0", "set TRITON_INTERPRET=0"
     for arch, dim, dtype in itertools.product(options.arch, options.dim, options.dtype):
         for row in compiled(arch, dim, dtype):
-            print(json.dumps(row), flush=True)
+            print(json.dumps(row | {"problems": problems(row)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -303,7 +303,7 @@ def test_ranking_takes_as_many_operations_for_many_rows_as_for_one(on_fake):
         with watched() as log:
             on_fake(ids(60, rows).to("fake"), past_key_values=cache)
         counted.append(sum(event.place.startswith("cache/") for event in log.ours("launch")))
-    assert counted[0] == counted[1] <= 24 * LAYERS, log.summary("launch")
+    assert counted[0] == counted[1] <= 28 * LAYERS, log.summary("launch")
 
 
 @torch.no_grad()
