@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test test-oldest check gpu-check reproduce-small install install-oldest clean
+.PHONY: demo test test-oldest test-install check gpu-check reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -21,6 +21,12 @@ test: install $(QUANTISATION)
 
 test-oldest: install-oldest
 	$(OLDEST)/bin/python $(TESTS)
+
+# Each extra in a fresh environment of its own, from the wheel alone: minutes each. EXTRAS="plots train" runs some.
+test-install: install
+	rm -rf dist
+	$(BIN)/python -m pip wheel -q --no-deps -w dist .
+	$(BIN)/python dev/check_install.py dist/*.whl $(EXTRAS)
 
 check: install
 	$(BIN)/ruff check .
@@ -66,4 +72,4 @@ $(OLDEST_INSTALLED): pyproject.toml constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) demo-output
+	rm -rf $(VENV) $(OLDEST) demo-output dist build

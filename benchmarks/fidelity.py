@@ -13,7 +13,7 @@ from tqdm import tqdm
 from benchmarks.common import RESULTS, command_of, methods_of, settings_of
 from benchmarks.heldout import TASKS, HeldOut
 from lkv.evals.compare import Comparison
-from lkv.methods.kvzip import kvzip
+from lkv.methods.build import make_method
 from lkv.models import default_policy, load_default
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
@@ -46,7 +46,8 @@ def main() -> None:
             ids, asked = heldout.case(task, number)
             prompt = read_prompt(model, torch.tensor([ids]), queries=True)
             methods = methods_of(NAMES, policy, options.retention)
-            methods.append(kvzip(model, tokenizer, ids, prompt, options.retention))
+            kvzip = make_method("kvzip", options.retention, model=model, tokenizer=tokenizer)
+            methods.append(kvzip.for_prompt(ids, prompt))
             run = Comparison(model, ids, prompt, methods)
             measured = [[[f.kl, f.agreement] for f in run.fidelity(ids_, skip)] for ids_, skip in asked]
             done.add(f"{task}-{number}", {"tokens": len(ids), "measured": measured, "realised": run.realised()})

@@ -14,12 +14,14 @@ from lkv.training.data.packing import (
     pack,
     some_questions,
     split_to_continue,
+    surround,
     window_start,
 )
 from lkv.training.data.sample import Continuation, Sample, tokenize
 
 CONTINUATIONS = 4
 LONGEST = 160
+_LONGBENCH = ("narrativeqa", "qasper", "multifieldqa_en", "gov_report", "musique", "2wikimqa")
 TASKS = ("prose QA", "multi-hop QA", "stories", "meetings", "code", "needles")
 
 Asked = tuple[str, list[Continuation]]
@@ -31,11 +33,13 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
     puzzles = list(sources.hotpot_like(folder / "hotpot_dev_400.jsonl.gz"))
     tales = list(sources.tales(folder / "fairytaleqa_val.jsonl.gz"))
     meetings = sources.meetings(folder, "qmsum_val.jsonl.gz")
+    sample = folder / "longbench_sample"
     code = [
         sources.Passage("", row["context"] + row["input"])
         for name in ("lcc", "repobench-p")
-        for row in sources.rows(folder / "longbench_sample" / f"{name}.jsonl.gz")
+        for row in sources.rows(sample / f"{name}.jsonl.gz")
     ]
+    prose = [row for name in _LONGBENCH for row in sources.rows(sample / f"{name}.jsonl.gz")]
 
     def prose_qa(rng: random.Random, tokens: int) -> Asked:
         packed = pack(rng, paragraphs, tokens * CHARS_PER_TOKEN, lambda p: len(p.text))
@@ -45,6 +49,8 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
         one, other = rng.sample(puzzles, 2)
         needed = [p.passages[i] for p in (one, other) for i in sorted(p.needed)]
         rest = [p.passages[i] for p in (one, other) for i in range(len(p.passages)) if i not in p.needed]
+        for more in rng.sample(puzzles, tokens // 1500):
+            rest += more.passages
         room = tokens * CHARS_PER_TOKEN - sum(len(p.text) for p in needed)
         chosen = [*needed, *pack(rng, rest, room, lambda p: len(p.text))]
         rng.shuffle(chosen)
@@ -60,7 +66,7 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
         text = tale.text[start : start + size]
         near = [qa for qa in explicit if qa[1] in text and qa != first]
         asked = [first, *rng.sample(near, min(len(near), CONTINUATIONS - 1))]
-        return text, [Continuation(question, answer) for question, answer in asked]
+        return surround(rng, text, tales, size), [Continuation(question, answer) for question, answer in asked]
 
     def meeting(rng: random.Random, tokens: int) -> Asked:
         chosen = rng.choice([m for m in meetings if m.queries])
@@ -75,12 +81,22 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
         text, (following, _) = split_to_continue(rng, [rng.choice(code).text], size)
         return text, [following]
 
+    def longbench(rng: random.Random, tokens: int) -> Asked:
+        row = rng.choice(prose)
+        size = int(tokens * CHARS_PER_TOKEN)
+        start = rng.randint(0, max(0, len(row["context"]) - size - 400))
+        text = row["context"][start : start + size]
+        following = row["context"][start + size : start + size + 400]
+        asked = [Continuation(row["input"], row["answers"][0])] if row["input"] else []
+        return text, [*asked, *([Continuation(None, following)] if following else [])]
+
     return {
         "prose QA": prose_qa,
         "multi-hop QA": multihop_qa,
         "stories": stories,
         "meetings": meeting,
         "code": code_lines,
+        "LongBench text": longbench,
     }
 
 
@@ -100,10 +116,11 @@ class HeldOut:
         self._prose = [p.text for p in sources.tales(folder / "fairytaleqa_val.jsonl.gz")]
         self._tokenizer, self._seed = tokenizer, seed
 
-    def case(self, task: str, number: int) -> Case:
-        """A context of 1,000 to 2,000 tokens with what is asked of it."""
-        rng = random.Random(f"{self._seed}-{task}-{number}")
-        tokens = rng.randint(1000, 2000)
+    def case(self, task: str, number: int, tokens: int | None = None) -> Case:
+        """A context of about `tokens` tokens (1,000 to 2,000 unless given) with what is asked of it."""
+        rng = random.Random(f"{self._seed}-{task}-{number}" + (f"-{tokens}" if tokens else ""))
+        longest = tokens or 2000
+        tokens = tokens or rng.randint(1000, 2000)
         if task == "needles":
             item = make_needles(self._tokenizer, self._prose, tokens, 4, self._seed * 100_000 + number)
             asked = []
@@ -113,5 +130,5 @@ class HeldOut:
                 asked.append((prefix + target, len(prefix)))
             return Case(item.ids, asked)
         context, continuations = self._build[task](rng, tokens)
-        tokenized = tokenize(Sample(task, context, tuple(continuations)), self._tokenizer, 2000, LONGEST)
+        tokenized = tokenize(Sample(task, context, tuple(continuations)), self._tokenizer, longest, LONGEST)
         return Case(tokenized.context, tokenized.continuations)

@@ -11,9 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.common import RESULTS, command_of
-from lkv.cache.ragged import RaggedCache
-from lkv.methods.build import METHODS, needs_second_pass
-from lkv.methods.kvzip import kvzip
+from lkv.cache.ragged import RaggedCache, chosen_method
+from lkv.methods.catalogue import METHODS, needs_second_pass
 from lkv.models import default_policy, load_default
 from lkv.prefill import read_prompt
 from lkv.results import write_results
@@ -27,9 +26,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kvzip-up-to", type=int, default=4096, help="longest prompt that is read a second time")
     parser.add_argument("--retention", type=float, default=0.15)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--out", type=Path, default=RESULTS / "selection_cost.json")
     options = parser.parse_args()
-    model, tokenizer = load_default(torch.bfloat16)
+    model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = default_policy()
     rows = []
     for tokens in options.tokens:
@@ -45,7 +45,8 @@ def main() -> None:
                 if name == "full":
                     model.base_model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True)
                 elif needs_second_pass(name):
-                    method = kvzip(model, tokenizer, ids[0].tolist(), prompt, options.retention, name, policy)
+                    method = chosen_method(model, policy, options.retention, name, tokenizer=tokenizer)
+                    method = method.for_prompt(ids[0].tolist(), prompt)
                     RaggedCache(model, method=method).fill(prompt)
                 else:
                     RaggedCache(model, policy, options.retention, name, pattern=pattern).fill(prompt)

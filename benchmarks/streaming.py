@@ -33,7 +33,7 @@ def main() -> None:
         num_key_value_heads=3, vocab_size=1024, max_position_embeddings=options.tokens + 64,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config).eval().bfloat16()
-    policy = random_policy(attach(model))
+    policy = random_policy(attach(model).spec)
     ids = torch.randint(3, 1024, (1, options.tokens))
     # What a layer computes on the way (queries, masks, scores, the MLP) counts as well; the weights do not.
     with LiveBytes() as live:

@@ -1,14 +1,18 @@
 """Frozen settings. The paper's tables are the defaults; no torch here."""
 
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+
+from lkv.errors import TrainingError
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """What a policy must know of the model it was trained for.
 
-    `weights` are a few dozen weight values from fixed places: a fingerprint that survives a change of dtype.
+    `directions` are those of sampled rows, a fingerprint that survives quantisation (`lkv.fingerprint` compares it).
+    `weights` are single values from fixed places; policies saved before have these alone.
     """
 
     architecture: str
@@ -19,8 +23,33 @@ class ModelSpec:
     rope: str
     max_positions: int
     weights: tuple[float, ...]
+    directions: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class ScorerInputs:
+    """What LKV-T reads of a token; a policy's file names it.
+
+    `key`: k as it is "cached", after RoPE (the paper), or "unrotated". `attention`: "none", or a term for the attention
+    to expect from queries whose statistics are "learned". `knots`: of the position terms, 0 for none; knot j lies at
+    2^j tokens.
+    """
+
+    key: str = "cached"
+    attention: str = "none"
+    knots: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("key", SCORER_KEYS), ("attention", SCORER_ATTENTION)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but this version knows {', '.join(known)}")
+        if not isinstance(self.knots, int) or not 0 <= self.knots <= MAX_KNOTS:
+            raise ValueError(f"knots is {self.knots!r}, but it is a number from 0 to {MAX_KNOTS}")
+
+
+SCORER_KEYS = ("cached", "unrotated")
+SCORER_ATTENTION = ("none", "learned")
+MAX_KNOTS = 32
 HIDDEN_NORMS = ("relative", "mean", "sum")
 
 
@@ -31,6 +60,16 @@ class TrainingConfig:
     `batch` counts contexts a step, each with up to `continuations` continuations. `hidden_norm` is the paper's open
     choice for ||H_T - H_S||^2: "relative" divides by ||H_T||^2 a token, "mean" by the hidden size, "sum" by nothing.
     `hold` is the last share of the steps that keep the final tau and R (0 in the paper).
+
+    Where `retention_high` is above 0, R is drawn log-uniformly between `retention_low` and it for every continuation,
+    in place of the schedule; a continuation then weighs (R / `retention_end`) ** `retention_power`, so that the small
+    R, whose KL is many times as large, do not decide alone. Contexts longer than 2,000 tokens get one continuation more
+    a `tokens_a_continuation` tokens, up to `continuations` (0: all get as many).
+
+    `key`, `attention`, `position` say what LKV-T reads (see `ScorerInputs`; `position` makes knots up to `max_tokens`).
+    `terms_lr` multiplies the rate of the attention's weights and of the position terms, one number a head each.
+
+    Raises TrainingError for a number outside its range.
     """
 
     steps: int = 1000
@@ -56,9 +95,60 @@ class TrainingConfig:
     checkpoint_every: int = 20
     evaluate_every: int = 100
     validation_samples: int = 16
+    retention_low: float = 0.0
+    retention_high: float = 0.0
+    retention_power: float = 0.75
+    tokens_a_continuation: int = 0
+    key: str = "cached"
+    attention: str = "none"
+    position: bool = False
+    terms_lr: float = 20.0
+
+    @property
+    def inputs(self) -> ScorerInputs:
+        """What a policy trained so reads."""
+        return ScorerInputs(self.key, self.attention, (self.max_tokens - 1).bit_length() + 1 if self.position else 0)
+
+    def __post_init__(self) -> None:
+        for name, (kind, least, most) in _RANGES.items():
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (whole or (kind is float and isinstance(value, float))) or not least <= value <= most:
+                what = "a whole number" if kind is int else "a number"
+                limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+                raise TrainingError(f"{name} is {value!r}, but it is {what} {limits}; give another.")
+        if self.min_tokens > self.max_tokens:
+            raise TrainingError(
+                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, so that no text would fit; "
+                "lower the one or raise the other."
+            )
+        if not 0 <= self.retention_low <= self.retention_high or (self.retention_high and not self.retention_low):
+            raise TrainingError(
+                f"retention_low is {self.retention_low} and retention_high {self.retention_high}; give two numbers "
+                "above 0, the lower one first, or neither."
+            )
+        if self.hidden_norm not in HIDDEN_NORMS:
+            raise TrainingError(f"hidden_norm is {self.hidden_norm!r}; give one of {', '.join(HIDDEN_NORMS)}.")
 
 
-_CPU = TrainingConfig(
+_TINY = 1e-12  # stands for "above 0"
+# Of each setting: its kind, the least and the greatest value.
+_RANGES: dict[str, tuple[type, float, float]] = {
+    **dict.fromkeys(("steps", "batch", "checkpoint_every", "evaluate_every"), (int, 1, math.inf)),
+    **dict.fromkeys(("min_tokens", "max_tokens", "max_continuation"), (int, 1, math.inf)),
+    **dict.fromkeys(("warmup", "validation_samples"), (int, 0, math.inf)),
+    **dict.fromkeys(("lr", "max_grad_norm", "tau_start", "tau_end"), (float, _TINY, 1e6)),
+    **dict.fromkeys(("lr_end", "weight_decay", "beta", "terms_lr", "retention_power"), (float, 0, 1e6)),
+    **dict.fromkeys(("retention_low", "retention_high"), (float, 0, 1)),
+    "tokens_a_continuation": (int, 0, math.inf),
+    **dict.fromkeys(("retention_start", "retention_end"), (float, _TINY, 1)),
+    "hold": (float, 0, 0.99),
+    "continuations": (int, 1, 1024),
+    "seed": (int, 0, 2**32 - 1),
+}
+
+
+_PAPER_CPU = TrainingConfig(
     steps=1000,
     batch=2,
     continuations=2,
@@ -70,13 +160,40 @@ _CPU = TrainingConfig(
     max_tokens=2000,
     max_continuation=144,
 )
+# All lengths and all R at once. A temperature below 0.08 only adds variance on a CPU's small batches.
+_CPU = TrainingConfig(
+    steps=200,
+    batch=4,
+    continuations=6,
+    tokens_a_continuation=1200,
+    lr=5e-4,
+    lr_end=5e-5,
+    warmup=5,
+    tau_start=0.4,
+    tau_end=0.1,
+    retention_low=0.03,
+    retention_high=0.5,
+    min_tokens=600,
+    max_tokens=8000,
+    max_continuation=120,
+    dtype="float32",
+    checkpoint_every=5,
+    evaluate_every=40,
+    validation_samples=12,
+    key="unrotated",
+    attention="learned",
+    position=True,
+)
 PRESETS: dict[str, TrainingConfig] = {
     "paper": TrainingConfig(),
     "cpu": _CPU,
-    # Second stage on a CPU, from the weights of a first run, at the final retention throughout: the gradients of single
-    # contexts nearly cancel there, so it takes large batches, a small last rate, and a temperature above 0.08.
-    "finish": replace(
-        _CPU,
+    # A second stage from the weights of a first: the gradients of single contexts nearly cancel by then, so it takes
+    # large batches and a small last rate.
+    "finish": replace(_CPU, batch=8, steps=100, tau_start=0.2, lr=3e-4, lr_end=2e-5, seed=2),
+    # The paper's scorer on a CPU, at one R, in two stages.
+    "paper-cpu": _PAPER_CPU,
+    "paper-cpu-finish": replace(
+        _PAPER_CPU,
         steps=220,
         batch=8,
         seed=2,
@@ -104,4 +221,4 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-__all__ = ["HIDDEN_NORMS", "PRESETS", "ModelSpec", "TrainingConfig", "asdict", "from_dict", "replace"]
+__all__ = ["HIDDEN_NORMS", "PRESETS", "ModelSpec", "ScorerInputs", "TrainingConfig", "asdict", "from_dict", "replace"]

@@ -2,31 +2,44 @@
 
 import hashlib
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, TextStreamer
+from transformers import Cache, DynamicCache, GenerationConfig, TextStreamer
 
 from lkv import context_file
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.layer import check_state
+from lkv.cache.ragged import RaggedCache, chosen_method
 from lkv.config import ModelSpec, asdict, from_dict
-from lkv.errors import CacheError, ContextFileError, PromptError
-from lkv.host.attention import attach
-from lkv.host.stock import cut_to, kv_nbytes
-from lkv.methods.budget import Share, check_table
-from lkv.methods.build import FULL, Method, needs_policy, needs_second_pass
-from lkv.methods.kvzip import kvzip
+from lkv.errors import CacheError, ContextFileError, PromptError, QuantizationError
+from lkv.fingerprint import differs
+from lkv.host.attention import attach, device_of
+from lkv.host.stock import cut_to, kv_nbytes, positions
+from lkv.methods.budget import Share
+from lkv.methods.build import Method
+from lkv.methods.catalogue import FULL
 from lkv.methods.selection import Selector
-from lkv.models import default_policy
-from lkv.policy import Policy, differs
-from lkv.prefill import read_prompt
+from lkv.policy import Policy
+from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import context_ids, encode, question_ids
+
+_ANSWER = 128  # tokens of an answer at most, unless said otherwise
+# What `ask` itself gives to generate, or reads of what that returns.
+_OWN_INPUTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values", "return_dict_in_generate")
+_ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
 
 
 class Context:
-    """A text read once into a compressed cache. Every question starts from the same cache."""
+    """A text read once into a compressed cache. Every question starts from the same cache.
+
+    It may be asked from several threads: they take turns. To answer at the same time, give each thread a `fork()`.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, ids: list[int], cache: Cache, about: dict[str, Any] | None = None):
         """`about` tells how the text was compressed; it is saved with the context."""
@@ -34,6 +47,7 @@ class Context:
         self.cache = cache
         self.about = about or {}
         self.answered_tokens = 0  # length of the last answer
+        self._turn, self._busy = threading.RLock(), False
 
     @property
     def tokens(self) -> int:
@@ -54,64 +68,108 @@ class Context:
 
     def rewind(self) -> None:
         """Forget what was asked and answered; `ask` does so by itself."""
-        cut_to(self.cache, self.tokens)
+        with self._own_turn():
+            cut_to(self.cache, self.tokens)
 
     @torch.no_grad()
     def predict(self, question: str, answer: str) -> tuple[Tensor, Tensor]:
-        """Logits [n, V] for the n tokens of `answer` given after `question`, and the ids [n] of those tokens."""
+        """Logits [n, V] for the n tokens of `answer` given after `question`, and the ids [n] of those tokens.
+
+        Raises PromptError for what is empty or no text.
+        """
+        check_text(question, "the question", "ask something about the text")
+        check_text(answer, "the answer", "give some text")
         prefix, target = question_ids(self._tokenizer, question), encode(self._tokenizer, answer)
         device = self._model.get_input_embeddings().weight.device
         ids = torch.tensor([prefix + target], device=device)
-        cache = self._working_cache()
-        try:
+        with self._working_cache() as cache:
             logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
-        finally:
-            self._done(cache)
         return logits[len(prefix) - 1 : -1], ids[0, len(prefix) :]
 
-    def ask(self, question: str, max_new_tokens: int = 128, stream: bool = False, **generation: Any) -> str:
+    def ask(self, question: str, max_new_tokens: int | None = None, stream: bool = False, **generation: Any) -> str:
         """Answer `question` from the compressed context; greedy unless `generation` (as of model.generate) says so.
 
-        `stream` prints the answer as it comes. Raises PromptError for an empty question.
+        `max_new_tokens` is 128 unless given, or what the model's positions leave. `stream` prints the answer as it
+        comes. Raises PromptError for an empty question, and before anything is generated where text, question and
+        answer would not fit; CacheError for options that do not belong here.
         """
-        if not question.strip():
-            raise PromptError("the question is empty; ask something about the text.")
+        check_text(question, "the question", "ask something about the text")
+        self._check_options(generation)
         device = self._model.get_input_embeddings().weight.device
         # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
         ids = torch.tensor([self._ids + question_ids(self._tokenizer, question)], device=device)
-        settings = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens} | generation
-        rows = max(settings.get("num_beams") or 1, settings.get("num_return_sequences") or 1)
-        if rows > 1:
-            raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
-        streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
-        cache = self._working_cache()
-        try:
+        if stream:
+            generation["streamer"] = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+        settings: dict[str, Any] = {
+            "do_sample": False,
+            "num_beams": 1,
+            "pad_token_id": self._tokenizer.pad_token_id,
+            "max_new_tokens": self._answer_length(ids.shape[1], max_new_tokens),
+        }
+        with self._working_cache() as cache:
             out = self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                streamer=streamer,
-                pad_token_id=self._tokenizer.pad_token_id,
-                **settings,
+                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **settings | generation
             )
-        finally:
-            self._done(cache)
-        self.answered_tokens = out.shape[1] - ids.shape[1]
+            self.answered_tokens = out.shape[1] - ids.shape[1]
         return self._tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
-    def _working_cache(self) -> Cache:
+    def _check_options(self, generation: dict[str, Any]) -> None:
+        """Raise CacheError for options of generate that `ask` does not know or cannot serve."""
+        if own := [name for name in _OWN_INPUTS if name in generation]:
+            raise CacheError(f"ask() itself sees to {', '.join(own)}; leave that out, or use model.generate.")
+        known = vars(GenerationConfig()).keys() | signature(self._model.generate).parameters.keys()
+        if unknown := sorted(set(generation) - known):
+            raise CacheError(f"model.generate has no option {', '.join(unknown)}; leave it out.")
+        if max(generation.get("num_beams") or 1, generation.get("num_return_sequences") or 1) > 1:
+            raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
+        own_settings = vars(self._model.generation_config)
+        if not isinstance(self.cache, RaggedCache) and any(generation.get(x, own_settings.get(x)) for x in _ASSISTED):
+            raise CacheError(
+                "transformers' assisted decoding goes wrong on a cache of its own that holds a text; leave "
+                f"{' and '.join(_ASSISTED)} out, or use a method that compresses."
+            )
+
+    def _answer_length(self, tokens: int, asked: int | None) -> int:
+        """New tokens to generate after `tokens`; PromptError where the model has no positions for them."""
+        limit = positions(self._model)
+        # The last token of an answer is never read.
+        room = limit + 1 - tokens
+        if asked is not None and (not isinstance(asked, int) or isinstance(asked, bool) or asked < 1):
+            raise PromptError(
+                f"max_new_tokens is {asked!r}, but an answer has a whole number of tokens: give 1 or more."
+            )
+        if room < (asked or 1):
+            raise PromptError(
+                f"text, question and {asked or 1} new tokens would reach {tokens + (asked or 1) - 1} tokens, but the "
+                f"model reads at most {limit}; "
+                + (f"ask for at most {room} new tokens." if room > 0 else "shorten the question or the text.")
+            )
+        return min(_ANSWER, room) if asked is None else asked
+
+    @contextmanager
+    def _own_turn(self) -> Iterator[None]:
+        """One thread at a time; CacheError for a second use by the thread whose turn it is."""
+        with self._turn:
+            if self._busy:
+                raise CacheError("this context is answering already; ask a fork() of it from within an answer.")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+
+    @contextmanager
+    def _working_cache(self) -> Iterator[Cache]:
         """The cache itself where it can be cut back, as it is first and afterwards; else a copy."""
-        if self._needs_copy():
-            return self._ragged().fork()
-        self.rewind()
-        return self.cache
-
-    def _done(self, cache: Cache) -> None:
-        if cache is self.cache:
-            self.rewind()
-
-    def _needs_copy(self) -> bool:
-        return isinstance(self.cache, RaggedCache) and not self.cache.rewindable
+        with self._own_turn():
+            if isinstance(self.cache, RaggedCache) and not self.cache.rewindable:
+                yield self.cache.fork()
+                return
+            cut_to(self.cache, self.tokens)
+            try:
+                yield self.cache
+            finally:
+                cut_to(self.cache, self.tokens)
 
     def _ragged(self) -> RaggedCache:
         if not isinstance(self.cache, RaggedCache):
@@ -120,7 +178,9 @@ class Context:
 
     def fork(self) -> "Context":
         """A copy with a cache of its own."""
-        return Context(self._model, self._tokenizer, list(self._ids), self._ragged().fork(), dict(self.about))
+        with self._turn:
+            cache = self._ragged().fork()
+        return Context(self._model, self._tokenizer, list(self._ids), cache, dict(self.about))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the compressed context to one safetensors file. Raises ContextFileError if that fails; an older file
@@ -132,7 +192,8 @@ class Context:
             raise CacheError(
                 "this process holds a share of the heads only; save the context from a model in one piece."
             )
-        states = [layer.state() for layer in cache.ragged]
+        with self._turn:
+            states = [layer.state() for layer in cache.ragged]
         tensors = {f"{name}.{index}": tensor for index, state in enumerate(states) for name, tensor in state.items()}
         tensors["ids"] = torch.tensor(self._ids, dtype=torch.int32, device="cpu")
         context_file.write(Path(path), tensors, {"model": asdict(cache.spec), **self.about})
@@ -145,7 +206,8 @@ class Context:
         ContextFileError for a missing, foreign or damaged file, another model or another policy.
         """
         tensors, about = context_file.read(Path(path))
-        spec = attach(model)
+        spec = attach(model).spec
+        vocabulary = model.get_input_embeddings().weight.shape[0]
         try:
             if difference := differs(from_dict(ModelSpec, about["model"]), spec):
                 raise ContextFileError(f"{path} was saved by a model with {difference}; load it with that model.")
@@ -153,26 +215,62 @@ class Context:
                 raise ContextFileError(
                     f"{path} was compressed under another policy; load it without a policy, or compress the text again."
                 )
+            kept_about = _checked_about(about)
+            ids = _checked_ids(tensors.pop("ids"), vocabulary)
+            states = _by_layer(tensors, spec.layers)
             cache = RaggedCache(model, method=Method(about["method"], _Loaded(), _Loaded()))
-            weight = model.get_input_embeddings().weight
-            for index, layer in enumerate(cache.ragged):
-                end = f".{index}"
-                state = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
-                layer.restore(state, weight[:0])
-            ids = tensors["ids"].tolist()
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            for layer, state in zip(cache.ragged, states, strict=True):
+                check_state(state, len(ids), spec)
+                layer.restore(state, model.get_input_embeddings().weight[:0])
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, QuantizationError) as error:
             raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
-        kept_about = {key: about[key] for key in _ABOUT}
+        cache.ids = torch.tensor([ids], device=device_of(model))
         return cls(model, tokenizer, ids, cache, kept_about)
 
 
-_ABOUT = ("method", "retention", "budget_tokens", "bits", "policy", "text_sha256")
+def _checked_about(about: dict[str, Any]) -> dict[str, Any]:
+    """What a saved file tells of its making. Raises KeyError for a missing field and ValueError for a wrong one."""
+    found = {key: about[key] for key in _ABOUT}
+    for name, kinds in _ABOUT.items():
+        if type(found[name]) not in kinds:
+            raise ValueError(f"its {name} is {found[name]!r}")
+    return found
+
+
+def _checked_ids(ids: Tensor, vocabulary: int) -> list[int]:
+    """The ids of the text. Raises ValueError for what a model with `vocabulary` tokens cannot have read."""
+    if ids.ndim != 1 or ids.dtype != torch.int32 or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise ValueError("its ids are none of this model's")
+    return ids.tolist()
+
+
+def _by_layer(tensors: dict[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
+    """The tensors of each layer under their own names. Raises ValueError for one that belongs to no layer."""
+    states: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    for name, tensor in tensors.items():
+        field, _, index = name.rpartition(".")
+        if index not in map(str, range(layers)):
+            raise ValueError(f"its tensor {name!r} belongs to no layer")
+        states[int(index)][field] = tensor
+    return states
+
+
+_NUMBER = (int, float, type(None))
+# What is saved of how a text was compressed, and what each may be.
+_ABOUT: dict[str, tuple[type, ...]] = {
+    "method": (str,),
+    "retention": _NUMBER,
+    "budget_tokens": (int, type(None)),
+    "bits": (int, type(None)),
+    "policy": (str, type(None)),
+    "text_sha256": (str,),
+}
 
 
 class _Loaded(Selector):
     """In place of budget and selector of a loaded context: its text has been compressed already."""
 
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
         raise CacheError("a loaded context cannot read another text; compress that one with lkv.compress.")
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
@@ -186,6 +284,37 @@ def _amount(share: Share | None) -> dict[str, Any]:
     return {"retention": share.retention if share.tokens is None else None, "budget_tokens": share.tokens}
 
 
+def check_text(text: Any, what: str, advice: str) -> None:
+    """Raise PromptError unless `text` is a text with something in it that a tokenizer can read."""
+    if not isinstance(text, str):
+        raise PromptError(f"{what} is a {type(text).__name__}, but it must be one text (str); {advice}.")
+    if not text.strip():
+        raise PromptError(f"{what} is empty; {advice}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{what} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
+
+
+def _check_arguments(text: Any, method: Any, retention: Any, options: dict[str, Any]) -> None:
+    """Raise PromptError or CacheError for what `compress` cannot make sense of, before anything is read."""
+    check_text(text, "the text", "give some text to compress")
+    if not isinstance(method, str | Method):
+        raise CacheError(
+            f"method is {method!r}; give a name that `lkv methods` lists or a Method of your own, and how much is kept "
+            "as retention=0.15."
+        )
+    if "prompt_tokens" in options:
+        raise PromptError("the whole text is the prompt here: leave prompt_tokens out, or use RaggedCache itself.")
+    known = list(signature(RaggedCache).parameters)
+    if unknown := sorted(set(options) - set(known)):
+        raise CacheError(f"compress has no option {', '.join(unknown)}; it takes {', '.join(known[4:])} and chunk.")
+    if method == FULL and options:
+        raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
+    if method == FULL and retention not in (None, 1):
+        raise CacheError(f"{FULL!r} keeps everything, not {retention!r}; leave retention out, or use another method.")
+
+
 @torch.no_grad()
 def compress(
     model: Any,
@@ -193,7 +322,7 @@ def compress(
     text: str,
     method: str | Method = "lkv",
     retention: float | None = None,
-    policy: Policy | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
     *,
     chunk: int | None = None,
     **options: Any,
@@ -207,18 +336,13 @@ def compress(
     Raises PromptError for a text that is empty, too short to keep anything of, or beyond the model's positions, and
     what RaggedCache raises.
     """
-    if not text.strip():
-        raise PromptError("the text is empty; give some text to compress.")
-    if chunk is not None and chunk < 1:
-        raise PromptError(f"chunk is {chunk}, but a part of the text has at least one token.")
+    _check_arguments(text, method, retention, options)
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise PromptError(f"chunk is {chunk!r}, but a part of the text has at least one token.")
     if options.get("streaming") and chunk is None:
         raise PromptError("streaming reads the text in parts; give their size in tokens as chunk, for example 1024.")
-    if "prompt_tokens" in options:
-        raise PromptError("the whole text is the prompt here: leave prompt_tokens out, or use RaggedCache itself.")
-    if method == FULL and options:
-        raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
     ids = context_ids(tokenizer, text)
-    spec = attach(model)
+    spec = attach(model).spec
     limit = spec.max_positions
     if len(ids) >= limit:
         raise PromptError(
@@ -227,37 +351,33 @@ def compress(
         )
     cache: Cache = DynamicCache()
     about: dict[str, Any] = {}
-    device = model.get_input_embeddings().weight.device
+    device = device_of(model)
     prompt = None
-    if isinstance(method, str) and method != FULL and needs_second_pass(method):
-        if chunk is not None:
-            raise PromptError(f"{method!r} reads the whole text twice; leave chunk out, or use another method.")
-        if needs_policy(method):
-            policy = policy if policy is not None else default_policy()
-            policy.check_model(spec)
-        amount = Share.asked(retention, options.pop("budget_tokens", None))
-        about = _amount(amount) | {"policy": policy.digest() if policy is not None and needs_policy(method) else None}
-        pattern = options.pop("pattern", None)
-        if pattern is not None:
-            check_table(pattern, spec.layers, spec.kv_heads, "the pattern of retrieval heads")
-        prompt = read_prompt(model, torch.tensor([ids], device=device))
-        method, retention = kvzip(model, tokenizer, ids, prompt, amount, method, policy, pattern), None
     if method != FULL:
         if chunk is not None:
             options["prompt_tokens"] = len(ids)
-        cache = RaggedCache(model, policy, retention, method, **options)
+        of_method = {name: options.pop(name, None) for name in ("budget_tokens", "pattern")}
+        chosen = chosen_method(model, policy, retention, method, tokenizer=tokenizer, **of_method)
+        if chosen.of_whole_prompts:
+            if chunk is not None:
+                raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another one.")
+            prompt = read_prompt(model, torch.tensor([ids], device=device), chosen.selector.reads_queries)
+            chosen = chosen.for_prompt(ids, prompt)
+        cache = RaggedCache(model, method=chosen, **options)
         about = {
             "method": cache.plan.method.name,
             **_amount(cache.share),
             "bits": options.get("bits"),
             "policy": cache.policy.digest() if cache.policy is not None else None,
             "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            **about,
         }
     if prompt is not None:
         assert isinstance(cache, RaggedCache)
         cache.fill(prompt)
+        cache.ids = torch.tensor([ids], device=device)
         return Context(model, tokenizer, ids, cache, about)
     for part in torch.tensor([ids], device=device).split(chunk or len(ids), 1):
         model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+    if isinstance(cache, RaggedCache):
+        cache.ids = torch.tensor([ids], device=device)
     return Context(model, tokenizer, ids, cache, about)

@@ -33,6 +33,10 @@ class TrainingError(LkvError):
     """Training cannot go on, or a checkpoint does not belong to this run."""
 
 
+class TrainingStoppedError(TrainingError):
+    """The user stopped a training; what was done is saved."""
+
+
 class CacheError(LkvError):
     """A cache is used in a way it cannot serve."""
 
@@ -47,6 +51,14 @@ class QuantizationError(LkvError):
 
 class DefaultModelError(LkvError):
     """The embedded default model cannot be found or converted."""
+
+
+class ModelFileError(LkvError):
+    """A model's file is missing, damaged or of a kind that cannot be read, or there is no room for its conversion."""
+
+
+class MissingPackageError(LkvError):
+    """Optional packages that a feature needs are not installed."""
 
 
 class BackendError(LkvError):
@@ -72,7 +84,8 @@ class RetentionError(LkvError, ValueError):
 def check_retention(retention: float) -> float:
     """Return `retention` as a float if it lies in (0, 1]; raise `RetentionError` otherwise."""
     try:
-        value = float(retention)
+        # A text that reads as a number would go on as a text.
+        value = float("nan" if isinstance(retention, str | bytes | bool) else retention)
     except (TypeError, ValueError):
         value = float("nan")
     if not 0.0 < value <= 1.0:

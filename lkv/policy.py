@@ -4,6 +4,8 @@ import hashlib
 import json
 import math
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from lkv.config import ModelSpec, asdict, from_dict
+from lkv.config import ModelSpec, ScorerInputs, asdict, from_dict
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
+from lkv.fingerprint import differs, fits
 from lkv.ops.soft_topk import soft_topk
+from lkv.ops.token_scores import Attention, Content, Position, Scorer, at_eviction, content_scores, on_arrival
+from lkv.prefill import PromptLayer, precise
 
 _WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
-_FORMAT = 1
-# Weights that went through bfloat16 differ by 2^-9 of their size; another model's differ by their whole size.
-_FINGERPRINT_TOLERANCE = 2.0**-7
+_FORMATS = (1, 2)  # 1 is the paper's scorer alone; 2 names the scorer's inputs
+SPREAD = 16  # columns of the learned queries' covariance: measured as good as the whole of it
+FUTURE = 512  # positions over which the queries to come are taken to stand, as Expected Attention has it
 
 
 class HeadBudgets(nn.Module):
@@ -38,57 +43,110 @@ class HeadBudgets(nn.Module):
 
 
 class TokenScores(nn.Module):
-    """LKV-T: an MLP 2d -> d -> 1 of its own for every KV head scores a token from [k; v] alone (Sec. 3.4).
+    """LKV-T: the weights of `ops.token_scores` for every KV head of the model (Sec. 3.4).
 
-    `mean` and `std` [L, H, 2d] normalise the input; they are measured on training text and stored with the policy.
+    Content: an MLP 2d -> d -> 1 of its own for each head over [k; v]; `mean` and `std` [L, H, 2d] normalise its input.
+    `inputs` says which form of k it reads, and whether a token's score also has a term for the attention to expect and
+    terms for its position. What is not learned by gradients is measured on training text (`training.calibration`).
     """
 
     mean: Tensor
     std: Tensor
+    normaliser: Tensor
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int):
+    def __init__(self, layers: int, heads: int, kv_heads: int, head_dim: int, inputs: ScorerInputs | None = None):
         super().__init__()
-        shape = (layers, kv_heads, 2 * head_dim)
-        self.register_buffer("mean", torch.zeros(shape))
-        self.register_buffer("std", torch.ones(shape))
+        self.inputs = inputs or ScorerInputs()
+        shape = (layers, kv_heads)
+        self.register_buffer("mean", torch.zeros(*shape, 2 * head_dim))
+        self.register_buffer("std", torch.ones(*shape, 2 * head_dim))
         bound = 1 / math.sqrt(2 * head_dim)
-        self.hidden = nn.Parameter(torch.empty(layers, kv_heads, 2 * head_dim, head_dim).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.zeros(layers, kv_heads, head_dim))
-        self.output = nn.Parameter(torch.randn(layers, kv_heads, head_dim) / math.sqrt(head_dim))
+        self.hidden = nn.Parameter(torch.empty(*shape, 2 * head_dim, head_dim).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.zeros(*shape, head_dim))
+        self.output = nn.Parameter(torch.randn(*shape, head_dim) / math.sqrt(head_dim))
+        if self.inputs.attention == "learned":
+            group = heads // kv_heads
+            self.attention_weight = nn.Parameter(torch.ones(shape))
+            self.query_mean = nn.Parameter(torch.zeros(*shape, group, head_dim))
+            self.query_spread = nn.Parameter(torch.zeros(*shape, head_dim, min(SPREAD, head_dim)))
+            self.register_buffer("normaliser", torch.zeros(*shape, group))
+        if self.inputs.knots:
+            self.start = nn.Parameter(torch.zeros(*shape, self.inputs.knots))
+            self.end = nn.Parameter(torch.zeros(*shape, self.inputs.knots))
 
-    def forward(self, k: Tensor, v: Tensor, layer: int, heads: slice = slice(None)) -> Tensor:
-        """Scores u [B, H, T] in float32 for `k`, `v` [B, H, T, d] of the KV heads `heads` of one layer."""
-        # The normalisation is folded into the first matrix, so that k and v are read once and never copied whole.
-        weight = self.hidden[layer, heads] / self.std[layer, heads][..., None]
-        bias = self.bias[layer, heads] - (self.mean[layer, heads][..., None, :] @ weight).squeeze(-2)
-        d = k.shape[-1]
-        hidden = k.float() @ weight[:, :d] + v.float() @ weight[:, d:] + bias[:, None]
-        return (silu(hidden) @ self.output[layer, heads][..., None]).squeeze(-1)
+    def scorer(self, layer: int, heads: slice = slice(None), device: torch.device | None = None) -> Scorer:
+        """The weights of the KV heads `heads` of one layer, in float32 or better, on `device` (where they are unless
+        given)."""
 
+        def of(*names: str) -> Iterator[Tensor]:
+            return (precise(getattr(self, name)[layer, heads]).to(device) for name in names)
 
-def differs(expected: ModelSpec, given: ModelSpec) -> str | None:
-    """What tells the model `given` from the one `expected`, or None."""
-    for name in ("architecture", "layers", "heads", "kv_heads", "head_dim", "rope"):
-        mine, theirs = getattr(expected, name), getattr(given, name)
-        if mine != theirs:
-            return f"{name} {mine!r}, but the model given has {theirs!r}"
-    a, b = (torch.tensor(spec.weights, device="cpu") for spec in (expected, given))
-    allowed = 1e-6 + _FINGERPRINT_TOLERANCE * a.abs() if a.shape == b.shape else a
-    if a.shape != b.shape or not len(a) or bool(((a - b).abs() > allowed).any()):
-        return "other weights of the same architecture"
-    return None
+        content = Content(*of("mean", "std", "hidden", "bias", "output"))
+        attention = position = None
+        if self.inputs.attention == "learned":
+            attention = Attention(*of("attention_weight", "query_mean", "query_spread", "normaliser"))
+        if self.inputs.knots:
+            position = Position(*of("start", "end"))
+        return Scorer(content, attention, position)
+
+    def forward(self, prompt: PromptLayer, layer: int, heads: slice = slice(None)) -> Tensor:
+        """Scores u [B, H, T] in float32 of the tokens of one layer, for its KV heads `heads`.
+
+        Raises UnsupportedModelError where the model's rotation is needed and cannot be undone.
+        """
+        places = torch.arange(prompt.start, prompt.start + prompt.key.shape[2], device=prompt.key.device)
+        scorer = self.scorer(layer, heads, prompt.key.device)
+        scores = on_arrival(scorer, self.read_key(prompt), prompt.value, places)
+        return scores + at_eviction(
+            scorer, prompt.key, prompt.value, places, prompt.end, self._ahead(prompt), prompt.scale
+        )
+
+    def on_arrival(self, prompt: PromptLayer, layer: int, heads: slice = slice(None)) -> Tensor:
+        """The part of `forward` that does not depend on where the text ends."""
+        places = torch.arange(prompt.start, prompt.start + prompt.key.shape[2], device=prompt.key.device)
+        return on_arrival(self.scorer(layer, heads, prompt.key.device), self.read_key(prompt), prompt.value, places)
+
+    def at_eviction(self, prompt: PromptLayer, layer: int, heads: slice, positions: Tensor) -> Tensor:
+        """The rest of `forward` for entries of one head that were read at `positions` [n]: [n]."""
+        scorer = self.scorer(layer, heads, prompt.key.device)
+        ahead = self._ahead(prompt)
+        return at_eviction(scorer, prompt.key, prompt.value, positions, prompt.end, ahead, prompt.scale).flatten()
+
+    def _ahead(self, prompt: PromptLayer) -> Tensor | None:
+        """The mean rotation [d, d] of the positions that the queries to come are taken to stand at."""
+        if self.inputs.attention == "none":
+            return None
+        return prompt.known_rotation.mean(precise(prompt.key[:, :1, :1]), prompt.end, prompt.end + FUTURE)
+
+    def read_key(self, prompt: PromptLayer) -> Tensor:
+        """k [B, H, T, d] as the content term reads it."""
+        if self.inputs.key == "cached":
+            return prompt.key
+        return prompt.known_rotation.undone(prompt.key, prompt.start)
+
+    def content(self, prompt: PromptLayer, layer: int, tokens: Tensor) -> Tensor:
+        """The content term alone for the `tokens` [n] (indices) of one layer: [B, H, n]."""
+        content = self.scorer(layer).content
+        return content_scores(content, self.read_key(prompt)[:, :, tokens], prompt.value[:, :, tokens])
 
 
 class Policy(nn.Module):
     """How much every head keeps (LKV-H) and which tokens (LKV-T), for one model."""
 
-    def __init__(self, spec: ModelSpec, card: dict[str, Any] | None = None):
-        """`spec` describes the model; `card` is free JSON about the training, stored with the policy."""
+    def __init__(self, spec: ModelSpec, card: dict[str, Any] | None = None, inputs: ScorerInputs | None = None):
+        """`spec` describes the model; `card` is free JSON about the training, stored with the policy; `inputs` is what
+        LKV-T reads, the paper's unless given."""
         super().__init__()
         self.spec = spec
         self.card = card or {}
+        self.strict = True
         self.heads = HeadBudgets(spec.layers, spec.kv_heads, spec.head_dim)
-        self.tokens = TokenScores(spec.layers, spec.kv_heads, spec.head_dim)
+        self.tokens = TokenScores(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, inputs)
+
+    @property
+    def inputs(self) -> ScorerInputs:
+        """What LKV-T reads of a token."""
+        return self.tokens.inputs
 
     @property
     def trained_tokens(self) -> int | None:
@@ -97,9 +155,11 @@ class Policy(nn.Module):
         return found if isinstance(found, int) else None
 
     def ratios(self, retention: float | Tensor) -> Tensor:
-        """r [L, H] in (0, 1): each head's share of the tokens, with mean `retention` over all heads (Sec. 3.3)."""
+        """r [L, H] in (0, 1): each head's share of the tokens, with mean `retention` over all heads (Sec. 3.3);
+        [n, L, H] for n retentions."""
         scores = self.heads().flatten()
-        return soft_topk(scores, scores.numel() * retention).mask.view(self.spec.layers, self.spec.kv_heads)
+        shape = (self.spec.layers, self.spec.kv_heads)
+        return soft_topk(scores, scores.numel() * retention).mask.unflatten(-1, shape)
 
     @torch.no_grad()
     def inference_ratios(self, retention: float) -> Tensor:
@@ -110,12 +170,21 @@ class Policy(nn.Module):
         return self.ratios(retention).float().cpu()
 
     def check_model(self, spec: ModelSpec) -> None:
-        """Raise PolicyMismatchError unless `spec` describes the model this policy was trained for."""
-        if difference := differs(self.spec, spec):
-            raise PolicyMismatchError(
-                f"this policy was trained for a model with {difference}; use the model it was trained for, or train a "
-                "policy for yours with `lkv train`."
-            )
+        """Raise PolicyMismatchError unless `spec` describes the model this policy was trained for.
+
+        A policy loaded with strict=False only warns, as long as the model has the same heads.
+        """
+        difference = differs(self.spec, spec)
+        if difference is None:
+            return
+        problem = f"this policy was trained for a model with {difference}"
+        if not self.strict and fits(self.spec, spec):
+            warnings.warn(f"{problem}; what it keeps may not be what this model needs.", stacklevel=3)
+            return
+        remedy = "use the model it was trained for, or train a policy for yours with `lkv train`"
+        if fits(self.spec, spec):
+            remedy += ", or load it with strict=False to be warned instead"
+        raise PolicyMismatchError(f"{problem}; {remedy}.")
 
     def digest(self) -> str:
         """SHA-256 of the parameters: equal for policies that decide alike."""
@@ -138,25 +207,36 @@ class Policy(nn.Module):
             for name, tensor in self.state_dict().items()
         }
         save_file(state, weights)
-        config = {"format": _FORMAT, "sha256": _sha256(weights), "model": asdict(self.spec), "card": self.card}
+        config = {
+            "format": 2,
+            "inputs": asdict(self.inputs),
+            "sha256": _sha256(weights),
+            "model": asdict(self.spec),
+            "card": self.card,
+        }
         text = target / (_CONFIG + ".tmp")
         text.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         os.replace(weights, target / _WEIGHTS)
         os.replace(text, target / _CONFIG)
 
     @classmethod
-    def from_pretrained(cls, name: str | os.PathLike[str]) -> "Policy":
-        """Load a policy from a folder or a hub id. Raises PolicyFileError for missing or damaged files."""
+    def from_pretrained(cls, name: str | os.PathLike[str], strict: bool = True) -> "Policy":
+        """Load a policy from a folder or a hub id. Raises PolicyFileError for missing or damaged files.
+
+        Without `strict` a model that the policy was not trained for is warned of, and not refused.
+        """
         folder = _resolve(name)
         try:
             config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-            if config["format"] != _FORMAT:
+            if config["format"] not in _FORMATS:
                 raise PolicyFileError(
-                    f"{folder / _CONFIG} has format {config['format']!r}, but this version reads format {_FORMAT}; "
-                    "update lkv-cache or train the policy again."
+                    f"{folder / _CONFIG} has format {config['format']!r}, but this version reads formats "
+                    f"{' and '.join(map(str, _FORMATS))}; update lkv-cache or train the policy again."
                 )
+            inputs = ScorerInputs() if config["format"] == 1 else from_dict(ScorerInputs, config["inputs"])
+            spec, digest = from_dict(ModelSpec, config["model"]), config["sha256"]
             with torch.device("cpu"):
-                policy, digest = cls(from_dict(ModelSpec, config["model"]), config.get("card")), config["sha256"]
+                policy = cls(spec, config.get("card"), inputs)
         except FileNotFoundError:
             raise PolicyFileError(
                 f"{folder} has no {_CONFIG}; give the folder that Policy.save_pretrained wrote."
@@ -176,6 +256,7 @@ class Policy(nn.Module):
             raise PolicyFileError(
                 f"{weights} does not hold this policy's tensors ({error}); fetch it again."
             ) from error
+        policy.strict = strict
         return policy.eval().requires_grad_(False)
 
 

@@ -1,7 +1,8 @@
 """A prompt read once with the full cache: its k and v (and q) serve the distillation and every method compared."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,17 +10,65 @@ from torch import Tensor
 from lkv.errors import UnsupportedModelError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache, HookedLayer
-from lkv.host.spec import layer_windows
+from lkv.host.rotation import Rotation
 
 
-class PromptLayer(NamedTuple):
-    """One layer's k and v [B, H, T, d] after RoPE, the attention scale, and q [B, Hq, T, d] (or the last of them) if
-    it was asked for."""
+@dataclass(frozen=True)
+class PromptLayer:
+    """One layer of a prompt, for selectors to read: k and v [B, H, T, d] after RoPE, the attention scale and, where
+    they were asked for, the `queries` [B, Hq, T, d] or the last of them.
+
+    The tokens stand at positions `start` to `start + T - 1` of a text of `length` tokens (it ends with them unless
+    given); `rotation` is the model's RoPE, None where it cannot be undone.
+    """
 
     key: Tensor
     value: Tensor
     scale: float
-    query: Tensor | None
+    queries: Tensor | None = None
+    start: int = 0
+    length: int | None = None
+    rotation: Rotation | None = None
+
+    @property
+    def end(self) -> int:
+        """The position that follows the text."""
+        return self.start + self.key.shape[2] if self.length is None else self.length
+
+    @property
+    def query(self) -> Tensor:
+        """`queries`. Raises ValueError where they were not asked for."""
+        if self.queries is None:
+            raise ValueError(
+                "this selector reads the queries, which are not here: declare reads_queries = True in its class, or "
+                "call read_prompt with queries=True."
+            )
+        return self.queries
+
+    @property
+    def grouped_query(self) -> Tensor:
+        """The queries by the KV head that they read, [B, H, Hq / H, T, d]."""
+        return self.query.unflatten(1, (self.key.shape[1], -1))
+
+    @property
+    def known_rotation(self) -> Rotation:
+        """`rotation`. Raises UnsupportedModelError where it is not known."""
+        if self.rotation is None:
+            raise UnsupportedModelError(
+                "this policy or method undoes the model's rotary embedding, which LKV cannot do here; use a model such "
+                "as Llama, Qwen2, Qwen3, Mistral or Phi-3, or a policy whose scorer reads k as cached and nothing else."
+            )
+        return self.rotation
+
+    def part(self, rows: slice | Tensor, tokens: slice) -> "PromptLayer":
+        """The rows and tokens of it alone, as if they had been read by themselves from position 0 on."""
+        queries = None if self.queries is None else self.queries[rows, :, tokens]
+        return replace(self, key=self.key[rows, :, tokens], value=self.value[rows, :, tokens], queries=queries)
+
+
+def precise(x: Tensor) -> Tensor:
+    """`x` in float32 or better: in 16 bits the scores of many tokens would be equal."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def read_prompt(model: Any, ids: Tensor, queries: bool | int = False) -> list[PromptLayer]:
@@ -28,22 +77,24 @@ def read_prompt(model: Any, ids: Tensor, queries: bool | int = False) -> list[Pr
     `queries`: whether to keep them, or how many of the last ones (all of a long prompt outweigh its k and v).
     Raises UnsupportedModelError for a model with sliding layers.
     """
-    spec = attach(model)
-    if any(window is not None for window in layer_windows(model)):
+    attached = attach(model)
+    if any(window is not None for window in attached.windows):
         raise UnsupportedModelError(
-            f"{spec.architecture} has sliding layers: training and comparing methods work with models whose layers all "
-            "have full attention; compress() and RaggedCache work with this one."
+            f"{attached.spec.architecture} has sliding layers: training and comparing methods work with models whose "
+            "layers all have full attention; compress() and RaggedCache work with this one."
         )
     return read_full_layers(model, ids, queries)
 
 
 @torch.no_grad()
 def read_full_layers(model: Any, ids: Tensor, queries: bool | int = False) -> list[PromptLayer]:
-    """What the full-attention layers of `model`, to which LKV is attached, hold after reading `ids` [B, T]."""
-    windows = layer_windows(model)
+    """What the full-attention layers of `model` hold after reading `ids` [B, T]."""
+    attached = attach(model)
+    windows = attached.windows
     layers = [_CapturingLayer(queries) for _ in windows]
     model.base_model(input_ids=ids, past_key_values=Cache(layers=[*layers]), use_cache=True)
-    return [layer.captured for layer, window in zip(layers, windows, strict=True) if window is None]
+    full = [layer.captured for layer, window in zip(layers, windows, strict=True) if window is None]
+    return [replace(layer, rotation=attached.rotation) for layer in full]
 
 
 class FrozenLayer(HookedLayer):

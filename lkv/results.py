@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lkv.errors import DataError
+from lkv.files import check_place, reason, write_text
 
 _PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
 
@@ -27,7 +28,8 @@ def write_results(
 ) -> None:
     """Write `rows` with command, seed, date, machine and versions, to a temporary name first.
 
-    `measured` tells date, machine and versions where the rows were not measured here and now.
+    `measured` tells date, machine and versions where the rows were not measured here and now. Raises DataError where
+    the system refuses the file.
     """
     document = {
         "name": name,
@@ -37,10 +39,7 @@ def write_results(
         **(measured or {}),
         "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, json.dumps(document, indent=1) + "\n", DataError, "the results")
 
 
 def provenance(more: Sequence[str] = ()) -> dict[str, Any]:
@@ -88,31 +87,41 @@ class Done(dict[str, Any]):
         """Raises DataError if the file holds samples of other settings."""
         super().__init__()
         self._path = path
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-        if not lines:
-            lines = [json.dumps(settings) + "\n"]
         try:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+            if not lines:
+                lines = [json.dumps(settings) + "\n"]
             found = json.loads(lines[0])
-        except ValueError as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"{path} holds no samples to resume from ({error}); delete it or move it away.") from error
         if found != settings:
             raise DataError(f"{path} holds samples of other settings; give the same ones to resume, or delete it.")
         # An interruption may have torn the last line: that sample is measured again.
         lines = [line for line in lines if line.endswith("\n")]
-        path.write_text("".join(lines), encoding="utf-8")
-        for line in lines[1:]:
-            row = json.loads(line)
-            self[row.pop("key")] = row
+        write_text(path, "".join(lines), DataError, "the samples")
+        for number, line in enumerate(lines[1:], 2):
+            try:
+                row = json.loads(line)
+                self[row.pop("key")] = row
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise DataError(
+                    f"{path}, line {number}, is damaged ({error}); delete it to measure it again."
+                ) from error
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         self[key] = row
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": key} | row) + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key} | row) + "\n")
+        except OSError as error:
+            raise DataError(
+                f"{self._path} takes no more samples ({reason(error)}); mend that and run it again."
+            ) from error
 
 
 @contextmanager
 def resumable(path: Path, settings: dict[str, Any]) -> Iterator[Done]:
     """Samples already finished; the file goes when the block ends well, and stays to resume from otherwise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_place(path, DataError, "the samples")
     yield Done(path, settings)
     path.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ import torch
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import LkvError, check_retention
-from lkv.host.spec import inspect_model
+from lkv.host.attention import attach
 from lkv.methods.budget import estimate_pattern, read_pattern
 from lkv.methods.build import make_method
 from lkv.models import DEFAULT, default_policy, load_model
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> None:
     model, tokenizer = load_model(options.model)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
-    policy.check_model(inspect_model(model))
+    policy.check_model(attach(model).spec)
     ids = context_ids(tokenizer, text)[: options.tokens]
     layers, heads = policy.spec.layers, policy.spec.kv_heads
     pattern = read_pattern(options.pattern, layers, heads) if options.pattern else estimate_pattern(model, [ids])

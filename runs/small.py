@@ -15,7 +15,7 @@ from pathlib import Path
 
 from examples.demo import document
 from lkv.commands.main import main as lkv
-from lkv.methods.build import METHODS
+from lkv.methods.catalogue import METHODS
 from lkv.models import load_default
 from runs import budget_policies
 

@@ -27,8 +27,8 @@ class RandomScores(Selector):
     def __init__(self, layers: int = 3, heads: int = 2, tokens: int = PROMPT, seed: int = 0):
         self.table = torch.rand(layers, 1, heads, tokens, generator=torch.Generator().manual_seed(seed))
 
-    def scores(self, layer, query, key, value, scale):
-        return self.table[layer].expand(key.shape[0], -1, -1)
+    def scores(self, layer, prompt):
+        return self.table[layer].expand(prompt.key.shape[0], -1, -1)
 
 
 def ids(tokens: int = PROMPT + LATER, batch: int = 1, seed: int = 0) -> torch.Tensor:
@@ -133,9 +133,9 @@ def test_prefill_never_holds_more_than_the_kept_part_and_one_layer():
     text, seen = ids(tokens), []
 
     class Counting(RandomScores):
-        def scores(self, layer, query, key, value, scale):
+        def scores(self, layer, prompt):
             seen.append(live.held)
-            return selector.scores(layer, query, key, value, scale)
+            return selector.scores(layer, prompt)
 
     cache = RaggedCache(model, method=Method("count", Uniform(0.15), Counting(5, 2, tokens)), slack=8)
     with LiveBytes() as live:
@@ -308,8 +308,8 @@ def test_unsupported_architectures_are_refused():
     for reason, model in refused.items():
         with pytest.raises(UnsupportedModelError, match=reason):
             attach(model)
-    assert attach(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=None))).kv_heads == 1
-    assert attach(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20))).kv_heads == 2
+    assert attach(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=None))).spec.kv_heads == 1
+    assert attach(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20))).spec.kv_heads == 2
     flex = tiny_llama()
     flex.set_attn_implementation("flex_attention")
     with pytest.raises(UnsupportedModelError, match="'flex_attention' yet"):

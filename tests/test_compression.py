@@ -30,7 +30,7 @@ TEXT = " ".join(f"word{number}" for number in range(60))
 
 @pytest.mark.parametrize("method", ["lkv", "lkv-t", "full"])
 def test_questions_do_not_see_each_other(model, policy, method):
-    context = compress(model, Words(), TEXT, method=method, retention=0.4, policy=policy)
+    context = compress(model, Words(), TEXT, method=method, retention=None if method == "full" else 0.4, policy=policy)
     first = context.ask("what is one ?", max_new_tokens=8)
     other = context.ask("and what now then ?", max_new_tokens=8)
     assert context.ask("what is one ?", max_new_tokens=8) == first != other
@@ -42,7 +42,8 @@ def test_questions_do_not_see_each_other(model, policy, method):
 def test_what_else_was_done_with_the_cache_is_forgotten(model, policy, method):
     context = compress(model, Words(), TEXT, method, policy=policy)
     answer, (logits, _) = context.ask("what is one ?", 8), context.predict("what is one ?", "so it is")
-    model.generate(torch.full((1, 66), 9), past_key_values=context.cache, max_new_tokens=4)
+    ids = torch.tensor([Words()(TEXT)["input_ids"] + [9] * 6])
+    model.generate(ids, past_key_values=context.cache, max_new_tokens=4)
     assert context.ask("what is one ?", 8) == answer
     model(torch.full((1, 5), 9), past_key_values=context.cache, use_cache=True)
     assert torch.equal(context.predict("what is one ?", "so it is")[0], logits)
@@ -151,7 +152,8 @@ def test_a_saved_context_answers_as_before(dtype, tmp_path):
     # No bytes of the evicted entries are in the file.
     entries = sum(map(sum, context.cache.kept()))
     size = (tmp_path / "deep" / "context.kv").stat().st_size
-    assert size - entries * 2 * 8 * torch.finfo(dtype).bits // 8 < 4500
+    # Beside them stand the names, the places and the fingerprint of the model.
+    assert size - entries * 2 * 8 * torch.finfo(dtype).bits // 8 < 7500
     again.cache.reset()
     with pytest.raises(CacheError, match="cannot read another text"):
         model(torch.full((1, 30), 9), past_key_values=again.cache, use_cache=True)
@@ -194,7 +196,7 @@ def test_a_failed_save_leaves_the_old_file(model, policy, tmp_path, monkeypatch)
     def full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("lkv.context_file.os.replace", full)
+    monkeypatch.setattr("lkv.files.os.replace", full)
     with pytest.raises(ContextFileError, match="no space left on device"):
         compress(model, Words(), TEXT, retention=0.8, policy=policy).save(path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

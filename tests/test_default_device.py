@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from lkv.cache.ragged import RaggedCache
 from lkv.context import Context, compress
 from lkv.host.spec import inspect_model
-from lkv.methods.build import METHODS, find
+from lkv.methods.catalogue import METHODS, find
 from lkv.models import default_policy
 from lkv.profiling.measure import Profiler, Settings
 from lkv.profiling.shapes import random_policy

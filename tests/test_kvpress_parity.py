@@ -52,7 +52,7 @@ def ours(family: str, make) -> list[Tensor]:
     model = build(family)
     selector: Selector = make(model)
     layers = read_prompt(model, ids(2, TOKENS), queries=True)
-    return [selector.scores(i, layer.query, layer.key, layer.value, layer.scale) for i, layer in enumerate(layers)]
+    return [selector.scores(i, layer) for i, layer in enumerate(layers)]
 
 
 @torch.no_grad()

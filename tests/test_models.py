@@ -47,7 +47,7 @@ def build(family: str, dtype: torch.dtype = torch.float64, **changes):
 @torch.no_grad()
 def test_full_retention_equals_the_stock_model(family, dtype, tolerance):
     model, batch = build(family, dtype), padded([ids(1, 40), ids(1, 33, 1)])
-    policy = Policy(attach(model)).requires_grad_(False)
+    policy = Policy(attach(model).spec).requires_grad_(False)
     outs = [
         model.generate(
             **batch, past_key_values=cache, max_new_tokens=8, do_sample=False, output_logits=True,
@@ -94,7 +94,7 @@ def test_eviction_equals_the_stock_model_with_a_mask(family, monkeypatch):
 @torch.no_grad()
 def test_sliding_layers_hold_their_window_and_answers_start_afresh():
     model = build("Gemma3")
-    policy = Policy(attach(model)).requires_grad_(False)
+    policy = Policy(attach(model).spec).requires_grad_(False)
     assert policy.spec.layers == 3
     context = compress(model, Words(), TEXT, retention=0.3, policy=policy)
     first = context.ask("what is one ?", max_new_tokens=20, eos_token_id=None)

@@ -13,6 +13,7 @@ from lkv.config import ModelSpec, replace
 from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
 from lkv.host.spec import inspect_model
 from lkv.policy import HeadBudgets, Policy, TokenScores
+from lkv.prefill import PromptLayer
 from tests.conftest import tiny_llama
 
 
@@ -28,7 +29,7 @@ def spec(layers: int, kv_heads: int, head_dim: int) -> ModelSpec:
 def test_parameter_counts_of_the_papers_table(layers, tokens, embeddings):
     """App. C.1: Llama-3.1-8B has 8.50M parameters, Qwen3-8B 9.56M."""
     with torch.device("meta"):
-        heads, scores = HeadBudgets(layers, 8, 128), TokenScores(layers, 8, 128)
+        heads, scores = HeadBudgets(layers, 8, 128), TokenScores(layers, 8, 8, 128)
     assert size(scores) == tokens == layers * 8 * 33_024
     assert heads.embeddings.numel() == embeddings
     assert size(heads) - embeddings == 8_320
@@ -38,11 +39,11 @@ def test_parameter_counts_of_the_papers_table(layers, tokens, embeddings):
 def test_token_scores_equal_plain_layers():
     """Each head's MLP built from torch.nn.Linear on the normalised [k; v]."""
     torch.manual_seed(0)
-    scores = TokenScores(2, 3, 8)
+    scores = TokenScores(2, 3, 3, 8)
     scores.mean.normal_(std=3.0)
     scores.std.uniform_(0.2, 5.0)
     k, v = torch.randn(2, 3, 11, 8) * 4, torch.randn(2, 3, 11, 8)
-    ours = scores(k, v, 1)
+    ours = scores(PromptLayer(k, v, 1.0), 1)
     for head in range(3):
         first, second = torch.nn.Linear(16, 8), torch.nn.Linear(8, 1, bias=False)
         first.weight.data, first.bias.data = scores.hidden[1, head].T, scores.bias[1, head]
@@ -88,9 +89,9 @@ def test_half_size_policy_scores_nearly_the_same(tmp_path, policy):
     policy.save_pretrained(tmp_path / "half", half=True)
     sizes = [(tmp_path / name / "policy.safetensors").stat().st_size for name in ("whole", "half")]
     assert sizes[1] < 0.75 * sizes[0]
-    k, v = torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8)
+    prompt = PromptLayer(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8), 1.0)
     half = Policy.from_pretrained(tmp_path / "half")
-    torch.testing.assert_close(half.tokens(k, v, 1), policy.tokens(k, v, 1), atol=5e-3, rtol=5e-3)
+    torch.testing.assert_close(half.tokens(prompt, 1), policy.tokens(prompt, 1), atol=5e-3, rtol=5e-3)
 
 
 def test_missing_truncated_and_tampered_files_are_refused(tmp_path, policy):

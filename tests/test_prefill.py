@@ -34,16 +34,16 @@ def test_it_holds_the_stock_models_keys_and_values(model):
     for captured, layer in zip(read_prompt(model, ids, queries=True), stock.layers, strict=True):
         torch.testing.assert_close(captured.key, layer.keys, rtol=0, atol=0)
         torch.testing.assert_close(captured.value, layer.values, rtol=0, atol=0)
-        assert captured.query.shape == (2, 4, 20, 8)
+        assert captured.queries.shape == (2, 4, 20, 8)
     whole = read_prompt(model, ids, queries=True)
     for captured, every in zip(read_prompt(model, ids, queries=3), whole, strict=True):
-        torch.testing.assert_close(captured.query, every.query[:, :, -3:], rtol=0, atol=0)
-        assert captured.query.untyped_storage().nbytes() == captured.query.numel() * captured.query.element_size()
+        torch.testing.assert_close(captured.queries, every.queries[:, :, -3:], rtol=0, atol=0)
+        assert captured.queries.untyped_storage().nbytes() == captured.queries.numel() * captured.queries.element_size()
 
 
 def test_a_prompt_dies_with_its_last_reference(model, no_collector):
     prompt = read_prompt(model, torch.randint(3, 67, (1, 20)), queries=True)
-    watched = [weakref.ref(x) for layer in prompt for x in (layer.key, layer.value, layer.query)]
+    watched = [weakref.ref(x) for layer in prompt for x in (layer.key, layer.value, layer.queries)]
     del prompt
     assert not any(reference() is not None for reference in watched)
 

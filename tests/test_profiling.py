@@ -37,7 +37,7 @@ def profiler(tmp_path, *, layers=LAYERS, **settings):
     model = random_model(read_config(str(config_file(tmp_path, num_hidden_layers=layers))), torch.float32, CPU)
     allow_positions(model, 100_000)
     settings = {"repeats": 1, "new_tokens": 2} | settings
-    return Profiler(model, "tiny", random_policy(attach(model)), Settings(**settings))
+    return Profiler(model, "tiny", random_policy(attach(model).spec), Settings(**settings))
 
 
 def test_bytes_and_retention_follow_their_formulas(tmp_path):
@@ -264,7 +264,7 @@ def test_random_models_and_policies_follow_their_seed_and_leave_others_alone(tmp
     expected = torch.rand(1)
     torch.manual_seed(3)
     models = [random_model(config, torch.bfloat16, CPU, seed) for seed in (0, 0, 1)]
-    policies = [random_policy(attach(models[0]), seed) for seed in (0, 0, 1)]
+    policies = [random_policy(attach(models[0]).spec, seed) for seed in (0, 0, 1)]
     assert torch.equal(torch.rand(1), expected)
     weights = [model.lm_head.weight for model in models]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])

@@ -2,12 +2,13 @@
 
 import re
 
-from benchmarks.readme import README, section
-from lkv.methods.build import METHODS, RULES, SELECTORS
+from benchmarks.readme import EARLIER, README, earlier, section
+from lkv.methods.catalogue import METHODS, RULES, SELECTORS
 
 
 def test_results_in_the_readme_come_from_the_files():
     assert section() in README.read_text(encoding="utf-8")
+    assert EARLIER.read_text(encoding="utf-8") == earlier()
 
 
 def test_the_readme_names_every_method_and_no_file_that_is_not_there():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lkv.errors import ReportError
-from lkv.methods.build import METHODS
+from lkv.methods.catalogue import METHODS
 from lkv.report import names
 from lkv.report.builders import Request, build
 from lkv.report.reading import read_results

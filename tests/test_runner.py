@@ -16,21 +16,21 @@ from transformers import DynamicCache
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
-from lkv.evals import roster as rosters
 from lkv.evals.compare import Comparison, greedy
 from lkv.evals.journal import Journal
 from lkv.evals.processes import Process
 from lkv.evals.roster import Roster
 from lkv.evals.runner import _share, evaluate
 from lkv.host.attention import attach
-from lkv.methods.build import needs_policy, needs_second_pass
-from lkv.methods.kvzip import kvzip
+from lkv.methods import kvzip as second_pass
+from lkv.methods.catalogue import needs_policy, needs_second_pass
 from lkv.methods.selection import LearnedScores
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.report.reading import read_results
 from tests.conftest import tiny_llama
 from tests.fake_suite import Letters, make_examples, make_prompt, score
+from tests.second_pass import kvzip
 
 METHODS = ("lkv", "lkv-t", "ada+lkv-t", "snapkv", "expected", "kvzip", "lkv-h+kvzip", "random")
 RETENTIONS = (0.4, 0.2)
@@ -123,8 +123,8 @@ def test_shared_scores_are_computed_once(model, policy, tmp_path, monkeypatch):
         LearnedScores, "scores", lambda self, layer, *rest: calls.append(layer) or scores(self, layer, *rest)
     )
     replays = []
-    replay = rosters.replay_scores
-    monkeypatch.setattr(rosters, "replay_scores", lambda *given: replays.append(1) or replay(*given))
+    replay = second_pass.replay_scores
+    monkeypatch.setattr(second_pass, "replay_scores", lambda *given: replays.append(1) or replay(*given))
     run(model, policy, tmp_path / "x.jsonl", make_examples(1, ["alpha"]), METHODS, RETENTIONS)
     # Once to see whether the prompt can be scored, then once a layer for three methods at two retentions.
     assert calls == [0, 0, 1, 2] and replays == [1]

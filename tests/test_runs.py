@@ -13,7 +13,7 @@ import torch
 from lkv.commands.main import _parser
 from lkv.commands.main import main as lkv
 from lkv.methods.budget import Ada
-from lkv.methods.build import METHODS
+from lkv.methods.catalogue import METHODS
 from lkv.methods.selection import SnapKV
 from lkv.prefill import read_prompt
 from lkv.report.names import RULES, SELECTORS, parts
@@ -87,7 +87,7 @@ def test_shares_are_what_each_head_keeps(model, policy):
     assert (np.diff(found["pyramidkv"].mean(1)) < 0).all()  # lower layers keep more
     prompt = read_prompt(model, torch.tensor([ids]), queries=True)
     for layer, own in enumerate(prompt):  # Ada: as its rule counts SnapKV's scores
-        scores = SnapKV().scores(layer, own.query, own.key, own.value, own.scale)
+        scores = SnapKV().scores(layer, own)
         np.testing.assert_allclose(found["adakv-snapkv"][layer], np.array(Ada(0.9).counts(layer, scores)[0]) / 480)
 
 

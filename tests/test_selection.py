@@ -13,13 +13,14 @@ from lkv.context import compress
 from lkv.errors import LkvError, PromptError
 from lkv.host.spec import inspect_model
 from lkv.methods.budget import PerHead, Uniform
-from lkv.methods.build import METHODS, SELECTORS, describe, find, make_method, needs_second_pass
-from lkv.methods.kvzip import kvzip
+from lkv.methods.build import make_method
+from lkv.methods.catalogue import METHODS, SELECTORS, describe, find, needs_second_pass
 from lkv.methods.selection import LearnedScores, SnapKV
 from lkv.policy import Policy
-from lkv.prefill import read_prompt
+from lkv.prefill import PromptLayer, read_prompt
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
+from tests.second_pass import kvzip
 from tests.test_compression import Words
 
 
@@ -28,7 +29,7 @@ def test_snapkv_equals_its_definition():
     tokens, window, kernel = 20, 4, 5
     query = torch.randn(1, 4, tokens, 8, dtype=torch.float64)
     key = torch.randn(1, 2, tokens, 8, dtype=torch.float64)
-    scores = SnapKV(window, kernel).scores(0, query, key, key, 0.3)
+    scores = SnapKV(window, kernel).scores(0, PromptLayer(key, key, 0.3, query))
     for head in range(2):
         pooled = torch.zeros(2, tokens - window, dtype=torch.float64)
         for group in range(2):
@@ -44,12 +45,14 @@ def test_snapkv_equals_its_definition():
 
 def test_snapkv_names_a_prompt_that_is_too_short():
     with pytest.raises(PromptError, match="the prompt has 10 tokens, but SnapKV observes the last 64"):
-        SnapKV().scores(0, torch.zeros(1, 2, 10, 8), torch.zeros(1, 2, 10, 8), torch.zeros(1, 2, 10, 8), 1.0)
+        SnapKV().scores(0, PromptLayer(*[torch.zeros(1, 2, 10, 8)] * 2, 1.0, torch.zeros(1, 2, 10, 8)))
 
 
 def test_learned_scores_are_the_same_in_blocks(policy):
     k, v = torch.randn(1, 2, 5000, 8), torch.randn(1, 2, 5000, 8)
-    torch.testing.assert_close(LearnedScores(policy).scores(1, k, k, v, 1.0), policy.tokens(k, v, 1))
+    torch.testing.assert_close(
+        LearnedScores(policy).scores(1, PromptLayer(k, v, 1.0, k)), policy.tokens(PromptLayer(k, v, 1.0), 1)
+    )
 
 
 def by_the_formula(policy, k, v, layer: int) -> torch.Tensor:
@@ -70,11 +73,11 @@ def test_a_text_much_longer_than_those_of_the_training_is_warned_of_once(policy)
     known = Policy(policy.spec, {"trained_tokens": 100})
     k = torch.randn(1, 2, 121, 8)
     for layer in range(3):
-        LearnedScores(known).scores(layer, None, k[:, :, :120], k[:, :, :120], 1.0)
-        LearnedScores(policy).scores(layer, None, k, k, 1.0)  # its card does not tell
+        LearnedScores(known).scores(layer, PromptLayer(k[:, :, :120], k[:, :, :120], 1.0))
+        LearnedScores(policy).scores(layer, PromptLayer(k, k, 1.0))  # its card does not tell
     with pytest.warns(UserWarning, match=r"trained on texts of up to 100 tokens and may keep the wrong ones"):
-        LearnedScores(known).scores(0, None, k, k, 1.0)
-    LearnedScores(known).scores(1, None, k, k, 1.0)  # the first layer has said it
+        LearnedScores(known).scores(0, PromptLayer(k, k, 1.0))
+    LearnedScores(known).scores(1, PromptLayer(k, k, 1.0))  # the first layer has said it
 
 
 @pytest.mark.parametrize("far", [0.0, 100.0])
@@ -93,13 +96,13 @@ def test_learned_scores_equal_the_formula_within_the_error_of_the_dtype(policy, 
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         near = k.to(dtype), v.to(dtype)
         reference = by_the_formula(policy, *near, 1)
-        found = LearnedScores(policy).scores(1, None, *near, 1.0)
+        found = LearnedScores(policy).scores(1, PromptLayer(*near, 1.0))
         assert found.dtype == torch.float32 and not found.requires_grad
         error = float((found - reference).abs().mean())
         rounding = by_the_formula(policy, k.float(), v.float(), 1) if dtype == torch.float64 else reference
         assert error <= max(2 * float((rounding - exact).abs().mean()), 2e-7 * (1 + far))
-    heads = LearnedScores(policy, slice(1, 2)).scores(1, None, k[:, 1:], v[:, 1:], 1.0)
-    torch.testing.assert_close(heads, LearnedScores(policy).scores(1, None, k, v, 1.0)[:, 1:])
+    heads = LearnedScores(policy, slice(1, 2)).scores(1, PromptLayer(k[:, 1:], v[:, 1:], 1.0))
+    torch.testing.assert_close(heads, LearnedScores(policy).scores(1, PromptLayer(k, v, 1.0))[:, 1:])
 
 
 def test_scoring_a_long_prompt_takes_no_more_memory_than_a_block(policy):
@@ -107,7 +110,7 @@ def test_scoring_a_long_prompt_takes_no_more_memory_than_a_block(policy):
     for tokens in (8_192, 32_768):
         k = torch.randn(1, 2, tokens, 8)
         with torch.profiler.profile(profile_memory=True) as profile:
-            LearnedScores(policy).scores(1, None, k, k, 1.0)
+            LearnedScores(policy).scores(1, PromptLayer(k, k, 1.0))
         peaks[tokens] = max(event.self_cpu_memory_usage for event in profile.events())
     # 16 values of k and v, 8 of the hidden layer in two precisions; the scores themselves are the rest.
     assert peaks[32_768] <= max(2048 * 2 * 4 * 16 * 2, 32_768 * 2 * 4)
@@ -139,8 +142,8 @@ def test_per_head_budgets_are_read_by_layer():
 def test_methods_are_found_by_name(name, model, policy):
     assert find(name).rule in describe(name) or len(describe(name)) > 20
     if needs_second_pass(name):
-        with pytest.raises(LkvError, match="reads the text a second time"):
-            make_method(name, 0.15, policy)
+        with pytest.raises(LkvError, match="needs a tokenizer; give the method's name to compress"):
+            make_method(name, 0.15, policy, model=model)
         return
     method = make_method(name, 0.15, policy, model=model, layers=3, pattern=[[0.1, 0.9]] * 3)
     assert method.name == name
@@ -209,7 +212,7 @@ def test_every_method_equals_the_stock_model_with_a_mask(name):
         method = make_method(name, retention, policy, model=model, layers=3, pattern=pattern)
     hidden = []
     for layer, whole in enumerate(prompt):
-        scores = method.selector.scores(layer, whole.query, whole.key, whole.value, whole.scale)
+        scores = method.selector.scores(layer, whole)
         gone = torch.ones(1, 2, tokens, dtype=torch.bool)
         for head, count in enumerate(method.budget.counts(layer, scores)[0]):
             gone[0, head, scores[0, head].topk(count).indices] = False

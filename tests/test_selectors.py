@@ -26,7 +26,7 @@ from lkv.methods.selection import (
     SnapKV,
     StreamingLLM,
 )
-from lkv.prefill import read_full_layers, read_prompt
+from lkv.prefill import PromptLayer, read_full_layers, read_prompt
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
 from tests.test_generation import RATIOS, ids, padded
@@ -70,27 +70,27 @@ def close(found: Tensor, expected: Tensor) -> None:
 def test_tova(batch, heads, groups, tokens, seed):
     query, key, value = tensors(batch, heads, groups, tokens, seed)
     last = attention(query, key)[:, :, -1].mean(1)
-    close(TOVA().scores(0, query, key, value, SCALE), torch.stack([last] * heads, 1))
+    close(TOVA().scores(0, PromptLayer(key, value, SCALE, query)), torch.stack([last] * heads, 1))
 
 
 @shapes
 def test_h2o(batch, heads, groups, tokens, seed):
     query, key, value = tensors(batch, heads, groups, tokens, seed)
     received = mean_of_groups(attention(query, key), heads).sum(-2)
-    close(H2O().scores(0, query, key, value, SCALE), received)
+    close(H2O().scores(0, PromptLayer(key, value, SCALE, query)), received)
     observers = torch.tensor([tokens - t for t in range(tokens)])
-    close(H2O(average=True).scores(0, query, key, value, SCALE), received / observers)
+    close(H2O(average=True).scores(0, PromptLayer(key, value, SCALE, query)), received / observers)
 
 
 def test_h2o_in_blocks_of_rows():
     query, key, value = tensors(1, 2, 2, 600, 0)
-    close(H2O().scores(0, query, key, value, SCALE), mean_of_groups(attention(query, key), 2).sum(-2))
+    close(H2O().scores(0, PromptLayer(key, value, SCALE, query)), mean_of_groups(attention(query, key), 2).sum(-2))
 
 
 def test_h2o_never_holds_the_whole_attention():
     query, key, value = (x.float() for x in tensors(1, 1, 1, 2048, 0))
     with torch.profiler.profile(profile_memory=True) as profile:
-        H2O().scores(0, query, key, value, SCALE)
+        H2O().scores(0, PromptLayer(key, value, SCALE, query))
     assert max(event.self_cpu_memory_usage for event in profile.events()) <= 256 * 2048 * 4 * 2 < 2048 * 2048 * 4
 
 
@@ -101,7 +101,7 @@ def test_snapkv(batch, heads, groups, tokens, seed):
     received = attention(query, key)[:, :, -window:, :-window].mean(2)
     padded = torch.nn.functional.pad(received, (1, 1))
     smooth = torch.stack([padded[..., t : t + kernel].sum(-1) / kernel for t in range(tokens - window)], -1)
-    found = SnapKV(window, kernel).scores(0, query, key, value, SCALE).double()
+    found = SnapKV(window, kernel).scores(0, PromptLayer(key, value, SCALE, query)).double()
     older = found[..., :-window]
     torch.testing.assert_close(older, mean_of_groups(smooth, heads), atol=1e-6, rtol=1e-5)
     assert float(found[..., -window:].min()) > float(older.max())
@@ -110,7 +110,7 @@ def test_snapkv(batch, heads, groups, tokens, seed):
 @shapes
 def test_knorm(batch, heads, groups, tokens, seed):
     _, key, value = tensors(batch, heads, groups, tokens, seed)
-    close(Knorm().scores(0, None, key, value, SCALE), -((key**2).sum(-1) ** 0.5))
+    close(Knorm().scores(0, PromptLayer(key, value, SCALE)), -((key**2).sum(-1) ** 0.5))
 
 
 @shapes
@@ -122,13 +122,13 @@ def test_keydiff(batch, heads, groups, tokens, seed):
             anchor = torch.stack([k / (k @ k).sqrt() for k in key[b, h]]).mean(0)
             for t, k in enumerate(key[b, h]):
                 expected[b, h, t] = -(k @ anchor) / ((k @ k).sqrt() * (anchor @ anchor).sqrt())
-    close(KeyDiff().scores(0, None, key, value, SCALE), expected)
+    close(KeyDiff().scores(0, PromptLayer(key, value, SCALE)), expected)
 
 
 @shapes
 def test_streaming_llm_keeps_the_sinks_and_then_the_most_recent(batch, heads, groups, tokens, seed):
     _, key, value = tensors(batch, heads, groups, tokens, seed)
-    scores = StreamingLLM(sinks=4).scores(0, None, key, value, SCALE)
+    scores = StreamingLLM(sinks=4).scores(0, PromptLayer(key, value, SCALE))
     assert scores.shape == (batch, heads, tokens)
     for count in range(1, tokens + 1):
         recent = range(tokens - max(0, count - 4), tokens)
@@ -139,10 +139,13 @@ def test_streaming_llm_keeps_the_sinks_and_then_the_most_recent(batch, heads, gr
 @shapes
 def test_random_depends_on_seed_and_layer_alone(batch, heads, groups, tokens, seed):
     _, key, value = tensors(batch, heads, groups, tokens, seed)
-    scores = Random(seed).scores(1, None, key, value, SCALE)
-    assert torch.equal(scores, Random(seed).scores(1, None, -key, 2 * value, 0.1))
-    assert torch.equal(scores[:1], Random(seed).scores(1, None, key[:1], value[:1], SCALE))
-    others = [Random(seed).scores(2, None, key, value, SCALE), Random(seed + 1).scores(1, None, key, value, SCALE)]
+    scores = Random(seed).scores(1, PromptLayer(key, value, SCALE))
+    assert torch.equal(scores, Random(seed).scores(1, PromptLayer(-key, 2 * value, 0.1)))
+    assert torch.equal(scores[:1], Random(seed).scores(1, PromptLayer(key[:1], value[:1], SCALE)))
+    others = [
+        Random(seed).scores(2, PromptLayer(key, value, SCALE)),
+        Random(seed + 1).scores(1, PromptLayer(key, value, SCALE)),
+    ]
     assert not any(torch.equal(scores, other) for other in others)
     if heads > 1:
         assert not torch.equal(scores[:, 0], scores[:, 1])
@@ -180,7 +183,7 @@ def test_expected_attention(batch, tokens, future, sinks, covariance, value_norm
     if value_norm:
         expected = expected * value[:, :, sinks:].norm(dim=-1)
     selector = ExpectedAttention(tiny_llama(), future, sinks, covariance, value_norm)
-    found = selector.scores(0, query, key, value, SCALE)
+    found = selector.scores(0, PromptLayer(key, value, SCALE, query))
     # The model's own cosines are computed in float32.
     torch.testing.assert_close(found[..., sinks:], expected, atol=1e-5, rtol=1e-4)
     if sinks:
@@ -221,7 +224,7 @@ def test_asking_about_later_positions_leaves_the_model_as_it_was():
     before = model(text).logits
     frequencies = model.model.rotary_emb.inv_freq.clone()
     layer = read_prompt(model, text, queries=True)[0]
-    selector.scores(0, layer.query, layer.key, layer.value, layer.scale)
+    selector.scores(0, layer)
     assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
     assert torch.equal(model(text).logits, before)
 
@@ -243,8 +246,8 @@ def test_criticalkv_keeps_what_its_two_stages_choose(batch, tokens, share, seed)
     model = tiny_llama()
     query, key, value = tensors(batch, 2, 2, tokens, seed)
     inner = H2O()
-    ours = CriticalKV(model, inner, first_stage=share).scores(1, query, key, value, SCALE)
-    plain = inner.scores(1, query, key, value, SCALE)
+    ours = CriticalKV(model, inner, first_stage=share).scores(1, PromptLayer(key, value, SCALE, query))
+    plain = inner.scores(1, PromptLayer(key, value, SCALE, query))
     weight = model.model.layers[1].self_attn.o_proj.weight
     norms = torch.stack(
         [(value[:, h // 2] @ weight[:, 8 * h : 8 * h + 8].T).abs().sum(-1) for h in range(4)], 1
@@ -274,7 +277,7 @@ def test_output_projections_are_those_of_the_layers_that_are_evicted_from():
 def test_criticalkv_names_an_inner_selector_that_does_not_fit():
     model = tiny_llama()
     with pytest.raises(ValueError, match="Knorm gives scores below 0"):
-        CriticalKV(model, Knorm()).scores(0, *tensors(1, 2, 2, 9, 0), SCALE)
+        CriticalKV(model, Knorm()).scores(0, PromptLayer(*tensors(1, 2, 2, 9, 0)[1:], SCALE))
     with pytest.raises(ValueError, match="first_stage is 2"):
         CriticalKV(model, H2O(), first_stage=2)
     assert CriticalKV(model, H2O()).reads_queries and not CriticalKV(model, Random()).reads_queries
@@ -311,10 +314,11 @@ def test_eviction_equals_the_stock_model_with_a_mask(name, batch, prompt, seed):
     mine = [model(text[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(prompt, prompt + 5)]
     hidden = []
     for index, layer in enumerate(read_prompt(model, text[:, :prompt], queries=True)):
-        scores = selector.scores(index, layer.query, layer.key, layer.value, layer.scale)
+        scores = selector.scores(index, layer)
         gone = torch.ones(batch, 2, prompt, dtype=torch.bool)
         for head in range(2):
-            best = scores[:, head].topk(int(RATIOS[index][head] * prompt + 1e-6)).indices
+            count = int(RATIOS[index][head] * prompt + 1e-6)
+            best = scores[:, head].argsort(dim=-1, descending=True, stable=True)[:, :count]
             gone[:, head].scatter_(-1, best, False)
         hidden.append(gone)
     with hidden_from_continuation(model, hidden, prompt):
@@ -348,15 +352,17 @@ def test_what_a_selector_says_of_itself_is_true(name):
     """Its scores are the same without queries, and token by token, exactly where it says so."""
     selector = every(tiny_llama())[name]
     query, key, value = tensors(2, 2, 2, 12, 0)
-    scores = selector.scores(0, query, key, value, SCALE)
+    scores = selector.scores(0, PromptLayer(key, value, SCALE, query))
     assert scores.shape == (2, 2, 12) and not scores.requires_grad and bool(scores.isfinite().all())
     if selector.reads_queries:
         with pytest.raises(ValueError, match="reads the queries"):
-            selector.scores(0, None, key, value, SCALE)
+            selector.scores(0, PromptLayer(key, value, SCALE))
     else:
-        assert torch.equal(scores, selector.scores(0, None, key, value, SCALE))
+        assert torch.equal(scores, selector.scores(0, PromptLayer(key, value, SCALE)))
     if selector.local:
-        alone = [selector.scores(0, None, key[:, :, t : t + 1], value[:, :, t : t + 1], SCALE) for t in range(12)]
+        alone = [
+            selector.scores(0, PromptLayer(key[:, :, t : t + 1], value[:, :, t : t + 1], SCALE)) for t in range(12)
+        ]
         close(torch.cat(alone, -1), scores)
     assert selector.local == (name == "knorm")
 
@@ -365,19 +371,19 @@ def test_what_a_selector_says_of_itself_is_true(name):
 def test_half_precision_scores_are_computed_in_float32(name):
     selector = every(tiny_llama(dtype=torch.float32))[name]
     query, key, value = (x.bfloat16() for x in tensors(1, 2, 2, 30, 0))
-    scores = selector.scores(0, query, key, value, SCALE)
+    scores = selector.scores(0, PromptLayer(key, value, SCALE, query))
     assert scores.dtype == torch.float32
     assert scores.shape == key.shape[:3]
 
 
 def test_a_streaming_head_of_duo_keeps_its_two_windows():
     duo = make_method("duo", 0.9, layers=1, pattern=[[0.1, 0.9]])
-    scores = duo.selector.scores(0, None, torch.randn(1, 2, 500, 4), torch.randn(1, 2, 500, 4), SCALE)
+    scores = duo.selector.scores(0, PromptLayer(torch.randn(1, 2, 500, 4), torch.randn(1, 2, 500, 4), SCALE))
     (counts,) = duo.budget.counts(0, scores)
     assert counts == [384, 500]
     kept = scores[0, 0].topk(counts[0]).indices.sort().values
     assert kept.tolist() == [*range(128), *range(244, 500)]
-    assert duo.selector.scores(0, None, torch.randn(1, 2, 100, 4), torch.randn(1, 2, 100, 4), SCALE).shape == (
+    assert duo.selector.scores(0, PromptLayer(torch.randn(1, 2, 100, 4), torch.randn(1, 2, 100, 4), SCALE)).shape == (
         1,
         2,
         100,
@@ -389,4 +395,4 @@ def test_prompts_with_nothing_to_choose_from_are_named(name):
     selector = every(tiny_llama())[name]
     query, key, value = tensors(1, 2, 2, 4, 0)
     with pytest.raises(PromptError, match=r"the prompt has 4 tokens, but .* more than that; give a longer prompt"):
-        selector.scores(0, query, key, value, SCALE)
+        selector.scores(0, PromptLayer(key, value, SCALE, query))

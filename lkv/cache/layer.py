@@ -3,7 +3,8 @@
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lkv.cache.spans import QuantizedSpans, Spans
+from lkv.config import ModelSpec
 from lkv.devices import is_out_of_memory
 from lkv.errors import CacheError, PromptError
 from lkv.host.hooks import HookedLayer
 from lkv.host.masks import has_padding, left_padding
+from lkv.host.rotation import Rotation
 from lkv.methods.budget import FixedBudget, Share
 from lkv.methods.build import Method
-from lkv.prefill import PromptLayer
+from lkv.methods.selection import Arrived, check_numbers, check_shape, not_numbers
+from lkv.prefill import PromptLayer, precise
 
 # Room for appended tokens: a quarter of what a head holds, between these.
 _LEAST_SLACK = 16
@@ -35,11 +39,22 @@ class Plan:
     streaming: bool = False
     decode_eviction: bool = False
     bits: int | None = None
+    rotation: Rotation | None = None
 
     @property
     def scored(self) -> bool:
         """Whether scores stay with the entries, because some are to be evicted later."""
         return self.streaming or self.decode_eviction
+
+
+@dataclass
+class Shared:
+    """What the layers of one cache, numbered up to `last`, have in common: `buffers` as in `ragged_attention.extend`,
+    and of scores that no device was asked about yet whether some are no numbers, `doubts`."""
+
+    last: int
+    buffers: dict[Any, Any] = field(default_factory=dict)
+    doubts: list[Tensor] = field(default_factory=list)
 
 
 class RaggedLayer(HookedLayer):
@@ -48,19 +63,20 @@ class RaggedLayer(HookedLayer):
 
     is_croppable = True
 
-    def __init__(self, index: int, plan: Plan, buffers: dict[Any, Any] | None = None):
-        """`buffers` as in `ragged_attention.extend`, shared by the layers of a cache."""
+    def __init__(self, index: int, plan: Plan, shared: Shared):
         super().__init__()
-        self._index, self._plan, self._buffers = index, plan, buffers
+        self._index, self._plan, self._shared = index, plan, shared
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, and free it."""
+        self._shared.doubts.clear()
         self.spans: Spans | QuantizedSpans | None = None
         self.kept = torch.zeros(0, 0, dtype=torch.long, device="cpu")
         self.real: list[int] = []
         self.prompt_length = 0  # 0 until the prompt has ended
         self._settled = 0  # logical length when last evicted; the spans' tail counts from there
+        self._padding: list[int] = []  # of each row, before its prompt
         self._arrived: tuple[Tensor, Tensor] | None = None
         self._whole: PromptLayer | None = None  # what was read of a prompt that comes in parts
         self.is_initialized = False
@@ -79,6 +95,11 @@ class RaggedLayer(HookedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if key_states.dtype != self.dtype:
+            raise CacheError(
+                f"this cache holds {self.dtype}, but the model now computes in {key_states.dtype}; use one dtype for "
+                "the prompt and what follows, or make a new cache."
+            )
         if self._whole is not None:
             key_states = torch.cat([self._whole.key, key_states], 2)
             value_states = torch.cat([self._whole.value, value_states], 2)
@@ -108,6 +129,11 @@ class RaggedLayer(HookedLayer):
             parts.append(self._continue(query[:, :, done:], key[:, :, done:], value[:, :, done:], scale))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         return out.transpose(1, 2)
+
+    @property
+    def unattended(self) -> bool:
+        """Whether k and v were handed out, but nobody has computed attention over them yet."""
+        return self._arrived is not None
 
     @property
     def _prompt_tokens(self) -> int:
@@ -140,16 +166,14 @@ class RaggedLayer(HookedLayer):
         queries = None
         if self._plan.method.selector.reads_queries:
             queries = query.detach()
-            queries = queries if before is None or before.query is None else torch.cat([before.query, queries], 2)
+            queries = queries if before is None or before.queries is None else torch.cat([before.queries, queries], 2)
         if total < prompt:
-            self._whole = PromptLayer(key, value, scale, queries)
+            self._whole = PromptLayer(key, value, scale, queries, rotation=self._plan.rotation)
             return out
         padding = left_padding(mask)
         self._whole = None
-        whole = PromptLayer(
-            key[:, :, :prompt], value[:, :, :prompt], scale, None if queries is None else queries[:, :, :prompt]
-        )
-        self._evict(whole, padding)
+        whole = PromptLayer(key, value, scale, queries, rotation=self._plan.rotation)
+        self._evict(whole.part(slice(None), slice(prompt)), padding)
         if total == prompt:
             return out
         # The rows that follow the prompt in the same pass see what was kept of it, like all rows after them.
@@ -169,23 +193,33 @@ class RaggedLayer(HookedLayer):
         # Rows without padding are scored together, others one by one, as if each had been read alone.
         groups = [slice(b, b + 1) for b in range(batch)] if any(firsts) else [slice(0, batch)]
         tables: list[Tensor] = []
+        arrived: list[Tensor] = []
         counts: list[list[int]] = []
         for rows in groups:
             first = firsts[rows.start]
             self._check_length(tokens - first)
-            query = None if whole.query is None else whole.query[rows, :, first:]
-            key, value = whole.key[rows, :, first:], whole.value[rows, :, first:]
-            found = self._plan.method.selector.scores(self._index, query, key, value, whole.scale)
-            # Padding comes after everything else.
-            lowest = torch.finfo(found.dtype).min
-            tables.append(pad(found.clamp(min=lowest), (first, 0), value=-math.inf) if first else found)
+            part, selector = whole.part(rows, slice(first, None)), self._plan.method.selector
+            found = check_shape(selector, selector.scores(self._index, part), part.key)
+            self._shared.doubts.append(not_numbers(found))
+            tables.append(_behind_padding(found, first))
             counts += self._plan.method.budget.counts(self._index, found)
+            if self._plan.decode_eviction:
+                arrived.append(pad(selector.on_arrival(self._index, part), (first, 0)))
+        self._check_doubts()
         kept = torch.tensor(counts, device="cpu")
         spans = Spans(kept, self._first_room(kept), whole.key, whole.value, self._plan.decode_eviction)
-        spans.fill(whole.key, whole.value, tables[0] if len(tables) == 1 else torch.cat(tables))
+        spans.fill(whole.key, whole.value, _joined(tables), _joined(arrived) if arrived else None)
         self.kept, self.real = kept, [tokens - first for first in firsts]
         self.prompt_length = self._settled = tokens
+        self._padding = firsts
         self.spans = self._stored(spans)
+
+    def _check_doubts(self) -> None:
+        """Raise CacheError where scores are no numbers. A GPU is asked in the last layer, for all: each would wait."""
+        if self.device.type == "cpu" or self._index == self._shared.last:
+            doubts = self._shared.doubts.copy()
+            self._shared.doubts.clear()
+            check_numbers(self._plan.method.selector, doubts)
 
     def _stored(self, spans: Spans) -> Spans | QuantizedSpans:
         """The compressed prompt as it is to be held."""
@@ -208,11 +242,11 @@ class RaggedLayer(HookedLayer):
         out = self._continue(query, key, value, scale)
         ended = self._settled + new >= self._prompt_tokens
         limits = self._limits()
-        settled = self._settle(limits, self._first_room(limits) if ended else 0)
+        settled = self._settle(limits, self._first_room(limits) if ended else 0, scale)
         if ended:
             self.prompt_length = self._settled
             if not self._plan.decode_eviction:
-                settled.scores = None
+                settled.scores = settled.positions = None
             self.spans = self._stored(settled)
         return out
 
@@ -223,15 +257,36 @@ class RaggedLayer(HookedLayer):
         seen = [real + self.spans.tail for real in self.real or [0] * len(self.spans.lens)]
         return torch.tensor([budget.limits(self._index, heads, real) for real in seen], device="cpu")
 
-    def _settle(self, limits: Tensor, room: int) -> Spans:
-        """Keep the best `limits` [B, H] entries of each head, by the scores that stayed with them."""
+    def _settle(self, limits: Tensor, room: int, scale: float) -> Spans:
+        """Keep the best `limits` [B, H] entries of each head, by the scores that stayed with them, completed."""
         assert isinstance(self.spans, Spans)
         tail = self.spans.tail
-        settled = self.spans.settle(limits, room)
+        settled = self.spans.settle(limits, room, partial(self._completed, self.spans, scale))
         self.real = [real + tail for real in self.real or [0] * len(self.spans.lens)]
         self.spans, self.kept = settled, settled.lens
         self._settled += tail
         return settled
+
+    def _completed(self, spans: Spans, scale: float, row: int, head: int, span: slice) -> Tensor:
+        """The scores of the entries of one head's `span`, with what depends on where the text ends now."""
+        assert spans.scores is not None and spans.positions is not None
+        key, value = spans.k[None, None, span], spans.v[None, None, span]
+        end = self._settled + spans.tail
+        prompt = PromptLayer(key, value, scale, length=end, rotation=self._plan.rotation)
+        entries = Arrived(prompt, spans.positions[span], spans.scores[span])
+        return self._plan.method.selector.at_eviction(self._index, head, entries)
+
+    def _arrival_scores(self, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """What of the scores [B, H, n] of new tokens is final now. Rows without padding go together, others alone."""
+        seen, selector = self.get_seq_length(), self._plan.method.selector
+        whole = PromptLayer(key, value, scale, rotation=self._plan.rotation)
+        if not any(self._padding):
+            return selector.on_arrival(self._index, replace(whole, start=seen))
+        rows = [
+            replace(whole.part(slice(row, row + 1), slice(None)), start=seen - padding)
+            for row, padding in enumerate(self._padding)
+        ]
+        return torch.cat([selector.on_arrival(self._index, row) for row in rows])
 
     def _continue(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Append k, v [B, H, n, d] and attend over everything held: [B, Hq, n, d]."""
@@ -239,19 +294,25 @@ class RaggedLayer(HookedLayer):
         new = key.shape[2]
         scores = None
         if self.spans.scores is not None:
-            scores = self._plan.method.selector.scores(self._index, None, key, value, scale)
+            scores = self._arrival_scores(key, value, scale)
+            # A step of decoding does not wait for the device; the same selector was checked on the prompt.
+            if new > 1:
+                check_shape(self._plan.method.selector, scores, key)
+                self._shared.doubts.append(not_numbers(scores))
+                self._check_doubts()
         if new > self.spans.room:
-            self._make_room(new)
+            self._make_room(new, scale)
         pool = self.spans.dtype
-        out = self.spans.extend(query.to(pool), key.to(pool), value.to(pool), scale, scores, self._buffers)
+        states = query.to(pool), key.to(pool), value.to(pool)
+        out = self.spans.extend(*states, scale, scores, self.get_seq_length(), self._shared.buffers)
         return out.to(value.dtype)
 
-    def _make_room(self, new: int) -> None:
+    def _make_room(self, new: int, scale: float) -> None:
         assert self.spans is not None
         try:
             if self._plan.decode_eviction and self.prompt_length:
                 limits = self._limits()
-                self._settle(limits, self._slack(_mean(limits)) + new)
+                self._settle(limits, self._slack(_mean(limits)) + new, scale)
             else:
                 # A part of a prompt needs no slack: its spans are laid again right after it.
                 slack = self._slack(_mean(self.spans.lens) + self.spans.tail) if self.prompt_length else 0
@@ -276,6 +337,7 @@ class RaggedLayer(HookedLayer):
                 f"{cut} tokens cannot be cut off: only the {tail} after the compressed prompt can; "
                 "give a number between minus that and 0."
             )
+        self._arrived = None
         if self.spans is not None:
             self.spans.cut(cut)
 
@@ -286,12 +348,11 @@ class RaggedLayer(HookedLayer):
         if torch.equal(rows, torch.arange(held, device="cpu")):
             return
         if self._whole is not None:
-            part = self._whole
-            query = None if part.query is None else part.query[beam_idx]
-            self._whole = PromptLayer(part.key[beam_idx], part.value[beam_idx], part.scale, query)
+            self._whole = self._whole.part(beam_idx, slice(None))
         if self.spans is not None:
             self.spans = self.spans.select(rows, self.spans.room)
             self.kept, self.real = self.kept[rows], [self.real[row] for row in rows.tolist()]
+            self._padding = [self._padding[row] for row in rows.tolist()] if self._padding else []
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)
@@ -303,10 +364,10 @@ class RaggedLayer(HookedLayer):
     def offload(self) -> None:
         raise CacheError("RaggedCache does not offload; lower the retention instead.")
 
-    def fork(self, buffers: dict[Any, Any] | None = None) -> "RaggedLayer":
-        """A copy with pools and `buffers` of its own."""
+    def fork(self, shared: Shared) -> "RaggedLayer":
+        """A copy with pools of its own, in a cache whose layers have `shared`."""
         twin = copy.copy(self)
-        twin._buffers = buffers
+        twin._shared = shared
         twin.spans = None if self.spans is None else self.spans.relaid(self.spans.room)
         return twin
 
@@ -332,19 +393,58 @@ class RaggedLayer(HookedLayer):
         self.prompt_length = self._settled = int(state["length"])
 
     def nbytes(self) -> int:
-        """Bytes of k and v storage really held, those of a prompt still being read included."""
+        """Bytes of k and v storage really held, those of a prompt still being read included, with the
+        queries that its method reads."""
+        query = () if self._whole is None or self._whole.queries is None else (self._whole.queries,)
+        spans = 0 if self.spans is None else self.spans.nbytes()
+        return self._unread_nbytes() + sum(x.untyped_storage().nbytes() for x in query) + spans
+
+    def _unread_nbytes(self) -> int:
+        """Bytes of k and v of a prompt that has not ended."""
         parts = (self._whole.key, self._whole.value) if self._whole is not None else ()
-        return sum(x.untyped_storage().nbytes() for x in parts) + (self.spans.nbytes() if self.spans is not None else 0)
+        return sum(x.untyped_storage().nbytes() for x in parts)
 
     def full_nbytes(self) -> int:
         """Bytes of k and v of all tokens, had none been evicted."""
         if self.spans is None:
-            return self.nbytes()
+            return self._unread_nbytes()
         pools = self.spans if isinstance(self.spans, Spans) else self.spans.fresh
         entry = (pools.k.shape[-1] + pools.v.shape[-1]) * pools.k.element_size()
         return self.kept.numel() * self.get_seq_length() * entry
 
 
+def _joined(tables: list[Tensor]) -> Tensor:
+    """The rows of `tables` [., H, T] in one."""
+    return tables[0] if len(tables) == 1 else torch.cat(tables)
+
+
+def _behind_padding(scores: Tensor, first: int) -> Tensor:
+    """`scores` [B, H, n] of the tokens after `first` ones of padding, which are to be chosen after everything else."""
+    if not first:
+        return scores
+    scores = precise(scores)
+    return pad(scores.clamp(min=torch.finfo(scores.dtype).min), (first, 0), value=-math.inf)
+
+
 def _mean(counts: Tensor) -> int:
     """Entries a head, rounded down."""
     return int(counts.sum()) // max(1, counts.numel())
+
+
+def check_state(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
+    """Raise ValueError, KeyError or QuantizationError unless `state` is what one layer of one compressed text of
+    `tokens` tokens gave; nothing is taken by its word before memory is asked for."""
+    kept, real, length = state["kept"], state["real"], state["length"]
+    if any(counts.dtype != torch.long for counts in (kept, real, length)):
+        raise ValueError("its counts are no whole numbers")
+    if kept.shape != (1, spec.kv_heads) or int(kept.min()) < 0 or int(kept.max()) > tokens:
+        raise ValueError(f"its counts of kept entries are {tuple(kept.shape)}, or more than {tokens} tokens")
+    if real.tolist() != [tokens] or length.tolist() != [tokens]:
+        raise ValueError(f"its lengths are not the {tokens} of its text")
+    wanted = (int(kept.sum()), spec.head_dim)
+    if "k" in state:
+        pools = {side: state[side] for side in "kv"}
+        if any(tuple(pool.shape) != wanted or not pool.is_floating_point() for pool in pools.values()):
+            raise ValueError(f"its k and v are not {wanted}")
+    else:
+        QuantizedSpans.check_state(state, kept, spec.head_dim)

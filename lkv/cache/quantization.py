@@ -16,6 +16,8 @@ from lkv.errors import QuantizationError
 
 BITS = (8, 4)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Values of a group that is not full are filled up while it is restored: a bound on what that takes.
+_LARGEST_GROUP = 1024
 # The range of a group must itself be a float32.
 _LARGEST = 1e38
 
@@ -238,7 +240,9 @@ class QuantizedPool:
             lens = tuple(tensors["lens"].tolist()) if "lens" in tensors else None
             by_channel = None if lens is None else (sum(-(-n // group) for n in lens), width)
             fits = (
-                (bits in BITS and group > 1 and width > 0 and 0 <= dtype < len(_DTYPES))
+                (bits in BITS and 1 < group <= _LARGEST_GROUP and width > 0 and 0 <= dtype < len(_DTYPES))
+                and tensors["layout"].dtype == torch.long
+                and (step.dtype == torch.bfloat16 and least.dtype in (torch.float16, torch.bfloat16))
                 and (codes.dtype == torch.uint8 and codes.shape == (len(codes), -(-width * bits // 8)))
                 and step.shape == least.shape == (by_channel or (len(codes), -(-width // group)))
                 and (lens is None or (sum(lens) == len(codes) and min(lens, default=0) >= 0))
@@ -270,8 +274,10 @@ def _torchao() -> Any:
 def _check(pool: Tensor, bits: int, group: int) -> None:
     if bits not in BITS:
         raise ValueError(f"bits is {bits!r}, but it must be one of {BITS}.")
-    if group < 2:
-        raise ValueError(f"group is {group!r}, but it is the number of values that share a step: give 2 or more.")
+    if not 2 <= group <= _LARGEST_GROUP:
+        raise ValueError(
+            f"group is {group!r}, but it is the number of values that share a step: give 2 to {_LARGEST_GROUP}."
+        )
     if pool.ndim != 2 or not pool.shape[1] or pool.dtype not in _DTYPES:
         raise ValueError(f"the pool is {pool.dtype} {tuple(pool.shape)}, but it must be floating point [P, d], d > 0.")
     if pool.numel() and not float(pool.abs().amax()) <= _LARGEST:

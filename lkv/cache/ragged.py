@@ -1,20 +1,21 @@
 """RaggedCache: every KV head holds a span of its own length, and what is evicted is freed."""
 
 import copy
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lkv.cache.layer import Plan, RaggedLayer
+from lkv.cache.layer import Plan, RaggedLayer, Shared
 from lkv.cache.quantization import BITS, require_library
-from lkv.errors import CacheError, PromptError, RetentionError
+from lkv.errors import BudgetError, CacheError, PromptError, RetentionError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
-from lkv.host.spec import layer_windows, local_heads
 from lkv.methods.budget import FixedBudget, Share, check_table
-from lkv.methods.build import Method, make_method, needs_policy
-from lkv.models import default_policy
+from lkv.methods.build import Method, make_method
+from lkv.methods.catalogue import find, needs_policy
+from lkv.models import load_policy, policy_for
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 
@@ -31,7 +32,7 @@ class RaggedCache(Cache):
     def __init__(
         self,
         model: Any,
-        policy: Policy | None = None,
+        policy: Policy | str | os.PathLike[str] | None = None,
         retention: float | None = None,
         method: str | Method = "lkv",
         slack: int | None = None,
@@ -43,10 +44,10 @@ class RaggedCache(Cache):
         bits: int | None = None,
         pattern: list[list[float]] | None = None,
     ):
-        """`policy` defaults to the one shipped for the embedded model; `retention` is the share of the prompt's entries
-        to keep, in (0, 1], 0.15 unless given; `method` is a name that `lkv methods` lists, any "RULE+SELECTOR", or a
-        `Method` of your own, whose budget rule then says how much is kept; `slack` is the room in tokens that each head
-        gets for what is appended.
+        """`policy`, or its folder or hub id, defaults to the one shipped for the model; `retention` is the
+        share of the prompt's entries to keep, in (0, 1], 0.15 unless given; `method` is a name that `lkv methods`
+        lists, any "RULE+SELECTOR", or a `Method` of your own, whose budget rule then says how much is kept; `slack` is
+        the room in tokens that each head gets for what is appended.
 
         `budget_tokens`: keep that many tokens a head on average, instead of a share of the prompt.
         `prompt_tokens`: length of the prompt (padding included), for prompts that come in several forward passes
@@ -60,34 +61,29 @@ class RaggedCache(Cache):
         Raises RetentionError, PolicyMismatchError, UnsupportedModelError, CacheError, BudgetError (a pattern of another
         shape) or LkvError (unknown method).
         """
-        self.spec = attach(model)
-        self.share: Share | None = None
-        self.policy: Policy | None = None
-        if isinstance(method, str):
-            self.share = Share.asked(retention, budget_tokens)
-            if needs_policy(method):
-                policy = policy if policy is not None else default_policy()
-                policy.check_model(self.spec)
-                self.policy = _on(model.device, policy)
-            if pattern is not None:
-                check_table(pattern, self.spec.layers, self.spec.kv_heads, "the pattern of retrieval heads")
-            method = make_method(method, self.share, self.policy, local_heads(model), model, self.spec.layers, pattern)
-        elif retention is not None or budget_tokens is not None:
-            raise RetentionError(
-                f"the method {method.name!r} has a budget rule of its own: leave retention and budget_tokens out, or "
-                "give a method by its name."
+        attached = attach(model)
+        self.spec = attached.spec
+        # Ids [B, k] of the first k tokens read, where they are known; and those that `generate` is about to feed.
+        self.ids: Tensor | None = None
+        self._coming: Tensor | None = None
+        method = chosen_method(model, policy, retention, method, budget_tokens, pattern)
+        if method.of_whole_prompts:
+            raise CacheError(
+                f"{method.name!r} must see the whole text before the first layer is evicted from: use "
+                f"lkv.compress(..., method={method.name!r})."
             )
-        if slack is not None and slack < 0:
-            raise CacheError(f"slack is {slack}, but it is a number of tokens: give 0 or more, or None.")
-        if prompt_tokens is not None and prompt_tokens < 1:
-            raise CacheError(f"prompt_tokens is {prompt_tokens}, but a prompt has at least one token.")
+        self.share, self.policy = method.share, method.policy
+        if slack is not None and (type(slack) is not int or slack < 0):
+            raise CacheError(f"slack is {slack!r}, but it is a number of tokens: give 0 or more, or None.")
+        if prompt_tokens is not None and (type(prompt_tokens) is not int or prompt_tokens < 1):
+            raise CacheError(f"prompt_tokens is {prompt_tokens!r}, but a prompt has at least one token.")
         if prompt_tokens is None and (streaming or getattr(model.generation_config, "prefill_chunk_size", None)):
             raise CacheError(
                 "a prompt that comes in parts must be announced: give prompt_tokens=input_ids.shape[1] to RaggedCache."
             )
         if bits is not None and (bits not in BITS or decode_eviction):
             raise CacheError(f"bits is {bits!r}, but it must be one of {BITS}, and decode eviction works without it.")
-        self.plan = Plan(method, self.share, slack, prompt_tokens, streaming, decode_eviction, bits)
+        self.plan = Plan(method, self.share, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotation)
         if self.plan.scored and not (method.selector.local and isinstance(method.budget, FixedBudget)):
             raise CacheError(
                 f"{'streaming' if streaming else 'decode eviction'} does not work with {method.name!r}: it needs scores"
@@ -95,18 +91,88 @@ class RaggedCache(Cache):
             )
         if bits is not None:
             require_library()
-        buffers: dict[Any, Any] = {}
-        self.ragged = [RaggedLayer(index, self.plan, buffers) for index in range(self.spec.layers)]
+        shared = Shared(self.spec.layers - 1)
+        self.ragged = [RaggedLayer(index, self.plan, shared) for index in range(self.spec.layers)]
         for layer in self.ragged:
             layer.model_config = model.config.get_text_config(decoder=True)
-        self._windows = [WindowLayer(window) for window in layer_windows(model) if window is not None]
+        self._windows = [WindowLayer(window) for window in attached.windows if window is not None]
         full, sliding = iter(self.ragged), iter(self._windows)
-        super().__init__(layers=[next(full if window is None else sliding) for window in layer_windows(model)])
+        super().__init__(layers=[next(full if window is None else sliding) for window in attached.windows])
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if layer_idx == 0:
-            self._check_use(key_states.shape[0], self.get_seq_length() + key_states.shape[2])
+            self.assisted = False
+            held, new = self.get_seq_length(), key_states.shape[2]
+            self._check_use(key_states.shape[0], held + new)
+            self._note_ids(held, held + new)
+        # Of the first layer it is the last one of the pass before.
+        before = self.layers[layer_idx - 1]
+        if isinstance(before, RaggedLayer) and before.unattended:
+            raise CacheError(
+                "the model computed attention without LKV: it is a copy that LKV was never attached to, or its "
+                "attention implementation was set anew; call lkv.host.attention.attach(model), then go on after "
+                "cache.rewind(), or after cache.reset() if the prompt was being read."
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def expect(self, ids: Tensor, whole: bool, begins: bool) -> None:
+        """What `generate` is about to feed, compared with what was read where both are known.
+
+        Raises CacheError for ids that do not begin with those read, or hold nothing new.
+        """
+        held, known = self.get_seq_length(), self.ids
+        if not whole:
+            complete = known is not None and known.shape[1] == held and len(known) == len(ids)
+            self._coming = torch.cat([known, ids.to(known.device)], 1) if known is not None and complete else None
+            return
+        if held and ids.shape[1] <= held:
+            raise CacheError(
+                f"this cache has read {held} tokens, but the ids given are {ids.shape[1]}: give all that it has read "
+                "and new ones behind them, or make a new cache (or reset() this one) for another prompt."
+            )
+        if begins and known is not None and len(known) == len(ids):
+            same = min(held, known.shape[1])
+            if not torch.equal(known[:, :same], ids[:, :same].to(known.device)):
+                raise CacheError(
+                    "the ids given do not begin with those that this cache has read; for another prompt make a new "
+                    "cache, or reset() this one."
+                )
+        self._coming = ids
+
+    def _note_ids(self, held: int, tokens: int) -> None:
+        """Keep the ids of what is read now, from `held` tokens on to `tokens`, or forget those that it replaces."""
+        coming, self._coming = self._coming, None
+        if coming is not None and coming.shape[1] == tokens:
+            self.ids = coming
+        elif self.ids is not None:
+            self.ids = self.ids[:, :held]
+
+    def _take_ids(self, rows: Tensor) -> None:
+        if self.ids is not None:
+            self.ids = self.ids[rows.to(self.ids.device)]
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Make row i a copy of the row `beam_idx[i]`."""
+        super().reorder_cache(beam_idx)
+        self._take_ids(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` [n], in that order."""
+        super().batch_select_indices(indices)
+        self._take_ids(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Make `repeats` copies of each row. Raises CacheError for less than one."""
+        if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+            raise CacheError(f"repeats is {repeats!r}, but it is how often each row is held: give a whole number >= 1.")
+        super().batch_repeat_interleave(repeats)
+        if self.ids is not None:
+            self.ids = self.ids.repeat_interleave(repeats, 0)
+
+    def reset(self) -> None:
+        """Forget everything, and free it."""
+        super().reset()
+        self.ids = self._coming = None
 
     def _check_use(self, rows: int, tokens: int) -> None:
         if len({(layer.prompt_length, layer.get_seq_length()) for layer in self.ragged}) > 1:
@@ -133,6 +199,7 @@ class RaggedCache(Cache):
                 "assisted decoding sends its first candidates together with the prompt: give "
                 "prompt_tokens=input_ids.shape[1] to RaggedCache, so that they are told apart."
             )
+        self.assisted = True
         for layer in self._windows:
             layer.activate_past_recording()
 
@@ -144,8 +211,8 @@ class RaggedCache(Cache):
     def fork(self) -> "RaggedCache":
         """A copy that goes on independently."""
         twin = copy.copy(self)
-        buffers: dict[Any, Any] = {}
-        twin.ragged = [layer.fork(buffers) for layer in self.ragged]
+        shared = Shared(self.spec.layers - 1)
+        twin.ragged = [layer.fork(shared) for layer in self.ragged]
         twin._windows = [layer.fork() for layer in self._windows]
         full, sliding = iter(twin.ragged), iter(twin._windows)
         twin.layers = [next(full if isinstance(layer, RaggedLayer) else sliding) for layer in self.layers]
@@ -189,6 +256,39 @@ class RaggedCache(Cache):
     def full_nbytes(self) -> int:
         """Bytes that an uncompressed cache would hold for the same tokens."""
         return sum(layer.full_nbytes() for layer in self.ragged) + sum(layer.nbytes() for layer in self._windows)
+
+
+def chosen_method(
+    model: Any,
+    policy: Policy | str | os.PathLike[str] | None,
+    retention: float | None,
+    method: str | Method,
+    budget_tokens: int | None = None,
+    pattern: list[list[float]] | None = None,
+    tokenizer: Any = None,
+) -> Method:
+    """`method`, built for `model` where it is given by its name; see `RaggedCache` for the arguments and errors."""
+    if not isinstance(method, str | Method):
+        raise CacheError(f"method is {method!r}; give a name that `lkv methods` lists, or a Method of your own.")
+    if pattern is not None and (isinstance(method, Method) or find(method).rule != "duo"):
+        name = method if isinstance(method, str) else method.name
+        raise BudgetError(f"the method {name!r} reads no pattern of retrieval heads: leave it out, or use 'duo'.")
+    if isinstance(method, Method):
+        if retention is not None or budget_tokens is not None:
+            raise RetentionError(
+                f"the method {method.name!r} has a budget rule of its own: leave retention and budget_tokens out, or "
+                "give a method by its name."
+            )
+        return method
+    attached, share = attach(model), Share.asked(retention, budget_tokens)
+    spec, own = attached.spec, None
+    if needs_policy(method):
+        own = policy_for(spec) if policy is None else policy if isinstance(policy, Policy) else load_policy(policy)
+        own.check_model(spec)
+        own = _on(model.device, own)
+    if pattern is not None:
+        check_table(pattern, spec.layers, spec.kv_heads, "the pattern of retrieval heads")
+    return make_method(method, share, own, attached.heads, model, spec.layers, pattern, tokenizer)
 
 
 def _on(device: torch.device, policy: Policy) -> Policy:

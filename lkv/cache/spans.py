@@ -1,5 +1,6 @@
 """Spans: entries of unequal number a head, one after another in flat pools, each span with room at its end."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ class Spans:
     """Flat pools [P, d] of k and v in which each (batch, KV head) owns one contiguous span (Sec. 4.5).
 
     A span is `lens` settled entries, `tail` appended ones and `room` for more. Appends are equal for all heads, so tail
-    and room are one integer each. `scores` [P] float32 goes with the entries where scores are to be kept.
+    and room are one integer each. `scores` [P] float32 and `positions` [P] go with the entries where some are to be
+    evicted later.
     """
 
     def __init__(self, lens: Tensor, room: int, key: Tensor, value: Tensor, scored: bool = False):
@@ -28,6 +30,7 @@ class Spans:
         with torch.inference_mode(False):
             self.k, self.v = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
             self.scores = key.new_empty(size, dtype=torch.float32) if scored else None
+            self.positions = key.new_empty(size, dtype=torch.int32) if scored else None
             # The attention kernels read these where the pools are: no step waits for a copy.
             self._device_starts, self._settled = _on(key.device, self.starts, lens)
             self._device_lens = self._settled.clone()  # tails included; changed where it lies
@@ -41,15 +44,16 @@ class Spans:
         """Pools of k and v, starts and lengths (int32 [B, H], on the pools' device), as for `ragged_attention`."""
         return self.k, self.v, self._device_starts, self._device_lens
 
-    def fill(self, key: Tensor, value: Tensor, scores: Tensor) -> None:
+    def fill(self, key: Tensor, value: Tensor, scores: Tensor, arrived: Tensor | None = None) -> None:
         """Settle the best tokens of each head, in rising order: as many of `key` and `value` [B, H, T, d] by `scores`
-        [B, H, T] as there are settled entries."""
+        [B, H, T] as there are settled entries. Where scores are to be kept, they are those on arrival, `arrived`
+        [B, H, T]."""
         heads, tokens = scores.shape[1:]
         most = int(self.lens.max())
         if not most:
             return
         counts, starts = self._settled.flatten(), self._device_starts.flatten()
-        order = scores.flatten(0, 1).topk(most).indices
+        order = _ranked(scores.flatten(0, 1))[:, :most]
         # What a head does not keep goes behind all tokens, so that one sort puts every head's in order.
         kept = torch.arange(most, device=order.device) < counts[:, None]
         order = order.where(kept, tokens).sort(-1).values
@@ -59,8 +63,9 @@ class Spans:
         row, kv_head = head // heads, head % heads
         self.k[places] = key[row, kv_head, token]
         self.v[places] = value[row, kv_head, token]
-        if self.scores is not None:
-            self.scores[places] = scores[row, kv_head, token].float()
+        if self.scores is not None and self.positions is not None:
+            assert arrived is not None
+            self.scores[places], self.positions[places] = arrived[row, kv_head, token].float(), token.int()
 
     def extend(
         self,
@@ -69,14 +74,18 @@ class Spans:
         value: Tensor,
         scale: float,
         scores: Tensor | None = None,
+        position: int = 0,
         buffers: dict[Any, Any] | None = None,
     ) -> Tensor:
-        """Append new k, v [B, H, n, d] (and scores [B, H, n]), for which there must be room, and attend to everything
-        held: [B, Hq, n, d] for `query` of that shape. `buffers` as in `ragged_attention.extend`."""
+        """Append new k, v [B, H, n, d], for which there must be room, and attend to everything held: [B, Hq, n, d] for
+        `query` of that shape. `scores` [B, H, n] of tokens from `position` on are kept where some are. `buffers` as in
+        `ragged_attention.extend`."""
         new = key.shape[2]
-        if self.scores is not None and scores is not None:
+        if self.scores is not None and self.positions is not None and scores is not None:
             ends = self._device_starts + self._device_lens
-            self.scores[ends[..., None] + torch.arange(new, device=key.device)] = scores.float()
+            steps = torch.arange(new, device=key.device)
+            self.scores[ends[..., None] + steps] = scores.float()
+            self.positions[ends[..., None] + steps] = (position + steps).int()
         out = extend(query, key, value, *self.for_attention(), scale, buffers=buffers)
         self.tail += new
         self.room -= new
@@ -95,16 +104,19 @@ class Spans:
         # From the settled lengths: a step that was interrupted may have counted its tokens on the device alone.
         torch.add(self._settled, self.tail, out=self._device_lens)
 
-    def settle(self, limits: Tensor, room: int) -> "Spans":
-        """New spans of the entries with the best scores, at most `limits` [B, H] of each; nothing in their tail."""
-        assert self.scores is not None
+    def settle(self, limits: Tensor, room: int, completed: Callable[[int, int, slice], Tensor]) -> "Spans":
+        """New spans of the best entries, at most `limits` [B, H] of each; nothing in their tail.
+
+        `completed(row, head, span)` gives the scores of the entries of that span now.
+        """
         held = self.lens + self.tail
         lens = torch.minimum(limits, held)
         chosen = []
-        for start, length, count in zip(
-            self.starts.flatten().tolist(), held.flatten().tolist(), lens.flatten().tolist(), strict=True
-        ):
-            chosen.append(best(self.scores[start : start + length], count) + start)
+        for row in range(len(held)):
+            for head, count in enumerate(lens[row].tolist()):
+                start = int(self.starts[row, head])
+                span = slice(start, start + int(held[row, head]))
+                chosen.append(best(completed(row, head, span), count) + start)
         new = Spans(lens, room, self.k, self.v, scored=True)
         new._take(self, torch.cat(chosen))
         return new
@@ -126,7 +138,8 @@ class Spans:
         places = _places(self.starts, self.lens, self.k.device)
         self.k[places], self.v[places] = other.k[entries], other.v[entries]
         if self.scores is not None and other.scores is not None:
-            self.scores[places] = other.scores[entries]
+            assert self.positions is not None and other.positions is not None
+            self.scores[places], self.positions[places] = other.scores[entries], other.positions[entries]
 
     def state(self) -> dict[str, Tensor]:
         """Settled entries as tensors to be saved."""
@@ -145,8 +158,8 @@ class Spans:
 
     def nbytes(self) -> int:
         """Bytes of storage behind the pools."""
-        pools = (self.k, self.v) if self.scores is None else (self.k, self.v, self.scores)
-        return sum(pool.untyped_storage().nbytes() for pool in pools)
+        pools = (self.k, self.v, self.scores, self.positions)
+        return sum(pool.untyped_storage().nbytes() for pool in pools if pool is not None)
 
 
 class QuantizedSpans:
@@ -204,6 +217,7 @@ class QuantizedSpans:
         value: Tensor,
         scale: float,
         scores: Tensor | None = None,
+        position: int = 0,
         buffers: dict[Any, Any] | None = None,
     ) -> Tensor:
         """As `Spans.extend`."""
@@ -250,13 +264,21 @@ class QuantizedSpans:
         pools = (("k", self.key), ("v", self.value))
         return {f"{side}_{name}": tensor for side, pool in pools for name, tensor in pool.tensors().items()}
 
+    @staticmethod
+    def check_state(state: dict[str, Tensor], lens: Tensor, width: int) -> None:
+        """Raise KeyError, ValueError or QuantizationError unless `state` holds spans of `lens` entries [B, H] with
+        `width` channels."""
+        key, value = (QuantizedPool.from_tensors(_of_side(state, side)) for side in "kv")
+        if key.lens != tuple(lens.flatten().tolist()) or value.lens is not None:
+            raise ValueError("its quantised pools have other spans than its counts")
+        if len(value) != len(key) or (key.width, value.width) != (width, width):
+            raise ValueError(f"its quantised pools are not {(int(lens.sum()), width)}")
+
     @classmethod
     def restore(cls, state: dict[str, Tensor], lens: Tensor, room: int, like: Tensor) -> "QuantizedSpans":
         """What `state` gave, on the device and for a cache of the dtype of `like`."""
-        key, value = (
-            QuantizedPool.from_tensors({n[2:]: t.to(like.device) for n, t in state.items() if n.startswith(side + "_")})
-            for side in "kv"
-        )
+        state = {name: tensor.to(like.device) for name, tensor in state.items()}
+        key, value = (QuantizedPool.from_tensors(_of_side(state, side)) for side in "kv")
         fresh = Spans(torch.zeros_like(lens), room, like.new_empty(0, key.width), like.new_empty(0, value.width))
         return cls(lens, key, value, fresh)
 
@@ -265,11 +287,22 @@ class QuantizedSpans:
         return self.key.nbytes() + self.value.nbytes() + self.fresh.nbytes()
 
 
+def _of_side(state: dict[str, Tensor], side: str) -> dict[str, Tensor]:
+    """The tensors of the quantised pool of "k" or "v"."""
+    return {name[2:]: tensor for name, tensor in state.items() if name.startswith(side + "_")}
+
+
 def best(scores: Tensor, count: int) -> Tensor:
     """Indices of the `count` highest of `scores` [T], in rising order."""
     if count == len(scores):
         return torch.arange(count, device=scores.device)
-    return scores.topk(count, sorted=False).indices.sort().values
+    return _ranked(scores)[:count].sort().values
+
+
+def _ranked(scores: Tensor) -> Tensor:
+    """Indices of `scores` [..., T], the highest first. Of equal ones the earlier is first, where topk would choose by
+    how many are asked for: what a row keeps does not depend on those beside it."""
+    return scores.argsort(dim=-1, descending=True, stable=True)
 
 
 def _places(starts: Tensor, lens: Tensor, device: torch.device) -> Tensor:

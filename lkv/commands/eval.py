@@ -8,19 +8,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lkv.commands.options import positive
+from lkv.commands.options import add_model, add_policy, positive
 from lkv.errors import LkvError, check_retention
 from lkv.evals.example import Example
 from lkv.evals.protocol import PROTOCOLS
-from lkv.methods.build import FULL, find, needs_policy
 
 SUITES = ("ruler", "longbench")
 _RULER_SAMPLES = 50
 
 
-def add_parser(commands: Any) -> None:
-    """The parser of the command."""
-    parser = commands.add_parser("eval", help="measure methods on RULER or LongBench, or resume a measurement")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--data", type=Path, default=None, help="folder with the sources (default: from the hub)")
     parser.add_argument("--haystack", type=Path, default=None, help="RULER: text file, or folder of them, for needles")
@@ -30,28 +28,31 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--methods", nargs="+", default=["lkv", "snapkv"], help="names that `lkv methods` lists")
     parser.add_argument("--retention", nargs="+", type=float, default=[0.15], help="shares of the cache to keep")
     parser.add_argument("--protocol", choices=PROTOCOLS, default="kvpress", help="how prompts are made")
-    parser.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
+    add_model(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=None, help="of the model")
-    parser.add_argument("--policy", default=None, help="folder or hub id of a policy (default: the one shipped)")
+    add_policy(parser)
     parser.add_argument("--pattern", type=Path, default=None, help="for duo: full_attention_heads.tsv, or a long text")
     parser.add_argument("--seed", type=int, default=0, help="RULER: another seed makes other samples")
     parser.add_argument("--rows-at-once", type=positive, default=64, help="methods x retentions held at a time")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines; a run that was interrupted goes on")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Measure what is asked for, and print the table of it."""
+    from lkv.extras import require
+
+    require("evals", "lkv eval")
     import torch
 
     from lkv.evals.processes import Process
     from lkv.evals.runner import evaluate
-    from lkv.host.spec import inspect_model
-    from lkv.models import DEFAULT, default_policy, load_model
-    from lkv.policy import Policy, differs
+    from lkv.files import check_place
+    from lkv.host.attention import attach
+    from lkv.methods.catalogue import FULL, find, needs_policy
+    from lkv.models import DEFAULT, load_model, load_policy, policy_for
 
     # What is wrong with the command is told before a model is loaded.
-    if options.out.is_dir():
-        raise LkvError(f"{options.out} is a folder; give a file for the JSON lines with --out.")
+    check_place(options.out, LkvError, "the samples")
     tasks = _tasks(options.suite, options.tasks)
     entries = [find(name) for name in options.methods if name != FULL]
     for retention in options.retention:
@@ -62,16 +63,15 @@ def _run(options: argparse.Namespace) -> None:
             "or with a long text file to estimate them from."
         )
     examples = _longbench(options, tasks) if options.suite == "longbench" else _ruler(options, tasks)
-    policy = None
-    if any(needs_policy(name) for name in options.methods if name != FULL):
-        policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
+    needed = any(needs_policy(name) for name in options.methods if name != FULL)
+    policy = load_policy(options.policy, options.strict) if needed and options.policy else None
     process = Process.current()
     name = options.model or DEFAULT
     model, tokenizer = load_model(name, getattr(torch, options.dtype) if options.dtype else None)
     model.to(process.device)
-    spec = inspect_model(model)
-    if policy is not None and options.policy is None and differs(policy.spec, spec):
-        raise LkvError(f"the policy that is shipped is not for {name}; give its own with --policy, or train one.")
+    spec = attach(model).spec
+    if needed and policy is None:
+        policy = policy_for(spec)
     limit = spec.max_positions
     if options.suite == "ruler" and max(options.lengths) > limit:
         raise LkvError(f"a length of {max(options.lengths)} is asked for, but {name} reads {limit} tokens at most.")
@@ -141,11 +141,11 @@ def _ruler(options: argparse.Namespace, tasks: Sequence[str]) -> Callable[[Any],
 
 def _pattern(path: Path, model: Any, tokenizer: Any) -> list[list[float]]:
     """DuoAttention's alphas from a pattern file, or estimated once on a text."""
-    from lkv.host.spec import inspect_model
+    from lkv.host.attention import attach
     from lkv.methods.budget import estimate_pattern, read_pattern
     from lkv.prompts import context_ids
 
-    spec = inspect_model(model)
+    spec = attach(model).spec
     if path.suffix == ".tsv":
         return read_pattern(path, spec.layers, spec.kv_heads)
     try:

@@ -1,4 +1,4 @@
-"""Kinds of options that several commands take."""
+"""Options that several commands take, and kinds of them."""
 
 import argparse
 
@@ -9,3 +9,16 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not a positive number")
     return number
+
+
+def add_model(parser: argparse._ActionsContainer) -> None:
+    """--model, as every command takes it."""
+    parser.add_argument("--model", default=None, help="folder, GGUF file or hub id (default: embedded SmolLM2-135M)")
+
+
+def add_policy(parser: argparse._ActionsContainer) -> None:
+    """--policy, and whether it may be another model's."""
+    parser.add_argument("--policy", default=None, help="folder or hub id of a policy (default: the one shipped)")
+    parser.add_argument(
+        "--no-strict", dest="strict", action="store_false", help="warn, not refuse, if --policy was trained for others"
+    )

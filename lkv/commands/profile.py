@@ -5,24 +5,24 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from lkv.commands.options import positive
-from lkv.errors import LkvError, check_retention
-from lkv.methods.build import FULL, find, needs_policy
+from lkv.commands.options import add_model, positive
+from lkv.errors import LkvError, PolicyMismatchError, check_retention
 from lkv.results import resumable, write_results
 
 _MOST_TOKENS = 2**22  # no context beyond this is tried
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def add_parser(commands: Any) -> None:
-    """The parser of the command."""
-    parser = commands.add_parser("profile", help="measure prefill and decode latency, peak memory and bytes of k and v")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", default=None, help="folder or hub id (default: the embedded SmolLM2-135M)")
+    add_model(which)
     which.add_argument("--config", default=None, help="random weights: llama-3.1-8b, qwen3-8b, ... or a config.json")
     parser.add_argument("--policy", default=None, help="folder or hub id (default: random where none is shipped)")
     parser.add_argument("--tokens", nargs="+", type=positive, default=[1024, 2048, 4096, 8192], help="context lengths")
-    parser.add_argument("--methods", nargs="+", default=[FULL, "lkv", "snapkv"], help="names that `lkv methods` lists")
+    parser.add_argument(
+        "--methods", nargs="+", default=["full", "lkv", "snapkv"], help="names that `lkv methods` lists"
+    )
     parser.add_argument("--retention", type=float, default=0.15, help="share of the cache to keep, in (0, 1]")
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument("--new-tokens", type=positive, default=16, help="tokens generated after each context")
@@ -39,10 +39,12 @@ def add_parser(commands: Any) -> None:
         "--memory-limit", type=float, default=None, help="GiB allowed beside the weights (default: what there is)"
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON file; a run that was interrupted goes on")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Measure each length, going on where an earlier run stopped, and write the result."""
+    from lkv.methods.catalogue import FULL, find
+
     # What is wrong with the command is told before a model is made.
     check_retention(options.retention)
     for name in options.methods:
@@ -89,8 +91,8 @@ def _profiler(options: argparse.Namespace) -> Any:
     import torch
 
     from lkv.host.attention import attach
-    from lkv.models import DEFAULT, default_policy, load_model
-    from lkv.policy import Policy
+    from lkv.methods.catalogue import FULL, needs_policy
+    from lkv.models import DEFAULT, load_model, load_policy, policy_for
     from lkv.profiling.measure import Profiler, Settings
     from lkv.profiling.shapes import allow_positions, random_model, random_policy, read_config
 
@@ -108,13 +110,14 @@ def _profiler(options: argparse.Namespace) -> Any:
         name = Path(chosen).name
         model = load_model(chosen, dtype)[0].to(device)
     allow_positions(model, _MOST_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
-    spec = attach(model)
+    spec = attach(model).spec
     if options.policy:
-        policy = Policy.from_pretrained(options.policy)
-    elif options.config or chosen != DEFAULT:
-        policy = random_policy(spec, options.seed)
+        policy = load_policy(options.policy)
     else:
-        policy = default_policy()
+        try:
+            policy = policy_for(spec)
+        except PolicyMismatchError:
+            policy = random_policy(spec, options.seed)
     if any(needs_policy(method) for method in options.methods if method != FULL):
         policy.check_model(spec)
     settings = Settings(
@@ -132,7 +135,7 @@ def _profiler(options: argparse.Namespace) -> Any:
 
 def _compare_contexts(largest: list[dict[str, Any]]) -> None:
     """Set how many times the full cache's largest context each method's is, where both were found."""
-    full = next((row for row in largest if row["method"] == FULL and row["n"]), None)
+    full = next((row for row in largest if row["method"] == "full" and row["n"]), None)
     for row in largest if full else ():
         row["context_ratio"] = row["tokens"] / full["tokens"] if full and row["n"] else None
         if row["context_ratio"]:

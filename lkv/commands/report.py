@@ -1,12 +1,12 @@
 """`lkv report`."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from lkv.errors import ReportError
+from lkv.files import write_text
 from lkv.report.builders import TABLES, Request, build
 from lkv.report.figures import save_figure
 from lkv.report.formats import FORMATS
@@ -19,9 +19,8 @@ from lkv.report.tables import Table
 _MATCHING = "matching"
 
 
-def add_parser(commands: Any) -> None:
-    """Add `report` to the subcommands of `lkv`."""
-    report = commands.add_parser("report", help="make tables and figures from result files")
+def add_arguments(report: argparse.ArgumentParser) -> None:
+    """The options of the command."""
     report.add_argument("files", type=Path, nargs="*", help="what `lkv eval` wrote")
     report.add_argument("--profile", type=Path, help="what `lkv profile` wrote: prefill table and memory figure")
     report.add_argument("--table", choices=TABLES, default="main")
@@ -39,16 +38,16 @@ def add_parser(commands: Any) -> None:
         choices=[*models(), _MATCHING],
         help="add the paper's numbers, by default of the model that the results are of",
     )
-    report.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Print or write the table, and draw the figure where one is asked for."""
     if bool(options.profile) == bool(options.files):
         raise ReportError("give either result files of `lkv eval`, or --profile with one file of `lkv profile`.")
     table, figure = _profile(options) if options.profile else _evaluation(options)
     text = FORMATS[options.format](table)
     if options.out:
-        _write(options.out, text)
+        write_text(options.out, text, ReportError, "the table")
     else:
         print(text, end="")
     if figure:
@@ -76,13 +75,3 @@ def _profile(options: argparse.Namespace) -> tuple[Table, Any]:
 
 def _model(options: argparse.Namespace, own: str) -> str:
     return model_of(own) if options.published == _MATCHING else options.published
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ReportError(f"{path} cannot be written ({error}); nothing was changed there.") from error

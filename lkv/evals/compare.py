@@ -1,7 +1,7 @@
 """Several methods on one prompt, from one prefill, through the real cache."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -189,5 +189,6 @@ def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
 
 
 def _repeat(layer: PromptLayer, rows: int) -> PromptLayer:
-    query = None if layer.query is None else layer.query.expand(rows, -1, -1, -1)
-    return PromptLayer(layer.key.expand(rows, -1, -1, -1), layer.value.expand(rows, -1, -1, -1), layer.scale, query)
+    queries = None if layer.queries is None else layer.queries.expand(rows, -1, -1, -1)
+    key, value = layer.key.expand(rows, -1, -1, -1), layer.value.expand(rows, -1, -1, -1)
+    return replace(layer, key=key, value=value, queries=queries)

@@ -1,13 +1,13 @@
 """The file of finished samples: JSON lines that survive interruptions and are shared out over processes."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lkv.errors import DataError
 from lkv.evals.processes import Process
+from lkv.files import check_place, reason, write_text
 
 _FREE = ("machine", "date")  # may differ between the runs that fill one file
 
@@ -23,7 +23,7 @@ class Journal:
         """Raises DataError if `out` or a part holds samples of other settings, or is no file of samples."""
         self._out, self._header, self._process = out, header, process
         self._path = out if process.size == 1 else _part(out, process.rank)
-        out.parent.mkdir(parents=True, exist_ok=True)
+        check_place(out, DataError, "the samples")
         for path in self._files():
             self._check(path)
         process.wait()
@@ -35,9 +35,14 @@ class Journal:
 
     def add(self, row: dict[str, Any]) -> None:
         """Append one sample; `row["key"]` names it."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-            file.flush()
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(_line(row))
+        except OSError as error:
+            raise DataError(
+                f"{self._path} takes no more samples ({reason(error)}); what it holds is good: mend that and run the "
+                "same command to go on."
+            ) from error
 
     def finish(self, order: Sequence[str]) -> None:
         """Once every process has come here: all samples in `out`, in the order of their keys."""
@@ -95,12 +100,14 @@ def _read(path: Path) -> list[dict[str, Any]]:
         rows = []
         for number, line in enumerate(lines, 1):
             row = json.loads(line)
-            if not isinstance(row, dict) or (number > 1) != ("key" in row):
+            if not isinstance(row, dict) or (number > 1) != isinstance(row.get("key"), str):
                 raise ValueError("it is neither a header nor a sample")
             rows.append(row)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is no text ({error}); delete it, or give another file.") from error
-    except ValueError as error:
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({reason(error)}); give another file.") from error
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path}, line {number}, is damaged ({error}); delete that line to measure its sample again, or give "
             "another file."
@@ -109,7 +116,14 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, "".join(map(_line, rows)), DataError, "the samples")
+
+
+def _line(row: dict[str, Any]) -> str:
+    """One line of JSON; what is no valid text (half a character that a model broke off) is escaped."""
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text = json.dumps(row, allow_nan=False)
+    return text + "\n"

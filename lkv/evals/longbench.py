@@ -114,8 +114,10 @@ def _lines(path: Path, task: str) -> Iterator[tuple[int, str, str]]:
 def _row(line: str, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{place}: not a JSON object ({error}).") from error
+        # Half a character, which JSON can escape, is no text that a tokenizer could read.
+        json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: not a JSON object of valid text ({error}).") from error
     if not isinstance(row, dict):
         raise DataError(f"{place}: a {type(row).__name__} instead of a JSON object with LongBench's fields.")
     return row

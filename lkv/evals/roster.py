@@ -8,11 +8,10 @@ from torch import Tensor
 
 from lkv.errors import LkvError
 from lkv.host.attention import attach
-from lkv.host.spec import local_heads
 from lkv.methods.budget import Share, Uniform
-from lkv.methods.build import FULL, KVZIP, RULES, SELECTORS, Method, Source, find
-from lkv.methods.kvzip import replay_budget, replay_scores
-from lkv.methods.selection import GivenScores, Selector, StreamingLLM
+from lkv.methods.build import Method, Source, build_rule, build_selector
+from lkv.methods.catalogue import FULL, find
+from lkv.methods.selection import Selector, StreamingLLM
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 
@@ -53,24 +52,21 @@ class Roster:
         Raises LkvError for an unknown name, or where a method misses its policy or pattern, PolicyMismatchError for the
         policy of another model, and RetentionError.
         """
-        self._model, self._tokenizer, self._policy = model, tokenizer, policy
-        spec = attach(model)
+        attached = attach(model)
         if policy is not None:
-            policy.check_model(spec)
-        layers, heads = spec.layers, local_heads(model)
+            policy.check_model(attached.spec)
         self._entries = {name: find(name) for name in dict.fromkeys(names) if name != FULL}
         self._sources = {
-            retention: Source(Share(retention), policy, heads, model, layers, pattern, strict=False)
+            retention: Source(
+                Share(retention), policy, attached.heads, model, attached.spec.layers, pattern, tokenizer, strict=False
+            )
             for retention in dict.fromkeys(retentions)
         }
         some = next(iter(self._sources.values()))
-        self._selectors = {
-            selector: SELECTORS[selector][1](some)
-            for selector in {entry.selector for entry in self._entries.values()} - {KVZIP}
-        }
+        selectors = dict.fromkeys(entry.selector for entry in self._entries.values())
+        self._selectors = {name: build_selector(name, some) for name in selectors}
         for entry in self._entries.values():
-            if entry.rule in RULES:
-                RULES[entry.rule][1](some)  # what is missing is missed before the first prompt is read
+            build_rule(entry.rule, some)  # what is missing is missed before the first prompt is read
 
     @property
     def names(self) -> list[str]:
@@ -96,40 +92,28 @@ class Roster:
 
     def for_prompt(self, ids: list[int], prompt: list[PromptLayer]) -> tuple[list[Row], list[Skipped]]:
         """The rows for the one prompt `ids`, already read into `prompt`; the full cache comes first."""
-        selectors = dict(self._selectors)
-        first = {name: _first_scores(selector, prompt[0]) for name, selector in selectors.items()}
-        table = None
-        if any(entry.selector == KVZIP for entry in self._entries.values()):
-            try:
-                table = replay_scores(self._model, self._tokenizer, ids, prompt)
-            except LkvError as error:
-                first[KVZIP] = error
-            else:
-                selectors[KVZIP], first[KVZIP] = GivenScores(table), table[0]
+        ready = {name: _prepared(selector, ids, prompt) for name, selector in self._selectors.items()}
         rows = [Row(FULL, 1.0, Method(FULL, Uniform(1.0), StreamingLLM(sinks=0)))]
         skipped = []
         for retention, source in self._sources.items():
             for name, entry in self._entries.items():
+                selector, scores = ready[entry.selector]
                 try:
-                    scores = first[entry.selector]
                     if isinstance(scores, LkvError):
                         raise scores
-                    if entry.selector == KVZIP:
-                        assert table is not None
-                        budget = replay_budget(name, table, source.share, self._policy, source.pattern)
-                    else:
-                        budget = RULES[entry.rule][1](source)
-                    budget.counts(0, scores)
+                    method = Method(name, build_rule(entry.rule, source), selector).for_prompt(ids, prompt)
+                    method.budget.counts(0, scores)
                 except LkvError as error:
                     skipped.append(Skipped(name, retention, str(error)))
                 else:
-                    rows.append(Row(name, retention, Method(name, budget, selectors[entry.selector])))
+                    rows.append(Row(name, retention, method))
         return rows, skipped
 
 
-def _first_scores(selector: Selector, layer: PromptLayer) -> Tensor | LkvError:
-    """The scores of the first layer, or why the selector cannot score this prompt."""
+def _prepared(selector: Selector, ids: list[int], prompt: list[PromptLayer]) -> tuple[Selector, Tensor | LkvError]:
+    """The selector made ready for this prompt with its scores of the first layer, or why it cannot score it."""
     try:
-        return selector.scores(0, layer.query, layer.key, layer.value, layer.scale)
+        ready = selector.for_prompt(ids, prompt)
+        return ready, ready.scores(0, prompt[0])
     except LkvError as error:
-        return error
+        return selector, error

@@ -90,7 +90,9 @@ def evaluate(
             )
     with_full = _first_of_each(named, timed)
     left = _share([key for key in named if key not in journal.done], process)
-    prompt_of = partial(make_prompt, tokenizer=tokenizer, protocol=protocol, max_positions=attach(model).max_positions)
+    prompt_of = partial(
+        make_prompt, tokenizer=tokenizer, protocol=protocol, max_positions=attach(model).spec.max_positions
+    )
     run = _Run(model, tokenizer, roster, prompt_of, score, rows_at_once)
     with evaluation_mode(model):
         for key in tqdm(left, desc=str(header["suite"]), unit="sample", disable=process.rank > 0):

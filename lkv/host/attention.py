@@ -4,6 +4,7 @@ the stock attention of the model."""
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,18 +16,53 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.config import ModelSpec
 from lkv.errors import CacheError, UnsupportedModelError
+from lkv.host.generation import announce_ids
 from lkv.host.hooks import HOOK
-from lkv.host.spec import inspect_model
+from lkv.host.rotation import Rotation, rotation_of
+from lkv.host.spec import inspect_model, layer_windows, local_heads
 
 _PREFIX = "lkv_"
+_ATTACHED = "_lkv_attached"
 
 
-def attach(model: Any) -> ModelSpec:
+@dataclass(frozen=True)
+class AttachedModel:
+    """What LKV read of a model that it is attached to.
+
+    `windows`: the sliding window of each layer, None where a layer is evicted from; `heads`: the KV heads computed in
+    this process; `rotation`: the model's RoPE, None where LKV cannot undo it; `config`: its configuration object.
+    """
+
+    spec: ModelSpec
+    windows: tuple[int | None, ...]
+    heads: slice
+    rotation: Rotation | None
+    config: Any
+
+
+def attach(model: Any) -> AttachedModel:
     """Let LKV caches work in `model`, whatever attention implementation it has; other caches behave as before.
 
-    Idempotent. Returns the model's `ModelSpec`; raises UnsupportedModelError where eviction cannot work.
+    Idempotent; the model is read once. Raises UnsupportedModelError where eviction cannot work.
     """
-    spec = inspect_model(model)
+    attached = getattr(model, _ATTACHED, None)
+    if attached is None or attached.config is not model.config:
+        spec = inspect_model(model)
+        attached = AttachedModel(
+            spec, tuple(layer_windows(model)), local_heads(model), rotation_of(model), model.config
+        )
+    _let_in(model)
+    setattr(model, _ATTACHED, attached)
+    return attached
+
+
+def device_of(model: Any) -> torch.device:
+    """Where the model takes its ids."""
+    return model.get_input_embeddings().weight.device
+
+
+def _let_in(model: Any) -> None:
+    """Register LKV's attention over the model's own and switch the model to it."""
     base = model.config._attn_implementation or "eager"
     if not base.startswith(_PREFIX):
         if base not in ("sdpa", "eager"):
@@ -45,7 +81,7 @@ def attach(model: Any) -> ModelSpec:
             f"{type(model).__name__} computes attention by code of its own, which LKV cannot reach; use a model "
             "whose attention goes through transformers' AttentionInterface."
         )
-    return spec
+    announce_ids(model)
 
 
 def _attention(

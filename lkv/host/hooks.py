@@ -60,6 +60,14 @@ class HookedLayer(CacheLayerMixin):
 class Cache(_StockCache):
     """A cache of hooked layers: whatever the version of transformers, they are called as its newest one does."""
 
+    assisted = False  # whether assisted decoding has just begun
+
+    def expect(self, ids: Tensor, whole: bool, begins: bool) -> None:
+        """Hear from `generate` that `ids` [B, T] come: all from the first on if `whole`, else the new ones alone.
+
+        `begins`: this is a first step, not one of decoding.
+        """
+
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         if isinstance(query_length, Tensor):  # before transformers 5.4: the positions of the queries
             query_length = query_length.shape[0]

@@ -29,10 +29,11 @@ class Rotation:
             )
         self._apply, self._rotary = turn, rotary
         self._kind = {"layer_type": "full_attention"} if "layer_type" in signature(rotary.forward).parameters else {}
+        self._last: dict[tuple, tuple[Tensor, Tensor]] = {}
 
-    def undone(self, x: Tensor) -> Tensor:
-        """What x [B, H, T, d], rotated at positions 0 to T - 1, was before."""
-        cos, sin = self._tables(x, 0, x.shape[2])
+    def undone(self, x: Tensor, start: int = 0) -> Tensor:
+        """What x [B, H, T, d], rotated at positions `start` to `start + T - 1`, was before."""
+        cos, sin = self._tables(x, start, start + x.shape[2])
         size = cos.square() + sin.square()  # not 1 where the model scales its rotations, as YaRN does
         return self._turned(x, cos / size, -sin / size)
 
@@ -46,9 +47,25 @@ class Rotation:
         return self._apply(x, x[:, :1], cos, sin)[0]
 
     def _tables(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, end - start, d]; the layers of one prompt ask for the same ones, so the last two are kept."""
+        wanted = (start, end, like.dtype, like.device)
+        if wanted not in self._last:
+            recent = list(self._last.items())[-1:]
+            self._last = dict([*recent, (wanted, self._computed(like, start, end))])
+        return self._last[wanted]
+
+    def _computed(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
         # A copy: embeddings that follow the text's length change when they are asked about later positions.
         rotary = copy.deepcopy(self._rotary, {id(config): config for config in [getattr(self._rotary, "config", None)]})
         # A model over several devices has one embedding for all of them.
         place = next(rotary.buffers()).device
         cos, sin = rotary(like[:0].to(place), torch.arange(start, end, device=place)[None], **self._kind)
         return cos.to(like.device), sin.to(like.device)
+
+
+def rotation_of(model: Any) -> Rotation | None:
+    """The model's `Rotation`, or None for a model that has none that LKV can undo."""
+    try:
+        return Rotation(model)
+    except UnsupportedModelError:
+        return None

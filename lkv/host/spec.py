@@ -1,16 +1,13 @@
 """What LKV must know of a transformers model: its shape, which layers it evicts from, a fingerprint of its weights."""
 
-import re
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from lkv.config import ModelSpec
 from lkv.errors import UnsupportedModelError
+from lkv.host.fingerprint import read_directions, read_values
 
-_SAMPLES_PER_WEIGHT = 4
 _KINDS = ("full_attention", "sliding_attention")
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")
@@ -66,7 +63,8 @@ def inspect_model(model: Any) -> ModelSpec:
         head_dim=head_dim,
         rope=", ".join(f"{key} {rope[key]}" for key in sorted(rope) if rope[key] is not None),
         max_positions=limit,
-        weights=_fingerprint(weights, text.num_hidden_layers),
+        weights=read_values(weights, text.num_hidden_layers),
+        directions=read_directions(dict(model.get_decoder().named_parameters()), text.num_hidden_layers),
     )
 
 
@@ -109,37 +107,6 @@ def local_heads(model: Any) -> slice:
 
 def _kv_heads(text: Any) -> Any:
     return getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-
-
-def _fingerprint(weights: dict[str, Tensor], layers: int) -> tuple[float, ...]:
-    """A few values of each matrix of the first, middle and last layer, in the order of their names."""
-    values: list[float] = []
-    wanted = {0, layers // 2, layers - 1}
-    for name, weight in sorted(weights.items()):
-        layer = re.search(r"\.(\d+)\.", name)
-        if layer and int(layer[1]) in wanted and weight.ndim == 2 and weight.is_floating_point():
-            places = torch.linspace(0, weight.numel() - 1, _SAMPLES_PER_WEIGHT + 2, dtype=torch.float64, device="cpu")[
-                1:-1
-            ].long()
-            values += [round(float(x), 8) for x in _values(weight, places)]
-    return tuple(values)
-
-
-@torch.no_grad()
-def _values(weight: Tensor, places: Tensor) -> Tensor:
-    """The values at flat `places` of a matrix, also of one whose rows or columns lie in several processes."""
-    rows, columns = places // weight.shape[1], places % weight.shape[1]
-    index = rows.to(weight.device)
-    mesh = getattr(weight, "device_mesh", None)
-    if mesh is None:
-        found = weight[index]
-    else:
-        from torch.distributed.tensor import DTensor, Replicate
-
-        # A lookup fetches the few rows alone; indexing would gather the whole matrix.
-        whole: Any = embedding(DTensor.from_local(index, mesh, [Replicate()] * mesh.ndim, run_check=False), weight)
-        found = whole.full_tensor()
-    return found.float().cpu().gather(1, columns[:, None])[:, 0]
 
 
 def output_projections(model: Any) -> list[Tensor]:

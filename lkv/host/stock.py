@@ -8,6 +8,11 @@ def kv_nbytes(cache: Any) -> int:
     return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
+def positions(model: Any) -> int:
+    """How many tokens `model`, to which LKV is attached, can read."""
+    return model.config.get_text_config(decoder=True).max_position_embeddings
+
+
 def cut_to(cache: Any, length: int) -> None:
     """Cut every layer of `cache`, LKV's or transformers' own, back to its first `length` tokens.
 

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lkv.errors import IntegrationError, UnsupportedModelError
+from lkv.host.rotation import Rotation, rotation_of
 from lkv.host.spec import inspect_model, layer_windows
 from lkv.methods.budget import LearnedBudget
 from lkv.methods.selection import LearnedScores
 from lkv.policy import Policy
+from lkv.prefill import PromptLayer
 
 try:
     from kvpress import BasePress, ScorerPress
@@ -31,11 +33,13 @@ class _Places:
 
     def __init__(self, policy: Policy):
         self.policy = policy
+        self.rotation: Rotation | None = None
         self._index: dict[int, int] = {}
 
     def enter(self, model: Any) -> None:
         """Raises PolicyMismatchError unless the policy was trained for `model`."""
         self.policy.check_model(inspect_model(model))
+        self.rotation = rotation_of(model)
         self.policy.to(model.device)
         full = [place for place, window in enumerate(layer_windows(model)) if window is None]
         self._index = {place: index for index, place in enumerate(full)}
@@ -72,7 +76,9 @@ class LKVScorerPress(ScorerPress):
         self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: Any
     ) -> Tensor:
         """Scores [B, H, T] for `keys` and `values` [B, H, T, d] after RoPE."""
-        return self._selector.scores(self._places.of(module), None, keys, values, 1.0)
+        scale = getattr(module, "scaling", keys.shape[-1] ** -0.5)
+        prompt = PromptLayer(keys, values, scale, rotation=self._places.rotation)
+        return self._selector.scores(self._places.of(module), prompt)
 
     def compress(
         self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: Any

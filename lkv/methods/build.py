@@ -1,16 +1,17 @@
-"""Methods by name: a budget rule with a selector. Any rule goes with any selector, as "RULE+SELECTOR"."""
+"""Methods by name, built: a budget rule with a selector."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lkv.errors import LkvError
-from lkv.methods.budget import Ada, Budget, Duo, LearnedBudget, Pyramid, Share, Uniform, share
+from lkv.methods.budget import Ada, Budget, Contest, Duo, LearnedBudget, Pyramid, Share, Uniform, share
 from lkv.methods.budget.duo import SINKS
+from lkv.methods.catalogue import builder_of, find, needs_policy
+from lkv.methods.kvzip import KVzip
 from lkv.methods.selection import (
     H2O,
     TOVA,
@@ -26,18 +27,32 @@ from lkv.methods.selection import (
     StreamingLLM,
 )
 from lkv.policy import Policy
-
-FULL = "full"  # no method: transformers' own cache, uncompressed
-KVZIP, CONTEST = "kvzip", "contest"
+from lkv.prefill import PromptLayer
 
 
 @dataclass(frozen=True)
 class Method:
-    """What one layer's eviction needs."""
+    """What one layer's eviction needs; `share` and `policy` tell what it was built from, where it was by name."""
 
     name: str
     budget: Budget
     selector: Selector
+    share: Share | None = None
+    policy: Policy | None = None
+
+    @property
+    def of_whole_prompts(self) -> bool:
+        """Whether it must see all layers of a prompt before it evicts from the first (`for_prompt`)."""
+        return self.selector.second_pass or isinstance(self.budget, Contest)
+
+    def for_prompt(self, ids: Sequence[int], prompt: list[PromptLayer]) -> "Method":
+        """The method for the one prompt `ids`, already read into `prompt`: itself, for most.
+
+        Raises what the selector's second pass raises.
+        """
+        selector = self.selector.for_prompt(ids, prompt)
+        budget = self.budget.for_prompt(selector, prompt) if isinstance(self.budget, Contest) else self.budget
+        return replace(self, selector=selector, budget=budget)
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,7 @@ class Source:
     model: Any = None
     layers: int | None = None
     pattern: list[list[float]] | None = None
+    tokenizer: Any = None
     strict: bool = True
 
     def need(self, what: str, by: str) -> Any:
@@ -66,125 +82,45 @@ _HOW = {
     "model": "the model to make_method, or its name to RaggedCache or compress",
     "layers": "the number of layers, or the method's name to RaggedCache or compress",
     "pattern": "one with pattern=budget.read_pattern(file, L, H), or pattern=budget.estimate_pattern(model, texts)",
+    "tokenizer": "the method's name to compress, which has one",
 }
 
-RULES: dict[str, tuple[str, Callable[[Source], Budget]]] = {
-    "uniform": ("every head keeps the same share", lambda s: Uniform(s.share)),
-    "pyramid": ("lower layers keep more (PyramidKV)", lambda s: Pyramid(s.share, s.need("layers", "pyramid"))),
-    "ada": ("the heads of a layer compete by their scores (AdaKV)", lambda s: Ada(s.share)),
-    "duo": (
-        "retrieval heads keep all, others sinks and recent tokens (DuoAttention)",
-        lambda s: Duo(s.share, s.need("pattern", "duo"), heads=s.heads, strict=s.strict),
+_RULES: dict[str, Callable[[Source], Budget]] = {
+    "uniform": lambda s: Uniform(s.share),
+    "pyramid": lambda s: Pyramid(s.share, s.need("layers", "pyramid")),
+    "ada": lambda s: Ada(s.share),
+    "duo": lambda s: Duo(s.share, s.need("pattern", "duo"), heads=s.heads, strict=s.strict),
+    "lkv-h": lambda s: LearnedBudget(s.need("policy", "lkv-h"), s.share, s.heads),
+    "contest": lambda s: Contest(s.share),
+}
+_SELECTORS: dict[str, Callable[[Source], Selector]] = {
+    "lkv-t": lambda s: LearnedScores(s.need("policy", "lkv-t"), s.heads),
+    "snapkv": lambda s: SnapKV(),
+    "expected": lambda s: ExpectedAttention(s.need("model", "expected")),
+    "h2o": lambda s: H2O(),
+    "observed": lambda s: H2O(average=True),
+    "tova": lambda s: TOVA(),
+    "streaming-llm": lambda s: StreamingLLM(),
+    "duo-window": lambda s: DuoWindow(SINKS),
+    "knorm": lambda s: Knorm(),
+    "keydiff": lambda s: KeyDiff(),
+    "critical-snapkv": lambda s: CriticalKV(s.need("model", "critical-snapkv"), SnapKV()),
+    "critical-expected": lambda s: CriticalKV(
+        s.need("model", "critical-expected"), ExpectedAttention(s.need("model", "expected"), value_norm=False)
     ),
-    "lkv-h": ("learned budgets (LKV-H)", lambda s: LearnedBudget(s.need("policy", "lkv-h"), s.share, s.heads)),
-}
-SELECTORS: dict[str, tuple[str, Callable[[Source], Selector]]] = {
-    "lkv-t": ("learned scores of k and v (LKV-T)", lambda s: LearnedScores(s.need("policy", "lkv-t"), s.heads)),
-    "snapkv": ("attention from the last 64 tokens, smoothed", lambda s: SnapKV()),
-    "expected": ("attention expected of queries to come", lambda s: ExpectedAttention(s.need("model", "expected"))),
-    "h2o": ("attention received from all tokens", lambda s: H2O()),
-    "observed": ("attention received, divided by how many tokens saw it", lambda s: H2O(average=True)),
-    "tova": ("attention from the last token", lambda s: TOVA()),
-    "streaming-llm": ("the first and the most recent tokens", lambda s: StreamingLLM()),
-    "duo-window": ("the first 128 and the most recent tokens (DuoAttention)", lambda s: DuoWindow(SINKS)),
-    "knorm": ("small keys", lambda s: Knorm()),
-    "keydiff": ("keys unlike the mean key", lambda s: KeyDiff()),
-    "critical-snapkv": (
-        "SnapKV, weighed by the size of the projected values (CriticalKV)",
-        lambda s: CriticalKV(s.need("model", "critical-snapkv"), SnapKV()),
-    ),
-    "critical-expected": (
-        "Expected Attention, weighed by the size of the projected values (CriticalKV)",
-        lambda s: CriticalKV(
-            s.need("model", "critical-expected"), ExpectedAttention(s.need("model", "expected"), value_norm=False)
-        ),
-    ),
-    "random": ("chance", lambda s: Random()),
+    "random": lambda s: Random(),
+    "kvzip": lambda s: KVzip(s.need("model", "kvzip"), s.need("tokenizer", "kvzip")),
 }
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A method by the name that people use."""
-
-    rule: str
-    selector: str
-    paper: str
+def build_rule(name: str, source: Source) -> Budget:
+    """The budget rule `name`. Raises LkvError where something is missing that it needs."""
+    return (builder_of("rule", name) or _RULES[name])(source)
 
 
-METHODS = {
-    "lkv": Entry("lkv-h", "lkv-t", "LKV"),
-    "lkv-t": Entry("uniform", "lkv-t", "LKV, ablation"),
-    "snapkv": Entry("uniform", "snapkv", "Li et al. 2024"),
-    "pyramidkv": Entry("pyramid", "snapkv", "Cai et al. 2024"),
-    "adakv-snapkv": Entry("ada", "snapkv", "Feng et al. 2024"),
-    "adakv-expected": Entry("ada", "expected", "Feng et al. 2024, Devoto et al. 2025"),
-    "expected": Entry("uniform", "expected", "Devoto et al. 2025"),
-    "duo": Entry("duo", "duo-window", "Xiao et al. 2024 (DuoAttention)"),
-    "kvzip": Entry(CONTEST, KVZIP, "Kim et al. 2025"),
-    "criticalkv": Entry("uniform", "critical-snapkv", "Feng et al. 2025"),
-    "h2o": Entry("uniform", "h2o", "Zhang et al. 2023"),
-    "observed-attention": Entry("uniform", "observed", "H2O as kvpress has it"),
-    "tova": Entry("uniform", "tova", "Oren et al. 2024"),
-    "streaming-llm": Entry("uniform", "streaming-llm", "Xiao et al. 2023"),
-    "knorm": Entry("uniform", "knorm", "Devoto et al. 2024"),
-    "keydiff": Entry("uniform", "keydiff", "Park et al. 2025"),
-    "random": Entry("uniform", "random", ""),
-    "lkv-h+snapkv": Entry("lkv-h", "snapkv", "LKV, ablation"),
-    "lkv-h+expected": Entry("lkv-h", "expected", "LKV, ablation"),
-    "ada+lkv-t": Entry("ada", "lkv-t", "LKV, ablation"),
-    "lkv-h+kvzip": Entry("lkv-h", KVZIP, "KVzip's scores under learned budgets"),
-}
-
-
-def find(name: str) -> Entry:
-    """The method `name`: one of METHODS, or "RULE+SELECTOR". Raises LkvError for an unknown name."""
-    if name in METHODS:
-        return METHODS[name]
-    rule, plus, selector = name.partition("+")
-    selectors, rules = {*SELECTORS, KVZIP}, {*RULES, *([CONTEST] if selector == KVZIP else [])}
-    if plus and rule in rules and selector in selectors:
-        return Entry(rule, selector, "")
-    if plus and (rule in rules) != (selector in selectors):
-        known, part = (selectors, selector) if rule in rules else (rules, rule)
-        raise LkvError(f"there is no {part!r} to make {name!r} of; use one of {', '.join(sorted(known))}.")
-    if name == FULL:
-        raise LkvError(f"{FULL!r} keeps everything: use transformers' own DynamicCache, or lkv.compress for a context.")
-    near = get_close_matches(name, METHODS, n=2) or sorted(METHODS)
-    raise LkvError(
-        f"there is no method {name!r}; did you mean {' or '.join(map(repr, near))}? `lkv methods` lists them all."
-    )
-
-
-def needs_policy(name: str) -> bool:
-    """Whether the method `name` reads a learned policy."""
-    entry = find(name)
-    return entry.rule == "lkv-h" or entry.selector == "lkv-t"
-
-
-def needs_second_pass(name: str) -> bool:
-    """Whether the method `name` reads the text twice, and so works with `compress` alone."""
-    return find(name).selector == KVZIP
-
-
-def describe(name: str) -> str:
-    """One line: how much, which, whose, and what the method needs."""
-    entry = find(name)
-    if entry.selector == KVZIP:
-        which = "attention received while the text is repeated (KVzip)"
-        needs = ["a second pass"]
-    else:
-        which = SELECTORS[entry.selector][0]
-        needs = ["queries"] if _reads_queries(entry.selector) else []
-    much = "all heads compete by their scores" if entry.rule == CONTEST else RULES[entry.rule][0]
-    needs += ["a policy"] if needs_policy(name) else []
-    needs += ["a pattern of retrieval heads"] if entry.rule == "duo" else []
-    tail = f" [{entry.paper}]" if entry.paper else ""
-    return f"{much}; {which}{tail}; needs {', '.join(needs) or 'nothing more'}"
-
-
-def _reads_queries(selector: str) -> bool:
-    return selector not in ("lkv-t", "streaming-llm", "duo-window", "knorm", "keydiff", "random")
+def build_selector(name: str, source: Source) -> Selector:
+    """The selector `name`. Raises LkvError where something is missing that it needs."""
+    return (builder_of("selector", name) or _SELECTORS[name])(source)
 
 
 def make_method(
@@ -195,27 +131,16 @@ def make_method(
     model: Any = None,
     layers: int | None = None,
     pattern: list[list[float]] | None = None,
+    tokenizer: Any = None,
 ) -> Method:
     """The method `name` that keeps `amount`, for the KV heads `heads` of `model`.
 
     Raises LkvError for an unknown name, or where something is missing that the method needs.
     """
     entry = find(name)
-    if entry.selector == KVZIP:
-        raise LkvError(f"{name!r} reads the text a second time: use lkv.compress(..., method={name!r}).")
-    source = Source(share(amount), policy, heads, model, layers, pattern)
-    return Method(name, RULES[entry.rule][1](source), SELECTORS[entry.selector][1](source))
-
-
-def make_rule(
-    name: str,
-    amount: float | Share,
-    policy: Policy | None = None,
-    layers: int | None = None,
-    pattern: list[list[float]] | None = None,
-) -> Budget:
-    """The budget rule `name` by itself. Raises LkvError where something is missing that it needs."""
-    return RULES[name][1](Source(share(amount), policy, layers=layers, pattern=pattern))
+    source = Source(share(amount), policy, heads, model, layers, pattern, tokenizer)
+    rule, selector = build_rule(entry.rule, source), build_selector(entry.selector, source)
+    return Method(name, rule, selector, source.share, policy if needs_policy(name) else None)
 
 
 class _Rows(Selector):
@@ -225,13 +150,11 @@ class _Rows(Selector):
         self._methods = methods
         self.reads_queries = any(method.selector.reads_queries for method in methods)
 
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
         # All rows hold one prompt, so a selector that several methods share scores it once.
-        query = None if query is None else query[:1]
+        one = prompt.part(slice(1), slice(None))
         selectors = {id(method.selector): method.selector for method in self._methods}
-        found = {
-            number: selector.scores(layer, query, key[:1], value[:1], scale) for number, selector in selectors.items()
-        }
+        found = {number: selector.scores(layer, one) for number, selector in selectors.items()}
         return torch.cat([found[id(method.selector)] for method in self._methods])
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:

@@ -1,18 +1,15 @@
 """KVzip (Kim et al. 2025): a second pass repeats the context in parts; a token counts by the attention it gets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lkv.errors import PromptError
+from lkv.errors import CacheError, PromptError
+from lkv.host.attention import attach
 from lkv.host.hooks import Cache
-from lkv.host.spec import inspect_model
-from lkv.methods.budget import Budget, GlobalTopK, Share, share
-from lkv.methods.build import CONTEST, KVZIP, Method, find, make_rule
-from lkv.methods.selection import GivenScores
-from lkv.policy import Policy
+from lkv.methods.selection import GivenScores, Selector
 from lkv.prefill import FrozenLayer, PromptLayer
 from lkv.prompts import question_ids
 
@@ -52,22 +49,22 @@ class _ListeningLayer(FrozenLayer):
 
 
 @torch.no_grad()
-def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[PromptLayer], name: str = KVZIP) -> Tensor:
+def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[PromptLayer]) -> Tensor:
     """The largest attention [L, 1, H, T] that each entry of the one prompt `ids`, already read into `prompt`, receives
     while the model repeats it, part by part, each part straight after the prompt.
 
-    Raises PromptError, which names the method `name`, where a part does not fit behind the prompt.
+    Raises PromptError where a part does not fit behind the prompt.
     """
     layers = [_ListeningLayer(layer) for layer in prompt]
     device = prompt[0].key.device
-    limit = inspect_model(model).max_positions
+    limit = attach(model).spec.max_positions
     for start in range(0, len(ids), _CHUNK):
         request = _NEXT + tokenizer.decode(ids[start - _OVERLAP : start]) if start else _REQUEST
         replay = question_ids(tokenizer, request) + ids[start : start + _CHUNK]
         end = len(ids) + len(replay)
         if end > limit:
             raise PromptError(
-                f"{name!r} repeats the text after it has read it and would reach {end} tokens, but the model reads at "
+                f"KVzip repeats the text after it has read it and would reach {end} tokens, but the model reads at "
                 f"most {limit}; shorten the text, or use another method."
             )
         model.base_model(
@@ -79,34 +76,17 @@ def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[Promp
     return torch.stack([layer.scores for layer in layers])
 
 
-def replay_budget(
-    name: str,
-    table: Tensor,
-    amount: Share,
-    policy: Policy | None = None,
-    pattern: list[list[float]] | None = None,
-) -> Budget:
-    """The budgets of the method `name` under the scores of `replay_scores`: one contest of them all, or the rule that
-    the name says. Raises LkvError where that rule misses something."""
-    rule = find(name).rule
-    if rule == CONTEST:
-        return GlobalTopK(table, amount.of(table.shape[-1]))
-    return make_rule(rule, amount, policy, len(table), pattern)
+class KVzip(Selector):
+    """KVzip (Kim et al. 2025): the largest attention that an entry receives while the model repeats the text."""
 
+    second_pass = True
 
-def kvzip(
-    model: Any,
-    tokenizer: Any,
-    ids: list[int],
-    prompt: list[PromptLayer],
-    amount: float | Share,
-    name: str = KVZIP,
-    policy: Policy | None = None,
-    pattern: list[list[float]] | None = None,
-) -> Method:
-    """The method `name` for the one prompt `ids`, already read into `prompt`.
+    def __init__(self, model: Any, tokenizer: Any):
+        self._model, self._tokenizer = model, tokenizer
 
-    Raises what `replay_scores` and `replay_budget` raise.
-    """
-    table = replay_scores(model, tokenizer, ids, prompt, name)
-    return Method(name, replay_budget(name, table, share(amount), policy, pattern), GivenScores(table))
+    def for_prompt(self, ids: Sequence[int], prompt: list[PromptLayer]) -> Selector:
+        """The scores of the one prompt `ids`, already read into `prompt`. Raises what `replay_scores` raises."""
+        return GivenScores(replay_scores(self._model, self._tokenizer, list(ids), prompt))
+
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        raise CacheError("KVzip reads the text a second time: use lkv.compress(..., method='kvzip').")

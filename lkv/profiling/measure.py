@@ -15,7 +15,7 @@ from lkv.cache.ragged import RaggedCache
 from lkv.errors import LkvError
 from lkv.host.attention import attach
 from lkv.host.stock import kv_nbytes
-from lkv.methods.build import FULL, find
+from lkv.methods.catalogue import FULL, find
 from lkv.policy import Policy
 from lkv.profiling.memory import peak_of
 from lkv.results import machine
@@ -61,7 +61,7 @@ class Profiler:
         """
         self._model, self._name, self._settings = model, name, settings or Settings()
         self._device: torch.device = model.device
-        self._spec = attach(model)
+        self._spec = attach(model).spec
         self._policy = policy.to(self._device) if policy is not None else None
         if self._settings.streaming and self._settings.chunk is None:
             raise LkvError("streaming reads the prompt in parts: give their size in tokens as chunk, for example 4096.")

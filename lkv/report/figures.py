@@ -1,11 +1,11 @@
 """Numbers to pictures; never loads a model."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lkv.errors import ReportError
+from lkv.files import replacing
 
 _KINDS = (".png", ".pdf", ".svg")
 
@@ -23,13 +23,8 @@ def save_figure(figure: Any, path: Path) -> None:
     """Write `figure` as PNG, PDF or SVG, by the name's ending, to a temporary name first. Raises ReportError."""
     if path.suffix not in _KINDS:
         raise ReportError(f"{path} is no picture's name; end it with one of {', '.join(_KINDS)}.")
-    temporary = path.with_name("." + path.name)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, ReportError, "the picture") as temporary:
         figure.savefig(temporary, dpi=150, format=path.suffix[1:])
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ReportError(f"{path} cannot be written ({error}); nothing was changed there.") from error
 
 
 def draw_budgets(ratios: Sequence[Sequence[float]], retention: float, path: Path) -> None:

@@ -3,54 +3,16 @@
 from collections.abc import Iterable
 
 from lkv.evals import longbench
+from lkv.methods.catalogue import FULL, named_like
+from lkv.methods.catalogue import RULES as RULE_PARTS
+from lkv.methods.catalogue import SELECTORS as SELECTOR_PARTS
+from lkv.methods.catalogue import label as method_label
 
-FULL, LKV = "full", "lkv"
+LKV = "lkv"
 AVERAGE = "Avg."
 SUITES = {"longbench": "LongBench", "ruler": "RULER"}
 RULES = ("uniform", "ada", "lkv-h")  # the ablation's grid (Table 2)
 SELECTORS = ("snapkv", "expected", "lkv-t")
-
-# Methods whose name does not say their rule and selector, as `lkv.methods.build.METHODS` has them.
-_PARTS = {
-    "lkv": ("lkv-h", "lkv-t"),
-    "lkv-t": ("uniform", "lkv-t"),
-    "snapkv": ("uniform", "snapkv"),
-    "expected": ("uniform", "expected"),
-    "adakv-snapkv": ("ada", "snapkv"),
-    "adakv-expected": ("ada", "expected"),
-    "pyramidkv": ("pyramid", "snapkv"),
-}
-_LABELS = {
-    FULL: "Full cache",
-    LKV: "LKV",
-    "lkv-t": "LKV-T, uniform budgets",
-    "snapkv": "SnapKV",
-    "expected": "Expected Attention",
-    "adakv-snapkv": "Ada-SnapKV",
-    "adakv-expected": "Ada-Expected Attention",
-    "pyramidkv": "PyramidKV",
-    "duo": "DuoAttention",
-    "kvzip": "KVzip (two passes)",
-    "criticalkv": "CriticalKV",
-    "h2o": "H2O",
-    "observed-attention": "Observed Attention",
-    "tova": "TOVA",
-    "streaming-llm": "StreamingLLM",
-    "knorm": "Knorm",
-    "keydiff": "KeyDiff",
-    "random": "Random",
-}
-_PART_LABELS = {
-    "uniform": "Uniform",
-    "ada": "AdaKV",
-    "lkv-h": "LKV-H",
-    "pyramid": "PyramidKV",
-    "contest": "Global contest",
-    "snapkv": "SnapKV",
-    "expected": "Expected Attention",
-    "lkv-t": "LKV-T",
-    "kvzip": "KVzip",
-}
 
 # Categories as in the paper's Table 1 (LongBench), and RULER's own (Hsieh et al. 2024, Sec. 3).
 CATEGORIES = {
@@ -68,23 +30,20 @@ CATEGORIES = {
 
 
 def parts(method: str) -> tuple[str, str] | None:
-    """(budget rule, selector) of a method, or None where it has no such parts by name."""
-    rule, plus, selector = method.partition("+")
-    return (rule, selector) if plus else _PARTS.get(method)
+    """(budget rule, selector) of a method, or None for a name that is not known."""
+    known = named_like(method)
+    return (known[1].rule, known[1].selector) if known else None
 
 
 def label(method: str) -> str:
-    """The method as it is called in print; "uniform+snapkv" is SnapKV as "snapkv" is."""
-    alias = next((alias for alias, own in _PARTS.items() if own == parts(method)), method)
-    if alias in _LABELS:
-        return _LABELS[alias]
-    rule, plus, selector = method.partition("+")
-    return f"{part_label(selector)}, {part_label(rule)} budgets" if plus else method
+    """The method as it is called in print."""
+    return "Full cache" if method == FULL else method_label(method)
 
 
 def part_label(part: str) -> str:
     """A budget rule or selector as it is called in print."""
-    return _PART_LABELS.get(part) or _LABELS.get(part, part)
+    known = RULE_PARTS.get(part) or SELECTOR_PARTS.get(part)
+    return known.label if known else part
 
 
 def is_lkv(method: str) -> bool:

@@ -40,7 +40,7 @@ def read_profile(path: Path) -> Profile:
         named = document["name"] == "profile"
     except OSError as error:
         raise ReportError(f"{path} cannot be read ({error}); give a file that `lkv profile` wrote.") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ReportError(f"{path} is no profile ({error}); give a file that `lkv profile` wrote.") from error
     if not named or not rows:
         raise ReportError(f"{path} holds no profile; give a file that `lkv profile` wrote.")

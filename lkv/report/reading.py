@@ -107,7 +107,7 @@ def _lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], int]:
     for place, (number, line) in enumerate(lines):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if found and place == len(lines) - 1 and not text.endswith("\n"):
                 return found, 1
             value = None
@@ -129,6 +129,11 @@ def _header(path: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for field in ("suite", "protocol", "model", "lkv"):
         if field not in header:
             raise ReportError(f"{path}, line 1: the header has no field {field!r}; make the file anew with `lkv eval`.")
+    for field, kind in (("versions", dict), ("methods", list), ("retentions", list)):
+        if not isinstance(header.get(field, kind()), kind):
+            raise ReportError(
+                f"{path}, line 1: the header's {field!r} is {header[field]!r}; make the file anew with `lkv eval`."
+            )
     return header
 
 
@@ -141,7 +146,9 @@ def _agree(headers: Mapping[Path, Mapping[str, Any]]) -> None:
         apart += _difference(field, given)
     packages = {name: None for header in headers.values() for name in header.get("versions", ()) if name != "python"}
     for name in packages:
-        given = {path: header["versions"][name] for path, header in headers.items() if name in header["versions"]}
+        given = {
+            path: header["versions"][name] for path, header in headers.items() if name in header.get("versions", ())
+        }
         apart += _difference(name, given)
     if apart:
         raise ReportError(
@@ -160,22 +167,24 @@ def _sample(path: Path, number: int, line: Mapping[str, Any]) -> Sample:
     try:
         rows = {}
         for row in line["rows"]:
-            pair = (str(row["method"]), float(row["retention"]))
+            pair = (str(row["method"]), _finite(where, "retention", row["retention"]))
             if pair in rows:
                 raise ReportError(f"{where}: the method {pair[0]!r} is there twice at retention {pair[1]:g}.")
             measures = {name: _number(where, name, row.get(name)) for name in _MEASURES}
-            rows[pair] = Measured(float(row["realised"]), measures)
+            rows[pair] = Measured(_finite(where, "realised", row["realised"]), measures)
         length = None if line["length"] is None else int(line["length"])
         return Sample(str(line["key"]), str(line["task"]), length, int(line["number"]), rows, line.get("text_sha256"))
     except KeyError as error:
         raise ReportError(f"{where} has no field {error}; make the file anew with `lkv eval`.") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ReportError(f"{where} is malformed ({error}); make the file anew with `lkv eval`.") from None
 
 
 def _number(where: str, name: str, value: Any) -> float | None:
-    if value is None:
-        return None
+    return None if value is None else _finite(where, name, value)
+
+
+def _finite(where: str, name: str, value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ReportError(f"{where}: {name} is {number}, which cannot be averaged; make the file anew with `lkv eval`.")

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lkv.report.names import FULL, is_lkv
+from lkv.methods.catalogue import FULL, METHODS, named_like
+from lkv.report.names import is_lkv
 
-# Okabe and Ito's palette, told apart by the colour-blind; vermilion is LKV's.
-LKV_COLOUR, _BLACK = "#D55E00", "#000000"
-_COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
-_MARKERS = "svd^XP<>hpD*8"
+LKV_COLOUR, _BLACK = METHODS["lkv"].colour, "#000000"
+_GREYS, _MARKERS = ("#7F7F7F", "#A6A6A6", "#595959"), "svd^XP<>hpD*8"  # of methods that the catalogue does not have
 
 
 class Style(NamedTuple):
@@ -21,19 +20,22 @@ class Style(NamedTuple):
 
 
 def styles(methods: Sequence[str]) -> dict[str, Style]:
-    """A style for each method: the full cache black, LKV vermilion and thick.
-
-    The others' six colours and 13 markers repeat, each pair after 78 methods.
-    """
-    found, rivals = {}, 0
+    """A style for each method, the same in every figure: the full cache black, LKV thick, the others as the catalogue
+    has them."""
+    found, unknown = {}, 0
     for method in dict.fromkeys(methods):
         if method == FULL:
             found[method] = Style(_BLACK, "_", 1.4, 1)
         elif is_lkv(method):
             found[method] = Style(LKV_COLOUR, "o", 2.8, 4)
         else:
-            found[method] = Style(_COLOURS[rivals % len(_COLOURS)], _MARKERS[rivals % len(_MARKERS)], 1.4, 2)
-            rivals += 1
+            known = named_like(method)
+            if known:
+                colour, marker = known[1].colour, known[1].marker
+            else:
+                colour, marker = _GREYS[unknown // len(_MARKERS) % len(_GREYS)], _MARKERS[unknown % len(_MARKERS)]
+                unknown += 1
+            found[method] = Style(colour, marker, 1.4, 2 if colour in _GREYS else 3)
     return found
 
 

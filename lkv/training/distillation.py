@@ -52,6 +52,7 @@ class Distiller:
             scored[row, first : len(tokens) - 1] = 1.0 / (len(tokens) - 1 - first) / shape[0]
         self._ids = ids.to(device)
         self._rows = scored.to(device) > 0
+        self._continuation = self._rows.nonzero()[:, 0]  # which one each target row belongs to
         # Every continuation weighs the same, whatever its length.
         self.weights = scored.to(device)[self._rows]
         self.row_weights = own.to(device)
@@ -70,11 +71,12 @@ class Distiller:
 
     def scores(self, policy: Policy) -> Tensor:
         """LKV-T scores u [L, H, T] of the prompt."""
-        return torch.cat([policy.tokens(kv.key, kv.value, layer) for layer, kv in enumerate(self.prompt)])
+        return torch.cat([policy.tokens(prompt, layer) for layer, prompt in enumerate(self.prompt)])
 
-    def kl(self, teacher: Outputs, student: Outputs) -> Tensor:
-        """D_KL(P_T || P_S): mean over target tokens, then over continuations."""
-        return ((teacher.log_probs.exp() * (teacher.log_probs - student.log_probs)).sum(-1) * self.weights).sum()
+    def kl(self, teacher: Outputs, student: Outputs, weight: Tensor | None = None) -> Tensor:
+        """D_KL(P_T || P_S): mean over target tokens, then over continuations, of which each counts `weight` [n]."""
+        weights = self.weights if weight is None else self.weights * weight[self._continuation]
+        return ((teacher.log_probs.exp() * (teacher.log_probs - student.log_probs)).sum(-1) * weights).sum()
 
     def agreement(self, teacher: Outputs, student: Outputs) -> float:
         """Share of target tokens with the same most probable token, averaged like `kl`."""
@@ -94,8 +96,11 @@ class Distiller:
         return total / len(teacher.hidden)
 
 
-def soft_mask(policy: Policy, scores: Tensor, retention: float, tau: float, noise: Tensor) -> Tensor:
-    """log m~ [L, n, H, T] = log ST_b(u + g; tau) with b = r t (Sec. 3.4); `noise` [n, L, H, T]."""
+def soft_mask(policy: Policy, scores: Tensor, retention: float | Tensor, tau: float, noise: Tensor) -> Tensor:
+    """log m~ [L, n, H, T] = log ST_b(u + g; tau) with b = r t (Sec. 3.4); `noise` [n, L, H, T].
+
+    `retention` is one R, or one for each of the n continuations.
+    """
     budgets = policy.ratios(retention) * scores.shape[-1]
     return soft_topk(scores + noise, budgets, tau).log_mask.transpose(0, 1)
 

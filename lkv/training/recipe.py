@@ -6,7 +6,9 @@ from typing import Any
 import torch
 
 from lkv.config import TrainingConfig, asdict
-from lkv.host.spec import inspect_model
+from lkv.errors import TrainingError
+from lkv.files import check_folder
+from lkv.host.attention import attach
 from lkv.models import DEFAULT, load_model
 from lkv.policy import Policy
 from lkv.training.data.mixture import Mixture
@@ -19,10 +21,16 @@ def train_policy(
 ) -> Policy:
     """Train a policy, or resume its training, and save it under out/policy. Accelerate spreads it over processes.
 
-    `init` is the folder of a policy or of another run whose weights this one starts from.
+    `init` is the folder of a policy or of another run whose weights this one starts from. Raises TrainingError where
+    accelerate is missing or `out` takes no files, before anything is loaded, and what `Trainer.run` raises.
     """
-    from accelerate import Accelerator
-
+    try:
+        from accelerate import Accelerator
+    except ImportError as error:
+        raise TrainingError(
+            f"training needs accelerate, which cannot be imported ({error}); run `pip install 'lkv-cache[train]'`."
+        ) from error
+    check_folder(out, TrainingError, "the training")
     training = Mixture(data, config.min_tokens, config.max_tokens, config.seed)
     # The same held-out samples for every seed, so that curves of different runs compare.
     held_out = Mixture(data, config.min_tokens, config.max_tokens, validation=True)
@@ -32,19 +40,29 @@ def train_policy(
     torch.manual_seed(config.seed)
     card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
     card["trained_tokens"] = config.max_tokens
-    policy = Policy(inspect_model(model), card).to(accelerator.device)
+    policy = Policy(attach(model).spec, card, config.inputs).to(accelerator.device)
+    warm_start = None
     if init is not None:
-        card["started_from"] = before = start_from(policy, init)
+        before, warm_start = start_from(policy, init)
+        card["started_from"] = before
         earlier = before.get("trained_tokens") or before.get("training", {}).get("max_tokens", 0)
         card["trained_tokens"] = max(config.max_tokens, earlier)
 
     def sample(mixture: Mixture, index: int) -> TokenizedSample:
-        text = mixture.sample(index, config.continuations)
+        text = mixture.sample(index, config.continuations, config.tokens_a_continuation)
         return tokenize(text, tokenizer, config.max_tokens, config.max_continuation)
 
     validation = require_samples([sample(held_out, index) for index in range(config.validation_samples)])
     trainer = Trainer(
-        model, policy, config, lambda index: sample(training, index), validation, out, accelerator, init is not None
+        model,
+        policy,
+        config,
+        lambda index: sample(training, index),
+        validation,
+        out,
+        accelerator,
+        calibrated=init is not None and warm_start is None,
+        warm_start=warm_start,
     )
     trainer.run()
     if accelerator.is_main_process:

@@ -2,7 +2,7 @@
 
 from lkv.methods.budget.ada import Ada
 from lkv.methods.budget.base import ROUNDING, Budget, FixedBudget, PerHead, Share, Uniform, share
-from lkv.methods.budget.contest import GlobalTopK
+from lkv.methods.budget.contest import Contest, GlobalTopK
 from lkv.methods.budget.duo import Duo
 from lkv.methods.budget.learned import LearnedBudget
 from lkv.methods.budget.pyramid import Pyramid
@@ -10,6 +10,6 @@ from lkv.methods.budget.retrieval import estimate_pattern
 from lkv.methods.budget.tables import FileBudget, check_table, read_pattern, read_ratios
 
 __all__ = [
-    "ROUNDING", "Ada", "Budget", "Duo", "FileBudget", "FixedBudget", "GlobalTopK", "LearnedBudget", "PerHead",
-    "Pyramid", "Share", "Uniform", "check_table", "estimate_pattern", "read_pattern", "read_ratios", "share",
+    "ROUNDING", "Ada", "Budget", "Contest", "Duo", "FileBudget", "FixedBudget", "GlobalTopK", "LearnedBudget",
+    "PerHead", "Pyramid", "Share", "Uniform", "check_table", "estimate_pattern", "read_pattern", "read_ratios", "share",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ class Share:
 
     def __post_init__(self) -> None:
         check_retention(self.retention)
-        if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 1):
+        if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
             raise RetentionError(f"budget_tokens is {self.tokens!r}, but a head keeps a whole number of tokens >= 1.")
 
     @classmethod

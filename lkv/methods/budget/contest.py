@@ -1,10 +1,12 @@
 """Budgets that follow from a contest of the tokens by their scores."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lkv.errors import check_retention
-from lkv.methods.budget.base import ROUNDING
+from lkv.errors import CacheError, check_retention
+from lkv.methods.budget.base import ROUNDING, Share
 
 
 class GlobalTopK:
@@ -19,3 +21,24 @@ class GlobalTopK:
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
         return self._counts[layer].tolist()
+
+
+class Contest:
+    """`GlobalTopK` of a prompt still to be read: one contest of all heads of all layers, by any selector's scores.
+
+    Under tensor parallelism the heads of one process compete.
+    """
+
+    def __init__(self, share: Share):
+        self._share = share
+
+    def for_prompt(self, selector: Any, prompt: list[Any]) -> GlobalTopK:
+        """The budgets for one prompt, read into `prompt`, by the scores of `selector`."""
+        table = torch.stack([selector.scores(index, layer) for index, layer in enumerate(prompt)])
+        return GlobalTopK(table, self._share.of(table.shape[-1]))
+
+    def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
+        raise CacheError(
+            "one contest of all layers needs all of them before it evicts from the first: compress the text with "
+            "lkv.compress(..., method=...), or use another budget rule."
+        )

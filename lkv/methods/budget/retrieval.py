@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import BudgetError, DataError, UnsupportedModelError
-from lkv.host.attention import evaluation_mode
-from lkv.host.spec import inspect_model
+from lkv.host.attention import attach, device_of, evaluation_mode
 from lkv.methods.budget.duo import RECENT, SINKS
 from lkv.prefill import PromptLayer, read_prompt
 
@@ -33,7 +32,7 @@ def estimate_pattern(
             f"none of the {len(texts)} texts is longer than the {sinks} sinks and {recent} recent tokens of a streaming"
             " head, so none shows what it would miss; give longer texts, or a smaller window."
         )
-    spec, device = inspect_model(model), model.get_input_embeddings().weight.device
+    spec, device = attach(model).spec, device_of(model)
     total = torch.zeros(spec.layers, spec.kv_heads, dtype=torch.float64, device="cpu")
     with evaluation_mode(model):
         for ids in long:
@@ -49,9 +48,8 @@ def estimate_pattern(
 
 def _outside(prompt: PromptLayer, sinks: int, recent: int) -> Tensor:
     """The mean attention outside sinks and recent tokens, [H]."""
-    assert prompt.query is not None
     key, tokens = prompt.key, prompt.key.shape[2]
-    query = prompt.query.unflatten(1, (key.shape[1], -1))
+    query = prompt.grouped_query
     places = torch.arange(tokens, device=key.device)
     mass = torch.zeros(key.shape[1], device=key.device)
     first = sinks + recent  # the first row that sees a token outside

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lkv.host.spec import output_projections
 from lkv.methods.selection.base import Selector, precise
+from lkv.prefill import PromptLayer
 
 _ROWS = 256  # projected values held at a time
 
@@ -31,19 +32,19 @@ class CriticalKV(Selector):
         self.reads_queries, self.last_queries = inner.reads_queries, inner.last_queries
 
     @torch.no_grad()
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        found = precise(self._inner.scores(layer, query, key, value, scale))
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        found = precise(self._inner.scores(layer, prompt))
         if bool((found < 0).any()):
             raise ValueError(
                 f"CriticalKV weighs scores by the size of the values, and {type(self._inner).__name__} gives scores "
                 "below 0; wrap a selector of attention, such as SnapKV, H2O or ExpectedAttention."
             )
-        refined = (found + self._epsilon) * self._norms(layer, value)
+        refined = (found + self._epsilon) * self._norms(layer, prompt.value)
         rows = [
             _ranks(first, second, self._first_stage)
             for first, second in zip(_order(found), _order(refined), strict=True)
         ]
-        return -torch.tensor(rows, dtype=torch.float32, device=key.device).view(found.shape)
+        return -torch.tensor(rows, dtype=torch.float32, device=found.device).view(found.shape)
 
     def _norms(self, layer: int, value: Tensor) -> Tensor:
         """L1 norms [B, H, T] of the projected values, averaged over a KV head's query heads."""

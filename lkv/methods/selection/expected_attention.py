@@ -8,8 +8,8 @@ from torch import Tensor
 from lkv.errors import UnsupportedModelError
 from lkv.host.attention import attach, evaluation_mode
 from lkv.host.rotation import Rotation
-from lkv.methods.selection.base import Selector, check_sinks, grouped, precise
-from lkv.prefill import read_full_layers
+from lkv.methods.selection.base import Selector, check_sinks, precise
+from lkv.prefill import PromptLayer, read_full_layers
 
 _PROBE_TOKENS = 16
 _PROBE_TOLERANCE = 0.2
@@ -36,9 +36,10 @@ class ExpectedAttention(Selector):
         self._check(model)
 
     @torch.no_grad()
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        key, value, scale = prompt.key, prompt.value, prompt.scale
         heads, tokens = key.shape[1:3]
-        rotated = grouped(self, query, heads).flatten(1, 2)
+        rotated = prompt.query
         check_sinks(self, tokens, self.sinks)
         ahead = self._rotation.mean(precise(rotated), tokens, tokens + self._future)
         seen = self._rotation.undone(precise(rotated))[:, :, self.sinks :] @ ahead
@@ -67,7 +68,6 @@ class ExpectedAttention(Selector):
             ids = torch.full((1, _PROBE_TOKENS), token, device=model.device)
             layers = read_full_layers(model, ids, queries=True)
         for layer in layers:
-            assert layer.query is not None
             rotated = precise(layer.query)
             if not _variation(self._rotation.undone(rotated)) <= _PROBE_TOLERANCE * _variation(rotated):
                 raise UnsupportedModelError(

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from lkv.methods.selection.base import Selector, grouped, precise
+from lkv.methods.selection.base import Selector, precise
+from lkv.prefill import PromptLayer
 
 _ROWS = 256  # attention rows held at a time
 
@@ -22,14 +23,15 @@ class H2O(Selector):
         self._average = average
 
     @torch.no_grad()
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        key = prompt.key
         batch, heads, tokens, _ = key.shape
-        rows = grouped(self, query, heads)
+        rows = prompt.grouped_query
         received = precise(key.new_zeros(batch, heads, tokens))
         for start in range(0, tokens, _ROWS):
             block = rows[..., start : start + _ROWS, :]
             end = start + block.shape[3]
-            logits = precise(block @ key[:, :, None, :end].transpose(-1, -2) * scale)
+            logits = precise(block @ key[:, :, None, :end].transpose(-1, -2) * prompt.scale)
             future = torch.ones(end - start, end, dtype=torch.bool, device=key.device).triu(start + 1)
             received[..., :end] += torch.softmax(logits.masked_fill_(future, -torch.inf), -1).sum(3).mean(2)
         if self._average:

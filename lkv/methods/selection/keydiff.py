@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from lkv.methods.selection.base import Selector, precise
+from lkv.prefill import PromptLayer
 
 
 class KeyDiff(Selector):
@@ -12,7 +13,7 @@ class KeyDiff(Selector):
     keys unlike the others stay. Nothing is protected."""
 
     @torch.no_grad()
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        directions = normalize(precise(key), dim=-1)
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        directions = normalize(precise(prompt.key), dim=-1)
         anchor = normalize(directions.mean(2, keepdim=True), dim=-1)
         return -(directions * anchor).sum(-1)

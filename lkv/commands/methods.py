@@ -1,0 +1,17 @@
+"""lkv methods: the methods by name."""
+
+import argparse
+
+from lkv.methods.catalogue import RULES, SELECTORS, describe, methods
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command has no options."""
+
+
+def run(options: argparse.Namespace) -> None:
+    """One line a method, then the rules and selectors that make others."""
+    for name in methods():
+        print(f"{name:18} {describe(name)}")
+    print(f"\nAny budget rule goes with any selector, as RULE+SELECTOR.\nrules: {', '.join(RULES)}")
+    print(f"selectors: {', '.join(SELECTORS)}")

@@ -1,0 +1,67 @@
+"""Output files: written beside their place under a name of their own, then renamed, so that none is ever half there."""
+
+import os
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lkv.errors import LkvError
+
+
+@contextmanager
+def replacing(path: Path, error: type[LkvError], what: str) -> Iterator[Path]:
+    """Give a path to write to; when the block ends well, what was written takes the place of `path`.
+
+    Missing folders are made. Whatever the system refuses, in the block too, becomes one `error` that names `what` and
+    `path`; an older file then stays as it was.
+    """
+    # Of a fixed length, as the name itself may be as long as names can be; two threads never share one.
+    temporary = path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}-{threading.get_native_id()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as problem:
+        raise error(
+            f"{what} cannot be written to {path} ({reason(problem)}); nothing was changed there: give another place, "
+            "or make this one writable."
+        ) from problem
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str, error: type[LkvError], what: str) -> None:
+    """Write `text` as UTF-8, whole or not at all; `replacing` says what is raised."""
+    with replacing(path, error, what) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def check_folder(folder: Path, error: type[LkvError], what: str) -> None:
+    """Make `folder` and try it out, before long work whose results are to go there; `error` if it takes none."""
+    trial = folder / f".{threading.get_native_id()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial.write_bytes(b"")
+        trial.unlink()
+    except OSError as problem:
+        raise error(
+            f"{what} cannot be written to {folder} ({reason(problem)}); give a folder that can be written to."
+        ) from problem
+
+
+def check_place(path: Path, error: type[LkvError], what: str) -> None:
+    """`check_folder` for the folder of the file `path`, and that there can be a file of that name."""
+    check_folder(path.parent, error, what)
+    try:
+        if path.is_dir():
+            raise error(f"{path} is a folder; give a file for {what}.")
+    except OSError as problem:
+        raise error(f"{what} cannot be written to {path} ({reason(problem)}); give another name.") from problem
+
+
+def reason(problem: Exception) -> str:
+    """What the system says, without the name of a temporary file."""
+    return getattr(problem, "strerror", None) or str(problem)

@@ -1,0 +1,237 @@
+"""Every method by name: how much a head keeps, which tokens, whose idea it is, how it is drawn. No torch here.
+
+`METHODS` holds the names that people use; any rule of `RULES` goes with any selector of `SELECTORS` as "RULE+SELECTOR".
+`register_method` adds to all three, also from other packages (entry points of the group `lkv.methods`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from lkv.errors import LkvError
+
+FULL = "full"  # no method: transformers' own cache, uncompressed
+POLICY, PATTERN, QUERIES, SECOND_PASS = "a policy", "a pattern of retrieval heads", "queries", "a second pass"
+_GREY = "#7F7F7F"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A budget rule or a selector: what it does, its name in print, what it needs beside k and v, and what builds it
+    where `methods.build` does not know it."""
+
+    line: str
+    label: str
+    needs: tuple[str, ...] = ()
+    builder: Callable[[Any], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method: its parts, whose it is (`paper`, and its address), and its `label`, `colour` and `marker` in print."""
+
+    rule: str
+    selector: str
+    paper: str = ""
+    link: str = ""
+    label: str = ""
+    colour: str = _GREY
+    marker: str = "."
+
+
+RULES = {
+    "uniform": Part("every head keeps the same share", "Uniform"),
+    "pyramid": Part("lower layers keep more (PyramidKV)", "PyramidKV"),
+    "ada": Part("the heads of a layer compete by their scores (AdaKV)", "AdaKV"),
+    "duo": Part("retrieval heads keep all, others sinks and recent tokens (DuoAttention)", "DuoAttention", (PATTERN,)),
+    "lkv-h": Part("learned budgets (LKV-H)", "LKV-H", (POLICY,)),
+    "contest": Part("all heads of all layers compete by their scores", "Global contest"),
+}
+SELECTORS = {
+    "lkv-t": Part("learned scores of k and v (LKV-T)", "LKV-T", (POLICY,)),
+    "snapkv": Part("attention from the last 64 tokens, smoothed", "SnapKV", (QUERIES,)),
+    "expected": Part("attention expected of queries to come", "Expected Attention", (QUERIES,)),
+    "h2o": Part("attention received from all tokens", "H2O", (QUERIES,)),
+    "observed": Part("attention received, divided by how many tokens saw it", "Observed Attention", (QUERIES,)),
+    "tova": Part("attention from the last token", "TOVA", (QUERIES,)),
+    "streaming-llm": Part("the first and the most recent tokens", "StreamingLLM"),
+    "duo-window": Part("the first 128 and the most recent tokens (DuoAttention)", "DuoAttention"),
+    "knorm": Part("small keys", "Knorm"),
+    "keydiff": Part("keys unlike the mean key", "KeyDiff"),
+    "critical-snapkv": Part(
+        "SnapKV, weighed by the size of the projected values (CriticalKV)", "CriticalKV", (QUERIES,)
+    ),
+    "critical-expected": Part(
+        "Expected Attention, weighed by the size of the projected values (CriticalKV)",
+        "CriticalKV over Expected Attention",
+        (QUERIES,),
+    ),
+    "random": Part("chance", "Random"),
+    "kvzip": Part("attention received while the text is repeated (KVzip)", "KVzip", (SECOND_PASS,)),
+}
+
+_ARXIV = "https://arxiv.org/abs/"
+# Okabe and Ito's palette, told apart by the colour-blind; vermilion is LKV's. What has no colour of its own is grey.
+METHODS = {
+    "lkv": Entry("lkv-h", "lkv-t", "LKV", label="LKV", colour="#D55E00", marker="o"),
+    "lkv-t": Entry("uniform", "lkv-t", "LKV, ablation", label="LKV-T, uniform budgets", marker="p"),
+    "snapkv": Entry("uniform", "snapkv", "Li et al. 2024", _ARXIV + "2404.14469", "SnapKV", "#0072B2", "s"),
+    "pyramidkv": Entry("pyramid", "snapkv", "Cai et al. 2024", _ARXIV + "2406.02069", "PyramidKV", marker="^"),
+    "adakv-snapkv": Entry("ada", "snapkv", "Feng et al. 2024", _ARXIV + "2407.11550", "Ada-SnapKV", "#56B4E9", "v"),
+    "adakv-expected": Entry(
+        "ada", "expected", "Feng et al. 2024, Devoto et al. 2025", _ARXIV + "2407.11550", "Ada-Expected Attention",
+        marker="d",
+    ),
+    "expected": Entry("uniform", "expected", "Devoto et al. 2025", _ARXIV + "2510.00636", "Expected Attention",
+                      marker="X"),
+    "duo": Entry(
+        "duo", "duo-window", "Xiao et al. 2024 (DuoAttention)", _ARXIV + "2410.10819", "DuoAttention", marker="P"
+    ),
+    "kvzip": Entry("contest", "kvzip", "Kim et al. 2025", _ARXIV + "2505.23416", "KVzip (two passes)", "#009E73", "D"),
+    "criticalkv": Entry("uniform", "critical-snapkv", "Feng et al. 2025", _ARXIV + "2502.03805", "CriticalKV",
+                        marker=">"),
+    "h2o": Entry("uniform", "h2o", "Zhang et al. 2023", _ARXIV + "2306.14048", "H2O", marker="<"),
+    "observed-attention": Entry("uniform", "observed", "H2O as kvpress has it", _ARXIV + "2306.14048",
+                                "Observed Attention", marker="h"),
+    "tova": Entry("uniform", "tova", "Oren et al. 2024", _ARXIV + "2401.06104", "TOVA", marker="H"),
+    "streaming-llm": Entry("uniform", "streaming-llm", "Xiao et al. 2023", _ARXIV + "2309.17453", "StreamingLLM",
+                           marker="8"),
+    "knorm": Entry("uniform", "knorm", "Devoto et al. 2024", _ARXIV + "2406.11430", "Knorm", marker="*"),
+    "keydiff": Entry("uniform", "keydiff", "Park et al. 2025", _ARXIV + "2504.15364", "KeyDiff", "#CC79A7", "X"),
+    "random": Entry("uniform", "random", label="Random", marker="x"),
+    "lkv-h+snapkv": Entry("lkv-h", "snapkv", "LKV, ablation", marker="1"),
+    "lkv-h+expected": Entry("lkv-h", "expected", "LKV, ablation", colour="#E69F00", marker="^"),
+    "ada+lkv-t": Entry("ada", "lkv-t", "LKV, ablation", marker="2"),
+    "lkv-h+kvzip": Entry("lkv-h", "kvzip", "KVzip's scores under learned budgets", colour="#000000", marker="+"),
+}  # fmt: skip
+
+
+def register_method(
+    name: str,
+    selector: str | Callable[..., Any],
+    rule: str | Callable[..., Any] = "uniform",
+    *,
+    needs: tuple[str, ...] = (),
+    line: str = "",
+    label: str = "",
+    paper: str = "",
+    link: str = "",
+    colour: str = _GREY,
+    marker: str = ".",
+) -> None:
+    """Make a method known by `name`, to `lkv methods`, `lkv eval`, `RaggedCache` and tables.
+
+    `selector` and `rule` are names that are known, or callables that take `methods.build.Source` and give a `Selector`
+    or a budget rule; these become known as parts by the same name, so that they go with others as "RULE+SELECTOR".
+    `needs` of the new selector are among POLICY, PATTERN, QUERIES and SECOND_PASS. Raises LkvError for a name that is
+    taken, or a part that is not known.
+    """
+    if name in METHODS or name == FULL or "+" in name:
+        raise LkvError(f"the method name {name!r} is taken or holds a '+'; give another.")
+    chosen = {}
+    for kind, given, known in (("rule", rule, RULES), ("selector", selector, SELECTORS)):
+        if callable(given):
+            if name in known:
+                raise LkvError(f"there is a {kind} {name!r} already; give the method another name.")
+            known[name] = Part(line or (given.__doc__ or name).strip().splitlines()[0], label or name, needs, given)
+            chosen[kind] = name
+        elif given in known:
+            chosen[kind] = given
+        else:
+            raise LkvError(f"there is no {kind} {given!r}; give one of {', '.join(sorted(known))}, or a callable.")
+    METHODS[name] = Entry(chosen["rule"], chosen["selector"], paper, link, label or name, colour, marker)
+
+
+@cache
+def load_plugins() -> None:
+    """Let other packages register their methods, once. Raises LkvError, which names the package, where one fails."""
+    for point in entry_points(group="lkv.methods"):
+        try:
+            loaded = point.load()
+            if callable(loaded):
+                loaded()
+        except Exception as error:  # whatever a stranger's code raises
+            raise LkvError(
+                f"the plugin {point.name!r} ({point.value}) could not register its methods ({error}); mend it or "
+                "uninstall its package."
+            ) from error
+
+
+def methods() -> dict[str, Entry]:
+    """All methods by name, those of other packages too."""
+    load_plugins()
+    return METHODS
+
+
+def find(name: str) -> Entry:
+    """The method `name`: one of METHODS, or "RULE+SELECTOR". Raises LkvError for an unknown name."""
+    load_plugins()
+    if name in METHODS:
+        return METHODS[name]
+    rule, plus, selector = name.partition("+")
+    if plus and rule in RULES and selector in SELECTORS:
+        return Entry(rule, selector)
+    if plus and (rule in RULES) != (selector in SELECTORS):
+        known, part = (SELECTORS, selector) if rule in RULES else (RULES, rule)
+        raise LkvError(f"there is no {part!r} to make {name!r} of; use one of {', '.join(sorted(known))}.")
+    if name == FULL:
+        raise LkvError(f"{FULL!r} keeps everything: use transformers' own DynamicCache, or lkv.compress for a context.")
+    near = get_close_matches(name, METHODS, n=2) or sorted(METHODS)
+    raise LkvError(
+        f"there is no method {name!r}; did you mean {' or '.join(map(repr, near))}? `lkv methods` lists them all."
+    )
+
+
+def builder_of(kind: str, name: str) -> Callable[[Any], Any] | None:
+    """What builds the registered "rule" or "selector" `name`, None for those of `methods.build`."""
+    return (RULES if kind == "rule" else SELECTORS)[name].builder
+
+
+def needs(name: str) -> tuple[str, ...]:
+    """What the method `name` needs beside k and v."""
+    entry = find(name)
+    return tuple(dict.fromkeys((*SELECTORS[entry.selector].needs, *RULES[entry.rule].needs)))
+
+
+def needs_policy(name: str) -> bool:
+    """Whether the method `name` reads a learned policy."""
+    return POLICY in needs(name)
+
+
+def needs_second_pass(name: str) -> bool:
+    """Whether the method `name` reads the text twice, and so works with `compress` alone."""
+    return SECOND_PASS in needs(name)
+
+
+def describe(name: str) -> str:
+    """One line: how much, which, whose, and what the method needs."""
+    entry = find(name)
+    tail = f" [{entry.paper}]" if entry.paper else ""
+    required = ", ".join(needs(name)) or "nothing more"
+    return f"{RULES[entry.rule].line}; {SELECTORS[entry.selector].line}{tail}; needs {required}"
+
+
+def label(name: str) -> str:
+    """The method as it is called in print; "uniform+snapkv" is SnapKV as "snapkv" is."""
+    known = named_like(name)
+    if known is None:
+        return name
+    entry = known[1]
+    return entry.label or f"{SELECTORS[entry.selector].label}, {RULES[entry.rule].label} budgets"
+
+
+def named_like(name: str) -> tuple[str, Entry] | None:
+    """The known name and entry of the method `name` under any of its names, or None for a name that is not known."""
+    load_plugins()
+    rule, plus, selector = name.partition("+")
+    if name in METHODS and not plus:
+        return name, METHODS[name]
+    for other, entry in METHODS.items():
+        if plus and (entry.rule, entry.selector) == (rule, selector):
+            return other, entry
+    if plus and rule in RULES and selector in SELECTORS:
+        return name, Entry(rule, selector)
+    return None

@@ -1,0 +1,72 @@
+"""What CONTRIBUTING.md says of adding a selector works as written, and the files it names are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lkv.cache.ragged import RaggedCache
+from lkv.commands.main import main
+from lkv.errors import LkvError
+from lkv.methods import catalogue
+from lkv.methods.catalogue import describe, find, register_method
+from lkv.report.names import label
+from lkv.report.style import styles
+from tests.conftest import tiny_llama
+
+PAGE = Path(__file__).parent.parent / "CONTRIBUTING.md"
+
+
+@pytest.fixture
+def own_catalogue(monkeypatch):
+    """Registered methods go when the test ends."""
+    for name in ("METHODS", "RULES", "SELECTORS"):
+        monkeypatch.setattr(catalogue, name, dict(getattr(catalogue, name)))
+
+
+def test_the_selector_of_the_page_works_everywhere(own_catalogue, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    exec(code, {})
+    assert label("large-values") == "Large values" and styles(["large-values"])
+    assert "values of large norm" not in describe("snapkv") and find("pyramid+large-values").rule == "pyramid"
+    assert main(["methods"]) == 0
+    model = tiny_llama()
+    cache = RaggedCache(model, retention=0.5, method="large-values")
+    model(torch.arange(3, 23)[None], past_key_values=cache, use_cache=True)
+    assert cache.realised_retention() == 0.5
+
+
+def test_a_name_is_given_once_and_a_part_must_be_known(own_catalogue):
+    with pytest.raises(LkvError, match="'snapkv' is taken"):
+        register_method("snapkv", "knorm")
+    with pytest.raises(LkvError, match="there is no selector 'nothing'"):
+        register_method("mine", "nothing")
+    register_method("mine", "knorm", "pyramid", paper="Somebody 2026")
+    assert describe("mine").startswith("lower layers keep more") and "Somebody 2026" in describe("mine")
+
+
+def test_a_plugin_that_fails_is_named(monkeypatch):
+    class Broken:
+        name, value = "broken", "package:register"
+
+        def load(self):
+            raise RuntimeError("out of order")
+
+    monkeypatch.setattr(catalogue, "entry_points", lambda group: [Broken()])
+    catalogue.load_plugins.cache_clear()
+    try:
+        with pytest.raises(LkvError, match=r"the plugin 'broken' \(package:register\) could not register"):
+            find("lkv")
+    finally:
+        catalogue.load_plugins.cache_clear()
+
+
+def test_files_named_on_the_page_are_there():
+    root = PAGE.parent
+    for name in re.findall(r"`((?:lkv|tests|docs)/[\w/]+(?:\.py|\.md|/))`", PAGE.read_text(encoding="utf-8")):
+        assert (root / name).exists(), f"CONTRIBUTING.md names {name}, which is not there"
+    for name in re.findall(
+        r"`((?:cache|ops|methods|training|evals|profiling)/[\w/]*(?:\.py)?)`", PAGE.read_text("utf-8")
+    ):
+        assert (root / "lkv" / name).exists(), f"CONTRIBUTING.md names {name}, which is not there"

@@ -1,0 +1,170 @@
+"""A training that is stopped, resumed or started over damaged files: nothing is lost, and one sentence says why."""
+
+import json
+import math
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+from lkv.commands.main import main
+from lkv.config import TrainingConfig, replace
+from lkv.errors import TrainingError, TrainingStoppedError
+from lkv.training.trainer import read_checkpoint, start_from
+from tests.test_training import CONFIG, sample, trainer
+
+LATE = replace(CONFIG, checkpoint_every=100)
+
+
+def interrupting(call: int):
+    """Samples, with Ctrl-C pressed when one is asked for the `call`th time."""
+    calls = []
+
+    def samples(number):
+        calls.append(number)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGINT)
+        return sample(number)
+
+    return samples
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_the_first_interrupt_saves_and_the_next_run_goes_on(tmp_path, capsys, step):
+    whole, policy = trainer(tmp_path / "whole", LATE)
+    whole.run()
+    with pytest.raises(TrainingStoppedError, match=rf"after step {step + 1} of 6, .*; run the same command to go on"):
+        # Calibration reads 12 samples, each step 2 more.
+        trainer(tmp_path / "parts", LATE, interrupting(12 + 2 * step + 1))[0].run()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    resumed, again = trainer(tmp_path / "parts", LATE)
+    capsys.readouterr()
+    resumed.run()
+    assert "going on from step " in capsys.readouterr().err
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in policy.state_dict().items())
+
+
+def test_the_second_interrupt_stops_at_once(tmp_path):
+    def samples(number):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return sample(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, LATE, samples)[0].run()
+
+
+def test_training_in_a_thread_takes_no_signals(tmp_path):
+    thread = threading.Thread(target=trainer(tmp_path, LATE)[0].run)
+    thread.start()
+    thread.join()
+    assert read_checkpoint(tmp_path)[1]["step"] == "6"
+
+
+def test_settings_that_differ_are_named(tmp_path):
+    trainer(tmp_path)[0].run(stop_after=2)
+    with pytest.raises(TrainingError, match=r"other settings \(lr 0\.001 instead of 5\.0, seed 0 instead of 3\)"):
+        trainer(tmp_path, replace(CONFIG, lr=5.0, seed=3))[0].run()
+
+
+def test_damaged_curves_are_noticed_before_the_first_step(tmp_path):
+    asked = []
+    for text in ("no json\n", "[1]\n", '{"no": "step"}\n', '{"step": "1"}\n', "[" * 100_000, b"\xff\xfe"):
+        (tmp_path / "curve.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(TrainingError, match=r"curve\.jsonl is no training curve .*; delete it"):
+            trainer(tmp_path, samples=asked.append)[0].run()
+    assert not asked
+
+
+def test_checkpoints_that_are_none_are_named(tmp_path):
+    path = tmp_path / "checkpoint.safetensors"
+    good = {"step": "1", "config": json.dumps({})}
+    for metadata in (None, {}, {"step": "1"}, {**good, "step": "x"}, {**good, "config": "["}, {**good, "config": "3"}):
+        path.write_bytes(save({"policy.x": torch.zeros(1)}, metadata))
+        with pytest.raises(TrainingError, match=r"cannot be read .*; give the folder of a training run"):
+            read_checkpoint(tmp_path)
+        with pytest.raises(TrainingError, match="cannot be read"):
+            trainer(tmp_path)[0].run()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(TrainingError, match="cannot be read"):
+        trainer(tmp_path)[0].run()
+
+
+def test_a_checkpoint_without_its_parameters_is_named(tmp_path):
+    run, policy = trainer(tmp_path)
+    run.run(stop_after=2)
+    tensors, metadata = read_checkpoint(tmp_path)
+    save_file(
+        {name: t for name, t in tensors.items() if "bias" not in name}, tmp_path / "checkpoint.safetensors", metadata
+    )
+    with pytest.raises(TrainingError, match="does not hold the parameters of a policy"):
+        trainer(tmp_path)[0].run()
+    with pytest.raises(TrainingError, match="does not hold the parameters of a policy"):
+        start_from(policy, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file", "/proc/nowhere"])
+def test_a_folder_that_takes_nothing_is_named_before_anything_is_loaded(tmp_path, capsys, place):
+    (tmp_path / "mine").write_text("mine")
+    out = {"a file": tmp_path / "mine", "below a file": tmp_path / "mine" / "out"}.get(place, place)
+    assert main(["train", "--data", str(tmp_path), "--out", str(out), "--model", "no/such"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("lkv: the training cannot be written to ") and len(error.splitlines()) == 1
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    run, _ = trainer(tmp_path)
+    run.run(stop_after=2)
+    before = (tmp_path / "checkpoint.safetensors").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lkv.files.os.replace", full)
+        with pytest.raises(TrainingError, match=r"cannot be written .*No space left on device"):
+            trainer(tmp_path)[0].run()
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before and not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lr": math.nan}, {"lr": -1.0}, {"lr": 0.0}, {"lr": math.inf}, {"tau_start": 0.0}, {"tau_end": math.nan},
+     {"seed": 2**70}, {"seed": -1}, {"continuations": 100_000}, {"steps": 0}, {"batch": 2.5}, {"steps": True},
+     {"retention_end": 1.5}, {"hold": 1.0}, {"warmup": -1}, {"min_tokens": 900, "max_tokens": 100},
+     {"hidden_norm": "median"}, {"lr": "1e-3"}, {"beta": -0.1}],
+)  # fmt: skip
+def test_settings_outside_their_range_are_named(change):
+    with pytest.raises(TrainingError, match=next(iter(change))):
+        TrainingConfig(**change)
+
+
+def test_settings_of_the_command_line_are_checked_first(tmp_path, capsys):
+    for option in (["--lr", "nan"], ["--tau-start", "0"], ["--seed", str(2**70)], ["--min-tokens", "20000"]):
+        assert main(["train", "--data", str(tmp_path), "--out", str(tmp_path / "out"), *option]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("lkv: ") and len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_command_prints_no_traceback(monkeypatch, capsys):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lkv.commands.main._methods", interrupt)
+    assert main(["methods"]) == 130
+    assert capsys.readouterr().err == "lkv: interrupted\n"
+
+
+def test_a_pipe_that_closes_early_is_no_error(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", pipe)
+        assert main(["methods"]) == 141
+    assert capsys.readouterr().err == ""

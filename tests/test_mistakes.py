@@ -1,0 +1,267 @@
+"""What a user can get wrong, in Python and on the command line: one sentence each, never a traceback."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from lkv.cache.ragged import RaggedCache
+from lkv.commands.main import main
+from lkv.context import compress
+from lkv.errors import CacheError, LkvError, PolicyMismatchError, RetentionError
+from lkv.evals.journal import Journal
+from lkv.evals.longbench import load_examples
+from lkv.evals.processes import Process
+from lkv.methods.build import make_method
+from lkv.models import DEFAULT, load_policy
+from lkv.results import resumable, write_results
+from tests.conftest import save_model
+from tests.results import many, write
+from tests.test_compression import TEXT, Words
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("models") / "model")
+
+
+def refused(capsys, arguments) -> str:
+    """The one sentence that a command ends with."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 1
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lkv: ")]
+    assert len(error) == 1
+    return error[0]
+
+
+COMPRESS = {
+    "a number as method": ((0.15,), {}, "method is 0.15; give a name"),
+    "no method": ((None,), {}, "method is None"),
+    "an unknown option": ((), {"retension": 0.3}, "compress has no option retension"),
+    "retention of the full cache": (("full", 0.3), {}, "'full' keeps everything, not 0.3"),
+    "a pattern without duo": (("knorm",), {"pattern": [[0.5, 0.5]] * 3}, "'knorm' reads no pattern"),
+    "a pattern for kvzip": (("kvzip",), {"pattern": [[0.5, 0.5]] * 3}, "'kvzip' reads no pattern"),
+    "a text as retention": (("knorm", "0.15"), {}, "retention is '0.15'"),
+    "true as retention": (("knorm", True), {}, "retention is True"),
+    "true as budget": (("knorm",), {"budget_tokens": True}, "budget_tokens is True"),
+    "a fraction as budget": (("knorm",), {"budget_tokens": 9.0}, "budget_tokens is 9.0"),
+    "a fraction as slack": (("knorm",), {"slack": 1.5}, "slack is 1.5"),
+    "a text as slack": (("knorm",), {"slack": "4"}, "slack is '4'"),
+    "a fraction as chunk": (("knorm",), {"chunk": 7.5}, "chunk is 7.5"),
+    "true as chunk": (("knorm",), {"chunk": True}, "chunk is True"),
+    "a text as bits": (("knorm",), {"bits": "8"}, "bits is '8'"),
+    "no such policy": (("lkv",), {"policy": "nowhere"}, "there is no policy folder 'nowhere'"),
+    "the shipped policy": (("lkv",), {}, "use a method that needs none: 'snapkv', 'expected' or 'kvzip'"),
+}
+
+
+@pytest.mark.parametrize("how", COMPRESS)
+def test_compress_names_what_is_wrong(model, how):
+    given, options, message = COMPRESS[how]
+    with pytest.raises(LkvError) as error:
+        compress(model, Words(), TEXT, *given, **options)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", [["a text"], None, 3, b"text", "", "half a \ud800 character"])
+def test_what_is_no_text_is_named(model, text):
+    with pytest.raises(LkvError, match="the text is"):
+        compress(model, Words(), text, "knorm")
+    context = compress(model, Words(), TEXT, "knorm")
+    for ask in (context.ask, lambda question: context.predict(question, "yes")):
+        with pytest.raises(LkvError, match="the question is"):
+            ask(text)
+
+
+def test_caches_name_what_is_wrong(model):
+    for wrong in (1.5, "9", True, 0):
+        with pytest.raises(CacheError, match="prompt_tokens is"):
+            RaggedCache(model, method="knorm", prompt_tokens=wrong)
+    with pytest.raises(CacheError, match="method is 3"):
+        RaggedCache(model, method=3)
+    with pytest.raises(LkvError, match="'knorm' reads no pattern"):
+        RaggedCache(model, method=make_method("knorm", 0.5), pattern=[[0.5, 0.5]] * 3)
+    with pytest.raises(RetentionError):
+        RaggedCache(model, method="knorm", retention="0.15")
+    with pytest.raises(PolicyMismatchError, match="the policy that is shipped was trained for"):
+        RaggedCache(model)
+    cache = RaggedCache(model, method="knorm")
+    model(torch.full((1, 40), 9), past_key_values=cache, use_cache=True)
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(CacheError, match="repeats is"):
+            cache.batch_repeat_interleave(wrong)
+
+
+def test_a_dtype_that_changes_is_refused(model):
+    cache = RaggedCache(model, method="knorm", retention=0.5)
+    model(torch.full((1, 40), 9), past_key_values=cache, use_cache=True)
+    with pytest.raises(CacheError, match=r"holds torch\.float64, but the model now computes in torch\.float32"):
+        model.float()(torch.full((1, 3), 9), past_key_values=cache, use_cache=True)
+
+
+def test_policies_by_name(policy, tmp_path):
+    policy.save_pretrained(tmp_path / "run" / "policy")
+    assert load_policy(tmp_path / "run").digest() == load_policy(str(tmp_path / "run" / "policy")).digest()
+    assert load_policy(DEFAULT).spec.architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("name", ["own er/x", "a/b/c", "nowhere", "/", "x\ud800/y", "\0"])
+def test_names_that_are_no_policy_are_named(name):
+    with pytest.raises(LkvError):
+        load_policy(name)
+
+
+def test_a_context_by_the_policys_name(model, policy, tmp_path):
+    policy.save_pretrained(tmp_path / "policy")
+    by_name = compress(model, Words(), TEXT, retention=0.4, policy=str(tmp_path / "policy"))
+    assert by_name.about == compress(model, Words(), TEXT, retention=0.4, policy=policy).about
+
+
+def test_a_model_is_no_policy(model_folder, tmp_path, capsys):
+    assert "looks like a model, not like a policy" in refused(capsys, ["inspect", model_folder])
+
+
+def test_a_question_that_is_no_text(model_folder, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("words " * 50)
+    ask = ["ask", tmp_path / "text.txt", "\udcff", "--model", model_folder, "--method", "knorm"]
+    assert "the question is no valid Unicode text" in refused(capsys, ask)
+
+
+def truncated(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def misfitting(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+
+
+def unknown_rope(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_type": "spiral"}}))
+
+
+def pickled(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def foreign_code(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(
+            config | {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own", "AutoConfig": "own.C"}}
+        )
+    )
+    (folder / "own.py").write_text("raise SystemExit('executed')")
+
+
+def no_tokenizer(folder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("damage", [truncated, misfitting, unknown_rope, pickled, foreign_code, no_tokenizer])
+def test_models_that_cannot_be_loaded_are_named(model_folder, tmp_path, capsys, damage):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    damage(folder)
+    (tmp_path / "text.txt").write_text("words " * 50)
+    ask = ["ask", tmp_path / "text.txt", "why?", "--model", folder, "--method", "knorm"]
+    assert "no model could be loaded from" in refused(capsys, ask)
+
+
+def test_an_embedded_model_that_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "text.txt").write_text("words " * 50)
+    monkeypatch.setenv("LKV_CACHE", str(tmp_path / "text.txt"))
+    monkeypatch.setattr("lkv.models._gguf", lambda: tmp_path / "model.gguf")
+    assert "set LKV_CACHE to a folder" in refused(capsys, ["ask", tmp_path / "text.txt", "why?"])
+
+
+@pytest.mark.parametrize("out", ["mine/out", "x" * 300 + ".json", "folder"])
+def test_results_that_cannot_be_written_are_named(tmp_path, capsys, out):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / out
+    with pytest.raises(LkvError, match="cannot be written to"):
+        write_results(path, "name", [], 0)
+    files = write(tmp_path / "a.jsonl", many())
+    assert "cannot be written to" in refused(capsys, ["report", files, "--out", path])
+    picture = path / "below.png" if out == "mine/out" else path.with_suffix(".png") if "x" in out else None
+    if picture:
+        assert "cannot be written to" in refused(capsys, ["report", files, "--figure", picture])
+    with pytest.raises(LkvError), resumable(path, {}):
+        pass
+    with pytest.raises(LkvError):
+        Journal(path, {}, Process(0, 1))
+    assert (tmp_path / "mine").read_text() == "mine" and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_an_evaluation_without_a_place_is_named_before_it_begins(tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+    out = tmp_path / "mine" / "out.jsonl"
+    assert "cannot be written to" in refused(capsys, ["eval", "ruler", "--model", "no/such", "--out", out])
+
+
+@pytest.mark.parametrize("line", ['{"key": []}', '{"key": {}}', "[" * 100_000, '{"key": 3}', "[]", "\ud800"])
+def test_damaged_samples_are_named(tmp_path, line):
+    (tmp_path / "out.jsonl").write_bytes(b"{}\n" + line.encode(errors="surrogatepass") + b"\n")
+    with pytest.raises(LkvError, match=r"is damaged|is no text"):
+        Journal(tmp_path / "out.jsonl", {}, Process(0, 1))
+    (tmp_path / "done.jsonl").write_bytes(b"{}\n" + line.encode(errors="surrogatepass") + b"\n")
+    if line not in ('{"key": 3}',):
+        with pytest.raises(LkvError), resumable(tmp_path / "done.jsonl", {}):
+            pass
+
+
+def test_half_characters_in_an_answer_are_kept(tmp_path):
+    journal = Journal(tmp_path / "out.jsonl", {}, Process(0, 1))
+    journal.add({"key": "a", "answer": "é\ud800"})
+    journal.add({"key": "b", "answer": "é"})
+    assert Journal(tmp_path / "out.jsonl", {}, Process(0, 1)).done["a"]["answer"] == "é\ud800"
+    assert "é" in (tmp_path / "out.jsonl").read_text()
+
+
+@pytest.mark.parametrize("line", ['{"input": "\\ud800", "context": "x"}', "[" * 100_000])
+def test_benchmark_files_that_hold_no_text_are_named(tmp_path, line):
+    (tmp_path / "hotpotqa.jsonl").write_text(line)
+    with pytest.raises(LkvError, match=r"line 1: not a JSON object"):
+        load_examples("hotpotqa", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "change"),
+    [({"versions": None}, {}), ({"versions": [1]}, {}), ({"methods": 3}, {}), ({}, {"length": 1e400}),
+     ({}, {"rows": 3}), ({}, {"rows": [[]]}), ({}, {"number": "x"})],
+)  # fmt: skip
+def test_result_files_that_are_none_are_named(tmp_path, capsys, header, change):
+    lines = many()
+    path = write(tmp_path / "a.jsonl", [lines[0] | change, *lines[1:]], **header)
+    refused(capsys, ["report", path])
+
+
+@pytest.mark.parametrize("field", ["score", "realised", "retention", "kl"])
+def test_numbers_without_end_are_named(tmp_path, capsys, field):
+    for number in ("1" + "0" * 400, "Infinity", "NaN"):
+        lines = many()
+        lines[0]["rows"][0][field] = 12345.678
+        path = write(tmp_path / "a.jsonl", lines)
+        path.write_text(path.read_text().replace("12345.678", number))
+        refused(capsys, ["report", path])
+    (tmp_path / "profile.json").write_text("[" * 100_000)
+    refused(capsys, ["report", "--profile", tmp_path / "profile.json"])
+
+
+def test_a_checkpoint_without_metadata_is_no_start(model_folder, tmp_path, capsys):
+    from tests.test_training import trainer
+
+    (tmp_path / "checkpoint.safetensors").write_bytes(save({"x": torch.zeros(1)}))
+    from lkv.errors import TrainingError
+    from lkv.training.trainer import start_from
+
+    with pytest.raises(TrainingError, match="cannot be read"):
+        start_from(trainer(tmp_path / "run")[1], tmp_path)

@@ -1,0 +1,236 @@
+"""Uses that once gave wrong answers without an error: each is right now, or refused."""
+
+import threading
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import TextStreamer
+
+from lkv.cache.ragged import RaggedCache
+from lkv.context import Context, compress
+from lkv.errors import CacheError, PromptError
+from lkv.host.attention import attach
+from lkv.methods.budget import Uniform
+from lkv.methods.build import Method
+from lkv.methods.selection import Selector
+from tests.conftest import tiny_llama
+from tests.test_compression import TEXT, Words
+
+QUESTIONS = ("what is one ?", "and what now then ?", "who ?", "say it all again")
+
+
+def ids(tokens: int, seed: int = 0, rows: int = 1) -> torch.Tensor:
+    return torch.randint(3, 67, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def in_threads(work, arguments) -> None:
+    """Run `work` on each of `arguments` at once; what one raises is raised."""
+    errors: list[BaseException] = []
+
+    def run(argument):
+        try:
+            work(argument)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(argument,)) for argument in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("method", ["knorm", "full"])
+def test_threads_get_the_answers_of_one(method):
+    model = tiny_llama(dtype=torch.float32)
+    context = compress(model, Words(), TEXT, method)
+    expected = {question: context.ask(question, 5) for question in QUESTIONS}
+    found = []
+
+    def work(question):
+        found.extend((question, context.ask(question, 5)) for _ in range(6))
+
+    in_threads(work, QUESTIONS)
+    assert len(found) == 24 and all(answer == expected[question] for question, answer in found)
+    assert {question: context.ask(question, 5) for question in QUESTIONS} == expected
+
+
+def test_an_answer_is_not_interrupted_by_its_own_streamer(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+
+    class Asking(TextStreamer):
+        def put(self, value):
+            with pytest.raises(CacheError, match="is answering already"):
+                context.ask("and you ?")
+            answers.append(context.fork().ask("who ?", 3))
+
+    answers: list[str] = []
+    expected = context.ask("what is one ?", 5)
+    assert context.ask("what is one ?", 5, streamer=Asking(Words())) == expected
+    assert set(answers) == {context.ask("who ?", 3)}
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_cache_without_its_attention_is_refused(model, policy, filled):
+    cache = RaggedCache(model, policy, retention=0.5)
+    text = ids(46)
+    if filled:
+        model(text[:, :40], past_key_values=cache, use_cache=True)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(CacheError, match="computed attention without LKV"):
+        model.generate(text, past_key_values=cache, max_new_tokens=5)
+    attach(model)
+    if filled:
+        cache.rewind()
+    else:
+        cache.reset()
+    found = model(text, past_key_values=cache, use_cache=True).logits if not filled else None
+    if filled:
+        fresh = RaggedCache(model, policy, retention=0.5)
+        model(text[:, :40], past_key_values=fresh, use_cache=True)
+        expected = model(text[:, 40:], past_key_values=fresh, use_cache=True).logits
+        found = model(text[:, 40:], past_key_values=cache, use_cache=True).logits
+        assert torch.equal(found, expected)
+    assert cache.get_seq_length() == 46
+
+
+def test_a_twin_model_without_lkv_is_refused(model, policy):
+    cache = RaggedCache(model, policy, retention=0.5)
+    with pytest.raises(CacheError, match="computed attention without LKV"):
+        tiny_llama()(ids(40), past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="needs transformers 5.17")
+def test_assisted_decoding_goes_on_from_a_cache_that_holds_something(model, policy):
+    text = " ".join(["one two three four five six"] * 10)
+    context = compress(model, Words(), text, retention=0.6, policy=policy)
+    for number in range(4):
+        question = f"what about {'one two three ' * number}?"
+        for how in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_llama(seed=1)}):
+            assert context.ask(question, 12, **how) == context.ask(question, 12)
+    with pytest.raises(CacheError, match="assisted decoding goes wrong"):
+        compress(model, Words(), text, "full").ask("what ?", 5, prompt_lookup_num_tokens=3)
+
+
+def generate(model, text, cache, **how):
+    return model.generate(text, past_key_values=cache, max_new_tokens=4, do_sample=False, eos_token_id=None, **how)
+
+
+@pytest.mark.parametrize("tokens", [60, 45, 44, 43, 40, 30, 10])
+def test_another_prompt_on_a_used_cache_is_refused(model, tokens):
+    cache = RaggedCache(model, method="knorm", retention=0.5)
+    first = generate(model, ids(40), cache)
+    assert cache.get_seq_length() == 43
+    message = "do not begin with those that this cache has read" if tokens > 43 else "has read 43 tokens, but the ids"
+    with pytest.raises(CacheError, match=message):
+        generate(model, ids(tokens, 1), cache)
+    # The conversation goes on as if nothing had been.
+    more = torch.cat([first, ids(5, 2)], 1)
+    fresh = RaggedCache(model, method="knorm", retention=0.5)
+    assert torch.equal(
+        generate(model, more, cache), generate(model, torch.cat([generate(model, ids(40), fresh), ids(5, 2)], 1), fresh)
+    )
+    cache.reset()
+    assert torch.equal(generate(model, ids(40), cache), first)
+
+
+def test_what_was_cut_off_or_fed_by_hand_is_no_reason_to_refuse(model):
+    cache = RaggedCache(model, method="knorm", retention=0.5)
+    generate(model, ids(40), cache)
+    cache.rewind()
+    generate(model, torch.cat([ids(40), ids(6, 3)], 1), cache)
+    cache.rewind()
+    model(ids(6, 4), past_key_values=cache, use_cache=True)
+    generate(model, torch.cat([ids(40), ids(6, 4), ids(2, 5)], 1), cache)
+    # New ids alone, with a mask over everything.
+    held = cache.get_seq_length()
+    generate(model, ids(3, 6), cache, attention_mask=torch.ones(1, held + 3, dtype=torch.long))
+    assert cache.get_seq_length() == held + 6
+    cache.rewind()
+    cache.batch_repeat_interleave(2)
+    generate(model, torch.cat([ids(40), ids(2, 5)], 1).repeat(2, 1), cache, num_beams=1)
+    with pytest.raises(CacheError, match="do not begin"):
+        generate(model, torch.cat([ids(40), ids(40, 1)], 0).repeat(1, 2), cache)
+    beams = RaggedCache(model, method="knorm", retention=0.5)
+    generate(model, ids(40), beams, num_beams=3)
+    with pytest.raises(CacheError, match="do not begin"):
+        generate(model, ids(60, 1).repeat(3, 1), beams)
+
+
+def test_a_context_knows_its_ids(model, policy, tmp_path):
+    path = tmp_path / "context.kv"
+    compress(model, Words(), TEXT, policy=policy).save(path)
+    contexts = [
+        Context.load(path, model, Words()),
+        compress(model, Words(), TEXT, policy=policy, chunk=9),
+        compress(model, Words(), TEXT, "kvzip"),
+    ]
+    for context in contexts:
+        with pytest.raises(CacheError, match="do not begin"):
+            generate(model, ids(70), context.cache)
+
+
+class Wrong(Selector):
+    """A selector of a user that goes wrong in one way or another."""
+
+    def __init__(self, how: str):
+        self._how = how
+
+    def scores(self, layer, query, key, value, scale):
+        found = key.float().sum(-1)
+        return {
+            "short": found[..., 1:],
+            "no rows": found[0],
+            "nan": found * torch.nan,
+            "one nan": torch.where(found == found.amax(), torch.nan, found),
+            "no tensor": 3,
+        }[self._how]
+
+
+@pytest.mark.parametrize("how", ["short", "no rows", "nan", "one nan", "no tensor"])
+def test_scores_that_cannot_rank_the_tokens_are_refused(model, how):
+    cache = RaggedCache(model, method=Method("own", Uniform(0.15), Wrong(how)))
+    with pytest.raises(CacheError, match="the selector Wrong gave scores"):
+        model(ids(40), past_key_values=cache, use_cache=True)
+
+
+def test_an_answer_that_cannot_fit_is_refused_before_it_is_begun(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    calls = []
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(PromptError, match=r"would reach 66\d tokens, but the model reads at most 512; ask for at most"):
+        context.ask("what ?", 600)
+    for wrong in (0, -3, 2.5, True, "9"):
+        with pytest.raises(PromptError, match="max_new_tokens is"):
+            context.ask("what ?", wrong)
+    assert not calls
+    handle.remove()
+    # Exactly what is left, and no more than that unless asked.
+    room = 513 - 60 - 3
+    context.ask("?", room, eos_token_id=None)
+    assert context.answered_tokens == room
+    long = compress(model, Words(), "word " * 500, policy=policy)
+    long.ask("?", eos_token_id=None)
+    assert long.answered_tokens == 10
+
+
+def test_options_of_ask(model, policy, capsys):
+    context = compress(model, Words(), TEXT, policy=policy)
+    pieces: list[torch.Tensor] = []
+
+    class Listening(TextStreamer):
+        def put(self, value):
+            pieces.append(value)
+
+    context.ask("what ?", 5, streamer=Listening(Words()), eos_token_id=None)
+    assert len(pieces) == 6
+    with pytest.raises(CacheError, match="has no option temprature"):
+        context.ask("what ?", temprature=2.0)
+    with pytest.raises(CacheError, match="itself sees to past_key_values"):
+        context.ask("what ?", past_key_values=None)
+    with pytest.raises(PromptError, match="the question is empty"):
+        context.ask(["what ?"])
