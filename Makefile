@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test test-oldest test-install check soak reproduce-small install install-oldest clean
+.PHONY: demo test test-oldest test-install check soak gpu-check reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -37,6 +37,15 @@ check: install
 MINUTES ?= 30
 soak: install $(QUANTISATION)
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# On a machine with a GPU: the kernels against float64, then their times, into gpu-results/ with the GPU's name.
+gpu-check: install
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "PyTorch sees no CUDA device here; run this where it does, with a PyTorch built for CUDA")'
+	mkdir -p gpu-results
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q tests/test_ragged_triton.py tests/test_soft_mask_triton.py
+	$(BIN)/python -m benchmarks.ragged_attention --out gpu-results/ragged_attention.json
+	$(BIN)/python -m benchmarks.soft_mask_attention --device cuda --out gpu-results
+	$(BIN)/python -m lkv profile --config smollm2-135m --tokens 4096 16384 --methods full lkv --out gpu-results/profile.json
 
 # The embedded model's tables and figures, into runs-local/small; interrupted, it goes on where it was.
 # RULER=FOLDER gives RULER's sources, LONGBENCH=FOLDER LongBench's files; without these LongBench is left out.
