@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test test-oldest test-install check gpu-check reproduce-small install install-oldest clean
+.PHONY: demo test test-oldest test-install check gpu-check soak reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -41,6 +41,11 @@ gpu-check: install
 	$(BIN)/python -m benchmarks.ragged_attention --out gpu-results/ragged_attention.json
 	$(BIN)/python -m benchmarks.soft_mask_attention --device cuda --out gpu-results
 	$(BIN)/python -m lkv profile --config smollm2-135m --tokens 4096 16384 --methods full lkv --out gpu-results/profile.json
+
+# Random operations, damaged files, threads, leaks and kills for MINUTES; SEED makes a run again.
+MINUTES ?= 30
+soak: install $(QUANTISATION)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # The embedded model's tables and figures, into runs-local/small; interrupted, it goes on where it was.
 # RULER=FOLDER gives RULER's sources, LONGBENCH=FOLDER LongBench's files; without these LongBench is left out.

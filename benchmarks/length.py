@@ -119,7 +119,10 @@ def summarise(done: Done, cases: Sequence[tuple[int, int, str]]) -> list[dict]:
 
 def draw(rows: Sequence[dict], path: Path) -> None:
     """KL over length at the second highest retention, and over retention at the greatest length."""
+    # A method that some contexts of a length were too long for has the mean of other contexts.
+    most = {row["tokens"]: row["contexts"] for row in rows if row["task"] == "all" and row["method"] == FULL}
     every = [row for row in rows if row["task"] == "all" and row["method"] != FULL]
+    every = [row for row in every if row["contexts"] == most[row["tokens"]]]
     retentions = sorted({row["retention"] for row in every}, reverse=True)
     middle, longest = retentions[min(1, len(retentions) - 1)], max(row["tokens"] for row in every)
     figure = new_figure(9.5, 4.6)

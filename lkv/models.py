@@ -25,7 +25,8 @@ from lkv.errors import DefaultModelError, PolicyFileError, PolicyMismatchError
 from lkv.extras import require
 from lkv.fingerprint import differs
 from lkv.methods.catalogue import METHODS, needs_policy
-from lkv.policy import Policy, is_policy
+from lkv.policy import Policy
+from lkv.policy_file import is_policy
 from lkv.shipped import shipped
 
 DEFAULT = "smollm2-135m-instruct"

@@ -1,7 +1,6 @@
 """The learned policy: LKV-H budgets (Sec. 3.3) and LKV-T token scores (Sec. 3.4), saved as safetensors and JSON."""
 
 import hashlib
-import json
 import math
 import os
 import warnings
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from lkv import policy_file
 from lkv.config import ModelSpec, ScorerInputs, asdict, from_dict
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
 from lkv.fingerprint import differs, fits
@@ -22,8 +20,6 @@ from lkv.ops.soft_topk import soft_topk
 from lkv.ops.token_scores import Attention, Content, Position, Scorer, at_eviction, content_scores, on_arrival
 from lkv.prefill import PromptLayer, precise
 
-_WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
-_FORMATS = (1, 2)  # 1 is the paper's scorer alone; 2 names the scorer's inputs
 SPREAD = 16  # columns of the learned queries' covariance: measured as good as the whole of it
 FUTURE = 512  # positions over which the queries to come are taken to stand, as Expected Attention has it
 
@@ -94,23 +90,29 @@ class TokenScores(nn.Module):
 
         Raises UnsupportedModelError where the model's rotation is needed and cannot be undone.
         """
-        places = torch.arange(prompt.start, prompt.start + prompt.key.shape[2], device=prompt.key.device)
+        places = self._places(prompt)
         scorer = self.scorer(layer, heads, prompt.key.device)
-        scores = on_arrival(scorer, self.read_key(prompt), prompt.value, places)
-        return scores + at_eviction(
-            scorer, prompt.key, prompt.value, places, prompt.end, self._ahead(prompt), prompt.scale
-        )
+        final = on_arrival(scorer, self.read_key(prompt), prompt.value, places)
+        ahead = self._ahead(prompt)
+        rest = at_eviction(scorer, prompt.key, prompt.value, places, prompt.end, ahead, prompt.scale)
+        return final if rest is None else final + rest
 
     def on_arrival(self, prompt: PromptLayer, layer: int, heads: slice = slice(None)) -> Tensor:
         """The part of `forward` that does not depend on where the text ends."""
-        places = torch.arange(prompt.start, prompt.start + prompt.key.shape[2], device=prompt.key.device)
-        return on_arrival(self.scorer(layer, heads, prompt.key.device), self.read_key(prompt), prompt.value, places)
+        scorer = self.scorer(layer, heads, prompt.key.device)
+        return on_arrival(scorer, self.read_key(prompt), prompt.value, self._places(prompt))
 
-    def at_eviction(self, prompt: PromptLayer, layer: int, heads: slice, positions: Tensor) -> Tensor:
-        """The rest of `forward` for entries of one head that were read at `positions` [n]: [n]."""
+    def at_eviction(self, prompt: PromptLayer, layer: int, heads: slice, positions: Tensor) -> Tensor | None:
+        """The rest [n] of `forward` for entries of one head that were read at `positions` [n]; None where none is."""
         scorer = self.scorer(layer, heads, prompt.key.device)
         ahead = self._ahead(prompt)
-        return at_eviction(scorer, prompt.key, prompt.value, positions, prompt.end, ahead, prompt.scale).flatten()
+        rest = at_eviction(scorer, prompt.key, prompt.value, positions, prompt.end, ahead, prompt.scale)
+        return None if rest is None else rest.flatten()
+
+    def _places(self, prompt: PromptLayer) -> Tensor:
+        """The positions [T] of the tokens, where a term reads them."""
+        tokens = prompt.key.shape[2] if self.inputs.knots else 0
+        return torch.arange(prompt.start, prompt.start + tokens, device=prompt.key.device)
 
     def _ahead(self, prompt: PromptLayer) -> Tensor | None:
         """The mean rotation [d, d] of the positions that the queries to come are taken to stand at."""
@@ -194,30 +196,17 @@ class Policy(nn.Module):
         return digest.hexdigest()
 
     def save_pretrained(self, folder: str | os.PathLike[str], half: bool = False) -> None:
-        """Write policy.safetensors and config.json into `folder`; a failed save leaves the old files as they were.
+        """Write the policy into `folder`; an interrupted or failed save leaves the old one as it was.
 
-        `half` stores the parameters in float16, half the size.
+        `half` stores the parameters in float16, half the size. Raises PolicyFileError.
         """
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        weights = target / (_WEIGHTS + ".tmp")
         learned = dict(self.named_parameters()) if half else {}
         state = {
-            name: tensor.detach().cpu().contiguous().to(torch.float16 if name in learned else tensor.dtype)
+            name: tensor.detach().to(torch.float16 if name in learned else tensor.dtype)
             for name, tensor in self.state_dict().items()
         }
-        save_file(state, weights)
-        config = {
-            "format": 2,
-            "inputs": asdict(self.inputs),
-            "sha256": _sha256(weights),
-            "model": asdict(self.spec),
-            "card": self.card,
-        }
-        text = target / (_CONFIG + ".tmp")
-        text.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        os.replace(weights, target / _WEIGHTS)
-        os.replace(text, target / _CONFIG)
+        about = {"inputs": asdict(self.inputs), "model": asdict(self.spec), "card": self.card}
+        policy_file.save(Path(folder), state, about)
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike[str], strict: bool = True) -> "Policy":
@@ -225,61 +214,22 @@ class Policy(nn.Module):
 
         Without `strict` a model that the policy was not trained for is warned of, and not refused.
         """
-        folder = _resolve(name)
+        tensors, about = policy_file.read(name)
         try:
-            config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-            if config["format"] not in _FORMATS:
-                raise PolicyFileError(
-                    f"{folder / _CONFIG} has format {config['format']!r}, but this version reads formats "
-                    f"{' and '.join(map(str, _FORMATS))}; update lkv-cache or train the policy again."
-                )
-            inputs = ScorerInputs() if config["format"] == 1 else from_dict(ScorerInputs, config["inputs"])
-            spec, digest = from_dict(ModelSpec, config["model"]), config["sha256"]
-            with torch.device("cpu"):
-                policy = cls(spec, config.get("card"), inputs)
-        except FileNotFoundError:
+            inputs = from_dict(ScorerInputs, about.get("inputs", {}))
+            # Without memory of its own: the file's tensors take the places, if they are the ones that belong there.
+            with torch.device("meta"):
+                policy = cls(from_dict(ModelSpec, about["model"]), about.get("card"), inputs)
+            state = {key: value.float() for key, value in tensors.items()}
+            policy.load_state_dict(state, assign=True)
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[-1].strip()
             raise PolicyFileError(
-                f"{folder} has no {_CONFIG}; give the folder that Policy.save_pretrained wrote."
-            ) from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise PolicyFileError(f"{folder / _CONFIG} cannot be read ({error}); fetch or save it again.") from error
-        weights = folder / _WEIGHTS
-        if not weights.is_file():
-            raise PolicyFileError(f"{folder} has no {_WEIGHTS}; fetch or save the policy again.")
-        if _sha256(weights) != digest:
-            raise PolicyFileError(
-                f"{weights} is not the file its {_CONFIG} was written for (truncated or changed); fetch it again."
-            )
-        try:
-            policy.load_state_dict({key: value.float() for key, value in load_file(weights).items()})
-        except (SafetensorError, RuntimeError) as error:
-            raise PolicyFileError(
-                f"{weights} does not hold this policy's tensors ({error}); fetch it again."
+                f"{name} does not hold a policy that this version knows ({reason}); fetch it again, or update "
+                "lkv-cache."
             ) from error
+        for key, tensor in state.items():
+            if not bool(tensor.isfinite().all()) or (key == "tokens.std" and not bool((tensor > 0).all())):
+                raise PolicyFileError(f"{key} of {name} holds numbers that decide nothing; fetch or train it again.")
         policy.strict = strict
         return policy.eval().requires_grad_(False)
-
-
-def is_policy(folder: Path) -> bool:
-    """Whether `folder` holds a policy that `save_pretrained` wrote."""
-    return (folder / _CONFIG).is_file() and (folder / _WEIGHTS).is_file()
-
-
-def _resolve(name: str | os.PathLike[str]) -> Path:
-    folder = Path(name)
-    if folder.is_dir():
-        return folder
-    text = str(name)
-    if text.count("/") != 1 or text.startswith((".", "/", "~")):
-        raise PolicyFileError(f"there is no policy folder {text!r}; give a folder or a hub id such as 'owner/name'.")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(text, allow_patterns=[_WEIGHTS, _CONFIG]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise PolicyFileError(f"{text!r} is neither a folder nor a policy on the hub that can be reached.") from error
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,6 +1,7 @@
 """Small random models and a policy for them."""
 
 import os
+import signal
 from pathlib import Path
 
 # One thread: the tensors are tiny, and the suite runs its files side by side.
@@ -67,3 +68,11 @@ def policy(model) -> Policy:
     policy = Policy(inspect_model(model))
     torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
     return policy.requires_grad_(False)
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as a terminal has it: a run in the background may have been started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -214,7 +214,7 @@ def test_a_context_tells_how_it_was_compressed(model, policy):
         assert about(method, budget_tokens=9) == {"retention": None, "budget_tokens": 9, "policy": own}
         assert about(method, retention=0.4) == {"retention": 0.4, "budget_tokens": None, "policy": own}
     method = make_method("knorm", 0.5)
-    assert about(method) == {"retention": None, "budget_tokens": None, "policy": None}
+    assert about(method) == {"retention": 0.5, "budget_tokens": None, "policy": None}
 
 
 def test_bad_options_are_named(model, policy):

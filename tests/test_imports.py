@@ -9,13 +9,11 @@ ROOT = Path(__file__).parent.parent / "lkv"
 # A file imports only from those above it.
 ORDER = [
     "errors", "files", "version", "config", "extras", "methods.catalogue", "fingerprint", "shipped", "results",
-    "statistics", "prompts",
-    "devices", "ops",
-    "host", "prefill", "policy", "methods.budget", "methods.selection", "methods.kvzip", "methods.build",
-    "context_file", "cache.quantization", "cache.spans", "cache.layer", "conversion", "models", "cache.ragged",
-    "context", "training.data", "training.student", "training.distillation", "training.calibration",
-    "training.warm_start", "training.trainer", "training.recipe", "evals", "profiling", "report", "commands",
-    "integrations",
+    "statistics", "prompts", "tensor_file", "context_file", "policy_file", "devices", "ops", "host", "prefill",
+    "policy", "methods.budget", "methods.selection", "methods.kvzip", "methods.build", "cache.quantization",
+    "cache.spans", "cache.layer", "conversion", "models", "cache.ragged", "context", "training.data",
+    "training.student", "training.distillation", "training.calibration", "training.warm_start", "training.trainer",
+    "training.recipe", "evals", "profiling", "report", "commands", "integrations",
 ]  # fmt: skip
 
 

@@ -19,6 +19,9 @@ from tests.test_training import CONFIG, sample, trainer
 LATE = replace(CONFIG, checkpoint_every=100)
 
 
+pytestmark = pytest.mark.usefixtures("interruptible")
+
+
 def interrupting(call: int):
     """Samples, with Ctrl-C pressed when one is asked for the `call`th time."""
     calls = []
@@ -156,7 +159,7 @@ def test_an_interrupted_command_prints_no_traceback(monkeypatch, capsys):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lkv.commands.main._methods", interrupt)
+    monkeypatch.setattr("lkv.commands.methods.run", interrupt)
     assert main(["methods"]) == 130
     assert capsys.readouterr().err == "lkv: interrupted\n"
 

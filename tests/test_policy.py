@@ -1,15 +1,18 @@
 """The policy: parameter counts of the paper, scores against plain layers, files that refuse to lie."""
 
+import hashlib
 import json
+import os
 import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 
-from lkv.config import ModelSpec, replace
+from lkv import policy_file, tensor_file
+from lkv.config import ModelSpec, ScorerInputs, asdict, replace
 from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
 from lkv.host.spec import inspect_model
 from lkv.policy import HeadBudgets, Policy, TokenScores
@@ -88,7 +91,7 @@ def test_half_size_policy_scores_nearly_the_same(tmp_path, policy):
     policy.save_pretrained(tmp_path / "whole")
     policy.save_pretrained(tmp_path / "half", half=True)
     sizes = [(tmp_path / name / "policy.safetensors").stat().st_size for name in ("whole", "half")]
-    assert sizes[1] < 0.75 * sizes[0]
+    assert sizes[0] - sizes[1] > 1.9 * size(policy)  # two bytes a parameter; the description stays
     prompt = PromptLayer(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8), 1.0)
     half = Policy.from_pretrained(tmp_path / "half")
     torch.testing.assert_close(half.tokens(prompt, 1), policy.tokens(prompt, 1), atol=5e-3, rtol=5e-3)
@@ -103,51 +106,110 @@ def test_missing_truncated_and_tampered_files_are_refused(tmp_path, policy):
     weights = tmp_path / "policy.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
-    with pytest.raises(PolicyFileError, match="truncated or changed"):
+    with pytest.raises(PolicyFileError, match="is no saved policy"):
         Policy.from_pretrained(tmp_path)
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(PolicyFileError, match="truncated or changed"):
+    with pytest.raises(PolicyFileError, match="damaged or changed"):
+        Policy.from_pretrained(tmp_path)
+    # The description counts as the numbers do.
+    weights.write_bytes(whole.replace(b'max_positions\\": 512', b'max_positions\\": 519'))
+    assert weights.read_bytes() != whole
+    with pytest.raises(PolicyFileError, match="damaged or changed"):
         Policy.from_pretrained(tmp_path)
     weights.unlink()
+    with pytest.raises(PolicyFileError, match=r"format 2, but the policy\.safetensors beside it is not"):
+        Policy.from_pretrained(tmp_path)
+
+
+def as_format_1(folder, policy, **changes):
+    """The folder that versions before format 2 wrote."""
+    folder.mkdir(exist_ok=True)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in policy.state_dict().items()}, folder / "policy.safetensors"
+    )
+    digest = hashlib.sha256((folder / "policy.safetensors").read_bytes()).hexdigest()
+    about = {"format": 1, "sha256": digest, "model": asdict(policy.spec), "card": policy.card}
+    (folder / "config.json").write_text(json.dumps(about | changes))
+
+
+def test_format_1_loads_and_scores_as_before(tmp_path, policy):
+    as_format_1(tmp_path, policy)
+    loaded = Policy.from_pretrained(tmp_path)
+    prompt = PromptLayer(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8), 1.0)
+    assert torch.equal(loaded.tokens(prompt, 1), policy.tokens(prompt, 1)) and loaded.inputs == ScorerInputs()
+    whole = (tmp_path / "policy.safetensors").read_bytes()
+    for damaged in (whole[:-100], whole[:-1] + bytes([whole[-1] ^ 1])):
+        (tmp_path / "policy.safetensors").write_bytes(damaged)
+        with pytest.raises(PolicyFileError, match="truncated or changed"):
+            Policy.from_pretrained(tmp_path)
+    (tmp_path / "policy.safetensors").unlink()
     with pytest.raises(PolicyFileError, match=r"has no policy\.safetensors"):
         Policy.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(PolicyFileError, match="cannot be read"):
-        Policy.from_pretrained(tmp_path)
-    for broken in (
-        [],
-        {"format": 1},
-        {"format": 1, "model": [], "sha256": ""},
-        {"format": 1, "model": {"layers": "x"}},
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(broken))
+    for broken in ("{", "[]", '{"model": 1}', "[" * 50_000):
+        (tmp_path / "config.json").write_text(broken)
         with pytest.raises(PolicyFileError, match="cannot be read"):
             Policy.from_pretrained(tmp_path)
 
 
-def test_a_newer_format_is_refused(tmp_path, policy):
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ({"format": 99}, "format 99, but this version reads 2"),
+        ({"inputs": {"key": "sideways"}}, "key is 'sideways', but this version knows cached, unrotated"),
+        ({"inputs": {"touch": True}}, r"unknown fields \['touch'\] for ScorerInputs"),
+        ({"inputs": {"knots": 10**9}}, "knots is 1000000000, but it is a number from 0 to 32"),
+        ({"model": {}}, "missing"),
+        ({"model": None}, "does not hold a policy"),
+    ],
+)
+def test_descriptions_that_this_version_does_not_know_are_refused(tmp_path, policy, about, message):
     policy.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"format": 99}))
-    with pytest.raises(PolicyFileError, match="format 99"):
+    tensors, known = tensor_file.read(tmp_path / "policy.safetensors", policy_file._KIND)
+    kind = policy_file._KIND._replace(version=about.get("format", 2))
+    tensor_file.write(tmp_path / "policy.safetensors", kind, tensors, {**known, **about})
+    with pytest.raises(PolicyFileError, match=message):
         Policy.from_pretrained(tmp_path)
 
 
-def test_a_failed_save_leaves_the_old_policy(tmp_path, policy, monkeypatch):
+def test_a_description_of_a_huge_model_takes_no_memory(tmp_path, policy):
     policy.save_pretrained(tmp_path)
-    before = load_file(tmp_path / "policy.safetensors")
+    tensors, about = policy_file.read(tmp_path)
+    for name in ("layers", "kv_heads", "head_dim"):
+        policy_file.save(tmp_path, tensors, {**about, "model": {**about["model"], name: 10**6}})
+        with pytest.raises(PolicyFileError, match="does not hold a policy"):
+            Policy.from_pretrained(tmp_path)
 
-    def fail(_, path):
-        path.write_bytes(b"half a file")
-        raise OSError("no space left")
 
-    monkeypatch.setattr("lkv.policy.save_file", fail)
+@pytest.mark.parametrize(
+    ("name", "number"), [("tokens.bias", torch.nan), ("heads.embeddings", torch.inf), ("tokens.std", 0.0)]
+)
+def test_numbers_that_decide_nothing_are_refused(tmp_path, policy, name, number):
+    state = policy.state_dict()
+    state[name].flatten()[3] = number
+    policy.save_pretrained(tmp_path)
+    with pytest.raises(PolicyFileError, match=f"{name} of .* holds numbers that decide nothing"):
+        Policy.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failed_save_leaves_one_policy_or_the_other(tmp_path, policy, monkeypatch, failing):
+    """The first rename is the policy itself, the second the description for people."""
+    policy.save_pretrained(tmp_path)
+    before = Policy.from_pretrained(tmp_path).digest()
+    renames, replace = [], os.replace
+
+    def fail(source, target):
+        renames.append(target)
+        if len(renames) == failing:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
     policy.tokens.bias += 1
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(PolicyFileError, match="No space left on device"):
         policy.save_pretrained(tmp_path)
-    after = load_file(tmp_path / "policy.safetensors")
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    Policy.from_pretrained(tmp_path)
+    assert Policy.from_pretrained(tmp_path).digest() == (before if failing == 1 else policy.digest())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "policy.safetensors"]
 
 
 def test_other_models_are_refused_and_other_dtypes_are_not(policy, model):

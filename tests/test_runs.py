@@ -105,7 +105,7 @@ def test_the_scripts_ask_for_what_they_need(script, tmp_path):
         subprocess.run([script, model], env=environment, check=True, cwd=tmp_path)
         said = log.read_text()
         commands = [item.split() for item in said.splitlines()]
-        understood = [_parser().parse_args(words[2:]) for words in commands if words[1] == "lkv"]
+        understood = [_parser(words[2:]).parse_args(words[2:]) for words in commands if words[1] == "lkv"]
         for options in understood:
             if options.run.__module__ == "lkv.commands.eval":
                 assert set(options.methods) <= set(METHODS) | {f"{r}+{s}" for r in RULES for s in SELECTORS}

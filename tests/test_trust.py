@@ -180,8 +180,8 @@ class Wrong(Selector):
     def __init__(self, how: str):
         self._how = how
 
-    def scores(self, layer, query, key, value, scale):
-        found = key.float().sum(-1)
+    def scores(self, layer, prompt):
+        found = prompt.key.float().sum(-1)
         return {
             "short": found[..., 1:],
             "no rows": found[0],
@@ -232,5 +232,5 @@ def test_options_of_ask(model, policy, capsys):
         context.ask("what ?", temprature=2.0)
     with pytest.raises(CacheError, match="itself sees to past_key_values"):
         context.ask("what ?", past_key_values=None)
-    with pytest.raises(PromptError, match="the question is empty"):
+    with pytest.raises(PromptError, match="the question is a list, but it must be one text"):
         context.ask(["what ?"])

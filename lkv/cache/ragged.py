@@ -14,7 +14,7 @@ from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
 from lkv.methods.budget import FixedBudget, Share, check_table
 from lkv.methods.build import Method, make_method
-from lkv.methods.catalogue import find, needs_policy
+from lkv.methods.catalogue import find, needs_policy, needs_second_pass
 from lkv.models import load_policy, policy_for
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
@@ -280,6 +280,8 @@ def chosen_method(
                 "give a method by its name."
             )
         return method
+    if tokenizer is None and needs_second_pass(method):
+        raise CacheError(f"{method!r} reads the text a second time: use lkv.compress(..., method={method!r}).")
     attached, share = attach(model), Share.asked(retention, budget_tokens)
     spec, own = attached.spec, None
     if needs_policy(method):

@@ -47,5 +47,5 @@ def _fidelity(row: dict[str, Any]) -> str:
     shortest, longest = row["tokens"]
     return (
         f"KL {row['kl']:.3f}, top-1 agreement {row['agreement']:.3f} to the full cache at R {row['retention']:g}, "
-        f"{shortest:,} to {longest:,} tokens"
+        + (f"{longest:,} tokens" if shortest == longest else f"{shortest:,} to {longest:,} tokens")
     )

@@ -20,7 +20,8 @@ from lkv.config import ModelSpec, TrainingConfig, asdict, from_dict
 from lkv.errors import DataError, PolicyMismatchError, TrainingError, TrainingStoppedError
 from lkv.files import check_folder, replacing, write_text
 from lkv.host.attention import attach, evaluation_mode
-from lkv.policy import Policy, is_policy
+from lkv.policy import Policy
+from lkv.policy_file import is_policy
 from lkv.training.calibration import calibrate
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.distillation import Distiller, gumbel, hard_mask, soft_mask

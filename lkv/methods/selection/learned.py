@@ -43,7 +43,8 @@ class LearnedScores(Selector):
 
     @torch.no_grad()
     def at_eviction(self, layer: int, head: int, entries: Arrived) -> Tensor:
-        return entries.scores + self._tokens.at_eviction(entries.prompt, layer, self._local(head), entries.positions)
+        rest = self._tokens.at_eviction(entries.prompt, layer, self._local(head), entries.positions)
+        return entries.scores if rest is None else entries.scores + rest
 
     def _local(self, head: int) -> slice:
         first = (self._heads.start or 0) + head

@@ -68,20 +68,21 @@ def on_arrival(scorer: Scorer, key: Tensor, value: Tensor, places: Tensor) -> Te
 
 def at_eviction(
     scorer: Scorer, key: Tensor, value: Tensor, places: Tensor, end: int, ahead: Tensor | None, scale: float
-) -> Tensor:
-    """The part that depends on where the text ends: the attention to expect, and the distance to `end`. [B, H, T], or
-    zeros [B, H, 1] where the scorer has no such terms.
+) -> Tensor | None:
+    """The part [B, H, T] that depends on where the text ends: the attention to expect, and the distance to `end`. None
+    where the scorer has no such terms.
 
     `key` [B, H, T, d] is k after RoPE, `value` [B, H, T, d]; `ahead` [d, d] is the mean rotation of the positions to
     come, by which rows are multiplied; `scale` is attention's. Raises ValueError where the attention term misses it.
     """
-    scores = value.new_zeros((*value.shape[:2], 1), dtype=torch.float32)
+    scores = None
     if scorer.attention is not None:
         if ahead is None:
             raise ValueError("the attention term needs the mean rotation of the positions to come.")
-        scores = scores + attention_scores(scorer.attention, key, value, ahead, scale)
+        scores = attention_scores(scorer.attention, key, value, ahead, scale)
     if scorer.position is not None:
-        scores = scores + reference.knots(scorer.position.end, end - places)
+        recency = reference.knots(scorer.position.end, end - places).expand(*value.shape[:3])
+        scores = recency if scores is None else scores + recency
     return scores
 
 
