@@ -5,10 +5,13 @@ import torch
 from transformers import DynamicCache
 
 from lkv.cache.ragged import RaggedCache
+from lkv.config import ScorerInputs
 from lkv.context import Context, compress
+from lkv.host.attention import attach
 from lkv.host.spec import inspect_model
 from lkv.methods.catalogue import METHODS, find
 from lkv.models import default_policy
+from lkv.policy import Policy
 from lkv.profiling.measure import Profiler, Settings
 from lkv.profiling.shapes import random_policy
 from lkv.training.data.sample import TokenizedSample
@@ -60,6 +63,24 @@ def test_every_kind_of_cache_under_another_default_device(small, options):
             cache.batch_repeat_interleave(2)
             twin = cache.fork()
             found.append(small(more, past_key_values=twin).logits)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"streaming": True, "prompt_tokens": 40}, {"decode_eviction": True, "slack": 1}]
+)
+@torch.no_grad()
+def test_a_policy_with_every_term_under_another_default_device(small, options):
+    torch.manual_seed(0)
+    policy = Policy(attach(small).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
+    for part in (policy.tokens.query_mean, policy.tokens.query_spread, policy.tokens.start, policy.tokens.end):
+        torch.nn.init.normal_(part)
+    prompt, question, found = ids(2, 40), ids(2, 3), []
+    for device in (CPU, ELSEWHERE):
+        with device:
+            cache = RaggedCache(small, policy, 0.4, **options)
+            small(prompt, past_key_values=cache)
+            found.append(small(question, past_key_values=cache).logits)
     assert torch.equal(*found)
 
 

@@ -9,6 +9,7 @@ import torch
 from lkv import devices
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged import RaggedCache
+from lkv.config import ScorerInputs
 from lkv.errors import CacheError, UnsupportedModelError
 from lkv.evals.runner import evaluate
 from lkv.host.spec import inspect_model
@@ -49,8 +50,10 @@ def on_fake(base):
 
 def policy_of(model) -> Policy:
     torch.manual_seed(5)
-    policy = Policy(inspect_model(model))
+    policy = Policy(inspect_model(model), inputs=ScorerInputs("unrotated", "learned", 8))
     torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
+    for part in (policy.tokens.query_mean, policy.tokens.query_spread, policy.tokens.start, policy.tokens.end):
+        torch.nn.init.normal_(part)
     return policy.requires_grad_(False)
 
 
@@ -294,6 +297,15 @@ def test_a_prompt_is_read_with_one_wait(on_fake):
             on_fake(text, past_key_values=cache)
     # Of all layers together: are their scores numbers.
     assert log.count("wait") == 1, log.summary("wait")
+
+
+@torch.no_grad()
+def test_a_learned_policy_waits_for_its_budgets_alone(on_fake):
+    cache = RaggedCache(on_fake, policy_of(on_fake).to("fake:0"), 0.4)
+    with fake_gpus(stubbed=True), watched() as log:
+        on_fake(ids(60, 2).to("fake"), past_key_values=cache)
+    # Once for all layers: the budgets (twice), and whether scores are numbers.
+    assert log.count("wait") == 3, log.summary("wait")
 
 
 @torch.no_grad()
