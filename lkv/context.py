@@ -19,7 +19,7 @@ from lkv.cache.ragged import RaggedCache, chosen_method
 from lkv.config import ModelSpec, asdict, from_dict
 from lkv.errors import CacheError, ContextFileError, PromptError, QuantizationError
 from lkv.fingerprint import differs
-from lkv.host.attention import attach
+from lkv.host.attention import attach, device_of
 from lkv.host.stock import cut_to, kv_nbytes, positions
 from lkv.methods.budget import Share
 from lkv.methods.build import Method
@@ -80,7 +80,7 @@ class Context:
         check_text(question, "the question", "ask something about the text")
         check_text(answer, "the answer", "give some text")
         prefix, target = question_ids(self._tokenizer, question), encode(self._tokenizer, answer)
-        device = self._model.get_input_embeddings().weight.device
+        device = device_of(self._model)
         ids = torch.tensor([prefix + target], device=device)
         with self._working_cache() as cache:
             logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
@@ -95,7 +95,7 @@ class Context:
         """
         check_text(question, "the question", "ask something about the text")
         self._check_options(generation)
-        device = self._model.get_input_embeddings().weight.device
+        device = device_of(self._model)
         # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
         ids = torch.tensor([self._ids + question_ids(self._tokenizer, question)], device=device)
         if stream:
@@ -351,7 +351,7 @@ def compress(
         )
     cache: Cache = DynamicCache()
     about: dict[str, Any] = {}
-    device = model.get_input_embeddings().weight.device
+    device = device_of(model)
     prompt = None
     if method != FULL:
         if chunk is not None:

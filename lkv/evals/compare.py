@@ -10,6 +10,7 @@ from torch.nn.functional import log_softmax
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lkv.cache.ragged import RaggedCache
+from lkv.host.attention import device_of
 from lkv.host.stock import cut_to
 from lkv.methods.build import Method, side_by_side
 from lkv.prefill import PromptLayer
@@ -119,7 +120,7 @@ class Comparison:
         return Predictions(out.logits[:, -targets:], hidden[0][:, -targets:])
 
     def _batch(self, ids: list[int]) -> Tensor:
-        device = self._model.get_input_embeddings().weight.device
+        device = device_of(self._model)
         return torch.tensor([ids], device=device).expand(self._rows, -1)
 
     def _rewind(self) -> None:
@@ -141,7 +142,7 @@ def greedy(
     token on (LongBench's way with one-line answers). `dropping` takes rows out of the cache once half of them have
     ended, so that a few long answers do not cost as many steps of all; the cache is of no use afterwards.
     """
-    ids = torch.tensor(rows, device=model.get_input_embeddings().weight.device)
+    ids = torch.tensor(rows, device=device_of(model))
     own = model.generation_config.eos_token_id
     ends = [*([] if own is None else [own] if isinstance(own, int) else own), *stops]
     padding = model.generation_config.pad_token_id

@@ -22,7 +22,7 @@ from lkv.evals.metrics import score
 from lkv.evals.processes import Process
 from lkv.evals.protocol import Prompt, make_prompt
 from lkv.evals.roster import Roster
-from lkv.host.attention import attach, evaluation_mode
+from lkv.host.attention import attach, device_of, evaluation_mode
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import encode
@@ -111,7 +111,7 @@ class _Run:
     ):
         self._model, self._tokenizer, self._roster = model, tokenizer, roster
         self._prompt_of, self._score, self._at_once = prompt_of, score, rows_at_once
-        self._device = model.get_input_embeddings().weight.device
+        self._device = device_of(model)
         self._newline = encode(tokenizer, "\n")[-1:]
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
+from lkv.host.attention import device_of
 from lkv.methods.budget import ROUNDING
 from lkv.ops.soft_topk import soft_topk
 from lkv.policy import Policy
@@ -37,7 +38,7 @@ class Distiller:
 
     def __init__(self, model: Any, sample: TokenizedSample):
         self._model = model
-        device = model.get_input_embeddings().weight.device
+        device = device_of(model)
         self.prompt = read_prompt(model, torch.tensor([sample.context], device=device))
         self.tokens = len(sample.context)
         width = max(len(ids) for ids, _ in sample.continuations)
