@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test test-oldest test-install check soak reproduce-small install install-oldest clean
+.PHONY: demo test test-oldest test-install check gpu-check soak reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -32,6 +32,15 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# On a machine with a GPU: the kernels against float64, then their times, into gpu-results/ with the GPU's name.
+gpu-check: install
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "PyTorch sees no CUDA device here; run this where it does, with a PyTorch built for CUDA")'
+	mkdir -p gpu-results
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q tests/test_ragged_triton.py tests/test_soft_mask_triton.py
+	$(BIN)/python -m benchmarks.ragged_attention --out gpu-results/ragged_attention.json
+	$(BIN)/python -m benchmarks.soft_mask_attention --device cuda --out gpu-results
+	$(BIN)/python -m lkv profile --config smollm2-135m --tokens 4096 16384 --methods full lkv --out gpu-results/profile.json
 
 # Random operations, damaged files, threads, leaks and kills for MINUTES; SEED makes a run again.
 MINUTES ?= 30

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import RESULTS
-from lkv.ops.ragged_attention import append, ragged_attention
+from lkv.ops.ragged_attention import extend, ragged_attention
 from lkv.results import write_results
 from lkv.statistics import bootstrap
 
@@ -71,19 +71,21 @@ def layer_of(options: argparse.Namespace, batch: int, dtype: torch.dtype) -> Lay
 
 
 def error_of(layer: Layer, scale: float) -> float:
-    """The kernels' largest error over the largest output; SystemExit where it or an append is wrong."""
+    """The kernels' largest error over the largest output; SystemExit where it or what they append is wrong."""
     ours = layer.ragged(scale, "triton")
     exact = layer.ragged(scale, "reference")
     error = float((ours - exact).abs().max() / exact.abs().max())
     limit = 4 * torch.finfo(ours.dtype).eps
     if not error <= limit:
         sys.exit(f"the kernels are off by {error:.2e} of the largest output, more than {limit:.2e}: nothing was timed.")
-    new = [torch.randn_like(x[:, :, :3]) for x in (layer.key, layer.value)]
-    pools = [[pool.clone() for pool in (layer.k_pool, layer.v_pool)] for _ in range(2)]
-    for (k_pool, v_pool), backend in zip(pools, ("triton", "loop"), strict=True):
-        append(new[0], new[1], k_pool, v_pool, layer.starts, layer.lens, backend)
-    if not all(torch.equal(*pair) for pair in zip(*pools, strict=True)):
-        sys.exit("the append kernel wrote something else than index assignment does: nothing was timed.")
+    for rows in (1, 3):
+        new = [torch.randn_like(x[:, :, :rows]) for x in (layer.key, layer.value)]
+        query = layer.query.expand(-1, -1, rows, -1)
+        held = [[x.clone() for x in (layer.k_pool, layer.v_pool, layer.lens)] for _ in range(2)]
+        for (k_pool, v_pool, lens), backend in zip(held, ("triton", "loop"), strict=True):
+            extend(query, new[0], new[1], k_pool, v_pool, layer.starts, lens, scale, backend)
+        if not all(torch.equal(*pair) for pair in zip(*held, strict=True)):
+            sys.exit("the kernels appended something else than index assignment does: nothing was timed.")
     return error
 
 

@@ -195,7 +195,7 @@ class Context:
         with self._turn:
             states = [layer.state() for layer in cache.ragged]
         tensors = {f"{name}.{index}": tensor for index, state in enumerate(states) for name, tensor in state.items()}
-        tensors["ids"] = torch.tensor(self._ids, dtype=torch.int32)
+        tensors["ids"] = torch.tensor(self._ids, dtype=torch.int32, device="cpu")
         context_file.write(Path(path), tensors, {"model": asdict(cache.spec), **self.about})
 
     @classmethod
@@ -224,7 +224,7 @@ class Context:
                 layer.restore(state, model.get_input_embeddings().weight[:0])
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, QuantizationError) as error:
             raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
-        cache.ids = torch.tensor([ids])
+        cache.ids = torch.tensor([ids], device=device_of(model))
         return cls(model, tokenizer, ids, cache, kept_about)
 
 
@@ -374,10 +374,10 @@ def compress(
     if prompt is not None:
         assert isinstance(cache, RaggedCache)
         cache.fill(prompt)
-        cache.ids = torch.tensor([ids])
+        cache.ids = torch.tensor([ids], device=device)
         return Context(model, tokenizer, ids, cache, about)
     for part in torch.tensor([ids], device=device).split(chunk or len(ids), 1):
         model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
     if isinstance(cache, RaggedCache):
-        cache.ids = torch.tensor([ids])
+        cache.ids = torch.tensor([ids], device=device)
     return Context(model, tokenizer, ids, cache, about)

@@ -168,7 +168,7 @@ class Policy(nn.Module):
         """`ratios` for inference: exactly 1 everywhere at retention 1. Raises RetentionError outside (0, 1]."""
         retention = check_retention(retention)
         if retention == 1.0:
-            return torch.ones(self.spec.layers, self.spec.kv_heads)
+            return torch.ones(self.spec.layers, self.spec.kv_heads, device="cpu")
         return self.ratios(retention).float().cpu()
 
     def check_model(self, spec: ModelSpec) -> None:

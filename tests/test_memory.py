@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lkv.cache.ragged import RaggedCache
+from lkv.devices import is_out_of_memory
 from lkv.host.attention import attach
 from lkv.prefill import PromptLayer
-from lkv.profiling.memory import LiveBytes, is_out_of_memory, peak_of
+from lkv.profiling.memory import LiveBytes, peak_of
 from lkv.profiling.shapes import random_policy
 from tests.conftest import tiny_llama
 

@@ -205,3 +205,20 @@ def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(LkvError, match=r"needs torchao.*pip install 'lkv-cache\[quantization\]'"):
         QuantizedPool.pack(random_pool(5, 8), 8)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("width", [64, 33])
+def test_products_with_codes_are_those_with_the_entries_they_stand_for(bits, width):
+    torch.manual_seed(width)
+    lens = (0, 5, 32, 71)
+    pool = torch.randn(sum(lens), width)
+    key, value = QuantizedPool.pack(pool, bits, lens=lens), QuantizedPool.pack(pool, bits)
+    queries = [torch.randn(3, width) for _ in lens]
+    begin = 0
+    for query, found, n in zip(queries, key.scores(queries), lens, strict=True):
+        torch.testing.assert_close(found, query @ key.unpack(begin, begin + n).T, atol=1e-4, rtol=1e-4)
+        shares = torch.rand(3, n)
+        own = value.weighted(shares, begin, begin + n)
+        torch.testing.assert_close(own, shares @ value.unpack(begin, begin + n), atol=1e-4, rtol=1e-4)
+        begin += n

@@ -1,5 +1,7 @@
 """Attention over the ragged pool against the float64 reference."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -164,8 +166,12 @@ def test_varlen_gives_every_span_as_a_sequence(rows, monkeypatch):
 )
 def test_varlen_says_what_it_lacks(operator, dtype, dims, says, monkeypatch):
     monkeypatch.setattr(varlen, "_operator", lambda: operator)
+    properties = SimpleNamespace(name="TestGPU", major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert says in varlen.refusal(torch.device("cuda"), dtype, *dims)
     assert varlen.refusal(torch.device("cuda"), torch.float16, 64, 64) is None or operator is None
+    properties.major = 7
+    assert operator is None or "7.0" in varlen.refusal(torch.device("cuda"), torch.float16, 64, 64)
 
 
 @settings(max_examples=15)

@@ -18,7 +18,7 @@ from lkv.errors import BackendError
 from lkv.methods.budget import PerHead
 from lkv.methods.build import Method
 from lkv.methods.selection import Knorm, Random
-from lkv.ops.ragged_attention import api, append, ragged_attention
+from lkv.ops.ragged_attention import api, extend, ragged_attention
 from tests.conftest import tiny_llama
 
 triton = pytest.importorskip("lkv.ops.ragged_attention.triton")
@@ -125,10 +125,12 @@ def test_slices_much_shorter_than_heads_and_new_tokens(older, rows, monkeypatch)
     torch.manual_seed(rows)
     monkeypatch.setattr(triton, "_PROGRAMS_WITHOUT_GPU", 40)
     monkeypatch.setattr(triton, "_LEAST_SLICE", 2)
+    triton._launch.cache_clear()
     k, v, starts, lens = pool_of([[count + rows for count in older]], 1, 8, 8, torch.float32)
     # Later entries weigh more, so that the greatest score rises from part to part.
     k *= torch.linspace(0.1, 3, len(k))[:, None]
     assert_as_exact_as_eager(torch.randn(1, 4, rows, 8), k, v, starts, lens, 1.0)
+    triton._launch.cache_clear()
 
 
 @pytest.mark.parametrize("older", [[127, 127], [255, 127]])
@@ -141,7 +143,7 @@ def test_heads_that_end_with_a_slice(older):
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(0, 5),
     st.sampled_from([8, 24]), st.sampled_from([8, 40]), st.sampled_from(DTYPES),
 )  # fmt: skip
-def test_append_equals_index_assignment(batch, heads, rows, spare, dim, value_dim, dtype):
+def test_extending_equals_index_assignment_and_attention(batch, heads, rows, spare, dim, value_dim, dtype):
     torch.manual_seed(rows)
     lengths = torch.randint(0, 30, (batch, heads)).tolist()
     pools = pool_of(lengths, rows + spare, dim, value_dim, dtype)
@@ -152,12 +154,16 @@ def test_append_equals_index_assignment(batch, heads, rows, spare, dim, value_di
             end = int(pools[2][b, h]) + lengths[b][h]
             for pool, entries in zip(expected, new, strict=True):
                 pool[end : end + rows] = entries[b, h]
+    longer = torch.tensor([[n + rows for n in row] for row in lengths], dtype=torch.int32)
+    query = torch.randn(batch, 2 * heads, rows, dim).to(dtype)
+    exact = ragged_attention(query.double(), *(x.double() for x in expected), pools[2], longer, 0.3, "reference")
     for backend in ("triton", "loop"):
-        own = [pool.clone() for pool in pools[:2]]
-        longer = append(*new, *own, *pools[2:], backend=backend)
-        assert longer.dtype == torch.int32 and longer.tolist() == [[n + rows for n in row] for row in lengths]
+        own, lens = [pool.clone() for pool in pools[:2]], pools[3].clone()
+        out = extend(query, *new, *own, pools[2], lens, 0.3, backend)
+        assert torch.equal(lens, longer)
         for pool, right in zip(own, expected, strict=True):
             torch.testing.assert_close(pool, right, rtol=0, atol=0, equal_nan=True)
+        assert (out - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max().clamp(min=1)
 
 
 def test_a_backend_by_name_never_falls_back():
@@ -176,11 +182,22 @@ def test_the_device_is_named_where_triton_cannot_run(monkeypatch):
 
 
 def test_a_gpu_with_little_shared_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(triton, "_shared_memory", lambda index: 48 * 1024)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Small")
+    properties = SimpleNamespace(name="Small", major=8, minor=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    monkeypatch.setattr(triton, "_shared_memory", lambda device: 48 * 1024)
     assert "Small has too little shared memory" in triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256)
-    monkeypatch.setattr(triton, "_shared_memory", lambda index: 227 * 1024)
+    monkeypatch.setattr(triton, "_shared_memory", lambda device: 227 * 1024)
     assert triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256) is None
+    properties.major = 7
+    assert "Small has compute capability 7.9" in triton.refusal(torch.device("cuda", 0), torch.float16, 64, 64)
+
+
+@pytest.mark.parametrize(("memory", "stages"), [(166_912, 3), (101_376, 2), (232_448, 4)])
+def test_stages_are_counted_as_triton_buffers_them(memory, stages):
+    """One block less than stages is in shared memory: 99 KB are enough for asynchronous copies."""
+    assert triton.fitting(16, 128, 128, torch.bfloat16, memory) == stages
+    assert triton.fitting(64, 128, 128, torch.bfloat16, 101_376) == 2
 
 
 class NoWaiting(TorchDispatchMode):
@@ -205,8 +222,7 @@ def test_a_decode_step_never_waits_for_the_device(rows, monkeypatch):
         cache = RaggedCache(model, method=Method("random", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Random()))
         model(torch.randint(3, 67, (rows, 40)), past_key_values=cache, use_cache=True)
         fake = SimpleNamespace(
-            attend=lambda q, k_pool, v_pool, starts, lens, scale: q * scale,
-            append=lambda key, value, k_pool, v_pool, starts, lens: lens + key.shape[2],
+            extend=lambda q, key, value, k_pool, v_pool, starts, lens, scale, buffers: lens.add_(1)[0, 0] * q,
         )
 
         def step() -> None:
@@ -246,12 +262,15 @@ def test_the_cache_over_the_kernels_equals_the_cache_over_the_loop(monkeypatch):
     torch.testing.assert_close(logits["triton"], logits["loop"], atol=2e-4, rtol=2e-4)
 
 
-SMALL = "--device cpu --tokens 150 --layers 1 --heads 4 --kv-heads 2 --dim 16 --dtype float32 --repeats 1 --batches 1 2"
+SMALL = (
+    f"--device {DEVICE} --tokens 150 --layers 1 --heads 4 --kv-heads 2 --dim 16 --dtype float32 --repeats 1 "
+    "--batches 1 2"
+)
 
 
 def test_the_benchmark_runs(tmp_path, monkeypatch):
     out = tmp_path / "ragged.json"
-    monkeypatch.setattr(benchmark, "_COPIED", {"cpu": 1024})
+    monkeypatch.setattr(benchmark, "_COPIED", {DEVICE: 1024})
     with torch.device("cpu"):
         benchmark.main([*SMALL.split(), "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
@@ -265,7 +284,7 @@ def test_the_benchmark_runs(tmp_path, monkeypatch):
 def test_the_benchmark_times_no_wrong_kernel(tmp_path, monkeypatch):
     plain = triton.attend
     monkeypatch.setattr(triton, "attend", lambda *args: plain(*args) * 1.001)
-    monkeypatch.setattr(benchmark, "_COPIED", {"cpu": 1024})
+    monkeypatch.setattr(benchmark, "_COPIED", {DEVICE: 1024})
     out = tmp_path / "ragged.json"
     with torch.device("cpu"), pytest.raises(SystemExit, match="nothing was timed"):
         benchmark.main([*SMALL.split(), "--out", str(out)])

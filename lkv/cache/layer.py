@@ -3,25 +3,28 @@
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from lkv.cache.spans import QuantizedSpans, Spans, best
+from lkv.cache.spans import QuantizedSpans, Spans
 from lkv.config import ModelSpec
+from lkv.devices import is_out_of_memory
 from lkv.errors import CacheError, PromptError
 from lkv.host.hooks import HookedLayer
 from lkv.host.masks import has_padding, left_padding
 from lkv.host.rotation import Rotation
 from lkv.methods.budget import FixedBudget, Share
 from lkv.methods.build import Method
-from lkv.methods.selection import Arrived, check_scores
-from lkv.ops.ragged_attention import ragged_attention
-from lkv.prefill import PromptLayer
+from lkv.methods.selection import Arrived, check_numbers, check_shape, not_numbers
+from lkv.prefill import PromptLayer, precise
 
+# Room for appended tokens: a quarter of what a head holds, between these.
+_LEAST_SLACK = 16
 _CPU_SLACK, _GPU_SLACK = 32, 256
 
 
@@ -44,21 +47,32 @@ class Plan:
         return self.streaming or self.decode_eviction
 
 
+@dataclass
+class Shared:
+    """What the layers of one cache, numbered up to `last`, have in common: `buffers` as in `ragged_attention.extend`,
+    and of scores that no device was asked about yet whether some are no numbers, `doubts`."""
+
+    last: int
+    buffers: dict[Any, Any] = field(default_factory=dict)
+    doubts: list[Tensor] = field(default_factory=list)
+
+
 class RaggedLayer(HookedLayer):
     """One layer's k and v in `Spans`. `kept` [B, H] counts the entries that eviction left, `real` [B] the tokens that
     they were chosen from (padding is none)."""
 
     is_croppable = True
 
-    def __init__(self, index: int, plan: Plan):
+    def __init__(self, index: int, plan: Plan, shared: Shared):
         super().__init__()
-        self._index, self._plan = index, plan
+        self._index, self._plan, self._shared = index, plan, shared
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, and free it."""
+        self._shared.doubts.clear()
         self.spans: Spans | QuantizedSpans | None = None
-        self.kept = torch.zeros(0, 0, dtype=torch.long)
+        self.kept = torch.zeros(0, 0, dtype=torch.long, device="cpu")
         self.real: list[int] = []
         self.prompt_length = 0  # 0 until the prompt has ended
         self._settled = 0  # logical length when last evicted; the spans' tail counts from there
@@ -89,8 +103,9 @@ class RaggedLayer(HookedLayer):
         if self._whole is not None:
             key_states = torch.cat([self._whole.key, key_states], 2)
             value_states = torch.cat([self._whole.value, value_states], 2)
-        # What is stored belongs to no autograd graph: a cache that held one would hold every activation.
-        self._arrived = key_states.detach(), value_states.detach()
+        # What is stored belongs to no autograd graph: a cache that held one would hold every activation. Under autocast
+        # the rotation leaves k in float32 beside v in half precision, which is what attention computes in.
+        self._arrived = key_states.detach().to(value_states.dtype), value_states.detach()
         return self.tag(key_states), value_states
 
     def attend(
@@ -125,18 +140,20 @@ class RaggedLayer(HookedLayer):
         assert self._plan.prompt_tokens is not None
         return self._plan.prompt_tokens
 
-    @property
-    def _slack(self) -> int:
+    def _slack(self, held: int) -> int:
+        """Room that each head gets, where a head holds `held` entries on average."""
         if self._plan.slack is not None:
             return self._plan.slack
-        return _CPU_SLACK if self.device.type == "cpu" else _GPU_SLACK
+        most = _CPU_SLACK if self.device.type == "cpu" else _GPU_SLACK
+        return min(most, max(_LEAST_SLACK, held // 4))
 
-    @property
-    def _first_room(self) -> int:
-        """Room after an eviction: of another size in each layer, so that the layers are not all re-laid at one step."""
+    def _first_room(self, kept: Tensor) -> int:
+        """Room after an eviction that left `kept` [B, H]: of another size in each layer, so that the layers are not all
+        re-laid at one step."""
+        slack = self._slack(_mean(kept))
         if self._plan.slack is not None:
-            return self._plan.slack
-        return self._slack // 2 + self._index % (self._slack // 2)
+            return slack
+        return slack // 2 + self._index % (slack // 2)
 
     def _read(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
@@ -175,31 +192,34 @@ class RaggedLayer(HookedLayer):
         firsts = padding or [0] * batch
         # Rows without padding are scored together, others one by one, as if each had been read alone.
         groups = [slice(b, b + 1) for b in range(batch)] if any(firsts) else [slice(0, batch)]
-        scores: list[Tensor] = []
+        tables: list[Tensor] = []
         arrived: list[Tensor] = []
         counts: list[list[int]] = []
         for rows in groups:
             first = firsts[rows.start]
             self._check_length(tokens - first)
             part, selector = whole.part(rows, slice(first, None)), self._plan.method.selector
-            found = check_scores(selector, selector.scores(self._index, part), part.key)
-            scores += found.unbind(0)
+            found = check_shape(selector, selector.scores(self._index, part), part.key)
+            self._shared.doubts.append(not_numbers(found))
+            tables.append(_behind_padding(found, first))
             counts += self._plan.method.budget.counts(self._index, found)
             if self._plan.decode_eviction:
-                arrived += self._plan.method.selector.on_arrival(self._index, part).unbind(0)
-        kept = torch.tensor(counts)
-        spans = Spans(kept, self._first_room, whole.key, whole.value, self._plan.decode_eviction)
-        for b in range(batch):
-            for h, count in enumerate(counts[b]):
-                chosen = best(scores[b][h], count)
-                spans.put(b, h, chosen, whole.key[b, h, firsts[b] :], whole.value[b, h, firsts[b] :])
-                if self._plan.decode_eviction:
-                    spans.mark(b, h, arrived[b][h][chosen], chosen + firsts[b])
-                del chosen  # or it would lie beside the next head's
+                arrived.append(pad(selector.on_arrival(self._index, part), (first, 0)))
+        self._check_doubts()
+        kept = torch.tensor(counts, device="cpu")
+        spans = Spans(kept, self._first_room(kept), whole.key, whole.value, self._plan.decode_eviction)
+        spans.fill(whole.key, whole.value, _joined(tables), _joined(arrived) if arrived else None)
         self.kept, self.real = kept, [tokens - first for first in firsts]
         self.prompt_length = self._settled = tokens
         self._padding = firsts
         self.spans = self._stored(spans)
+
+    def _check_doubts(self) -> None:
+        """Raise CacheError where scores are no numbers. A GPU is asked in the last layer, for all: each would wait."""
+        if self.device.type == "cpu" or self._index == self._shared.last:
+            doubts = self._shared.doubts.copy()
+            self._shared.doubts.clear()
+            check_numbers(self._plan.method.selector, doubts)
 
     def _stored(self, spans: Spans) -> Spans | QuantizedSpans:
         """The compressed prompt as it is to be held."""
@@ -218,10 +238,11 @@ class RaggedLayer(HookedLayer):
         self._check_length(self._prompt_tokens)
         batch, heads, new, _ = key.shape
         if self.spans is None:
-            self.spans = Spans(torch.zeros(batch, heads, dtype=torch.long), new, key, value, scored=True)
+            self.spans = Spans(torch.zeros(batch, heads, dtype=torch.long, device="cpu"), new, key, value, scored=True)
         out = self._continue(query, key, value, scale)
         ended = self._settled + new >= self._prompt_tokens
-        settled = self._settle(self._first_room if ended else 0, scale)
+        limits = self._limits()
+        settled = self._settle(limits, self._first_room(limits) if ended else 0, scale)
         if ended:
             self.prompt_length = self._settled
             if not self._plan.decode_eviction:
@@ -229,14 +250,19 @@ class RaggedLayer(HookedLayer):
             self.spans = self._stored(settled)
         return out
 
-    def _settle(self, room: int, scale: float) -> Spans:
-        """Keep the best floor(r t) entries of each head, by the scores that stayed with them, completed."""
-        assert isinstance(self.spans, Spans) and isinstance(self._plan.method.budget, FixedBudget)
+    def _limits(self) -> Tensor:
+        """What each head may keep [B, H] of all that was seen, the spans' tails included."""
+        assert self.spans is not None and isinstance(self._plan.method.budget, FixedBudget)
         budget, heads = self._plan.method.budget, self.spans.lens.shape[1]
+        seen = [real + self.spans.tail for real in self.real or [0] * len(self.spans.lens)]
+        return torch.tensor([budget.limits(self._index, heads, real) for real in seen], device="cpu")
+
+    def _settle(self, limits: Tensor, room: int, scale: float) -> Spans:
+        """Keep the best `limits` [B, H] entries of each head, by the scores that stayed with them, completed."""
+        assert isinstance(self.spans, Spans)
         tail = self.spans.tail
-        self.real = [real + tail for real in self.real or [0] * len(self.spans.lens)]
-        limits = [budget.limits(self._index, heads, real) for real in self.real]
         settled = self.spans.settle(limits, room, partial(self._completed, self.spans, scale))
+        self.real = [real + tail for real in self.real or [0] * len(self.spans.lens)]
         self.spans, self.kept = settled, settled.lens
         self._settled += tail
         return settled
@@ -271,21 +297,29 @@ class RaggedLayer(HookedLayer):
             scores = self._arrival_scores(key, value, scale)
             # A step of decoding does not wait for the device; the same selector was checked on the prompt.
             if new > 1:
-                check_scores(self._plan.method.selector, scores, key)
+                check_shape(self._plan.method.selector, scores, key)
+                self._shared.doubts.append(not_numbers(scores))
+                self._check_doubts()
         if new > self.spans.room:
             self._make_room(new, scale)
-        self.spans.append(key, value, scores, self.get_seq_length())
-        return ragged_attention(query, *self.spans.for_attention(), scale)
+        pool = self.spans.dtype
+        states = query.to(pool), key.to(pool), value.to(pool)
+        out = self.spans.extend(*states, scale, scores, self.get_seq_length(), self._shared.buffers)
+        return out.to(value.dtype)
 
     def _make_room(self, new: int, scale: float) -> None:
         assert self.spans is not None
         try:
             if self._plan.decode_eviction and self.prompt_length:
-                self._settle(self._slack + new, scale)
+                limits = self._limits()
+                self._settle(limits, self._slack(_mean(limits)) + new, scale)
             else:
                 # A part of a prompt needs no slack: its spans are laid again right after it.
-                self.spans = self.spans.relaid(new + (self._slack if self.prompt_length else 0))
+                slack = self._slack(_mean(self.spans.lens) + self.spans.tail) if self.prompt_length else 0
+                self.spans = self.spans.relaid(new + slack)
         except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise CacheError(
                 f"there is no memory for {new} more tokens in layer {self._index} ({error}); free some, or give "
                 "decode_eviction=True, a smaller slack or a lower retention. rewind() goes back to the prompt."
@@ -311,7 +345,7 @@ class RaggedLayer(HookedLayer):
         """Make row i a copy of the row `beam_idx[i]`; rows in their place already are not copied."""
         rows = beam_idx.cpu()
         held = len(self.kept) if self._whole is None else self._whole.key.shape[0]
-        if torch.equal(rows, torch.arange(held)):
+        if torch.equal(rows, torch.arange(held, device="cpu")):
             return
         if self._whole is not None:
             self._whole = self._whole.part(beam_idx, slice(None))
@@ -325,14 +359,15 @@ class RaggedLayer(HookedLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = len(self.kept) if self._whole is None else self._whole.key.shape[0]
-        self.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(rows, device="cpu").repeat_interleave(repeats))
 
     def offload(self) -> None:
         raise CacheError("RaggedCache does not offload; lower the retention instead.")
 
-    def fork(self) -> "RaggedLayer":
-        """A copy with pools of its own."""
+    def fork(self, shared: Shared) -> "RaggedLayer":
+        """A copy with pools of its own, in a cache whose layers have `shared`."""
         twin = copy.copy(self)
+        twin._shared = shared
         twin.spans = None if self.spans is None else self.spans.relaid(self.spans.room)
         return twin
 
@@ -340,8 +375,9 @@ class RaggedLayer(HookedLayer):
         """What eviction left: the spans' state, kept [B, H], real [B] and the prompt's length [1]."""
         if self.spans is None or not self.prompt_length or self._settled != self.prompt_length:
             raise CacheError("there is no compressed prompt to save, or its answers were evicted together with it.")
-        counts = {"kept": self.kept, "real": torch.tensor(self.real), "length": torch.tensor([self.prompt_length])}
-        return {**self.spans.state(), **counts}
+        counts = {"real": self.real, "length": [self.prompt_length]}
+        tensors = {name: torch.tensor(numbers, device="cpu") for name, numbers in counts.items()}
+        return {**self.spans.state(), "kept": self.kept, **tensors}
 
     def restore(self, state: dict[str, Tensor], like: Tensor) -> None:
         """Take up what `state` gave, on the device and in the dtype of `like`."""
@@ -349,11 +385,11 @@ class RaggedLayer(HookedLayer):
         self.kept, self.real = state["kept"], state["real"].tolist()
         if "k" in state:
             key, value = state["k"].to(like), state["v"].to(like)
-            spans = Spans(self.kept, self._first_room, key, value)
+            spans = Spans(self.kept, self._first_room(self.kept), key, value)
             spans.unpack(key, value)
             self.spans = spans
         else:
-            self.spans = QuantizedSpans.restore(state, self.kept, self._first_room, like)
+            self.spans = QuantizedSpans.restore(state, self.kept, self._first_room(self.kept), like)
         self.prompt_length = self._settled = int(state["length"])
 
     def nbytes(self) -> int:
@@ -375,6 +411,24 @@ class RaggedLayer(HookedLayer):
         pools = self.spans if isinstance(self.spans, Spans) else self.spans.fresh
         entry = (pools.k.shape[-1] + pools.v.shape[-1]) * pools.k.element_size()
         return self.kept.numel() * self.get_seq_length() * entry
+
+
+def _joined(tables: list[Tensor]) -> Tensor:
+    """The rows of `tables` [., H, T] in one."""
+    return tables[0] if len(tables) == 1 else torch.cat(tables)
+
+
+def _behind_padding(scores: Tensor, first: int) -> Tensor:
+    """`scores` [B, H, n] of the tokens after `first` ones of padding, which are to be chosen after everything else."""
+    if not first:
+        return scores
+    scores = precise(scores)
+    return pad(scores.clamp(min=torch.finfo(scores.dtype).min), (first, 0), value=-math.inf)
+
+
+def _mean(counts: Tensor) -> int:
+    """Entries a head, rounded down."""
+    return int(counts.sum()) // max(1, counts.numel())
 
 
 def check_state(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:

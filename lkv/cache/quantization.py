@@ -55,7 +55,7 @@ class QuantizedPool:
         """
         _check(pool, bits, group)
         ao = _torchao()
-        spans = None if lens is None else tuple(torch.as_tensor(lens).tolist())
+        spans = None if lens is None else tuple(torch.as_tensor(lens, device="cpu").tolist())
         if spans is None:
             axis, block = -1, (1, 1, group)
             groups = _fill(pool.float(), group, 1).unflatten(1, (-1, group))
@@ -143,6 +143,53 @@ class QuantizedPool:
             begin += n
         return pieces or [(0, 0, 0)], first
 
+    @torch.no_grad()
+    def scores(self, queries: Sequence[Tensor]) -> list[Tensor]:
+        """Products of `queries`, [M, d] float32 for each span, with its entries: [M, n] a span.
+
+        For a pool grouped by channel. q (code step + least) is (q step) code + q least: codes are multiplied as they
+        are, and no entry is restored.
+        """
+        assert self.lens is not None
+        found, begin, first = [], 0, 0
+        for query, n in zip(queries, self.lens, strict=True):
+            groups = -(-n // self.group)
+            step, least = (x[first : first + groups].float() for x in (self.step, self.least))
+            scaled = query * step[:, None]
+            codes, parts = self.codes[begin : begin + n], []
+            whole = n // self.group
+            even = codes[: whole * self.group].unflatten(0, (whole, self.group))
+            parts = [] if not whole else [self._products(scaled[:whole], even).transpose(0, 1).flatten(1)]
+            if whole < groups:
+                parts.append(self._products(scaled[whole:], codes[None, whole * self.group :])[0])
+            shift = (query @ least.t()).repeat_interleave(self.group, 1)[:, :n]
+            found.append(torch.cat(parts, 1).add_(shift) if parts else shift)
+            begin, first = begin + n, first + groups
+        return found
+
+    def _products(self, queries: Tensor, codes: Tensor) -> Tensor:
+        """`queries` [N, M, d] with `codes` [N, n, d or d / 2] of 8 or 4 bits: [N, M, n]."""
+        if self.bits == 8:
+            return queries @ codes.float().transpose(1, 2)
+        low, high = (codes & 15).float(), (codes >> 4).float()
+        half = codes.shape[2]
+        high = high[..., : self.width - half]
+        return (queries[..., :half] @ low.transpose(1, 2)).baddbmm_(queries[..., half:], high.transpose(1, 2))
+
+    @torch.no_grad()
+    def weighted(self, shares: Tensor, start: int, stop: int) -> Tensor:
+        """The sum of the entries `start` to `stop` by `shares` [M, n] float32: [M, d]. For a pool grouped by entry."""
+        assert self.lens is None
+        step, least = (x[start:stop].float() for x in (self.step, self.least))
+        codes = self.codes[start:stop]
+        parts = [codes] if self.bits == 8 else [codes & 15, codes >> 4]
+        values = torch.cat([part.float() for part in parts], 1)[:, : self.width]
+        values = functional.pad(values, (0, -self.width % self.group)).unflatten(1, (-1, self.group))
+        # [G, M, n] shares, each times its entry's step, with the codes [G, n, group] of its group of channels.
+        out = torch.bmm(shares * step.t()[:, None], values.transpose(0, 1))
+        out += (shares @ least).t()[..., None]
+        return out.transpose(0, 1).flatten(1)[:, : self.width]
+
     def take(self, index: Tensor) -> "QuantizedPool":
         """The entries `index` [n] of a pool grouped by entry, as if only they had been packed.
 
@@ -159,7 +206,7 @@ class QuantizedPool:
         """
         if self.lens is None:
             raise ValueError("a pool grouped by entry knows no spans; use take with the entries.")
-        chosen = torch.as_tensor(index).tolist()
+        chosen = torch.as_tensor(index, device="cpu").tolist()
         counts = [-(-n // self.group) for n in self.lens]
 
         def runs(tensor: Tensor, sizes: Iterable[int]) -> Tensor:
@@ -180,9 +227,9 @@ class QuantizedPool:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything needed to restore the pool, ready for safetensors."""
-        layout = torch.tensor([self.bits, self.group, self.width, _DTYPES.index(self.dtype)])
+        layout = torch.tensor([self.bits, self.group, self.width, _DTYPES.index(self.dtype)], device="cpu")
         held = {"layout": layout, "codes": self.codes, "step": self.step, "least": self.least}
-        return held if self.lens is None else {**held, "lens": torch.tensor(self.lens, dtype=torch.long)}
+        return held if self.lens is None else {**held, "lens": torch.tensor(self.lens, dtype=torch.long, device="cpu")}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "QuantizedPool":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.cache.layer import Plan, RaggedLayer
+from lkv.cache.layer import Plan, RaggedLayer, Shared
 from lkv.cache.quantization import BITS, require_library
 from lkv.errors import BudgetError, CacheError, PromptError, RetentionError
 from lkv.host.attention import attach
@@ -73,8 +73,6 @@ class RaggedCache(Cache):
                 f"lkv.compress(..., method={method.name!r})."
             )
         self.share, self.policy = method.share, method.policy
-        if self.policy is not None:
-            self.policy.to(model.device)
         if slack is not None and (type(slack) is not int or slack < 0):
             raise CacheError(f"slack is {slack!r}, but it is a number of tokens: give 0 or more, or None.")
         if prompt_tokens is not None and (type(prompt_tokens) is not int or prompt_tokens < 1):
@@ -93,7 +91,8 @@ class RaggedCache(Cache):
             )
         if bits is not None:
             require_library()
-        self.ragged = [RaggedLayer(index, self.plan) for index in range(self.spec.layers)]
+        shared = Shared(self.spec.layers - 1)
+        self.ragged = [RaggedLayer(index, self.plan, shared) for index in range(self.spec.layers)]
         for layer in self.ragged:
             layer.model_config = model.config.get_text_config(decoder=True)
         self._windows = [WindowLayer(window) for window in attached.windows if window is not None]
@@ -212,7 +211,8 @@ class RaggedCache(Cache):
     def fork(self) -> "RaggedCache":
         """A copy that goes on independently."""
         twin = copy.copy(self)
-        twin.ragged = [layer.fork() for layer in self.ragged]
+        shared = Shared(self.spec.layers - 1)
+        twin.ragged = [layer.fork(shared) for layer in self.ragged]
         twin._windows = [layer.fork() for layer in self._windows]
         full, sliding = iter(twin.ragged), iter(twin._windows)
         twin.layers = [next(full if isinstance(layer, RaggedLayer) else sliding) for layer in self.layers]
@@ -287,6 +287,14 @@ def chosen_method(
     if needs_policy(method):
         own = policy_for(spec) if policy is None else policy if isinstance(policy, Policy) else load_policy(policy)
         own.check_model(spec)
+        own = _on(model.device, own)
     if pattern is not None:
         check_table(pattern, spec.layers, spec.kv_heads, "the pattern of retrieval heads")
     return make_method(method, share, own, attached.heads, model, spec.layers, pattern, tokenizer)
+
+
+def _on(device: torch.device, policy: Policy) -> Policy:
+    """`policy` where it lies on `device`, else a copy there: the caller's stays where the caller put it."""
+    if all(parameter.device == device for parameter in policy.parameters()):
+        return policy
+    return copy.deepcopy(policy).to(device)

@@ -14,7 +14,8 @@ import torch
 from tqdm import tqdm
 
 import lkv
-from lkv.errors import DataError, PromptError
+from lkv import devices
+from lkv.errors import CacheError, DataError, PromptError
 from lkv.evals.compare import Comparison, Fidelity, Prediction, greedy
 from lkv.evals.example import Example
 from lkv.evals.journal import Journal
@@ -79,8 +80,8 @@ def evaluate(
         "lkv": lkv.__version__,
         **provenance(_PACKAGES),
     }
-    if model.device.type == "cuda":
-        header["machine"] += f", {torch.cuda.get_device_name(model.device)}"
+    if devices.is_gpu(model.device):
+        header["machine"] += f", {devices.runtime(model.device).get_device_name(model.device)}"
     journal = Journal(out, header, process)
     for key, row in journal.done.items():
         if key in named and row.get("text_sha256") != _digest(_text_of(named[key])):
@@ -131,7 +132,7 @@ class _Run:
         at_once = min(self._at_once, self._roster.size)
         while (measured := self._measured(example, given, stops, at_once)) is None:
             at_once = (at_once + 1) // 2
-            torch.cuda.empty_cache()
+            devices.release(self._device)
         if with_full:
             measured["seconds"]["full"] = self._time_full(given.context + given.question, example, stops)
         return about | measured
@@ -140,8 +141,8 @@ class _Run:
         """All rows of a sample, `at_once` beside each other; None where memory ran out, and fewer could do."""
         try:
             return self._rows(example, given, stops, at_once)
-        except torch.OutOfMemoryError:
-            if at_once == 1:
+        except (MemoryError, RuntimeError, CacheError) as error:
+            if at_once == 1 or not devices.is_out_of_memory(error):
                 raise
             return None
 
@@ -217,8 +218,8 @@ class _Run:
         return round(self._clock() - started, 4)
 
     def _clock(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if devices.is_gpu(self._device):
+            devices.runtime(self._device).synchronize(self._device)
         return time.perf_counter()
 
 

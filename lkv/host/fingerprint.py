@@ -25,7 +25,8 @@ def read_directions(weights: Mapping[str, Tensor], layers: int) -> tuple[str, ..
     Matrices in a form that cannot be read as rows are left out: nothing is left of a model that has only such.
     Under tensor parallelism every process of the group must call this.
     """
-    places, parts = [], []
+    places: list[str] = []
+    parts: list[Tensor] = []
     for name, weight in _matrices(weights, layers):
         rows, columns = _shape(weight)
         wanted = [rows * (number + 1) // (_ROWS + 1) for number in range(_ROWS)]
@@ -36,7 +37,7 @@ def read_directions(weights: Mapping[str, Tensor], layers: int) -> tuple[str, ..
             start = _start(columns, number)
             part = found[number, start : start + _WIDTH]
             places.append(f"{name}[{row}, {start}:{start + len(part)}]")
-            parts.append(part.float())
+            parts.append(part.float().to(parts[0].device if parts else part.device))
     # One copy from the device for all of them.
     values = torch.cat(parts).tolist() if parts else []
     directions = []
@@ -51,10 +52,10 @@ def read_values(weights: Mapping[str, Tensor], layers: int) -> tuple[float, ...]
     values: list[float] = []
     for _, weight in _matrices(weights, layers, plain=True):
         rows, columns = weight.shape
-        places = torch.linspace(0, rows * columns - 1, _VALUES + 2, dtype=torch.float64)[1:-1].long()
+        places = torch.linspace(0, rows * columns - 1, _VALUES + 2, dtype=torch.float64, device="cpu")[1:-1].long()
         found = _rows(weight, (places // columns).tolist())
         if found is not None:
-            values += found.float().cpu()[torch.arange(_VALUES), places % columns].tolist()
+            values += found.float().cpu().gather(1, (places % columns)[:, None])[:, 0].tolist()
     return tuple(round(value, 8) for value in values)
 
 

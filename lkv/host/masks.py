@@ -7,6 +7,8 @@ from torch import Tensor
 
 from lkv.errors import PromptError
 
+_FOUND = "_lkv_left_padding"
+
 
 def has_padding(mask: Any) -> bool:
     """Whether a causal mask [B, 1, Tq, Tk] (bool, additive or None) hides a key from the last query.
@@ -26,6 +28,13 @@ def left_padding(mask: Any) -> list[int] | None:
     """
     if not isinstance(mask, Tensor):
         return None
+    # All layers of a forward pass get one mask: it is read, and waited for, once.
+    if not hasattr(mask, _FOUND):
+        setattr(mask, _FOUND, _left_padding(mask))
+    return getattr(mask, _FOUND)
+
+
+def _left_padding(mask: Tensor) -> list[int] | None:
     last = mask[:, 0, -1]
     visible = last if last.dtype == torch.bool else last == 0
     if not bool(visible.any(-1).all()):

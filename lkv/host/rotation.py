@@ -57,7 +57,10 @@ class Rotation:
     def _computed(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
         # A copy: embeddings that follow the text's length change when they are asked about later positions.
         rotary = copy.deepcopy(self._rotary, {id(config): config for config in [getattr(self._rotary, "config", None)]})
-        return rotary(like, torch.arange(start, end, device=like.device)[None], **self._kind)
+        # A model over several devices has one embedding for all of them.
+        place = next(rotary.buffers()).device
+        cos, sin = rotary(like[:0].to(place), torch.arange(start, end, device=place)[None], **self._kind)
+        return cos.to(like.device), sin.to(like.device)
 
 
 def rotation_of(model: Any) -> Rotation | None:

@@ -47,9 +47,11 @@ def inspect_model(model: Any) -> ModelSpec:
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int):
         raise UnsupportedModelError(f"{name} states no number of positions; LKV works with models that have a limit.")
-    devices = {str(weight.device) for weight in weights.values()}
-    if len(devices) > 1 or "meta" in devices:
-        raise UnsupportedModelError(f"{name} is spread over {sorted(devices)}; load it whole on one device.")
+    devices = {weight.device.type for weight in weights.values()}
+    if "meta" in devices:
+        raise UnsupportedModelError(
+            f"weights of {name} are kept off its devices; load all of them on GPUs, or on the CPU."
+        )
     local_heads(model)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     rope = getattr(text, "rope_parameters", None) or {}

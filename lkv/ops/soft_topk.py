@@ -3,11 +3,15 @@
 Shapes: x is [..., n]; k is [...] (broadcast against the leading dimensions of x) or a number.
 """
 
+import functools
+import logging
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lkv import devices
 
 _LOG2 = math.log(2.0)
 # exp(80) is finite in float32; beyond it the mask's gradient with respect to k underflows anyway.
@@ -28,7 +32,8 @@ def soft_topk(x: Tensor, k: Tensor | float, temperature: float = 1.0) -> SoftTop
     broadcasts to x.shape[:-1]; values at the ends are moved inside by a relative 1e-12, as App. A demands.
     `temperature`: tau > 0; the scores are divided by it. Returns mask and log-mask in the dtype of `x`, or in float32
     where `x` has half precision (a half-precision mask could not sum to k). Gradients reach `x` and `k` by the
-    implicit formula of App. A. Raises ValueError for an empty last dimension, integer scores or tau <= 0.
+    implicit formula of App. A. Computed in float64, on the CPU where the device of `x` has none. Raises ValueError for
+    an empty last dimension, integer scores or tau <= 0.
     """
     if not x.is_floating_point():
         raise ValueError(f"soft_topk needs floating-point scores, got {x.dtype}; convert them with .float().")
@@ -36,10 +41,20 @@ def soft_topk(x: Tensor, k: Tensor | float, temperature: float = 1.0) -> SoftTop
         raise ValueError(f"soft_topk needs at least one score in the last dimension, got shape {tuple(x.shape)}.")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}, but it must be positive.")
+    if not devices.has_float64(x.device):
+        _say_that_the_cpu_computes(x.device.type)
+        k = k.cpu() if isinstance(k, Tensor) else k
+        return SoftTopK(*(part.to(x.device) for part in soft_topk(x.cpu(), k, temperature)))
     k = torch.as_tensor(k, dtype=torch.float64 if not isinstance(k, Tensor) else None, device=x.device)
     k = k.expand(torch.broadcast_shapes(k.shape, x.shape[:-1]))
     x = x.expand(*k.shape, x.shape[-1])
     return SoftTopK(*_SoftTopK.apply(x, k, float(temperature)))
+
+
+@functools.cache
+def _say_that_the_cpu_computes(kind: str) -> None:
+    """Once a kind of device."""
+    logging.getLogger(__name__).warning("soft_topk needs float64, which %r has not: it is computed on the CPU.", kind)
 
 
 def threshold(x: Tensor, k: Tensor) -> Tensor:

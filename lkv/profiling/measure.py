@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from lkv import devices
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import LkvError
 from lkv.host.attention import attach
 from lkv.host.stock import kv_nbytes
 from lkv.methods.catalogue import FULL, find
 from lkv.policy import Policy
-from lkv.profiling.memory import is_out_of_memory, peak_of, release
+from lkv.profiling.memory import peak_of
 from lkv.results import machine
 from lkv.statistics import bootstrap
 
@@ -119,21 +120,22 @@ class Profiler:
         try:
             return self._run(method, tokens, watched)
         except LkvError as error:
-            reason = OUT_OF_MEMORY if is_out_of_memory(error) else str(error)
+            reason = OUT_OF_MEMORY if devices.is_out_of_memory(error) else str(error)
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            if not devices.is_out_of_memory(error):
                 raise
             reason = OUT_OF_MEMORY
         # Out of the handler, where the traceback still held the tensors.
-        release(self._device)
+        devices.release(self._device)
         return reason
 
     @torch.no_grad()
     def _run(self, method: str, tokens: int, watched: bool) -> Run:
         settings = self._settings
-        generator = torch.Generator().manual_seed(settings.seed)
+        generator = torch.Generator("cpu").manual_seed(settings.seed)
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
-        ids = torch.randint(vocabulary, (settings.batch, tokens + settings.new_tokens), generator=generator)
+        shape = (settings.batch, tokens + settings.new_tokens)
+        ids = torch.randint(vocabulary, shape, generator=generator, device="cpu")
         ids = ids.to(self._device)
         cache = self._cache(method, tokens)
         if not watched:
@@ -158,8 +160,8 @@ class Profiler:
         return Run(read - started, decoded, held, realised, 0)
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if devices.is_gpu(self._device):
+            devices.runtime(self._device).synchronize(self._device)
         return time.perf_counter()
 
     def _cache(self, method: str, tokens: int) -> Any:
@@ -167,8 +169,8 @@ class Profiler:
             return DynamicCache()
         settings, pattern = self._settings, None
         if find(method).rule == "duo":
-            generator = torch.Generator().manual_seed(settings.seed)
-            pattern = torch.rand(self._spec.layers, self._spec.kv_heads, generator=generator).tolist()
+            generator = torch.Generator("cpu").manual_seed(settings.seed)
+            pattern = torch.rand(self._spec.layers, self._spec.kv_heads, generator=generator, device="cpu").tolist()
         return RaggedCache(
             self._model,
             self._policy,
@@ -203,13 +205,16 @@ class Profiler:
     def _refused(self, method: str, tokens: int, reason: str) -> dict[str, Any]:
         return self._frame(method, tokens) | {"n": 0, "reason": reason}
 
+    def _machine(self) -> str:
+        gpu = devices.is_gpu(self._device)
+        return devices.runtime(self._device).get_device_name(self._device) if gpu else machine()
+
     def _frame(self, method: str, tokens: int) -> dict[str, Any]:
         """What the rows of a method share, measured or not; a number that was not taken is None."""
-        cuda = self._device.type == "cuda"
         settings = self._settings
         shared = {
             "model": self._name,
-            "device": torch.cuda.get_device_name(self._device) if cuda else machine(),
+            "device": self._machine(),
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "method": method,
             "tokens": tokens,

@@ -1,6 +1,5 @@
 """How many bytes tensors hold: counted tensor by tensor on a CPU, by the allocator on a GPU."""
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lkv import devices
 
 
 class LiveBytes(TorchDispatchMode):
@@ -62,43 +63,28 @@ class Peak:
 def peak_of(device: torch.device, limit: int | None = None) -> Iterator[Peak]:
     """Measure the peak memory of the block on `device`: the allocator's on CUDA, `LiveBytes` elsewhere.
 
-    More than `limit` bytes end the block with an error that `is_out_of_memory` knows.
+    More than `limit` bytes end the block with an error that `devices.is_out_of_memory` knows.
     """
     peak = Peak()
-    if device.type != "cuda":
+    if not devices.is_gpu(device):
         with LiveBytes(limit) as live:
             yield peak
         peak.nbytes = live.most
         return
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    gpu = devices.runtime(device)
+    gpu.synchronize(device)
+    gpu.reset_peak_memory_stats(device)
+    before = gpu.memory_allocated(device)
     if limit is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (before + limit) / total), device)
+        total = gpu.get_device_properties(device).total_memory
+        gpu.set_per_process_memory_fraction(min(1.0, (before + limit) / total), device)
     try:
         yield peak
-        torch.cuda.synchronize(device)
+        gpu.synchronize(device)
     finally:
         if limit is not None:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
-    peak.nbytes = torch.cuda.max_memory_allocated(device) - before
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error`, or what caused it, is that the device has no memory left."""
-    while error is not None:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            return True
-        error = error.__cause__
-    return False
-
-
-def release(device: torch.device) -> None:
-    """Give back what is held by dead tensors, reference cycles and the allocator's pools."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+            gpu.set_per_process_memory_fraction(1.0, device)
+    peak.nbytes = gpu.max_memory_allocated(device) - before
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

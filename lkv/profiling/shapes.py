@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lkv import devices
 from lkv.config import ModelSpec
 from lkv.errors import UnsupportedModelError
 from lkv.policy import Policy
@@ -89,7 +90,7 @@ def random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: in
 
 def random_policy(spec: ModelSpec, seed: int = 0) -> Policy:
     """A policy that learned nothing, with budgets as unequal as after training: what it decides costs the same."""
-    with _seeded(seed, torch.device("cpu")), torch.no_grad():
+    with _seeded(seed, torch.device("cpu")), torch.device("cpu"), torch.no_grad():
         policy = Policy(spec, {"random": seed})
         torch.nn.init.normal_(policy.heads.embeddings)
         policy.heads.output.weight *= _SPREAD / policy.heads().std()
@@ -104,6 +105,7 @@ def allow_positions(model: Any, tokens: int) -> None:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    gpu = devices.is_gpu(device)
+    with torch.random.fork_rng([device] if gpu else [], device_type=device.type if gpu else "cuda"):
         torch.manual_seed(seed)
         yield

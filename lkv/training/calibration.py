@@ -1,5 +1,6 @@
 """What a policy measures on training text before it learns: input statistics, and the queries to expect."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ class _Moments:
     """Sums of x and x^2 (or x x^T) over tokens, in float64; one layer of one prompt at a time is widened."""
 
     def __init__(self) -> None:
-        self._count, self._sum, self._second = 0, torch.zeros(()), torch.zeros(())
+        self._count, self._sum, self._second = 0, torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
 
     def add(self, x: Tensor, square: bool) -> None:
         """`x` [H, T, d]; `square` for whole matrices of second moments."""
@@ -103,4 +104,4 @@ def _log_denominators(policy: Policy, layer: int, part: PromptLayer, ahead: Tens
     spread = ahead.T @ tokens.query_spread[layer] * part.scale
     key = precise(part.key)[0, :, _SINKS:]
     logits = key @ mean.transpose(-1, -2) + (key @ spread).square().sum(-1, keepdim=True) / 2
-    return logits.logsumexp(1) - torch.tensor(float(key.shape[1])).log()
+    return logits.logsumexp(1) - math.log(key.shape[1])

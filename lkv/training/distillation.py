@@ -21,7 +21,7 @@ _EVICTED = -1e4  # a log-mask whose exponential is exactly zero
 
 def gumbel(shape: Iterable[int], generator: torch.Generator, device: torch.device) -> Tensor:
     """Standard Gumbel noise from a CPU generator, the same on every device."""
-    uniform = torch.rand(tuple(shape), generator=generator).clamp(1e-10, 1 - 1e-7)
+    uniform = torch.rand(tuple(shape), generator=generator, device="cpu").clamp(1e-10, 1 - 1e-7)
     return -torch.log(-torch.log(uniform)).to(device)
 
 
@@ -43,9 +43,10 @@ class Distiller:
         self.tokens = len(sample.context)
         width = max(len(ids) for ids, _ in sample.continuations)
         shape = (len(sample.continuations), width)
-        ids, scored, own = torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape)
+        ids = torch.zeros(shape, dtype=torch.long, device="cpu")
+        scored, own = torch.zeros(shape, device="cpu"), torch.zeros(shape, device="cpu")
         for row, (tokens, skip) in enumerate(sample.continuations):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
+            ids[row, : len(tokens)] = torch.tensor(tokens, device="cpu")
             own[row, : len(tokens)] = 1.0 / len(tokens) / shape[0]
             # Row i predicts token i + 1: the targets are predicted by rows skip - 1 .. len - 2.
             first = max(0, skip - 1)

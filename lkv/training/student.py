@@ -41,4 +41,5 @@ class _MaskedLayer(FrozenLayer):
         log_mask = k.new_zeros((rows, heads, k.shape[2]), dtype=torch.float32)
         if self._log_mask is not None:
             log_mask = torch.cat([self._log_mask, log_mask[..., :new].to(self._log_mask.dtype)], -1)
-        return soft_mask_attention(query, k, v, log_mask, scale).transpose(1, 2)
+        # Under autocast the rotation leaves q and k in float32 beside v in half precision.
+        return soft_mask_attention(query.to(v.dtype), k.to(v.dtype), v, log_mask, scale).transpose(1, 2)

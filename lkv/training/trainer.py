@@ -157,7 +157,7 @@ class Trainer:
         broken = ""
         for place in range(index, self._config.batch, count):
             number = self._step * self._config.batch + place
-            generator = torch.Generator().manual_seed(self._config.seed * 1_000_003 + number)
+            generator = torch.Generator("cpu").manual_seed(self._config.seed * 1_000_003 + number)
             sample = self._samples(number)
             if not sample.continuations:
                 continue
@@ -193,8 +193,8 @@ class Trainer:
         """R [n] of each continuation, drawn log-uniformly where the settings say so, else the schedule's."""
         low, high = self._config.retention_low, self._config.retention_high
         if not high:
-            return torch.full((rows,), scheduled)
-        share = torch.rand(rows, generator=generator)
+            return torch.full((rows,), scheduled, device="cpu")
+        share = torch.rand(rows, generator=generator, device="cpu")
         return low * (high / low) ** share
 
     def _weights(self, retention: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def carry_over(
     parameters = [getattr(policy.tokens, name) for name in names]
     earlier = earlier.to(policy.tokens.mean.device)
     optimizer = torch.optim.Adam(parameters, lr=_RATE)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     error = 1.0
     for number in range(contexts):
         ids = samples(number).context[:_LONGEST]
@@ -38,7 +38,7 @@ def carry_over(
         for group in optimizer.param_groups:
             group["lr"] = _RATE * (1 - number / contexts)
         for _ in range(_STEPS):
-            chosen = torch.randperm(len(ids), generator=generator)[:_TOKENS].to(target.device)
+            chosen = torch.randperm(len(ids), generator=generator, device="cpu")[:_TOKENS].to(target.device)
             optimizer.zero_grad()
             found = torch.cat([policy.tokens.content(part, layer, chosen) for layer, part in enumerate(prompt)])
             wanted = target[..., chosen] * _DEVIATION

@@ -33,7 +33,7 @@ def estimate_pattern(
             " head, so none shows what it would miss; give longer texts, or a smaller window."
         )
     spec, device = attach(model).spec, device_of(model)
-    total = torch.zeros(spec.layers, spec.kv_heads, dtype=torch.float64)
+    total = torch.zeros(spec.layers, spec.kv_heads, dtype=torch.float64, device="cpu")
     with evaluation_mode(model):
         for ids in long:
             prompt = read_prompt(model, torch.tensor([ids], device=device), queries=True)

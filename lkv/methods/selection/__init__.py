@@ -1,6 +1,6 @@
 """Selectors: which tokens of a head are worth keeping."""
 
-from lkv.methods.selection.base import Arrived, GivenScores, Selector, check_scores
+from lkv.methods.selection.base import Arrived, GivenScores, Selector, check_numbers, check_shape, not_numbers
 from lkv.methods.selection.criticalkv import CriticalKV
 from lkv.methods.selection.expected_attention import ExpectedAttention
 from lkv.methods.selection.h2o import H2O
@@ -14,5 +14,5 @@ from lkv.methods.selection.tova import TOVA
 
 __all__ = [
     "H2O", "TOVA", "Arrived", "CriticalKV", "DuoWindow", "ExpectedAttention", "GivenScores", "KeyDiff", "Knorm",
-    "LearnedScores", "Random", "Selector", "SnapKV", "StreamingLLM", "check_scores",
+    "LearnedScores", "Random", "Selector", "SnapKV", "StreamingLLM", "check_numbers", "check_shape", "not_numbers",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lkv.errors import CacheError, PromptError
@@ -60,9 +61,9 @@ class GivenScores(Selector):
         return self._table[layer]
 
 
-def check_scores(selector: Selector, scores: Tensor, key: Tensor) -> Tensor:
-    """Return `scores` if they can rank the tokens of `key` [B, H, T, d]; raise CacheError, which names the selector,
-    for another shape than [B, H, T] or values that are no numbers."""
+def check_shape(selector: Selector, scores: Tensor, key: Tensor) -> Tensor:
+    """Return `scores` if there is one for each token of `key` [B, H, T, d]; raise CacheError, which names the selector,
+    for another shape than [B, H, T]."""
     name, shape = type(selector).__name__, tuple(key.shape[:3])
     if not isinstance(scores, Tensor) or tuple(scores.shape) != shape:
         given = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
@@ -70,13 +71,22 @@ def check_scores(selector: Selector, scores: Tensor, key: Tensor) -> Tensor:
             f"the selector {name} gave scores {given} for {shape} tokens of each row and head; make its scores() "
             "return one number for every token, [B, H, T]."
         )
-    # The largest of numbers with NaN among them is NaN; a mask of all would cost memory.
-    if bool(scores.amax().isnan()):
-        raise CacheError(
-            f"the selector {name} gave scores that are not a number (NaN), by which nothing can be ranked; make its "
-            "scores() return finite numbers."
-        )
     return scores
+
+
+def not_numbers(scores: Tensor) -> Tensor:
+    """Whether some of `scores` are no numbers, on their device, which is not waited for."""
+    # The largest of numbers with NaN among them is NaN; a mask of all would cost memory.
+    return scores.amax().isnan()
+
+
+def check_numbers(selector: Selector, doubts: Sequence[Tensor]) -> None:
+    """Raise CacheError, which names the selector, where one of `doubts` (`not_numbers` of its scores) is true."""
+    if doubts and bool(torch.stack([doubt.to(doubts[-1].device) for doubt in doubts]).any()):
+        raise CacheError(
+            f"the selector {type(selector).__name__} gave scores that are not a number (NaN), by which nothing can be "
+            "ranked; make its scores() return finite numbers."
+        )
 
 
 def check_sinks(selector: Selector, tokens: int, sinks: int) -> None:

@@ -19,5 +19,6 @@ class Random(Selector):
     def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
         batch, heads, tokens, _ = prompt.key.shape
         # On the CPU, whose numbers are the same on every machine.
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + layer) % 2**63)
-        return torch.rand(heads, tokens, generator=generator).to(prompt.key.device).expand(batch, heads, tokens)
+        generator = torch.Generator("cpu").manual_seed((self._seed * 1_000_003 + layer) % 2**63)
+        found = torch.rand(heads, tokens, generator=generator, device="cpu")
+        return found.to(prompt.key.device).expand(batch, heads, tokens)

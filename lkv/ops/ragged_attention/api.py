@@ -4,10 +4,12 @@ import functools
 import logging
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lkv import devices
 from lkv.errors import BackendError
 
 _NAMES = ("loop", "reference", "triton", "varlen")
@@ -28,6 +30,43 @@ def ragged_attention(
     for the device. Raises ValueError for shapes or dtypes that do not fit, BackendError where the named backend cannot
     run.
     """
+    _check(q, k_pool, v_pool, starts, lens)
+    chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[-1], v_pool.shape[-1])
+    return _module(chosen).attend(q, k_pool, v_pool, starts, lens, scale)
+
+
+def extend(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    scale: float,
+    backend: str = "auto",
+    buffers: dict[Any, Any] | None = None,
+) -> Tensor:
+    """Append new `key` [B, Hkv, Tq, d] and `value` [B, Hkv, Tq, dv] to the spans, then attend as `ragged_attention`.
+
+    There must be room for Tq entries behind the `lens` [B, Hkv] of each span. Changes the pools, and `lens` in place: a
+    replay of what was launched appends once more. Returns [B, Hq, Tq, dv]. `buffers`: a dictionary in which a backend
+    keeps what it needs from step to step; for the layers of one cache, which take turns. Raises as `ragged_attention`.
+    """
+    _check(q, k_pool, v_pool, starts, lens)
+    chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[-1], v_pool.shape[-1])
+    if chosen == "triton":
+        return _module(chosen).extend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers)
+    _module("loop").append(key, value, k_pool, v_pool, starts, lens)
+    return _module(chosen).attend(q, k_pool, v_pool, starts, lens, scale)
+
+
+def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
+    """The first half of `extend`, by plain index assignment on any device; waits for nothing."""
+    _module("loop").append(key, value, k_pool, v_pool, starts, lens)
+
+
+def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
     if starts.shape != lens.shape or starts.ndim != 2 or starts.shape[0] != q.shape[0] or q.shape[1] % starts.shape[1]:
         raise ValueError(f"starts {tuple(starts.shape)} and lens {tuple(lens.shape)} do not fit q {tuple(q.shape)}.")
     if (
@@ -39,20 +78,6 @@ def ragged_attention(
             f"k_pool {tuple(k_pool.shape)} {k_pool.dtype} and v_pool {tuple(v_pool.shape)} {v_pool.dtype} do not fit "
             f"q {tuple(q.shape)} {q.dtype} and each other."
         )
-    chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[-1], v_pool.shape[-1])
-    return _module(chosen).attend(q, k_pool, v_pool, starts, lens, scale)
-
-
-def append(
-    key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, backend: str = "auto"
-) -> Tensor:
-    """Write new `key` [B, Hkv, n, d] and `value` [B, Hkv, n, dv] behind the `lens` [B, Hkv] entries of each span.
-
-    There must be room for n. Changes the pools, and returns the new lengths. `backend` as in `ragged_attention`;
-    all but "triton" are plain index assignment.
-    """
-    chosen = _chosen(backend, key.device, key.dtype, k_pool.shape[-1], v_pool.shape[-1])
-    return _module("triton" if chosen == "triton" else "loop").append(key, value, k_pool, v_pool, starts, lens)
 
 
 @functools.cache
@@ -64,7 +89,7 @@ def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, va
         if reason := _refusal(backend, device, dtype, dim, value_dim):
             raise BackendError(f"the backend {backend!r} cannot run: {reason} Give backend='auto' for one that can.")
         return backend
-    if device.type != "cuda":
+    if not devices.is_gpu(device):
         return "loop"
     reasons = {name: _refusal(name, device, dtype, dim, value_dim) for name in _ON_CUDA}
     chosen = next(name for name in _ON_CUDA if reasons[name] is None)

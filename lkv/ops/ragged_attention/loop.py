@@ -44,14 +44,14 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tens
     return torch.cat(parts).to(q.dtype).view(batch, heads, rows, value_dim)
 
 
-def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
-    """Shapes as in `api.append`."""
+def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
+    """The first half of `api.extend`: new k and v behind each span, and `lens` longer by them."""
     new = key.shape[2]
     ends = (starts + lens).long()
     places = (ends if new == 1 else ends[..., None] + torch.arange(new, device=key.device)).flatten()
     k_pool.index_copy_(0, places, key.reshape(-1, key.shape[-1]))
     v_pool.index_copy_(0, places, value.reshape(-1, value.shape[-1]))
-    return lens + new
+    lens += new
 
 
 def _runs(starts: list[int], lens: list[int]) -> Iterator[tuple[int, int, int, int, int]]:

@@ -2,15 +2,20 @@
 
 Heads differ several-fold in length, so a grid with one share a head leaves most of a GPU idle. Here every program reads
 the same number of entries, begins and ends inside any head, and finds out where from the lengths on the device: no
-plan is made and nothing waits for the host. A second kernel joins the parts of each head.
+plan is made and nothing waits for the host. A second kernel joins the parts of each head. In a decode step it also
+attends to the new token, appends it to the pools and counts it, so that a step is two launches, and every replay of
+them (CUDA graphs) is a step of its own.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lkv import devices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_DIM = 256
@@ -19,6 +24,11 @@ _LOG2_E = 1.4426950408889634
 _LEAST_SLICE = 128
 _PARTS_AT_ONCE = 32
 _PROGRAMS_WITHOUT_GPU = 7
+_APPENDED_AT_ONCE = 16
+# What the join does for new tokens: nothing; attend to one and append it; count those that are in the pools already.
+_NONE, _ONE, _COUNT = 0, 1, 2
+# What Triton takes beside blocks, queries and shares, to exchange numbers between warps.
+_OWN_SHARED_MEMORY = 4096
 
 
 @triton.jit
@@ -30,9 +40,11 @@ def _slice_kernel(
     lens,
     parts,
     extremes,
+    counted,
     spans,
     kv_heads,
     rows,
+    added,
     scale,
     q_batch,
     q_head,
@@ -48,10 +60,15 @@ def _slice_kernel(
     BLOCK_D: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
-    """One slice of the flat axis for one tile of packed rows; row m of a span is new token m // GROUP."""
+    """One slice of the flat axis for one tile of packed rows; row m of a span is new token m // GROUP.
+
+    `added` entries a span are in the pools, but not counted in `lens` yet; `counted` gets the lengths that were read.
+    """
     program, tile = tl.program_id(0), tl.program_id(1)
     every = tl.arange(0, SPANS)
-    held = tl.load(lens + every, mask=every < spans, other=0)
+    held = tl.load(lens + every, mask=every < spans, other=-added) + added
+    if (program == 0) & (tile == 0):
+        tl.store(counted + every, held, mask=every < spans)
     ends = tl.cumsum(held, 0)
     total = tl.sum(held, 0)
     size = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
@@ -68,7 +85,7 @@ def _slice_kernel(
         first = tl.sum((ends <= low).to(tl.int32), 0)
         last = tl.sum((ends < high).to(tl.int32), 0)
         for span in range(first, last + 1):
-            length = tl.load(lens + span)
+            length = tl.load(lens + span) + added
             before = tl.sum(tl.where(every < span, held, 0), 0)
             begin = tl.maximum(low - before, 0)
             # New tokens that no row of this tile sees are not read.
@@ -123,30 +140,50 @@ def _slice_kernel(
 def _join_kernel(
     parts,
     extremes,
-    lens,
+    counted,
     out,
+    q,
+    key,
+    value,
+    k_pool,
+    v_pool,
+    starts,
+    lens,
     spans,
     kv_heads,
     rows,
     programs,
+    scale,
     out_batch,
     out_head,
     out_row,
+    q_batch,
+    q_head,
+    k_batch,
+    k_head,
+    v_batch,
+    v_head,
+    NEW: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr,  # noqa: N803
     VALUE_DIM: tl.constexpr,  # noqa: N803
     SPANS: tl.constexpr,  # noqa: N803
     LEAST: tl.constexpr,  # noqa: N803
     BLOCK_S: tl.constexpr,  # noqa: N803
+    BLOCK_D: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
-    """One packed row of one span from its parts."""
-    span, packed = tl.program_id(0), tl.program_id(1)
+    """One packed row of one span from its parts and, if NEW is 1, the new token; the lengths grow if it is not 0."""
+    # Packed rows first: a part of a prompt has more of them than the second axis of a grid may have.
+    packed, span = tl.program_id(0), tl.program_id(1)
     every = tl.arange(0, SPANS)
-    held = tl.load(lens + every, mask=every < spans, other=0)
+    held = tl.load(counted + every, mask=every < spans, other=0)
     size = tl.maximum(tl.cdiv(tl.sum(held, 0), programs), LEAST)
     before = tl.sum(tl.where(every < span, held, 0), 0)
+    length = tl.load(counted + span)
     first = before // size + span
-    last = (before + tl.load(lens + span) - 1) // size + span
+    # A span without entries has no parts.
+    last = tl.where(length > 0, (before + length - 1) // size + span, first - 1)
 
     dims = tl.arange(0, BLOCK_V)
     highest = tl.full([1], float("-inf"), tl.float32)
@@ -169,9 +206,29 @@ def _join_kernel(
         weight = weight * shrink + tl.sum(share * factor, 0)
         sums = sums * shrink + tl.sum(found * factor[:, None], 0)
         highest = new
-    head = (span % kv_heads) * GROUP + packed % GROUP
-    own = out + (span // kv_heads).to(tl.int64) * out_batch + head * out_head + (packed // GROUP) * out_row
-    tl.store(own + dims, (sums / weight).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+    batch, kv_head = (span // kv_heads).to(tl.int64), span % kv_heads
+    head = kv_head * GROUP + packed % GROUP
+    if NEW == 1:
+        own = tl.arange(0, BLOCK_D)
+        query = tl.load(q + batch * q_batch + head * q_head + own, mask=own < DIM, other=0.0)
+        fresh = tl.load(key + batch * k_batch + kv_head * k_head + own, mask=own < DIM, other=0.0)
+        fresh_value = tl.load(value + batch * v_batch + kv_head * v_head + dims, mask=dims < VALUE_DIM, other=0.0)
+        score = tl.sum(query.to(tl.float32) * fresh.to(tl.float32), 0) * scale
+        new = tl.maximum(highest, score)
+        shrink, factor = tl.exp2(highest - new), tl.exp2(score - new)
+        weight = weight * shrink + factor
+        sums = sums * shrink + fresh_value.to(tl.float32) * factor
+        if packed == 0:
+            end = (tl.load(starts + span) + length).to(tl.int64)
+            tl.store(k_pool + end * DIM + own, fresh, mask=own < DIM)
+            tl.store(v_pool + end * VALUE_DIM + dims, fresh_value, mask=dims < VALUE_DIM)
+            # Nothing in this launch reads `lens`, so that programs of any order agree.
+            tl.store(lens + span, length + 1)
+    elif NEW == 2:  # noqa: SIM102
+        if packed == 0:
+            tl.store(lens + span, length)
+    place = out + batch * out_batch + head * out_head + (packed // GROUP) * out_row
+    tl.store(place + dims, (sums / weight).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
 
 
 @triton.jit
@@ -182,7 +239,6 @@ def _append_kernel(
     v_pool,
     starts,
     lens,
-    longer,
     kv_heads,
     rows,
     k_batch,
@@ -197,11 +253,10 @@ def _append_kernel(
     BLOCK_D: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
-    """New entries of one span, copied to its end."""
+    """New entries of one span, copied to its end; `lens` stays as it is."""
     span, tile = tl.program_id(0), tl.program_id(1)
     batch, head = (span // kv_heads).to(tl.int64), span % kv_heads
-    length = tl.load(lens + span)
-    end = (tl.load(starts + span) + length).to(tl.int64)
+    end = (tl.load(starts + span) + tl.load(lens + span)).to(tl.int64)
     row = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     here = (row[:, None] < rows) & (dims[None, :] < DIM)
@@ -210,8 +265,6 @@ def _append_kernel(
     here = (row[:, None] < rows) & (value_dims[None, :] < VALUE_DIM)
     new = tl.load(value + batch * v_batch + head * v_head + row[:, None] * v_row + value_dims[None, :], mask=here)
     tl.store(v_pool + (end + row[:, None]) * VALUE_DIM + value_dims[None, :], new, mask=here)
-    if tile == 0:
-        tl.store(longer + span, length + rows)
 
 
 def interpreted() -> bool:
@@ -221,67 +274,134 @@ def interpreted() -> bool:
 
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Why these kernels cannot run, in one sentence; None where they can."""
-    if device.type != "cuda" and not interpreted():
+    if not devices.is_gpu(device) and not interpreted():
         return f"the pools are on {device.type!r}, but Triton needs a CUDA device (or TRITON_INTERPRET=1)."
     if dtype not in DTYPES:
         return f"the dtype is {dtype}, but the Triton kernels take float32, bfloat16 and float16."
     if not 0 < min(dim, value_dim) <= max(dim, value_dim) <= LARGEST_DIM:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take 1 to {LARGEST_DIM}."
-    if device.type == "cuda" and not _stages(_shared_memory(device.index), _blocks(dim, value_dim, dtype), dtype):
-        return f"{torch.cuda.get_device_name(device)} has too little shared memory for heads of {dim} in {dtype}."
+    if not devices.is_gpu(device) or interpreted():
+        return None
+    gpu = devices.runtime(device).get_device_properties(device)
+    if gpu.major < 8:
+        return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, but the Triton kernels need 8.0."
+    if not fitting(16, dim, value_dim, dtype, _shared_memory(device)):
+        return f"{gpu.name} has too little shared memory for heads of {dim} in {dtype}."
     return None
+
+
+class Launch(NamedTuple):
+    """Everything about a call that its shapes decide."""
+
+    programs: int
+    tiles: int
+    slice_options: dict[str, Any]
+    join_options: dict[str, Any]
+    append_options: dict[str, Any]
 
 
 def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float) -> Tensor:
     """Shapes as in `api.ragged_attention`. Nothing here waits for the device."""
-    batch, heads, rows, dim = q.shape
-    kv_heads, value_dim = starts.shape[1], v_pool.shape[-1]
-    spans, group = starts.numel(), heads // kv_heads
+    with devices.current(q.device):
+        return _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None)
+
+
+def extend(
+    q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
+    buffers: dict[Any, Any] | None = None,
+) -> Tensor:  # fmt: skip
+    """Shapes as in `api.extend`. Two launches for one new token, three for more; nothing here waits for the device."""
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    rows = key.shape[2]
+    with devices.current(q.device):
+        if rows == 1:
+            return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _ONE, buffers)
+        _append_kernel[(starts.numel(), -(-rows // _APPENDED_AT_ONCE))](
+            key, value, k_pool, v_pool, starts, lens, starts.shape[1], rows, *key.stride()[:3], *value.stride()[:3],
+            **_launch_of(q, starts, value.shape[-1], 1).append_options,
+        )  # fmt: skip
+        return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _COUNT, None)
+
+
+def _attend(
+    q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
+    new: int, buffers: dict[Any, Any] | None,
+) -> Tensor:  # fmt: skip
+    batch, heads, rows, _ = q.shape
+    kv_heads, value_dim, spans = starts.shape[1], v_pool.shape[-1], starts.numel()
     q = q if q.stride(-1) == 1 else q.contiguous()
-    packed = rows * group
-    block_m = min(64, max(16, triton.next_power_of_2(packed)))
-    tiles = triton.cdiv(packed, block_m)
-    blocks = _blocks(dim, value_dim, q.dtype)
-    wanted, stages = _PROGRAMS_WITHOUT_GPU, 1
-    if q.device.type == "cuda":
-        wanted = 2 * _multiprocessors(q.device.index)
-        stages = _stages(_shared_memory(q.device.index), blocks, q.dtype)
-    # Many tiles fill a GPU by themselves, and every slice costs room for its part.
-    programs = max(1, wanted // tiles)
-    parts = q.new_empty(((programs + spans - 1) * packed, value_dim), dtype=torch.float32)
-    extremes = q.new_empty(((programs + spans - 1) * packed, 2), dtype=torch.float32)
+    packed = rows * (heads // kv_heads)
+    launch = _launch_of(q, starts, value_dim, packed)
+    parts, extremes, counted = _room(q, (launch.programs + spans - 1) * packed, value_dim, spans, buffers)
     # Laid out by token, as the caller's next product reads it.
     out = q.new_empty((batch, rows, heads, value_dim)).transpose(1, 2)
-    shared = {
-        "GROUP": group, "VALUE_DIM": value_dim, "SPANS": triton.next_power_of_2(spans), "LEAST": _LEAST_SLICE,
-        "BLOCK_V": blocks["BLOCK_V"],
-    }  # fmt: skip
-    _slice_kernel[(programs, tiles)](
-        q, k_pool, v_pool, starts, lens, parts, extremes, spans, kv_heads, rows, scale * _LOG2_E, *q.stride()[:3],
-        DIM=dim, BLOCK_M=block_m, BLOCK_N=blocks["BLOCK_N"], BLOCK_D=blocks["BLOCK_D"], **shared,
-        # The interpreter knows bfloat16 as bits, and would multiply those.
-        WIDEN=interpreted() and q.dtype == torch.bfloat16,
-        num_warps=8 if block_m * blocks["BLOCK_V"] > 8192 else 4, num_stages=stages,
+    scale *= _LOG2_E
+    q_batch, q_head, q_row, _ = q.stride()
+    _slice_kernel[(launch.programs, launch.tiles)](
+        q, k_pool, v_pool, starts, lens, parts, extremes, counted, spans, kv_heads, rows, rows if new == _COUNT else 0,
+        scale, q_batch, q_head, q_row, **launch.slice_options,
     )  # fmt: skip
-    _join_kernel[(spans, packed)](
-        parts, extremes, lens, out, spans, kv_heads, rows, programs, *out.stride()[:3],
-        BLOCK_S=_PARTS_AT_ONCE, **shared, num_warps=4,
+    _join_kernel[(packed, spans)](
+        parts, extremes, counted, out, q, key, value, k_pool, v_pool, starts, lens, spans, kv_heads, rows,
+        launch.programs, scale, *out.stride()[:3], q_batch, q_head, *key.stride()[:2], *value.stride()[:2],
+        NEW=new, **launch.join_options,
     )  # fmt: skip
     return out
 
 
-def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
-    """Shapes as in `api.append`; one kernel for k, v and the new lengths."""
-    _, kv_heads, rows, dim = key.shape
-    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-    longer = torch.empty_like(lens)
-    block = min(16, triton.next_power_of_2(rows))
-    _append_kernel[(starts.numel(), triton.cdiv(rows, block))](
-        key, value, k_pool, v_pool, starts, lens, longer, kv_heads, rows, *key.stride()[:3], *value.stride()[:3],
-        DIM=dim, VALUE_DIM=value.shape[-1], BLOCK_T=block,
-        BLOCK_D=triton.next_power_of_2(dim), BLOCK_V=triton.next_power_of_2(value.shape[-1]), num_warps=4,
+def _room(
+    q: Tensor, places: int, value_dim: int, spans: int, buffers: dict[Any, Any] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums [places, value_dim] and extremes [places, 2] of the parts, and the lengths read [spans]: from `buffers`
+    where there are some, so that they are made once."""
+    key = (q.device, places, value_dim, spans)
+    if buffers is not None and key in buffers:
+        return buffers[key]
+    made = (
+        q.new_empty((places, value_dim), dtype=torch.float32),
+        q.new_empty((places, 2), dtype=torch.float32),
+        q.new_empty(spans, dtype=torch.int32),
+    )
+    if buffers is not None:
+        buffers.clear()
+        buffers[key] = made
+    return made
+
+
+def _launch_of(q: Tensor, starts: Tensor, value_dim: int, packed: int) -> Launch:
+    spans, kv_heads = starts.numel(), starts.shape[1]
+    return _launch(q.device, q.dtype, packed, spans, q.shape[1] // kv_heads, q.shape[-1], value_dim)
+
+
+@functools.lru_cache(maxsize=256)
+def _launch(
+    device: torch.device, dtype: torch.dtype, packed: int, spans: int, group: int, dim: int, value_dim: int
+) -> Launch:  # fmt: skip
+    """How to launch the kernels over `spans` with `packed` rows each; made once a shape."""
+    gpu = devices.is_gpu(device) and not interpreted()
+    memory = _shared_memory(device) if gpu else 2**20
+    # More rows of float32 than that do not fit a program's registers.
+    block_m = min(128 // dtype.itemsize, 64, max(16, triton.next_power_of_2(packed)))
+    while not fitting(block_m, dim, value_dim, dtype, memory):
+        block_m //= 2
+    blocks, stages = _blocks(dim, value_dim, dtype), fitting(block_m, dim, value_dim, dtype, memory)
+    tiles = -(-packed // block_m)
+    wanted = 2 * _multiprocessors(device) if gpu else _PROGRAMS_WITHOUT_GPU
+    sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
+    shared = sizes | {"GROUP": group, "SPANS": triton.next_power_of_2(spans), "LEAST": _LEAST_SLICE}
+    return Launch(
+        # Many tiles fill a GPU by themselves, and every slice costs room for its part.
+        max(1, wanted // tiles),
+        tiles,
+        shared | {
+            "BLOCK_M": block_m, "BLOCK_N": blocks["BLOCK_N"],
+            # The interpreter knows bfloat16 as bits, and would multiply those.
+            "WIDEN": interpreted() and dtype == torch.bfloat16,
+            "num_warps": 8 if block_m * blocks["BLOCK_V"] > 8192 else 4, "num_stages": stages,
+        },
+        shared | {"BLOCK_S": _PARTS_AT_ONCE, "num_warps": 4},
+        sizes | {"BLOCK_T": _APPENDED_AT_ONCE, "num_warps": 4},
     )  # fmt: skip
-    return longer
 
 
 def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
@@ -292,17 +412,26 @@ def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
     return {"BLOCK_D": block_d, "BLOCK_V": block_v, "BLOCK_N": max(16, min(128, 16384 // wide))}
 
 
-def _stages(shared_memory: int, blocks: dict[str, int], dtype: torch.dtype) -> int:
-    """How many blocks of k and v may be on their way at once, with two programs on a multiprocessor."""
-    one = blocks["BLOCK_N"] * (blocks["BLOCK_D"] + blocks["BLOCK_V"]) * dtype.itemsize
-    return min(4, shared_memory // (2 * one))
+def fitting(block_m: int, dim: int, value_dim: int, dtype: torch.dtype, shared_memory: int) -> int:
+    """Pipeline stages for tiles of `block_m` packed rows: as many, up to 4, as leave room for two programs on a
+    multiprocessor, or the 2 that asynchronous copies need where one program alone has room; 0 where there is none."""
+    blocks = _blocks(dim, value_dim, dtype)
+    block_n = blocks["BLOCK_N"]
+    # One block is in registers while the others are on their way; beside them lie the queries and the shares.
+    one = block_n * (blocks["BLOCK_D"] + blocks["BLOCK_V"]) * dtype.itemsize
+    rest = block_m * (blocks["BLOCK_D"] + block_n) * dtype.itemsize + _OWN_SHARED_MEMORY
+    for stages in (4, 3, 2):
+        if 2 * ((stages - 1) * one + rest) <= shared_memory:
+            return stages
+    return 2 if one + rest <= shared_memory else 0
 
 
 @functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def _multiprocessors(device: torch.device) -> int:
+    return devices.runtime(device).get_device_properties(device).multi_processor_count
 
 
 @functools.cache
-def _shared_memory(index: int) -> int:
-    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one block may use, as Triton checks them."""
+    return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lkv import devices
+
 DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_DIM = 256
 
@@ -23,6 +25,9 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
             f"heads of {dim} and {value_dim} in {dtype} were given, but variable-length flash attention takes bfloat16 "
             f"and float16, with k and v of one size that is a multiple of 8 up to {LARGEST_DIM}."
         )
+    gpu = devices.runtime(device).get_device_properties(device)
+    if gpu.major < 8:
+        return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, but flash attention needs 8.0."
     return None
 
 

@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from lkv import devices
 from lkv.errors import BackendError
 
 _NAMES = ("reference", "sdpa", "triton")
@@ -60,7 +61,7 @@ def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, va
         raise ValueError(f"backend is {backend!r}, but it must be 'auto' or one of {_NAMES}.")
     if backend not in ("auto", "triton"):
         return backend
-    if backend == "auto" and device.type != "cuda":
+    if backend == "auto" and not devices.is_gpu(device):
         return "sdpa"
     reason = _refusal(device, dtype, dim, value_dim)
     if reason is None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import lkv.ops.soft_mask_attention.triton_kernels as kernels
+from lkv import devices
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,12 +25,14 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles of the three kernels, and the shared memory in bytes that the hungriest of them needs."""
+    """The tiles of the three kernels, the shared memory in bytes that the hungriest of them needs, and the major
+    compute capabilities on which they need too much of something else."""
 
     forward: Tile
     query_gradient: Tile
     key_gradient: Tile
     shared: int
+    not_on: tuple[int, ...] = ()
 
 
 # By bytes a number and padded head dim, the largest first: in half precision the largest that leave the loops over full
@@ -46,7 +49,8 @@ _TILES = {
     ),
     (4, 64): (Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), 100_000),),
     (4, 128): (
-        Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), 164_000),
+        # Blackwell's tensor memory has 512 columns, of which the gradient of k would take 704.
+        Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), 164_000, (10,)),
         Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), 100_000),
     ),
     (4, 256): (Tiles(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), 100_000),),
@@ -60,14 +64,14 @@ def interpreted() -> bool:
 
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Why these kernels cannot run, in one sentence; None where they can."""
-    if device.type != "cuda" and not interpreted():
+    if not devices.is_gpu(device) and not interpreted():
         return f"the tensors are on {device.type!r}, but Triton needs a CUDA device (or TRITON_INTERPRET=1)."
     if dtype not in DTYPES:
         return f"the dtype is {dtype}, but the Triton kernels take float32, bfloat16 and float16."
     if dim not in HEAD_DIMS or value_dim != dim:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take {HEAD_DIMS}, equal for k and v."
-    if device.type == "cuda" and not interpreted():
-        gpu = torch.cuda.get_device_properties(device)
+    if devices.is_gpu(device) and not interpreted():
+        gpu = devices.runtime(device).get_device_properties(device)
         if gpu.major < 8:
             return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, but the Triton kernels need 8.0."
         if tiles_on(device, dtype, dim) is None:
@@ -80,7 +84,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, tile
     """Shapes as in `api.soft_mask_attention`, where `refusal` has no objection. `tiles`: block sizes to try out."""
     tiles = tiles or tiles_on(q.device, q.dtype, q.shape[3])
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    with torch.cuda.device_of(q):
+    with devices.current(q.device):
         return _SoftMaskAttention.apply(q, k, v, log_mask.float().contiguous(), scale, tiles)
 
 
@@ -90,7 +94,8 @@ def tiles_on(device: torch.device, dtype: torch.dtype, dim: int) -> Tiles | None
     options = _TILES[dtype.itemsize, triton.next_power_of_2(dim)]
     if interpreted():
         return options[0]
-    return next((tiles for tiles in options if tiles.shared <= _shared_memory(device)), None)
+    memory, major = _shared_memory(device), devices.runtime(device).get_device_properties(device).major
+    return next((tiles for tiles in options if tiles.shared <= memory and major not in tiles.not_on), None)
 
 
 def _shared_memory(device: torch.device) -> int:

@@ -1,0 +1,43 @@
+"""What LKV asks of the devices that tensors lie on."""
+
+import gc
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether `device` is a GPU that LKV's kernels are written for."""
+    return device.type == "cuda"
+
+
+def runtime(device: torch.device) -> Any:
+    """The module that speaks for a GPU: `torch.cuda`, or what stands in its place."""
+    return torch.get_device_module(device)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """In the block a GPU `device` is the current one: kernels are launched there, wherever their tensors lie."""
+    return runtime(device).device(device) if is_gpu(device) else nullcontext()
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether tensors on `device` can be float64."""
+    return device.type != "mps"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error`, or what caused it, is that the device has no memory left."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def release(device: torch.device) -> None:
+    """Give back what is held by dead tensors, reference cycles and the allocator's pools."""
+    gc.collect()
+    if is_gpu(device):
+        runtime(device).empty_cache()

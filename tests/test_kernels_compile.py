@@ -1,0 +1,29 @@
+"""The Triton kernels compiled ahead of time for GPUs that are not there: what they take of each."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+# One head size a GPU and precision, the ones nearest to a limit; `python -m tests.compile_kernels` takes all of them.
+@pytest.mark.parametrize(
+    ("arch", "dim", "dtype"),
+    [(100, 128, "float32"), (100, 128, "bfloat16"), (89, 128, "bfloat16"), (90, 256, "bfloat16"), (80, 96, "float16")],
+)
+def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
+    """In a process of its own, because here the kernels are interpreted."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.compile_kernels", "--arch", str(arch), "--dim", str(dim), "--dtype", dtype],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, cwd=Path(__file__).parents[1], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = {row["kernel"] for row in rows}
+    assert kernels == {"_slice_kernel", "_join_kernel", "_append_kernel", "forward", "query_gradient", "key_gradient"}
+    assert not [row for row in rows if row["problems"]]
