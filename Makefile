@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test test-oldest test-install check gpu-check soak reproduce-small install install-oldest clean
+.PHONY: demo test test-oldest test-install release check gpu-check soak reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -27,6 +27,11 @@ test-install: install
 	rm -rf dist
 	$(BIN)/python -m pip wheel -q --no-deps -w dist .
 	$(BIN)/python dev/check_install.py dist/*.whl $(EXTRAS)
+
+# REPOSITORY=https://HOST/OWNER/NAME: where the project lives; dev/RELEASE.md has the whole way.
+release: install
+	@test -n "$(REPOSITORY)" || { echo "name the project's address: make release REPOSITORY=https://HOST/OWNER/NAME"; exit 2; }
+	$(BIN)/python dev/release.py "$(REPOSITORY)"
 
 check: install
 	$(BIN)/ruff check .

@@ -2,13 +2,13 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
 from email.parser import Parser
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
@@ -18,19 +18,18 @@ from lkv.errors import MissingPackageError
 from lkv.extras import EXTRAS, require
 
 ROOT = Path(__file__).parents[1]
-LEFT_OUT = (".*", "*.egg-info", "__pycache__", "runs-local", "demo-output", "build", "dist")
-BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+ADDRESS = "https://example.org/owner/lkv"
+release = SourceFileLoader("release", str(ROOT / "dev" / "release.py")).load_module()
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with the wheel and the sdist, built from a copy: building writes beside the sources."""
+    """A folder with the wheel and the sdist of a release, built from a copy: building writes beside the sources."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("built")
-    shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*LEFT_OUT))
-    for kind in ("build_sdist", "build_wheel"):
-        command = [sys.executable, "-c", BUILD, kind, str(folder)]
-        subprocess.run(command, cwd=folder / "source", check=True, capture_output=True, timeout=300)
+    source = release.copied(folder / "source")
+    release.prepare(source, ADDRESS, lkv.__version__)
+    release.build(source, folder)
     return folder
 
 
@@ -48,6 +47,7 @@ def test_the_wheel_has_its_data_its_types_and_nothing_else(built):
     assert {f"lkv/policies/smollm2-135m-instruct/{name}" for name in ("config.json", "policy.safetensors")} <= files
     assert all(name.startswith(("lkv/", "lkv_cache-")) for name in files)
     assert about["Version"] == lkv.__version__ == "".join(re.findall(r"lkv_cache-([^-]+)-", path.name))
+    assert f"Source, {ADDRESS}" in about.get_all("Project-URL")
     assert set(EXTRAS) <= set(about.get_all("Provides-Extra"))
 
 
@@ -65,6 +65,24 @@ def test_one_sentence_names_all_that_is_missing(monkeypatch):
     )
     with pytest.raises(MissingPackageError, match=f"^{re.escape(expected)}$"):
         require("evals", "RULER")
+
+
+def test_links_of_a_release_lead_to_its_tag_and_its_files_are_there(built):
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        (info,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
+        page = Parser().parsestr(wheel.read(info).decode()).get_payload()
+    targets = re.findall(r"\]\(([^)]+)\)", page)
+    own = [target for target in targets if target.startswith(ADDRESS)]
+    assert own and all(target.startswith(("https://", "#")) for target in targets)
+    for target in own:
+        kind, tag, file = target.removeprefix(f"{ADDRESS}/").split("/", 2)
+        assert kind in ("blob", "raw") and tag == f"v{lkv.__version__}"
+        assert (ROOT / file.split("#")[0]).exists(), f"the README links to {file}, which is not there"
+    text = "![a](x/p.png) and [b](y.md#z), [c](https://d) and [e](#f)"
+    assert release.absolute(text, ADDRESS, "v1") == (
+        f"![a]({ADDRESS}/raw/v1/x/p.png) and [b]({ADDRESS}/blob/v1/y.md#z), [c](https://d) and [e](#f)"
+    )
 
 
 def test_the_changelog_knows_the_version():
