@@ -68,6 +68,7 @@ class TrainingConfig:
 
     `key`, `attention`, `position` say what LKV-T reads (see `ScorerInputs`; `position` makes knots up to `max_tokens`).
     `terms_lr` multiplies the rate of the attention's weights and of the position terms, one number a head each.
+    `imitated`: on how many contexts a policy that starts from nothing first imitates KVzip (`training.warm_start`).
 
     Raises TrainingError for a number outside its range.
     """
@@ -103,6 +104,7 @@ class TrainingConfig:
     attention: str = "none"
     position: bool = False
     terms_lr: float = 20.0
+    imitated: int = 0
 
     @property
     def inputs(self) -> ScorerInputs:
@@ -140,7 +142,7 @@ _RANGES: dict[str, tuple[type, float, float]] = {
     **dict.fromkeys(("lr", "max_grad_norm", "tau_start", "tau_end"), (float, _TINY, 1e6)),
     **dict.fromkeys(("lr_end", "weight_decay", "beta", "terms_lr", "retention_power"), (float, 0, 1e6)),
     **dict.fromkeys(("retention_low", "retention_high"), (float, 0, 1)),
-    "tokens_a_continuation": (int, 0, math.inf),
+    **dict.fromkeys(("tokens_a_continuation", "imitated"), (int, 0, math.inf)),
     **dict.fromkeys(("retention_start", "retention_end"), (float, _TINY, 1)),
     "hold": (float, 0, 0.99),
     "continuations": (int, 1, 1024),
@@ -183,6 +185,7 @@ _CPU = TrainingConfig(
     key="unrotated",
     attention="learned",
     position=True,
+    imitated=40,
 )
 PRESETS: dict[str, TrainingConfig] = {
     "paper": TrainingConfig(),

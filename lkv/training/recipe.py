@@ -1,5 +1,6 @@
 """From a command line's settings to a finished policy: model, data, trainer and card put together."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lkv.policy import Policy
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.sample import TokenizedSample, tokenize
 from lkv.training.trainer import Trainer, require_samples, start_from
+from lkv.training.warm_start import carry_over, imitate_kvzip
 
 
 def train_policy(
@@ -41,9 +43,9 @@ def train_policy(
     card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
     card["trained_tokens"] = config.max_tokens
     policy = Policy(attach(model).spec, card, config.inputs).to(accelerator.device)
-    warm_start = None
+    earlier_policy = None
     if init is not None:
-        before, warm_start = start_from(policy, init)
+        before, earlier_policy = start_from(policy, init)
         card["started_from"] = before
         earlier = before.get("trained_tokens") or before.get("training", {}).get("max_tokens", 0)
         card["trained_tokens"] = max(config.max_tokens, earlier)
@@ -52,16 +54,23 @@ def train_policy(
         text = mixture.sample(index, config.continuations, config.tokens_a_continuation)
         return tokenize(text, tokenizer, config.max_tokens, config.max_continuation)
 
+    def warm_start() -> None:
+        numbered = partial(sample, training)
+        if earlier_policy is not None:
+            carry_over(model, earlier_policy, policy, numbered)
+        elif config.imitated:
+            imitate_kvzip(model, tokenizer, policy, numbered, config.imitated, accelerator)
+
     validation = require_samples([sample(held_out, index) for index in range(config.validation_samples)])
     trainer = Trainer(
         model,
         policy,
         config,
-        lambda index: sample(training, index),
+        partial(sample, training),
         validation,
         out,
         accelerator,
-        calibrated=init is not None and warm_start is None,
+        calibrated=init is not None and earlier_policy is None,
         warm_start=warm_start,
     )
     trainer.run()

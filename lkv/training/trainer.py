@@ -25,7 +25,6 @@ from lkv.policy_file import is_policy
 from lkv.training.calibration import calibrate
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.distillation import Distiller, gumbel, hard_mask, soft_mask
-from lkv.training.warm_start import carry_over
 
 _CHECKPOINT = "checkpoint.safetensors"
 _CURVE = "curve.jsonl"
@@ -69,12 +68,12 @@ class Trainer:
         folder: Path,
         accelerator: Any = None,
         calibrated: bool = False,
-        warm_start: Policy | None = None,
+        warm_start: Callable[[], Any] | None = None,
     ):
         """`samples(i)` gives training sample i. `folder` takes checkpoint, curve and the finished policy.
 
-        `calibrated`: the policy already holds its input statistics (it starts from another run). `warm_start`: a policy
-        of other inputs whose choices this one first learns to imitate.
+        `calibrated`: the policy already holds its input statistics (it starts from another run). `warm_start` is
+        called once, after they are measured.
         """
         self._model, self._policy, self._config = model, policy, config
         self._samples, self._validation, self._folder = samples, validation, folder
@@ -113,7 +112,8 @@ class Trainer:
                 samples = [self._samples(number) for number in range(_CALIBRATION_SAMPLES)]
                 calibrate(self._model, self._policy, [sample.context[:_CALIBRATION_TOKENS] for sample in samples])
                 if self._warm_start is not None:
-                    carry_over(self._model, self._warm_start, self._policy, self._samples)
+                    self._warm_start()
+                self._save()
             end = self._config.steps if stop_after is None else min(self._config.steps, self._step + stop_after)
             bar = tqdm(total=self._config.steps, initial=self._step, desc="training", disable=self._share[0] != 0)
             while self._step < end:

@@ -1,4 +1,4 @@
-"""A policy that reads other inputs than an earlier one first learns to choose as that one does."""
+"""What a policy learns to imitate before the distillation: an earlier policy of other inputs, or KVzip's scores."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.policy import Policy
+from lkv.methods.budget.contest import GlobalTopK
+from lkv.methods.kvzip import replay_scores
+from lkv.policy import HeadBudgets, Policy
 from lkv.prefill import read_prompt
 from lkv.training.data.sample import TokenizedSample
 
@@ -14,6 +16,9 @@ _CONTEXTS, _STEPS = 80, 4  # texts, and steps on each
 _LONGEST, _TOKENS = 2000, 768  # of a text, and drawn of it for one step
 _RATE = 3e-3
 _DEVIATION = 2.0  # of the content term afterwards, about the noise that training adds to scores
+_RETENTIONS = (0.05, 0.15, 0.3)  # at which the heads' shares are counted
+_LEAST = 1e-6  # attention below this counts as this much
+_HEAD_STEPS, _HEAD_RATE = 400, 1e-2
 
 
 def carry_over(
@@ -47,6 +52,65 @@ def carry_over(
             optimizer.step()
         error = float(loss.detach()) / _DEVIATION**2
     return error
+
+
+def imitate_kvzip(
+    model: Any,
+    tokenizer: Any,
+    policy: Policy,
+    samples: Callable[[int], TokenizedSample],
+    contexts: int,
+    accelerator: Any = None,
+) -> float:
+    """Fit LKV-T to the logarithm of KVzip's scores, head by head and up to a shift and scale a text, and LKV-H to the
+    shares that the heads get in KVzip's contest, over `contexts` texts that the processes share out.
+
+    KVzip reads a text twice and the policy once: what it measures is here to be learned from. Returns the share of the
+    variance of the last text's scores that stays unexplained.
+    """
+    index, count = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+    device = policy.tokens.mean.device
+    optimizer = torch.optim.Adam(policy.tokens.parameters(), lr=_RATE)
+    shares = torch.zeros(len(_RETENTIONS), policy.spec.layers, policy.spec.kv_heads, device=device)
+    turns, error = max(1, contexts // count), 1.0
+    for turn in range(turns):
+        ids = samples(turn * count + index).context[:_LONGEST]
+        prompt = read_prompt(model, torch.tensor([ids], device=device))
+        table = replay_scores(model, tokenizer, ids, prompt)
+        for number, retention in enumerate(_RETENTIONS):
+            counts = [GlobalTopK(table, retention).counts(layer, table)[0] for layer in range(len(prompt))]
+            shares[number] += torch.tensor(counts, device=device) / len(ids) / turns
+        target = _standard(table[:, 0].clamp(min=_LEAST).log()) * _DEVIATION
+        for group in optimizer.param_groups:
+            group["lr"] = _RATE * (1 - turn / turns)
+        for _ in range(_STEPS):
+            optimizer.zero_grad()
+            scores = torch.cat([policy.tokens(part, layer) for layer, part in enumerate(prompt)])
+            loss = (scores - scores.mean(-1, keepdim=True) - target).square().mean()
+            loss.backward()
+            _average(accelerator, [parameter.grad for parameter in policy.tokens.parameters()])
+            optimizer.step()
+        error = float(loss.detach()) / _DEVIATION**2
+    _average(accelerator, [shares])
+    _fit_heads(policy.heads, shares, policy)
+    return error
+
+
+def _average(accelerator: Any, tensors: list[Tensor | None]) -> None:
+    for tensor in tensors:
+        if accelerator is not None and tensor is not None:
+            tensor.copy_(accelerator.reduce(tensor, reduction="mean"))
+
+
+def _fit_heads(heads: HeadBudgets, shares: Tensor, policy: Policy) -> None:
+    """Give LKV-H scores whose ratios at `_RETENTIONS` come close to `shares` [n, L, H]."""
+    optimizer = torch.optim.Adam(heads.parameters(), lr=_HEAD_RATE)
+    retentions = torch.tensor(_RETENTIONS, device=shares.device)
+    wanted = shares.clamp(1e-4, 1 - 1e-4)
+    for _ in range(_HEAD_STEPS):
+        optimizer.zero_grad()
+        torch.nn.functional.binary_cross_entropy(policy.ratios(retentions).clamp(1e-6, 1 - 1e-6), wanted).backward()
+        optimizer.step()
 
 
 def _standard(scores: Tensor) -> Tensor:
