@@ -185,7 +185,7 @@ _CPU = TrainingConfig(
     key="unrotated",
     attention="learned",
     position=True,
-    imitated=40,
+    imitated=16,
 )
 PRESETS: dict[str, TrainingConfig] = {
     "paper": TrainingConfig(),

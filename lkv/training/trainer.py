@@ -28,7 +28,7 @@ from lkv.training.distillation import Distiller, gumbel, hard_mask, soft_mask
 
 _CHECKPOINT = "checkpoint.safetensors"
 _CURVE = "curve.jsonl"
-_CALIBRATION_SAMPLES, _CALIBRATION_TOKENS = 12, 3000
+_CALIBRATION_SAMPLES, _CALIBRATION_TOKENS = 8, 2000
 
 
 @dataclass(frozen=True)
