@@ -1,0 +1,78 @@
+"""What a policy imitates before the distillation."""
+
+import pytest
+import torch
+
+from lkv.config import ScorerInputs
+from lkv.host.attention import attach
+from lkv.methods.budget.contest import GlobalTopK
+from lkv.methods.kvzip import replay_scores
+from lkv.models import load_model
+from lkv.policy import Policy
+from lkv.prefill import read_prompt
+from lkv.training.calibration import calibrate
+from lkv.training.data.sample import TokenizedSample
+from lkv.training.warm_start import carry_over, imitate_kvzip
+from tests.conftest import save_model
+
+INPUTS = ScorerInputs("unrotated", "learned", 9)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """A model one of whose heads attends to all tokens nearly alike, so that the shares of the heads differ."""
+    model, tokenizer = load_model(str(save_model(tmp_path_factory.mktemp("model"))), torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[:16].mul_(0.1)
+    return model, tokenizer
+
+
+def text(number: int) -> TokenizedSample:
+    ids = torch.randint(3, 250, (120,), generator=torch.Generator().manual_seed(number)).tolist()
+    return TokenizedSample("random", ids, [])
+
+
+def fresh(model, inputs: ScorerInputs = INPUTS, seed: int = 1) -> Policy:
+    torch.manual_seed(seed)
+    policy = Policy(attach(model).spec, inputs=inputs)
+    calibrate(model, policy, [text(100).context, text(101).context])
+    return policy
+
+
+def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Mean over heads of the correlation over tokens of two tables [L, H, T]."""
+    pairs = zip(a.flatten(0, 1), b.flatten(0, 1), strict=True)
+    return float(torch.stack([torch.corrcoef(torch.stack(pair))[0, 1] for pair in pairs]).mean())
+
+
+@torch.no_grad()
+def scores(model, policy: Policy, ids: list[int]) -> torch.Tensor:
+    prompt = read_prompt(model, torch.tensor([ids]))
+    return torch.cat([policy.tokens(part, layer) for layer, part in enumerate(prompt)])
+
+
+def test_imitating_kvzip_orders_unseen_tokens_as_it_does_and_shares_out_as_its_contest(loaded):
+    model, tokenizer = loaded
+    policy = fresh(model)
+    unseen = text(50).context
+    prompt = read_prompt(model, torch.tensor([unseen]))
+    table = replay_scores(model, tokenizer, unseen, prompt)
+    target = table[:, 0].log()
+    before = correlation(scores(model, policy, unseen), target)
+    imitate_kvzip(model, tokenizer, policy, text, 80)
+    assert correlation(scores(model, policy, unseen), target) > max(before + 0.2, 0.6)
+    for retention in (0.05, 0.15, 0.3):
+        contest = GlobalTopK(table, retention)
+        shares = torch.tensor([contest.counts(layer, table)[0] for layer in range(len(prompt))]) / len(unseen)
+        assert (policy.inference_ratios(retention) - shares).abs().max() < 0.1
+    assert (shares.max() - shares.min()) > 0.2, "the heads of this model do not differ: the test would show nothing"
+
+
+def test_carrying_over_orders_tokens_as_the_earlier_policy_does(loaded):
+    model, _ = loaded
+    earlier, policy = fresh(model, ScorerInputs()), fresh(model, ScorerInputs("unrotated"), seed=2)
+    unseen = text(50).context
+    target = scores(model, earlier, unseen)
+    before = correlation(scores(model, policy, unseen), target)
+    carry_over(model, earlier, policy, text, 60)
+    assert correlation(scores(model, policy, unseen), target) > max(before + 0.2, 0.6)
