@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test test-oldest test-install release check gpu-check soak reproduce-small install install-oldest clean
+.PHONY: demo test test-oldest test-install release check unchanged gpu-check soak reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -37,6 +37,12 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Whether kept indices, logits, fidelity and a short training are those of another revision: make unchanged BASE=REVISION.
+BASE ?= HEAD
+unchanged: install
+	$(BIN)/python benchmarks/unchanged.py $(BASE)
+	$(BIN)/python benchmarks/unchanged.py $(BASE) --model embedded
 
 # On a machine with a GPU: the kernels against float64, then their times, into gpu-results/ with the GPU's name.
 gpu-check: install

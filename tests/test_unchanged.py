@@ -1,0 +1,29 @@
+"""The check that nothing measured has changed finds what has."""
+
+import pytest
+import torch
+
+from benchmarks.unchanged import differences, indices_of
+
+
+def test_a_change_of_a_kept_index_or_of_a_number_is_told():
+    before = {"kept": torch.tensor([3, 5]), "logits": torch.tensor([1.0, float("nan")])}
+    assert differences(before, {name: tensor.clone() for name, tensor in before.items()}, 0.0) == []
+    nearly = {"kept": torch.tensor([3, 5]), "logits": torch.tensor([1.0 + 2**-20, float("nan")])}
+    assert differences(before, nearly, 0.0) == ["logits: up to 9.54e-07 apart"]
+    assert differences(before, nearly, 1e-6) == []
+    other = {"kept": torch.tensor([3, 6]), "logits": torch.tensor([1.0, 2.0])}
+    assert differences(before, other, 10.0) == ["kept: up to 1 apart", "logits: measured at the one alone"]
+    assert differences(before, {"kept": torch.tensor([3])}, 10.0) == [
+        "logits: only at the one",
+        "kept: (2,) and now (1,)",
+    ]
+
+
+def test_kept_indices_are_read_from_k():
+    whole = torch.randn(2, 7, 4, generator=torch.Generator().manual_seed(0))
+    state = {"kept.1": torch.tensor([[2, 3]]), "k.1": torch.cat([whole[0, [1, 4]], whole[1, [0, 5, 6]]])}
+    assert indices_of(state, 1, whole).tolist() == [2, 3, 1, 4, 0, 5, 6]
+    state["k.1"][0] += 1
+    with pytest.raises(ValueError, match="layer 1 holds entries that the text has not"):
+        indices_of(state, 1, whole)
