@@ -74,9 +74,9 @@ def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, l
     return seconds
 
 
-def row_of(what: str, method: str, tokens: int, retention: float, own: list[float], full: list[float], **more: Any):
-    ratio = bootstrap([[mine / theirs] for mine, theirs in zip(own, full, strict=True)])
-    middle = sorted(own)[len(own) // 2]
+def row_of(what: str, method: str, tokens: int, retention: float, seconds: list[float], full: list[float], **more: Any):
+    ratio = bootstrap([[mine / theirs] for mine, theirs in zip(seconds, full, strict=True)])
+    middle = sorted(seconds)[len(seconds) // 2]
     print(f"{what:10} {tokens:5} {method:12} {1e3 * middle:8.2f} ms, {1 / ratio.value:.2f} times as fast")
     unit = "time by that of the full cache, mean of pairs"
     return (
@@ -101,10 +101,10 @@ def rows_at(
     }
     seconds = interleaved(forms | {"lkv": partial(ragged, query, cache, prompt[0].scale)}, repeats)
     best = min(forms, key=lambda form: sorted(seconds[form])[repeats // 2])
-    every, own = about | {"realised": 1.0}, about | {"realised": cache.realised_retention()}
+    of_full, of_lkv = about | {"realised": 1.0}, about | {"realised": cache.realised_retention()}
     rows = [
-        row_of("attention", "full", tokens, 1.0, seconds[best], seconds[best], **every, full_form=best),
-        row_of("attention", "lkv", tokens, retention, seconds["lkv"], seconds[best], **own, full_form=best),
+        row_of("attention", "full", tokens, 1.0, seconds[best], seconds[best], **of_full, full_form=best),
+        row_of("attention", "lkv", tokens, retention, seconds["lkv"], seconds[best], **of_lkv, full_form=best),
     ]
     stock = DynamicCache()
     for index, layer in enumerate(prompt):
@@ -116,8 +116,8 @@ def rows_at(
     seconds = interleaved(steps, repeats)
     return [
         *rows,
-        row_of("token", "full", tokens, 1.0, seconds["full"], seconds["full"], **every),
-        row_of("token", "lkv", tokens, retention, seconds["lkv"], seconds["full"], **own),
+        row_of("token", "full", tokens, 1.0, seconds["full"], seconds["full"], **of_full),
+        row_of("token", "lkv", tokens, retention, seconds["lkv"], seconds["full"], **of_lkv),
     ]
 
 

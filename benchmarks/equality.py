@@ -54,8 +54,8 @@ def main() -> None:
             cache = RaggedCache(model, method=method)
             model(ids[:, : options.tokens], past_key_values=cache, use_cache=True)
             steps = [
-                model(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits
-                for place in range(options.tokens, options.tokens + LATER)
+                model(ids[:, position : position + 1], past_key_values=cache, use_cache=True).logits
+                for position in range(options.tokens, options.tokens + LATER)
             ]
             difference = (torch.cat(steps, 1) - expected).abs().max()
             rows.append(

@@ -37,19 +37,19 @@ def main() -> None:
 def rows_of(results: Results, methods: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Flat rows; "all" is the mean over a length's tasks, "full >= 50" over those where the full cache scores that."""
     pairs = pairs_of(results, methods)
-    every = Scores(results, pairs)
+    averages = Scores(results, pairs)
     try:
         able = Scores(results, pairs, min_full=_LEAST)
     except ReportError:  # the full cache is good at no task
         able = None
     rows = []
-    for length in dict.fromkeys(length for _, length in every.units):
+    for length in dict.fromkeys(length for _, length in averages.units):
         groups: list[tuple[str, Scores, list[Unit]]] = [
-            ("all", every, [unit for unit in every.units if unit[1] == length]),
+            ("all", averages, [unit for unit in averages.units if unit[1] == length]),
         ]
         if able:
             groups.append((f"full >= {_LEAST:g}", able, [unit for unit in able.units if unit[1] == length]))
-        groups += [(unit[0], every, [unit]) for unit in every.units if unit[1] == length]
+        groups += [(unit[0], averages, [unit]) for unit in averages.units if unit[1] == length]
         for task, scores, units in groups:
             rows += [_row(scores, pair, task, length, units) for pair in pairs if units]
     return [row for row in rows if row]
@@ -67,8 +67,8 @@ def _row(scores: Scores, pair: Pair, task: str, length: int | None, units: Seque
         row |= {"difference_low": difference.low, "difference_high": difference.high}
     if pair[0] != FULL:
         for measure in ("kl", "agreement", "hidden_error"):
-            found = scores.value(pair, units, measure)
-            row[measure] = found.value if found else None
+            fidelity = scores.value(pair, units, measure)
+            row[measure] = fidelity.value if fidelity else None
     return row
 
 
@@ -77,7 +77,7 @@ def _command(results: Results) -> str:
     words = ["lkv", "eval", header["suite"], "--data", "EVAL_FOLDER", "--methods", *header["methods"], "--retention"]
     words += [*map(str, header["retentions"]), "--protocol", header["protocol"], "--dtype", header["dtype"]]
     tasks = list(dict.fromkeys(sample.task for sample in results.samples))
-    if set(tasks) < {task for found in CATEGORIES[header["suite"]].values() for task in found}:
+    if set(tasks) < {task for names in CATEGORIES[header["suite"]].values() for task in names}:
         words += ["--tasks", *tasks]
     if header["pattern"]:
         words += ["--pattern", "LONG_TEXT"]

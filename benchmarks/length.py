@@ -73,8 +73,8 @@ def measure(model: Any, rosters: dict[str, Roster], ids: list[int], asked: Seque
     references = [(answer[: skip + REFERENCE], skip) for answer, skip in asked]
     for answer, skip in asked[:1]:
         if skip:
-            own = full.answers(answer[:skip], ANSWER)[0]
-            references.append((answer[:skip] + own, skip))
+            answered = full.answers(answer[:skip], ANSWER)[0]
+            references.append((answer[:skip] + answered, skip))
     run = Comparison(model, ids, prompt, [method for _, _, method in rows])
     fidelity = [[asdict(f) for f in run.fidelity(reference, skip)] for reference, skip in references]
     return {
@@ -92,18 +92,18 @@ def summarise(done: Done, cases: Sequence[tuple[int, int, str]]) -> list[dict]:
     for number, tokens, task in cases:
         sample = done[f"{task}-{tokens}-{number}"]
         for index, (name, retention) in enumerate(sample["rows"]):
-            for place in ("all", task):
-                wanted.setdefault((name, retention, tokens, place), []).append((sample, index))
-    for (name, retention, tokens, place), found in wanted.items():
-        kl, agreement = (_mean(found, which) for which in (0, 1))
+            for group in ("all", task):
+                wanted.setdefault((name, retention, tokens, group), []).append((sample, index))
+    for (name, retention, tokens, group), sampled in wanted.items():
+        kl, agreement = (_mean(sampled, which) for which in (0, 1))
         rows.append(
             {
                 "method": name,
-                "task": place,
+                "task": group,
                 "tokens": tokens,
                 "retention": retention,
-                "realised": sum(sample["kept"][i] for sample, i in found) / len(found),
-                "contexts": len(found),
+                "realised": sum(sample["kept"][i] for sample, i in sampled) / len(sampled),
+                "contexts": len(sampled),
                 **kl._asdict(),
                 "unit": _UNIT,
                 "kl": kl.value,
@@ -112,7 +112,7 @@ def summarise(done: Done, cases: Sequence[tuple[int, int, str]]) -> list[dict]:
                 "agreement_high": agreement.high,
             }
         )
-        if place == "all":
+        if group == "all":
             print(f"{name:16} {tokens:6} R {retention:4} n {kl.n:3} kl {kl.value:.3f} agreement {agreement.value:.3f}")
     return rows
 
@@ -121,16 +121,16 @@ def draw(rows: Sequence[dict], path: Path) -> None:
     """KL over length at the second highest retention, and over retention at the greatest length."""
     # A method that some contexts of a length were too long for has the mean of other contexts.
     most = {row["tokens"]: row["contexts"] for row in rows if row["task"] == "all" and row["method"] == FULL}
-    every = [row for row in rows if row["task"] == "all" and row["method"] != FULL]
-    every = [row for row in every if row["contexts"] == most[row["tokens"]]]
-    retentions = sorted({row["retention"] for row in every}, reverse=True)
-    middle, longest = retentions[min(1, len(retentions) - 1)], max(row["tokens"] for row in every)
+    means = [row for row in rows if row["task"] == "all" and row["method"] != FULL]
+    means = [row for row in means if row["contexts"] == most[row["tokens"]]]
+    retentions = sorted({row["retention"] for row in means}, reverse=True)
+    middle, longest = retentions[min(1, len(retentions) - 1)], max(row["tokens"] for row in means)
     figure = new_figure(9.5, 4.6)
     left, right = figure.subplots(1, 2, sharey=True)
-    chosen = styles(list(dict.fromkeys(row["method"] for row in every)))
+    chosen = styles(list(dict.fromkeys(row["method"] for row in means)))
     for method, style in chosen.items():
         for axes, x, fixed, at in ((left, "tokens", "retention", middle), (right, "retention", "tokens", longest)):
-            line = sorted((r for r in every if r["method"] == method and r[fixed] == at), key=lambda r: r[x])
+            line = sorted((r for r in means if r["method"] == method and r[fixed] == at), key=lambda r: r[x])
             if line:
                 low, high = ([abs(r[end] - r["kl"]) for r in line] for end in ("low", "high"))
                 axes.errorbar(
@@ -150,8 +150,8 @@ def _label(method: str) -> str:
     return "LKV, the paper's scorer" if method == "lkv-paper" else label(method)
 
 
-def _mean(found: Sequence[tuple[dict, int]], which: int) -> Mean:
-    return bootstrap([[continuation[index][which] for continuation in sample["measured"]] for sample, index in found])
+def _mean(sampled: Sequence[tuple[dict, int]], which: int) -> Mean:
+    return bootstrap([[continuation[index][which] for continuation in sample["measured"]] for sample, index in sampled])
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ def main() -> None:
             run = Comparison(model, item.ids, prompt, [method for _, _, method in ready])
             kept = run.realised()
             answers = run.answers(question_ids(tokenizer, item.question), 24, last=True)
-            found = [item.answer in tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
-            done.add(key, {"rows": [row[:2] for row in ready], "found": found, "realised": kept})
+            correct = [item.answer in tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+            done.add(key, {"rows": [row[:2] for row in ready], "found": correct, "realised": kept})
         rows = summarise(done, cases, options.dtype)
         write_results(options.out, "needles", rows, options.seed, command_of("benchmarks.needles", options))
 

@@ -49,7 +49,7 @@ def main() -> None:
                     realised[name] = cache.realised_retention()
         for name, record in seconds.items():
             shared = {"method": name, "tokens": tokens, "retention": 1.0 if name == "full" else options.retention}
-            ratio = bootstrap([[own / full] for own, full in zip(record, seconds["full"], strict=True)])
+            ratio = bootstrap([[second / full] for second, full in zip(record, seconds["full"], strict=True)])
             times.append(shared | ratio._asdict() | {"unit": "mean of paired ratios", "baseline": "full"})
             times[-1]["seconds"] = statistics.median(record)
             sizes.append(shared | {"realised": realised[name], "value": held[name] / held["full"], "bytes": held[name]})

@@ -72,10 +72,10 @@ def layer_of(options: argparse.Namespace, batch: int, dtype: torch.dtype) -> Lay
 
 def error_of(layer: Layer, scale: float) -> float:
     """The kernels' largest error over the largest output; SystemExit where it or what they append is wrong."""
-    ours = layer.ragged(scale, "triton")
+    output = layer.ragged(scale, "triton")
     exact = layer.ragged(scale, "reference")
-    error = float((ours - exact).abs().max() / exact.abs().max())
-    limit = 4 * torch.finfo(ours.dtype).eps
+    error = float((output - exact).abs().max() / exact.abs().max())
+    limit = 4 * torch.finfo(output.dtype).eps
     if not error <= limit:
         sys.exit(f"the kernels are off by {error:.2e} of the largest output, more than {limit:.2e}: nothing was timed.")
     for rows in (1, 3):
@@ -158,12 +158,13 @@ def rows_of(options: argparse.Namespace, batch: int, copied: float) -> list[dict
     read = entries * 2 * options.dim * dtype.itemsize
     rows = []
     for name in (best, "triton", "triton, launched", "loop"):
-        ratio = bootstrap([[own / full] for own, full in zip(seconds[name], seconds[best], strict=True)])
-        own = median(seconds[name])
+        ratio = bootstrap([[second / full] for second, full in zip(seconds[name], seconds[best], strict=True)])
+        middle = median(seconds[name])
         full = name == best
-        through = (read / realised if full else read) / own
+        through = (read / realised if full else read) / middle
         print(
-            f"batch {batch:2} {'full, ' + best if full else name:18} {1e3 * own:9.3f} ms, {1 / ratio.value:6.2f} times"
+            f"batch {batch:2} {'full, ' + best if full else name:18} {1e3 * middle:9.3f} ms, "
+            f"{1 / ratio.value:6.2f} times"
             f" as fast as the full cache, {through / copied:.2f} of copy bandwidth"
         )
         rows.append(
@@ -172,7 +173,7 @@ def rows_of(options: argparse.Namespace, batch: int, copied: float) -> list[dict
             | {
                 "realised": 1.0 if full else realised,
                 "layers": len(layers),
-                "microseconds_a_layer": 1e6 * own / len(layers),
+                "microseconds_a_layer": 1e6 * middle / len(layers),
             }
             | {"unit": "time by that of the full cache's fastest attention, mean of pairs"}
             | ratio._asdict()

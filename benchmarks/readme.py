@@ -32,8 +32,8 @@ NAMES = {
 def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:
     """Rows of a result file with these values."""
     path = RESULTS / f"{name}.json"
-    every = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-    return [row for row in every if all(row.get(key) == value for key, value in wanted.items())]
+    measured = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    return [row for row in measured if all(row.get(key) == value for key, value in wanted.items())]
 
 
 def interval(row: dict[str, Any], key: str = "", digits: int = 3) -> str:
@@ -64,15 +64,15 @@ def section() -> str:
 
 
 def _length() -> list[str]:
-    found = _complete(rows("length", task="all"))
-    if not found:
+    measured = _complete(rows("length", task="all"))
+    if not measured:
         return []
     parts = []
-    lengths = sorted({row["tokens"] for row in found})
-    for retention in sorted({row["retention"] for row in found if row["method"] != "full"}, reverse=True):
+    lengths = sorted({row["tokens"] for row in measured})
+    for retention in sorted({row["retention"] for row in measured if row["method"] != "full"}, reverse=True):
         if retention not in (0.15, 0.05):
             continue
-        by = {(row["method"], row["tokens"]): row for row in found if row["retention"] == retention}
+        by = {(row["method"], row["tokens"]): row for row in measured if row["retention"] == retention}
         contexts = min(row["contexts"] for row in by.values())
         parts += [
             f"KL(full \\|\\| compressed) and top-1 agreement by length at R = {retention:g}: code, LongBench texts, "
@@ -96,21 +96,21 @@ def _length() -> list[str]:
     return [*parts, "![length](benchmarks/results/small/length.png)"]
 
 
-def _complete(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _complete(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without methods that some contexts of a length were too long for: their means are of other contexts."""
-    most = {row["tokens"]: row["contexts"] for row in found if row["method"] == "full"}
-    return [row for row in found if row["contexts"] == most[row["tokens"]]]
+    most = {row["tokens"]: row["contexts"] for row in measured if row["method"] == "full"}
+    return [row for row in measured if row["contexts"] == most[row["tokens"]]]
 
 
 def _needles() -> list[str]:
-    found = rows("needles", needles=4)
-    if not found:
+    measured = rows("needles", needles=4)
+    if not measured:
         return []
-    lengths = sorted({row["tokens"] for row in found})
-    kinds = dict.fromkeys((row["method"], row["retention"]) for row in found)
-    by = {(row["method"], row["retention"], row["tokens"]): row for row in found}
+    lengths = sorted({row["tokens"] for row in measured})
+    kinds = dict.fromkeys((row["method"], row["retention"]) for row in measured)
+    by = {(row["method"], row["retention"], row["tokens"]): row for row in measured}
     return [
-        f"One of four needles in real prose, share found of {found[0]['n']} (`needles.json`).",
+        f"One of four needles in real prose, share found of {measured[0]['n']} (`needles.json`).",
         table(
             ("", "R", *(f"{tokens:,} tokens" for tokens in lengths)),
             (
@@ -139,10 +139,10 @@ def _name(method: str) -> str:
 def earlier() -> str:
     """The whole of docs/paper-scorer.md."""
     fidelity = {row["method"]: row for row in rows("fidelity", task="all")}
-    ours = fidelity["lkv"]
+    learned = fidelity["lkv"]
     parts = [
-        f"Fidelity on held-out questions and text at R = {ours['retention']}: {ours['n']} continuations of "
-        f"{ours['contexts']} contexts of 1k to 2k tokens (`fidelity.json`).",
+        f"Fidelity on held-out questions and text at R = {learned['retention']}: {learned['n']} continuations of "
+        f"{learned['contexts']} contexts of 1k to 2k tokens (`fidelity.json`).",
         table(
             ("", "KL(full \\|\\| compressed)", "top-1 agreement"),
             ([NAMES[m], interval(fidelity[m]), interval(fidelity[m], "agreement")] for m in NAMES),
@@ -219,9 +219,9 @@ def _figure(name: str) -> str:
     return f"![{name}]({path.relative_to(README.parent)})" if path.is_file() else ""
 
 
-def _sweep(found: list[dict[str, Any]]) -> list[str]:
+def _sweep(measured: list[dict[str, Any]]) -> list[str]:
     """RULER's mean over the tasks that the full cache can do, by retention."""
-    by = {(row["method"], row["retention"]): row for row in found}
+    by = {(row["method"], row["retention"]): row for row in measured}
     full = by["full", 1.0]
     retentions = sorted({r for m, r in by if m != "full"}, reverse=True)
     methods = [m for m in dict.fromkeys(m for m, _ in by) if m != "full"]
@@ -239,7 +239,7 @@ def _sweep(found: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _longbench(found: list[dict[str, Any]]) -> list[str]:
+def _longbench(measured: list[dict[str, Any]]) -> list[str]:
     """A sample of LongBench: mean over its tasks."""
 
     def cells(row: dict[str, Any]) -> list[str]:
@@ -248,9 +248,9 @@ def _longbench(found: list[dict[str, Any]]) -> list[str]:
         less = interval(row, "difference", 1) if row["method"] != "lkv" else ""
         return [interval(row, digits=1), less, f"{row['kl']:.3f}", f"{row['agreement']:.3f}"]
 
-    ordered = sorted(found, key=lambda row: -row["value"])
+    ordered = sorted(measured, key=lambda row: -row["value"])
     return [
-        f"A sample of LongBench: the mean over its 16 tasks, {found[0]['n']} samples in all, cut to the model's 8k "
+        f"A sample of LongBench: the mean over its 16 tasks, {measured[0]['n']} samples in all, cut to the model's 8k "
         "tokens (`longbench.json`). KL and agreement are those of the right answer.",
         table(
             ("", "score", "less LKV", "KL", "top-1 agreement"),
@@ -259,12 +259,12 @@ def _longbench(found: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _ruler(found: list[dict[str, Any]], lead: str, source: str) -> list[str]:
+def _ruler(measured: list[dict[str, Any]], lead: str, source: str) -> list[str]:
     """RULER's mean over the tasks that the full cache can do, and the paired difference to LKV."""
-    lengths = list(dict.fromkeys(row["tokens"] for row in found))
-    by = {(row["method"], row["tokens"]): row for row in found}
+    lengths = list(dict.fromkeys(row["tokens"] for row in measured))
+    by = {(row["method"], row["tokens"]): row for row in measured}
     methods = sorted(
-        dict.fromkeys(row["method"] for row in found),
+        dict.fromkeys(row["method"] for row in measured),
         key=lambda m: -max(by[m, t]["value"] for t in lengths if (m, t) in by),
     )
     head = [f"{length:,} {what}" for length in lengths for what in ("tokens", "less LKV", "kept")]

@@ -106,7 +106,7 @@ def check(attend: Attention, shape: Shape, device: str, tokens: int = 200) -> fl
         [float((x.double() - exact).abs().max()) for x, exact in zip(gradients(f, arguments), truth, strict=True)]
         for f in (attend, eager)
     ]
-    worst = max(own / max(rough, 1e-6) for own, rough in zip(*errors, strict=True))
+    worst = max(error / max(rough, 1e-6) for error, rough in zip(*errors, strict=True))
     if not worst <= 2.0:
         raise ValueError(f"{attend} is wrong: its error is {worst:.1f} times that of eager attention in {shape.dtype}.")
     return worst
@@ -134,10 +134,10 @@ def measured(
     operations = 7 * q.shape[1] * q.shape[2] ** 2 * q.shape[3]
     best = matmul_tflops(q) if q.is_cuda else 0.0
     rows = []
-    for name, own in seconds.items():
-        ratio = bootstrap([[x / y] for x, y in zip(own, seconds[baseline], strict=True)])
+    for name, times in seconds.items():
+        ratio = bootstrap([[x / y] for x, y in zip(times, seconds[baseline], strict=True)])
         row: dict[str, Any] = {"method": name, "tokens": q.shape[2], "baseline": baseline} | ratio._asdict()
-        row |= {"unit": "mean of paired ratios of the time forward and backward", "seconds": statistics.median(own)}
+        row |= {"unit": "mean of paired ratios of the time forward and backward", "seconds": statistics.median(times)}
         row |= {"peak_bytes": peak_bytes(methods[name], arguments), "heads": q.shape[1], "head_dim": q.shape[3]}
         row |= {"tflops": operations / row["seconds"] / 1e12, "dtype": str(q.dtype).removeprefix("torch.")}
         if q.is_cuda:

@@ -46,9 +46,9 @@ def main() -> int:
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tree:
             tree.extractall(folder / "before", filter="data")
         before, now = (measured(options, tree, folder) for tree in (folder / "before", ROOT))
-    found = differences(before, now, options.tolerance)
-    print("\n".join(found) or f"{len(now)} results of {options.model}: all as at {options.revision}")
-    return bool(found)
+    apart = differences(before, now, options.tolerance)
+    print("\n".join(apart) or f"{len(now)} results of {options.model}: all as at {options.revision}")
+    return bool(apart)
 
 
 def measured(options: argparse.Namespace, tree: Path, folder: Path) -> dict[str, torch.Tensor]:
@@ -65,18 +65,18 @@ def measured(options: argparse.Namespace, tree: Path, folder: Path) -> dict[str,
 
 def differences(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor], tolerance: float) -> list[str]:
     """A line for each result that differs: integers at all, other numbers by more than `tolerance`."""
-    found = [f"{name}: only at the one" for name in sorted(before.keys() ^ now.keys())]
+    lines = [f"{name}: only at the one" for name in sorted(before.keys() ^ now.keys())]
     for name in sorted(before.keys() & now.keys()):
         old, new = before[name], now[name]
         if old.shape != new.shape:
-            found.append(f"{name}: {tuple(old.shape)} and now {tuple(new.shape)}")
+            lines.append(f"{name}: {tuple(old.shape)} and now {tuple(new.shape)}")
         elif not torch.equal(old.isnan(), new.isnan()):
-            found.append(f"{name}: measured at the one alone")
+            lines.append(f"{name}: measured at the one alone")
         elif not torch.equal(old, new):
             apart = float((old.double() - new.double()).abs().nan_to_num().max())
             if apart > (tolerance if old.is_floating_point() else 0):
-                found.append(f"{name}: up to {apart:.3g} apart")
-    return found
+                lines.append(f"{name}: up to {apart:.3g} apart")
+    return lines
 
 
 def probe(kind: str, samples: int) -> dict[str, torch.Tensor]:
@@ -89,12 +89,12 @@ def probe(kind: str, samples: int) -> dict[str, torch.Tensor]:
         folder = Path(name)
         model, tokenizer, policy = tiny(folder / "model") if kind == "tiny" else embedded()
         texts = [text_of(number, tokenizer, _TOKENS[kind]) for number in range(samples)]
-        found: dict[str, torch.Tensor] = {}
+        results: dict[str, torch.Tensor] = {}
         for method in METHODS:
             for number, text in enumerate(texts):
-                found |= kept_and_predicted(model, tokenizer, policy, method, number, text, folder / "context.kv")
-        found |= fidelity(model, tokenizer, policy, list(METHODS), texts, folder / "eval.jsonl")
-        return found | (training(folder) if kind == "tiny" else {})
+                results |= kept_and_predicted(model, tokenizer, policy, method, number, text, folder / "context.kv")
+        results |= fidelity(model, tokenizer, policy, list(METHODS), texts, folder / "eval.jsonl")
+        return results | (training(folder) if kind == "tiny" else {})
 
 
 def text_of(number: int, tokenizer: Any, tokens: int) -> str:
@@ -111,7 +111,7 @@ def kept_and_predicted(
     """The indices that `method` keeps of a text, layer by layer and head by head, and what it then predicts."""
     import lkv
 
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     full: list[Any] = list(lkv.compress(model, tokenizer, text, method="full").cache.layers)
     for retention in RETENTIONS:
         name = f"{method} at {retention:g}, text {number}"
@@ -126,26 +126,26 @@ def kept_and_predicted(
                 pattern=pattern_of(model) if method == "duo" else None,
             )
         except lkv.LkvError:  # the text is too short for what the method always keeps
-            found[f"{name}: refused"] = torch.ones(1, dtype=torch.int64)
+            results[f"{name}: refused"] = torch.ones(1, dtype=torch.int64)
             continue
         context.save(path)
         state = load_file(path)
         indices = [indices_of(state, layer, full[layer].keys[0]) for layer in range(len(full))]
-        found[f"{name}: kept"] = torch.cat(indices)
-        found[f"{name}: logits"] = context.predict(_QUESTION, text[:60])[0]
-    return found
+        results[f"{name}: kept"] = torch.cat(indices)
+        results[f"{name}: logits"] = context.predict(_QUESTION, text[:60])[0]
+    return results
 
 
 def indices_of(state: dict[str, torch.Tensor], layer: int, whole: torch.Tensor) -> torch.Tensor:
     """For each head how many entries a saved layer holds, then which of `whole` [H, T, d] they are: equal rows of k."""
     counts = state[f"kept.{layer}"][0]
-    found = [counts]
-    for own, keys in zip(state[f"k.{layer}"].split(counts.tolist()), whole, strict=True):
-        same = (own[:, None] == keys[None]).all(-1)
+    parts = [counts]
+    for held, keys in zip(state[f"k.{layer}"].split(counts.tolist()), whole, strict=True):
+        same = (held[:, None] == keys[None]).all(-1)
         if not bool(same.any(-1).all()):
             raise ValueError(f"layer {layer} holds entries that the text has not")
-        found.append(same.int().argmax(-1))
-    return torch.cat(found)
+        parts.append(same.int().argmax(-1))
+    return torch.cat(parts)
 
 
 def fidelity(
@@ -161,14 +161,14 @@ def fidelity(
         Example(number=number, context=text, answers=(text[40:100],), **fields) for number, text in enumerate(texts)
     ]
     evaluate(model, tokenizer, examples, methods, RETENTIONS, out, policy=policy, pattern=pattern_of(model), timed=0)
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for line in out.read_text(encoding="utf-8").splitlines()[1:]:
         sample = json.loads(line)
         for row in sample["rows"]:
             numbers = [float("nan") if row[name] is None else float(row[name]) for name in _MEASURES]
             name = f"{row['method']} at {row['retention']:g}, text {sample['number']}: measured"
-            found[name] = torch.tensor(numbers, dtype=torch.float64)
-    return found
+            results[name] = torch.tensor(numbers, dtype=torch.float64)
+    return results
 
 
 def training(folder: Path) -> dict[str, torch.Tensor]:
@@ -177,9 +177,9 @@ def training(folder: Path) -> dict[str, torch.Tensor]:
 
     (folder / "data").mkdir()
     for number in range(40):
-        text = " ".join(f"{(number * 7919 + place * place) % 9973}" for place in range(400))
+        text = " ".join(f"{(number * 7919 + i * i) % 9973}" for i in range(400))
         (folder / "data" / f"{number}.txt").write_text(text, encoding="utf-8")
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for preset in ("cpu", "paper-cpu"):
         out = folder / preset
         words = ["train", "--preset", preset, "--model", str(folder / "model"), "--data", str(folder / "data")]
@@ -198,8 +198,8 @@ def training(folder: Path) -> dict[str, torch.Tensor]:
         if command([*words, "--batch", "2"]):
             raise RuntimeError("the training was refused")
         policy = load_file(out / "policy" / "policy.safetensors")
-        found |= {f"trained by {preset}: {name}": tensor for name, tensor in policy.items()}
-    return found
+        results |= {f"trained by {preset}: {name}": tensor for name, tensor in policy.items()}
+    return results
 
 
 def embedded() -> tuple[Any, Any, Any]:

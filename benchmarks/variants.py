@@ -73,9 +73,9 @@ def main() -> None:
                 target = log_probs(model, full, continuation, skip)
                 row = []
                 for cache in caches:
-                    own = log_probs(model, cache, continuation, skip)
-                    kl = (target.exp() * (target - own)).sum(-1).mean()
-                    row.append([float(kl), float((target.argmax(-1) == own.argmax(-1)).float().mean())])
+                    compressed = log_probs(model, cache, continuation, skip)
+                    kl = (target.exp() * (target - compressed)).sum(-1).mean()
+                    row.append([float(kl), float((target.argmax(-1) == compressed.argmax(-1)).float().mean())])
                 measured.append(row)
             shares = [cache.nbytes() / full.full_nbytes() for cache in caches]
             done.add(f"{task}-{number}", {"tokens": len(ids), "measured": measured, "bytes": shares})

@@ -97,16 +97,16 @@ def main() -> None:
         started = time.perf_counter()
         context = compress(model, tokenizer, text, method=method, retention=None if method == "full" else RETENTION)
         seconds = time.perf_counter() - started
-        own, answers = measure(context, seconds, reference, method)
+        measured, answers = measure(context, seconds, reference, method)
         reference = reference or answers
-        rows += own
+        rows += measured
         title = {"full": "full cache", "lkv": f"LKV, R = {RETENTION}", "snapkv": f"SnapKV, R = {RETENTION}"}[method]
-        values = {row["name"]: row["value"] for row in own if "name" in row}
+        values = {row["name"]: row["value"] for row in measured if "name" in row}
         print(f"\n{title}: {context.tokens} tokens, {context.realised_retention():.4f} of the entries kept, "
               f"{values['cache']:,} bytes of k and v, prefill "
               f"{values['prefill']:.1f} s, {values['answering']:.0f} ms a token, "
               f"agreement with the full cache {values['agreement']:.2f}")  # fmt: skip
-        for row in own:
+        for row in measured:
             if "question" in row:
                 print(f"  {'right' if row['correct'] else 'WRONG'}  {row['question']}  ->  {row['answer']!r}")
     policy = default_policy()

@@ -21,7 +21,7 @@ from lkv.errors import CacheError, ContextFileError, PromptError, QuantizationEr
 from lkv.fingerprint import differs
 from lkv.host.attention import attach, device_of
 from lkv.host.stock import cut_to, kv_nbytes, positions
-from lkv.methods.budget import Share
+from lkv.methods.budget import Amount
 from lkv.methods.build import Method
 from lkv.methods.catalogue import FULL
 from lkv.methods.selection import Selector
@@ -230,11 +230,11 @@ class Context:
 
 def _checked_about(about: dict[str, Any]) -> dict[str, Any]:
     """What a saved file tells of its making. Raises KeyError for a missing field and ValueError for a wrong one."""
-    found = {key: about[key] for key in _ABOUT}
+    saved = {key: about[key] for key in _ABOUT}
     for name, kinds in _ABOUT.items():
-        if type(found[name]) not in kinds:
-            raise ValueError(f"its {name} is {found[name]!r}")
-    return found
+        if type(saved[name]) not in kinds:
+            raise ValueError(f"its {name} is {saved[name]!r}")
+    return saved
 
 
 def _checked_ids(ids: Tensor, vocabulary: int) -> list[int]:
@@ -277,11 +277,11 @@ class _Loaded(Selector):
         raise CacheError("a loaded context cannot read another text; compress that one with lkv.compress.")
 
 
-def _amount(share: Share | None) -> dict[str, Any]:
+def _asked(amount: Amount | None) -> dict[str, Any]:
     """How much was asked for, as it is saved with a context; nothing for a method with a budget rule of its own."""
-    if share is None:
+    if amount is None:
         return {"retention": None, "budget_tokens": None}
-    return {"retention": share.retention if share.tokens is None else None, "budget_tokens": share.tokens}
+    return {"retention": amount.retention if amount.tokens is None else None, "budget_tokens": amount.tokens}
 
 
 def check_text(text: Any, what: str, advice: str) -> None:
@@ -366,7 +366,7 @@ def compress(
         cache = RaggedCache(model, method=chosen, **options)
         about = {
             "method": cache.plan.method.name,
-            **_amount(cache.share),
+            **_asked(cache.amount),
             "bits": options.get("bits"),
             "policy": cache.policy.digest() if cache.policy is not None else None,
             "text_sha256": hashlib.sha256(text.encode()).hexdigest(),

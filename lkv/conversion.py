@@ -113,7 +113,7 @@ def _read(source: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.parent, dtype=dtype, output_loading_info=True, **where, **plain
         )
-        model, found = loaded
+        model, report = loaded
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
     except Exception as error:  # whatever the bytes of a damaged or newer file lead the readers to
         reason = shorten(str(error), 160) or type(error).__name__
@@ -121,7 +121,7 @@ def _read(source: Path, dtype: torch.dtype) -> tuple[Any, Any]:
             f"{source} cannot be converted ({reason}); give a whole GGUF file of a language model that transformers "
             "reads, or the folder or hub id of the model itself."
         ) from error
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         raise ModelFileError(
             f"{source} lacks {len(missing)} of the model's tensors ({missing[0]}, ...); give the whole model, not one "
             "part of it."

@@ -19,22 +19,22 @@ _SHARED = 1 / 3
 _VALUE_TOLERANCE = 2.0**-7
 
 
-def encode(place: str, values: Sequence[float]) -> str | None:
-    """The direction of `values`, 8 bits a value, under the name of its `place`; None where it has none."""
+def encode(position: str, values: Sequence[float]) -> str | None:
+    """The direction of `values`, 8 bits a value, under the name of its `position`; None where it has none."""
     largest = max(map(abs, values), default=0.0)
     if not 0.0 < largest < math.inf or not all(map(math.isfinite, values)):
         return None
     codes = array("b", (round(127 * value / largest) for value in values))
-    return f"{place} {base64.b64encode(codes.tobytes()).decode()}"
+    return f"{position} {base64.b64encode(codes.tobytes()).decode()}"
 
 
 def agreement(expected: Sequence[str], given: Sequence[str]) -> float | None:
     """Mean cosine in [-1, 1] of the stretches that both have, None where too few of `expected` are in `given`."""
     mine, theirs = _decoded(expected), _decoded(given)
-    shared = [place for place in mine if place in theirs and len(mine[place]) == len(theirs[place])]
+    shared = [position for position in mine if position in theirs and len(mine[position]) == len(theirs[position])]
     if not shared or len(shared) < _SHARED * len(expected):
         return None
-    return sum(_cosine(mine[place], theirs[place]) for place in shared) / len(shared)
+    return sum(_cosine(mine[position], theirs[position]) for position in shared) / len(shared)
 
 
 def differs(expected: ModelSpec, given: ModelSpec) -> str | None:
@@ -95,14 +95,14 @@ def _number(text: str) -> float | str:
 
 def _decoded(directions: Sequence[str]) -> dict[str, "array[int]"]:
     """The 8-bit values by their place; what is not base64 is left out, and so compares with nothing."""
-    found = {}
+    decoded = {}
     for direction in directions:
-        place, _, codes = direction.rpartition(" ")
+        position, _, codes = direction.rpartition(" ")
         try:
-            found[place] = array("b", base64.b64decode(codes, validate=True))
+            decoded[position] = array("b", base64.b64decode(codes, validate=True))
         except ValueError:
             continue
-    return found
+    return decoded
 
 
 def _cosine(a: "array[int]", b: "array[int]") -> float:

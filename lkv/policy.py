@@ -24,7 +24,7 @@ SPREAD = 16  # columns of the learned queries' covariance: measured as good as t
 FUTURE = 512  # positions over which the queries to come are taken to stand, as Expected Attention has it
 
 
-class HeadBudgets(nn.Module):
+class HeadScores(nn.Module):
     """LKV-H: one embedding a KV head and a shared MLP d -> d/2 -> 1 score every head of the model (Sec. 3.3)."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int):
@@ -142,7 +142,7 @@ class Policy(nn.Module):
         self.spec = spec
         self.card = card or {}
         self.strict = True
-        self.heads = HeadBudgets(spec.layers, spec.kv_heads, spec.head_dim)
+        self.heads = HeadScores(spec.layers, spec.kv_heads, spec.head_dim)
         self.tokens = TokenScores(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, inputs)
 
     @property
@@ -153,8 +153,8 @@ class Policy(nn.Module):
     @property
     def trained_tokens(self) -> int | None:
         """Tokens of the longest texts that it was trained on, where its card tells."""
-        found = self.card.get("trained_tokens")
-        return found if isinstance(found, int) else None
+        tokens = self.card.get("trained_tokens")
+        return tokens if isinstance(tokens, int) else None
 
     def ratios(self, retention: float | Tensor) -> Tensor:
         """r [L, H] in (0, 1): each head's share of the tokens, with mean `retention` over all heads (Sec. 3.3);

@@ -37,9 +37,9 @@ class Shipped:
 
 def shipped() -> list[Shipped]:
     """All shipped policies, in the order of their names."""
-    found = []
+    policies = []
     for path in sorted(_POLICIES.glob("*/config.json")):
         config = json.loads(path.read_text(encoding="utf-8"))
         inputs = from_dict(ScorerInputs, config.get("inputs", {}))
-        found.append(Shipped(path.parent, from_dict(ModelSpec, config["model"]), config["card"], inputs))
-    return found
+        policies.append(Shipped(path.parent, from_dict(ModelSpec, config["model"]), config["card"], inputs))
+    return policies

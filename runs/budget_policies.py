@@ -35,13 +35,13 @@ def shares(
 ) -> dict[str, list[list[float]]]:
     """Kept / all tokens of each KV head [L][H], by method, after reading `ids` once."""
     prompt = read_prompt(model, torch.tensor([ids], device=model.device), queries=True)
-    found = {}
+    by_method = {}
     for name in METHODS:
         method = make_method(name, retention, policy, model=model, layers=len(prompt), pattern=pattern)
         cache = RaggedCache(model, method=method)
         cache.fill(prompt)
-        found[name] = [[kept / len(ids) for kept in heads] for heads in cache.kept()]
-    return found
+        by_method[name] = [[kept / len(ids) for kept in heads] for heads in cache.kept()]
+    return by_method
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace) -> None:
     ids = context_ids(tokenizer, text)[: options.tokens]
     layers, heads = policy.spec.layers, policy.spec.kv_heads
     pattern = read_pattern(options.pattern, layers, heads) if options.pattern else estimate_pattern(model, [ids])
-    found = shares(model, ids, policy, options.retention, pattern)
+    by_method = shares(model, ids, policy, options.retention, pattern)
     common = {
         "model": Path(options.model).name,
         "tokens": len(ids),
@@ -84,13 +84,13 @@ def _run(options: argparse.Namespace) -> None:
     }
     rows = [
         common | {"method": method, "layer": layer, "head": head, "value": share}
-        for method, table in found.items()
+        for method, table in by_method.items()
         for layer, row in enumerate(table)
         for head, share in enumerate(row)
     ]
     command = f"python -m runs.budget_policies --text FILE --tokens {options.tokens} --retention {options.retention:g}"
     write_results(options.out / "budget_policies.json", "budget_policies", rows, seed=0, command=command)
-    panels = {label(method): table for method, table in found.items()}
+    panels = {label(method): table for method, table in by_method.items()}
     draw_policies(panels, options.retention, options.out / "budget_policies.png")
 
 

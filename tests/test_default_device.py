@@ -15,7 +15,7 @@ from lkv.policy import Policy
 from lkv.profiling.measure import Profiler, Settings
 from lkv.profiling.shapes import random_policy
 from lkv.training.data.sample import TokenizedSample
-from lkv.training.distillation import Distiller, gumbel
+from lkv.training.distillation import SampleDistillation, gumbel
 from tests.conftest import tiny_llama
 from tests.test_compression import TEXT, Words
 from tests.test_generation import METHOD, ids
@@ -144,5 +144,5 @@ def test_a_cache_made_under_autocast_goes_on_outside_it(small):
 def test_a_student_runs_under_autocast(small):
     sample = TokenizedSample("text", ids(1, 40)[0].tolist(), [(ids(1, 8)[0].tolist(), 2)])
     with torch.autocast("cpu", torch.bfloat16):
-        out = Distiller(small, sample).run(None)
+        out = SampleDistillation(small, sample).run(None)
     assert bool(out.log_probs.isfinite().all())

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import CacheError
 from lkv.host.attention import attach
-from lkv.methods.budget import PerHead, Share, Uniform
+from lkv.methods.budget import Amount, PerHead, Uniform
 from lkv.methods.build import Method
 from lkv.methods.selection import Selector, SnapKV
 from lkv.prefill import read_prompt
@@ -363,7 +363,7 @@ def test_budget_in_tokens(policy):
         other = RaggedCache(model, policy, retention=10 / tokens)
         model(ids(1, tokens), past_key_values=other, use_cache=True)
         assert cache.kept() == other.kept()
-    assert Share(tokens=10).of(5) == 1.0
+    assert Amount(tokens=10).of(5) == 1.0
     everything = RaggedCache(model, policy, budget_tokens=1000)
     model(ids(1, 40), past_key_values=everything, use_cache=True)
     assert everything.realised_retention() == 1.0

@@ -13,7 +13,7 @@ ORDER = [
     "policy", "methods.budget", "methods.selection", "methods.kvzip", "methods.build", "cache.quantization",
     "cache.spans", "cache.layer", "conversion", "models", "cache.ragged", "context", "training.data",
     "training.student", "training.distillation", "training.calibration", "training.warm_start", "training.trainer",
-    "training.recipe", "evals", "profiling", "report", "commands", "integrations",
+    "training.pipeline", "evals", "profiling", "report", "commands", "integrations",
 ]  # fmt: skip
 
 

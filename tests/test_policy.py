@@ -15,7 +15,7 @@ from lkv import policy_file, tensor_file
 from lkv.config import ModelSpec, ScorerInputs, asdict, replace
 from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
 from lkv.host.spec import inspect_model
-from lkv.policy import HeadBudgets, Policy, TokenScores
+from lkv.policy import HeadScores, Policy, TokenScores
 from lkv.prefill import PromptLayer
 from tests.conftest import tiny_llama
 
@@ -32,7 +32,7 @@ def spec(layers: int, kv_heads: int, head_dim: int) -> ModelSpec:
 def test_parameter_counts_of_the_papers_table(layers, tokens, embeddings):
     """App. C.1: Llama-3.1-8B has 8.50M parameters, Qwen3-8B 9.56M."""
     with torch.device("meta"):
-        heads, scores = HeadBudgets(layers, 8, 128), TokenScores(layers, 8, 8, 128)
+        heads, scores = HeadScores(layers, 8, 128), TokenScores(layers, 8, 8, 128)
     assert size(scores) == tokens == layers * 8 * 33_024
     assert heads.embeddings.numel() == embeddings
     assert size(heads) - embeddings == 8_320

@@ -11,7 +11,7 @@ from lkv.cache.ragged import RaggedCache
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.training.data.sample import TokenizedSample
-from lkv.training.distillation import Distiller, gumbel, soft_mask
+from lkv.training.distillation import SampleDistillation, gumbel, soft_mask
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_training_step_leaves_no_tensor_behind(model, policy: Policy, no_colle
     sample = TokenizedSample("random", list(range(3, 33)), [(list(range(5, 12)), 3)])
 
     def step() -> None:
-        run = Distiller(model, sample)
+        run = SampleDistillation(model, sample)
         scores = run.scores(policy)
         noise = gumbel((1, *scores.shape), torch.Generator().manual_seed(0), scores.device)
         run.kl(run.run(None), run.run(soft_mask(policy, scores, 0.3, 0.2, noise))).backward()

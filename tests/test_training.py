@@ -23,7 +23,7 @@ from lkv.host.spec import inspect_model
 from lkv.ops.soft_topk import soft_topk
 from lkv.policy import Policy
 from lkv.training.data.sample import TokenizedSample
-from lkv.training.distillation import Distiller, gumbel, hard_mask, soft_mask
+from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
 from lkv.training.trainer import Trainer, require_samples, schedule
 from tests.conftest import tiny_llama
 
@@ -78,7 +78,7 @@ def test_teacher_equals_the_stock_model(model):
         for ids, skip in item.continuations
     ]
     attach(model)
-    out = Distiller(model, item).run(None)
+    out = SampleDistillation(model, item).run(None)
     torch.testing.assert_close(out.log_probs, torch.cat(expected))
 
 
@@ -86,7 +86,7 @@ def test_student_equals_inference_through_the_cache(model, policy):
     """The hard-masked student is the exact twin of what the ragged cache computes (DESIGN: continuation mode)."""
     item = sample(4)
     attach(model)
-    run = Distiller(model, item)
+    run = SampleDistillation(model, item)
     out = run.run(hard_mask(policy, run.scores(policy), 0.3, 2))
     rows = []
     for ids, skip in item.continuations:
@@ -100,7 +100,7 @@ def test_student_equals_inference_through_the_cache(model, policy):
 def test_losses_are_the_papers_formulas(model):
     item = sample(5)
     attach(model.requires_grad_(False))
-    run = Distiller(model, item)
+    run = SampleDistillation(model, item)
     teacher = run.run(None)
     log_mask = -torch.rand(3, 2, 2, 30, dtype=torch.float64) * 5
     student = run.run(log_mask)
@@ -141,7 +141,7 @@ def test_gradients_of_the_whole_loss_against_finite_differences(model, policy):
             module.forward = partial(rms_norm_in_float64, module)
     policy = policy.double().requires_grad_(True)
     torch.nn.init.normal_(policy.heads.embeddings, std=1.0)
-    run = Distiller(model, sample(6))
+    run = SampleDistillation(model, sample(6))
     with torch.no_grad():
         teacher = run.run(None)
     noise = gumbel((2, 3, 2, 30), torch.Generator().manual_seed(0), torch.device("cpu")).double()

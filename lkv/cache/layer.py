@@ -18,7 +18,7 @@ from lkv.errors import CacheError, PromptError
 from lkv.host.hooks import HookedLayer
 from lkv.host.masks import has_padding, left_padding
 from lkv.host.rotation import Rotation
-from lkv.methods.budget import FixedBudget, Share
+from lkv.methods.budget import Amount, FixedBudget
 from lkv.methods.build import Method
 from lkv.methods.selection import Arrived, check_numbers, check_shape, not_numbers
 from lkv.prefill import PromptLayer, precise
@@ -33,7 +33,7 @@ class Plan:
     """How a cache reads and evicts; see `RaggedCache` for the meaning of each."""
 
     method: Method
-    share: Share | None
+    amount: Amount | None
     slack: int | None = None
     prompt_tokens: int | None = None
     streaming: bool = False
@@ -226,11 +226,11 @@ class RaggedLayer(HookedLayer):
         return spans if self._plan.bits is None else QuantizedSpans.of(spans, self._plan.bits)
 
     def _check_length(self, tokens: int) -> None:
-        share = self._plan.share
-        if share is not None and tokens * share.of(tokens) < 1:
+        amount = self._plan.amount
+        if amount is not None and tokens * amount.of(tokens) < 1:
             raise PromptError(
-                f"the prompt has {tokens} tokens: at {share} nothing of it would be kept. Give at least "
-                f"{math.ceil(1 / share.retention)} tokens, or a higher retention."
+                f"the prompt has {tokens} tokens: at {amount} nothing of it would be kept. Give at least "
+                f"{math.ceil(1 / amount.retention)} tokens, or a higher retention."
             )
 
     def _read_streaming(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

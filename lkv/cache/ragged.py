@@ -12,7 +12,7 @@ from lkv.cache.quantization import BITS, require_library
 from lkv.errors import BudgetError, CacheError, PromptError, RetentionError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
-from lkv.methods.budget import FixedBudget, Share, check_table
+from lkv.methods.budget import Amount, FixedBudget, check_table
 from lkv.methods.build import Method, make_method
 from lkv.methods.catalogue import find, needs_policy, needs_second_pass
 from lkv.models import load_policy, policy_for
@@ -72,7 +72,7 @@ class RaggedCache(Cache):
                 f"{method.name!r} must see the whole text before the first layer is evicted from: use "
                 f"lkv.compress(..., method={method.name!r})."
             )
-        self.share, self.policy = method.share, method.policy
+        self.amount, self.policy = method.amount, method.policy
         if slack is not None and (type(slack) is not int or slack < 0):
             raise CacheError(f"slack is {slack!r}, but it is a number of tokens: give 0 or more, or None.")
         if prompt_tokens is not None and (type(prompt_tokens) is not int or prompt_tokens < 1):
@@ -83,7 +83,7 @@ class RaggedCache(Cache):
             )
         if bits is not None and (bits not in BITS or decode_eviction):
             raise CacheError(f"bits is {bits!r}, but it must be one of {BITS}, and decode eviction works without it.")
-        self.plan = Plan(method, self.share, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotation)
+        self.plan = Plan(method, self.amount, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotation)
         if self.plan.scored and not (method.selector.local and isinstance(method.budget, FixedBudget)):
             raise CacheError(
                 f"{'streaming' if streaming else 'decode eviction'} does not work with {method.name!r}: it needs scores"
@@ -246,8 +246,8 @@ class RaggedCache(Cache):
 
     def realised_retention(self) -> float:
         """Entries that eviction left divided by all they were chosen from (padding is none)."""
-        every = sum(layer.kept.shape[1] * sum(layer.real) for layer in self.ragged if layer.real)
-        return sum(int(layer.kept.sum()) for layer in self.ragged) / every if every else 1.0
+        entries = sum(layer.kept.shape[1] * sum(layer.real) for layer in self.ragged if layer.real)
+        return sum(int(layer.kept.sum()) for layer in self.ragged) / entries if entries else 1.0
 
     def nbytes(self) -> int:
         """Bytes of k and v storage really held, slack included."""
@@ -282,15 +282,15 @@ def chosen_method(
         return method
     if tokenizer is None and needs_second_pass(method):
         raise CacheError(f"{method!r} reads the text a second time: use lkv.compress(..., method={method!r}).")
-    attached, share = attach(model), Share.asked(retention, budget_tokens)
-    spec, own = attached.spec, None
+    attached, amount = attach(model), Amount.asked(retention, budget_tokens)
+    spec, learned = attached.spec, None
     if needs_policy(method):
-        own = policy_for(spec) if policy is None else policy if isinstance(policy, Policy) else load_policy(policy)
-        own.check_model(spec)
-        own = _on(model.device, own)
+        learned = policy_for(spec) if policy is None else policy if isinstance(policy, Policy) else load_policy(policy)
+        learned.check_model(spec)
+        learned = _on(model.device, learned)
     if pattern is not None:
         check_table(pattern, spec.layers, spec.kv_heads, "the pattern of retrieval heads")
-    return make_method(method, share, own, attached.heads, model, spec.layers, pattern, tokenizer)
+    return make_method(method, amount, learned, attached.heads, model, spec.layers, pattern, tokenizer)
 
 
 def _on(device: torch.device, policy: Policy) -> Policy:

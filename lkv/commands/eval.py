@@ -111,8 +111,8 @@ def _longbench(options: argparse.Namespace, tasks: Sequence[str]) -> Callable[[A
     """What makes the examples for a tokenizer; they are read now."""
     from lkv.evals.longbench import load_examples
 
-    found = [example for task in tasks for example in load_examples(task, options.data, options.samples)]
-    return lambda tokenizer: found
+    examples = [example for task in tasks for example in load_examples(task, options.data, options.samples)]
+    return lambda tokenizer: examples
 
 
 def _ruler(options: argparse.Namespace, tasks: Sequence[str]) -> Callable[[Any], list[Example]]:

@@ -73,5 +73,5 @@ def _profile(options: argparse.Namespace) -> tuple[Table, Any]:
     return table, plot_memory(profile, model) if options.figure else None
 
 
-def _model(options: argparse.Namespace, own: str) -> str:
-    return model_of(own) if options.published == _MATCHING else options.published
+def _model(options: argparse.Namespace, evaluated: str) -> str:
+    return model_of(evaluated) if options.published == _MATCHING else options.published

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     from lkv.extras import require
 
     require("train", "lkv train")
-    from lkv.training.recipe import train_policy
+    from lkv.training.pipeline import train_policy
 
     chosen = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
     train_policy(replace(PRESETS[options.preset], **chosen), options.model, options.data, options.out, options.init)

@@ -73,8 +73,8 @@ class Comparison:
 
     def realised(self) -> list[float]:
         """Kept entries / all entries of each method."""
-        every = sum(layer.kept.shape[1] for layer in self._cache.ragged) * self._prompt_tokens
-        return [kept / every for kept in self.held()]
+        entries = sum(layer.kept.shape[1] for layer in self._cache.ragged) * self._prompt_tokens
+        return [kept / entries for kept in self.held()]
 
     @torch.no_grad()
     def read(self, ids: list[int]) -> None:
@@ -99,9 +99,9 @@ class Comparison:
 
     def fidelity(self, continuation: list[int], skip: int) -> list[Fidelity]:
         """Each method against the first one, over the tokens of `continuation` from `skip` on."""
-        found = self.predict(continuation, skip)
-        full = found.row(0)
-        return [found.row(index).against(full) for index in range(self._rows)]
+        predictions = self.predict(continuation, skip)
+        full = predictions.row(0)
+        return [predictions.row(index).against(full) for index in range(self._rows)]
 
     @torch.no_grad()
     def predict(self, continuation: list[int], skip: int) -> Predictions:
@@ -143,12 +143,12 @@ def greedy(
     ended, so that a few long answers do not cost as many steps of all; the cache is of no use afterwards.
     """
     ids = torch.tensor(rows, device=device_of(model))
-    own = model.generation_config.eos_token_id
-    ends = [*([] if own is None else [own] if isinstance(own, int) else own), *stops]
+    own_ends = model.generation_config.eos_token_id
+    ends = [*([] if own_ends is None else [own_ends] if isinstance(own_ends, int) else own_ends), *stops]
     padding = model.generation_config.pad_token_id
     start, end = ids.shape[1], ids.shape[1] + max_new_tokens
     going = list(range(len(rows)))
-    found: list[list[int]] = [[] for _ in rows]
+    answers: list[list[int]] = [[] for _ in rows]
     while True:
         out = model.generate(
             ids,
@@ -162,11 +162,11 @@ def greedy(
             stopping_criteria=StoppingCriteriaList([_HalfEnded(start, ends)] if dropping else []),
         )
         for row, tokens in zip(going, out[:, start:].tolist(), strict=True):
-            found[row] = _until(tokens, ends)
-        left = [place for place, row in enumerate(going) if found[row][-1] not in ends]
+            answers[row] = _until(tokens, ends)
+        left = [index for index, row in enumerate(going) if answers[row][-1] not in ends]
         if not left or out.shape[1] == end:
-            return found
-        going, chosen = [going[place] for place in left], torch.tensor(left, device=ids.device)
+            return answers
+        going, chosen = [going[index] for index in left], torch.tensor(left, device=ids.device)
         cache.batch_select_indices(chosen)
         ids = out[chosen]
 
@@ -185,7 +185,7 @@ class _HalfEnded(StoppingCriteria):
 
 def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
     """`ids` up to the first of `ends`, that one included: what follows is padding."""
-    last = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    last = next((index for index, token in enumerate(ids) if token in ends), len(ids))
     return ids[: last + 1]
 
 

@@ -60,10 +60,10 @@ def load_examples(task: str, folder: Path | None, count: int | None = None) -> l
         require_rouge()
     path = _download() if folder is None else _find(task, Path(folder))
     lines = islice(_lines(path, task), count)
-    found = [_example(task, number, _row(line, place), place) for number, line, place in lines]
-    if not found:
+    examples = [_example(task, number, _row(line, where), where) for number, line, where in lines]
+    if not examples:
         raise DataError(f"{path} holds no row of {task}; get the file again, or leave the task out.")
-    return found
+    return examples
 
 
 @cache
@@ -102,40 +102,40 @@ def _lines(path: Path, task: str) -> Iterator[tuple[int, str, str]]:
                 file = stack.enter_context(gzip.open(path, "rt", encoding="utf-8"))
             else:
                 file = stack.enter_context(path.open(encoding="utf-8"))
-            lines = ((place, line) for place, line in enumerate(file, 1) if line.strip())
-            for number, (place, line) in enumerate(lines):
-                yield number, line, f"{path}, line {place}"
+            lines = ((line_number, line) for line_number, line in enumerate(file, 1) if line.strip())
+            for number, (line_number, line) in enumerate(lines):
+                yield number, line, f"{path}, line {line_number}"
     except KeyError as error:
         raise DataError(f"{path} holds no data/{task}.jsonl; get LongBench's {_ARCHIVE} again.") from error
     except (OSError, EOFError, UnicodeDecodeError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}); get the file again.") from error
 
 
-def _row(line: str, place: str) -> dict[str, Any]:
+def _row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
         # Half a character, which JSON can escape, is no text that a tokenizer could read.
         json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not a JSON object of valid text ({error}).") from error
+        raise DataError(f"{where}: not a JSON object of valid text ({error}).") from error
     if not isinstance(row, dict):
-        raise DataError(f"{place}: a {type(row).__name__} instead of a JSON object with LongBench's fields.")
+        raise DataError(f"{where}: a {type(row).__name__} instead of a JSON object with LongBench's fields.")
     return row
 
 
-def _example(task: str, number: int, row: dict[str, Any], place: str) -> Example:
+def _example(task: str, number: int, row: dict[str, Any], where: str) -> Example:
     definition = _definitions()[task]
     for field in ("input", "context"):
         if not isinstance(row.get(field), str):
-            raise DataError(f"{place}: field {field!r} must be a text, but is {short(row.get(field))}.")
+            raise DataError(f"{where}: field {field!r} must be a text, but is {short(row.get(field))}.")
     if not row["context"].strip():
-        raise DataError(f"{place}: field 'context' is empty, but it is the text to compress.")
-    answers = _texts(row, "answers", place)
+        raise DataError(f"{where}: field 'context' is empty, but it is the text to compress.")
+    answers = _texts(row, "answers", where)
     if definition["metric"] == "retrieval" and not all(re.search(r"Paragraph \d", answer) for answer in answers):
-        raise DataError(f"{place}: field 'answers' must name a paragraph ('Paragraph 3'), but is {short(answers)}.")
+        raise DataError(f"{where}: field 'answers' must name a paragraph ('Paragraph 3'), but is {short(answers)}.")
     # The beginning of the answer is part of the input here, possibly with white space behind it.
     end = definition["input_ends_with"]
-    prefix = found[0] if end and (found := re.search(re.escape(end) + r"\s*\Z", row["input"])) else ""
+    prefix = match[0] if end and (match := re.search(re.escape(end) + r"\s*\Z", row["input"])) else ""
     question = definition["question"].format(input=row["input"])
     return Example(
         suite="longbench",
@@ -147,15 +147,15 @@ def _example(task: str, number: int, row: dict[str, Any], place: str) -> Example
         answers=tuple(answers),
         max_new_tokens=definition["max_new_tokens"],
         metric=definition["metric"],
-        classes=tuple(_texts(row, "all_classes", place)) if definition["metric"] == "classification" else (),
+        classes=tuple(_texts(row, "all_classes", where)) if definition["metric"] == "classification" else (),
         first_line=definition["first_line"],
         stop_at_newline=definition["stop_at_newline"],
         chat=definition["chat"],
     )
 
 
-def _texts(row: dict[str, Any], field: str, place: str) -> list[str]:
+def _texts(row: dict[str, Any], field: str, where: str) -> list[str]:
     value = row.get(field)
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-        raise DataError(f"{place}: field {field!r} must be a list of at least one text, but is {short(value)}.")
+        raise DataError(f"{where}: field {field!r} must be a list of at least one text, but is {short(value)}.")
     return value

@@ -39,9 +39,9 @@ def require_rouge() -> Any:
 
 def _qa_f1(answer: str, truth: str, classes: Sequence[str]) -> float:
     """Harmonic mean of precision and recall over the words, whatever their order."""
-    own, true = _words(answer), _words(truth)
-    common = (own & true).total()
-    return 2 * common / (own.total() + true.total()) if common else 0.0
+    given, true = _words(answer), _words(truth)
+    common = (given & true).total()
+    return 2 * common / (given.total() + true.total()) if common else 0.0
 
 
 def _words(text: str) -> Counter[str]:
@@ -65,11 +65,11 @@ def _classification(answer: str, truth: str, classes: Sequence[str]) -> float:
     The official loop removes from the list that it walks, and so overlooks the class after a removed one.
     """
     named = [name for name in classes if name in answer]
-    place = 0
-    while place < len(named):
-        if named[place] in truth and named[place] != truth:
-            named.remove(named[place])
-        place += 1
+    index = 0
+    while index < len(named):
+        if named[index] in truth and named[index] != truth:
+            named.remove(named[index])
+        index += 1
     return 1 / len(named) if truth in named else 0.0
 
 
@@ -81,10 +81,10 @@ def _count(answer: str, truth: str, classes: Sequence[str]) -> float:
 
 def _retrieval(answer: str, truth: str, classes: Sequence[str]) -> float:
     """Share of the answer's numbers that equal that of the true paragraph."""
-    found = re.search(r"Paragraph (\d+)", truth)
-    if found is None:
+    match = re.search(r"Paragraph (\d+)", truth)
+    if match is None:
         raise DataError(f"the true answer {truth!r} names no paragraph; it must contain 'Paragraph' and a number.")
-    return _count(answer, found[1], classes)
+    return _count(answer, match[1], classes)
 
 
 def _code_sim(answer: str, truth: str, classes: Sequence[str]) -> float:
@@ -98,7 +98,7 @@ def _code_sim(answer: str, truth: str, classes: Sequence[str]) -> float:
     return round(100 * SequenceMatcher(None, code, truth).ratio()) / 100
 
 
-def _found(answer: str, truths: Sequence[str]) -> list[bool]:
+def _contained(answer: str, truths: Sequence[str]) -> list[bool]:
     """Whether each true answer is contained, in any case; control characters count as line breaks, as in RULER."""
     text = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
     return [truth.lower() in text for truth in truths]
@@ -106,13 +106,13 @@ def _found(answer: str, truths: Sequence[str]) -> list[bool]:
 
 def _string_match_all(answer: str, truths: Sequence[str], classes: Sequence[str]) -> float:
     """Share of the true answers that are contained."""
-    found = _found(answer, truths)
-    return 100 * sum(found) / len(found)
+    matches = _contained(answer, truths)
+    return 100 * sum(matches) / len(matches)
 
 
 def _string_match_part(answer: str, truths: Sequence[str], classes: Sequence[str]) -> float:
     """100 if any of the true answers is contained."""
-    return 100.0 * any(_found(answer, truths))
+    return 100.0 * any(_contained(answer, truths))
 
 
 def _best(pair: Callable[[str, str, Sequence[str]], float]) -> Callable[[str, Sequence[str], Sequence[str]], float]:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lkv.errors import LkvError
 from lkv.host.attention import attach
-from lkv.methods.budget import Share, Uniform
-from lkv.methods.build import Method, Source, build_rule, build_selector
+from lkv.methods.budget import Amount, Uniform
+from lkv.methods.build import Method, MethodInputs, build_rule, build_selector
 from lkv.methods.catalogue import FULL, find
 from lkv.methods.selection import Selector, StreamingLLM
 from lkv.policy import Policy
@@ -17,7 +17,7 @@ from lkv.prefill import PromptLayer
 
 
 @dataclass(frozen=True)
-class Row:
+class ReadyMethod:
     """One method at one retention, ready for one prompt."""
 
     name: str
@@ -56,13 +56,13 @@ class Roster:
         if policy is not None:
             policy.check_model(attached.spec)
         self._entries = {name: find(name) for name in dict.fromkeys(names) if name != FULL}
-        self._sources = {
-            retention: Source(
-                Share(retention), policy, attached.heads, model, attached.spec.layers, pattern, tokenizer, strict=False
+        self._inputs = {
+            retention: MethodInputs(
+                Amount(retention), policy, attached.heads, model, attached.spec.layers, pattern, tokenizer, strict=False
             )
             for retention in dict.fromkeys(retentions)
         }
-        some = next(iter(self._sources.values()))
+        some = next(iter(self._inputs.values()))
         selectors = dict.fromkeys(entry.selector for entry in self._entries.values())
         self._selectors = {name: build_selector(name, some) for name in selectors}
         for entry in self._entries.values():
@@ -76,12 +76,12 @@ class Roster:
     @property
     def retentions(self) -> list[float]:
         """As they were given, each once."""
-        return list(self._sources)
+        return list(self._inputs)
 
     @property
     def size(self) -> int:
         """Rows of a prompt that every method can serve."""
-        return 1 + len(self._entries) * len(self._sources)
+        return 1 + len(self._entries) * len(self._inputs)
 
     @property
     def queries_read(self) -> bool | int:
@@ -90,23 +90,23 @@ class Roster:
         known = [count for count in last if count is not None]
         return max(known, default=False) if len(known) == len(last) else True
 
-    def for_prompt(self, ids: list[int], prompt: list[PromptLayer]) -> tuple[list[Row], list[Skipped]]:
+    def for_prompt(self, ids: list[int], prompt: list[PromptLayer]) -> tuple[list[ReadyMethod], list[Skipped]]:
         """The rows for the one prompt `ids`, already read into `prompt`; the full cache comes first."""
         ready = {name: _prepared(selector, ids, prompt) for name, selector in self._selectors.items()}
-        rows = [Row(FULL, 1.0, Method(FULL, Uniform(1.0), StreamingLLM(sinks=0)))]
+        rows = [ReadyMethod(FULL, 1.0, Method(FULL, Uniform(1.0), StreamingLLM(sinks=0)))]
         skipped = []
-        for retention, source in self._sources.items():
+        for retention, inputs in self._inputs.items():
             for name, entry in self._entries.items():
                 selector, scores = ready[entry.selector]
                 try:
                     if isinstance(scores, LkvError):
                         raise scores
-                    method = Method(name, build_rule(entry.rule, source), selector).for_prompt(ids, prompt)
+                    method = Method(name, build_rule(entry.rule, inputs), selector).for_prompt(ids, prompt)
                     method.budget.counts(0, scores)
                 except LkvError as error:
                     skipped.append(Skipped(name, retention, str(error)))
                 else:
-                    rows.append(Row(name, retention, method))
+                    rows.append(ReadyMethod(name, retention, method))
         return rows, skipped
 
 

@@ -156,7 +156,7 @@ class _Run:
         full_entries = sum(layer.key.shape[:3].numel() for layer in prompt)
         entry = _entry_bytes(prompt[0])
         reference = self._reference(example, given.question)
-        found: list[dict[str, Any]] = []
+        measured: list[dict[str, Any]] = []
         full: Prediction | None = None
         for start in range(0, len(rows), at_once):
             part = rows[start : start + at_once]
@@ -175,7 +175,7 @@ class _Run:
             del run  # its memory goes before the next part, or the full cache alone, takes its own
             for index, (row, held, answer) in enumerate(zip(part, kept, answers, strict=True)):
                 text = self._tokenizer.decode(answer, skip_special_tokens=True)
-                found.append(
+                measured.append(
                     {
                         "method": row.name,
                         "retention": row.retention,
@@ -197,7 +197,7 @@ class _Run:
                 "methods": round(compared - read, 4),
                 "full": None,
             },
-            "rows": found,
+            "rows": measured,
             "skipped": [{"method": s.name, "retention": s.retention, "reason": s.reason} for s in skipped],
         }
 
@@ -269,8 +269,8 @@ def _entry_bytes(layer: PromptLayer) -> int:
     return (layer.key.shape[-1] + layer.value.shape[-1]) * layer.key.element_size()
 
 
-def _fidelity(found: Fidelity | None) -> dict[str, float | None]:
-    numbers = {name: getattr(found, name, None) for name in ("kl", "agreement", "hidden_error")}
+def _fidelity(fidelity: Fidelity | None) -> dict[str, float | None]:
+    numbers = {name: getattr(fidelity, name, None) for name in ("kl", "agreement", "hidden_error")}
     return {
         name: None if number is None or not math.isfinite(number) else round(number, 6)
         for name, number in numbers.items()

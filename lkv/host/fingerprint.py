@@ -28,21 +28,21 @@ def read_directions(weights: Mapping[str, Tensor], layers: int) -> tuple[str, ..
     places: list[str] = []
     parts: list[Tensor] = []
     for name, weight in _matrices(weights, layers):
-        rows, columns = _shape(weight)
-        wanted = [rows * (number + 1) // (_ROWS + 1) for number in range(_ROWS)]
-        found = _rows(weight, wanted)
-        if found is None:
+        height, columns = _shape(weight)
+        wanted = [height * (number + 1) // (_ROWS + 1) for number in range(_ROWS)]
+        rows = _rows(weight, wanted)
+        if rows is None:
             continue
         for number, row in enumerate(wanted):
             start = _start(columns, number)
-            part = found[number, start : start + _WIDTH]
+            part = rows[number, start : start + _WIDTH]
             places.append(f"{name}[{row}, {start}:{start + len(part)}]")
             parts.append(part.float().to(parts[0].device if parts else part.device))
     # One copy from the device for all of them.
     values = torch.cat(parts).tolist() if parts else []
     directions = []
-    for place, part in zip(places, parts, strict=True):
-        directions.append(encode(place, values[: len(part)]))
+    for position, part in zip(places, parts, strict=True):
+        directions.append(encode(position, values[: len(part)]))
         values = values[len(part) :]
     return tuple(direction for direction in directions if direction)
 
@@ -51,11 +51,11 @@ def read_values(weights: Mapping[str, Tensor], layers: int) -> tuple[float, ...]
     """A few single values of each matrix, which policies saved before know their model by."""
     values: list[float] = []
     for _, weight in _matrices(weights, layers, plain=True):
-        rows, columns = weight.shape
-        places = torch.linspace(0, rows * columns - 1, _VALUES + 2, dtype=torch.float64, device="cpu")[1:-1].long()
-        found = _rows(weight, (places // columns).tolist())
-        if found is not None:
-            values += found.float().cpu().gather(1, (places % columns)[:, None])[:, 0].tolist()
+        height, columns = weight.shape
+        places = torch.linspace(0, height * columns - 1, _VALUES + 2, dtype=torch.float64, device="cpu")[1:-1].long()
+        rows = _rows(weight, (places // columns).tolist())
+        if rows is not None:
+            values += rows.float().cpu().gather(1, (places % columns)[:, None])[:, 0].tolist()
     return tuple(round(value, 8) for value in values)
 
 
@@ -108,10 +108,10 @@ def _gathered(weight: Any, rows: list[int]) -> Tensor | None:
     mesh = weight.device_mesh
     index = torch.tensor(rows, device=weight.device)
     try:
-        found: Any = embedding(DTensor.from_local(index, mesh, [Replicate()] * mesh.ndim, run_check=False), weight)
+        gathered: Any = embedding(DTensor.from_local(index, mesh, [Replicate()] * mesh.ndim, run_check=False), weight)
     except NotImplementedError:
         return None  # packed as well as shared out
-    return found.full_tensor()
+    return gathered.full_tensor()
 
 
 def _four_bits(weight: Any, rows: list[int]) -> Tensor | None:

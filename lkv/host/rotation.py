@@ -58,8 +58,8 @@ class Rotation:
         # A copy: embeddings that follow the text's length change when they are asked about later positions.
         rotary = copy.deepcopy(self._rotary, {id(config): config for config in [getattr(self._rotary, "config", None)]})
         # A model over several devices has one embedding for all of them.
-        place = next(rotary.buffers()).device
-        cos, sin = rotary(like[:0].to(place), torch.arange(start, end, device=place)[None], **self._kind)
+        device = next(rotary.buffers()).device
+        cos, sin = rotary(like[:0].to(device), torch.arange(start, end, device=device)[None], **self._kind)
         return cos.to(like.device), sin.to(like.device)
 
 

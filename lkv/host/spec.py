@@ -130,16 +130,16 @@ def output_projections(model: Any) -> list[Tensor]:
 
 def full_attention_modules(model: Any) -> list[tuple[nn.Module, str]]:
     """The attention module of each full-attention layer, with the name of its output projection."""
-    found: dict[int, tuple[nn.Module, str]] = {}
+    modules: dict[int, tuple[nn.Module, str]] = {}
     for module in model.get_decoder().modules():
         index = getattr(module, "layer_idx", None)
         name = next((name for name in _OUTPUT_PROJECTIONS if hasattr(getattr(module, name, None), "weight")), None)
         if isinstance(index, int) and name is not None:
-            found[index] = module, name
+            modules[index] = module, name
     windows = layer_windows(model)
-    if sorted(found) != list(range(len(windows))):
+    if sorted(modules) != list(range(len(windows))):
         raise UnsupportedModelError(
             f"{type(model).__name__} has attention layers without an output projection that LKV knows; use a model "
             "such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3, or another method."
         )
-    return [found[index] for index, window in enumerate(windows) if window is None]
+    return [modules[index] for index, window in enumerate(windows) if window is None]

@@ -41,8 +41,8 @@ class _Places:
         self.policy.check_model(inspect_model(model))
         self.rotation = rotation_of(model)
         self.policy.to(model.device)
-        full = [place for place, window in enumerate(layer_windows(model)) if window is None]
-        self._index = {place: index for index, place in enumerate(full)}
+        full = [number for number, window in enumerate(layer_windows(model)) if window is None]
+        self._index = {number: index for index, number in enumerate(full)}
 
     def __contains__(self, module: Any) -> bool:
         return module.layer_idx in self._index

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import LkvError
-from lkv.methods.budget import Ada, Budget, Contest, Duo, LearnedBudget, Pyramid, Share, Uniform, share
+from lkv.methods.budget import Ada, Amount, Budget, Contest, Duo, LearnedBudget, Pyramid, Uniform, amount_of
 from lkv.methods.budget.duo import SINKS
 from lkv.methods.catalogue import builder_of, find, needs_policy
 from lkv.methods.kvzip import KVzip
@@ -32,12 +32,12 @@ from lkv.prefill import PromptLayer
 
 @dataclass(frozen=True)
 class Method:
-    """What one layer's eviction needs; `share` and `policy` tell what it was built from, where it was by name."""
+    """What one layer's eviction needs; `amount` and `policy` tell what it was built from, where it was by name."""
 
     name: str
     budget: Budget
     selector: Selector
-    share: Share | None = None
+    amount: Amount | None = None
     policy: Policy | None = None
 
     @property
@@ -56,11 +56,11 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Source:
+class MethodInputs:
     """What a method is built from; `pattern` are DuoAttention's alphas [L][H] (`budget.read_pattern`); without `strict`
     a rule that cannot keep as little as it is asked to keeps the least it can."""
 
-    share: Share
+    amount: Amount
     policy: Policy | None = None
     heads: slice = field(default_factory=lambda: slice(None))
     model: Any = None
@@ -71,10 +71,10 @@ class Source:
 
     def need(self, what: str, by: str) -> Any:
         """The field `what`. Raises LkvError where it was not given."""
-        found = getattr(self, what)
-        if found is None:
+        value = getattr(self, what)
+        if value is None:
             raise LkvError(f"the method part {by!r} needs a {what}; give {_HOW[what]}.")
-        return found
+        return value
 
 
 _HOW = {
@@ -85,15 +85,15 @@ _HOW = {
     "tokenizer": "the method's name to compress, which has one",
 }
 
-_RULES: dict[str, Callable[[Source], Budget]] = {
-    "uniform": lambda s: Uniform(s.share),
-    "pyramid": lambda s: Pyramid(s.share, s.need("layers", "pyramid")),
-    "ada": lambda s: Ada(s.share),
-    "duo": lambda s: Duo(s.share, s.need("pattern", "duo"), heads=s.heads, strict=s.strict),
-    "lkv-h": lambda s: LearnedBudget(s.need("policy", "lkv-h"), s.share, s.heads),
-    "contest": lambda s: Contest(s.share),
+_RULES: dict[str, Callable[[MethodInputs], Budget]] = {
+    "uniform": lambda s: Uniform(s.amount),
+    "pyramid": lambda s: Pyramid(s.amount, s.need("layers", "pyramid")),
+    "ada": lambda s: Ada(s.amount),
+    "duo": lambda s: Duo(s.amount, s.need("pattern", "duo"), heads=s.heads, strict=s.strict),
+    "lkv-h": lambda s: LearnedBudget(s.need("policy", "lkv-h"), s.amount, s.heads),
+    "contest": lambda s: Contest(s.amount),
 }
-_SELECTORS: dict[str, Callable[[Source], Selector]] = {
+_SELECTORS: dict[str, Callable[[MethodInputs], Selector]] = {
     "lkv-t": lambda s: LearnedScores(s.need("policy", "lkv-t"), s.heads),
     "snapkv": lambda s: SnapKV(),
     "expected": lambda s: ExpectedAttention(s.need("model", "expected")),
@@ -113,19 +113,19 @@ _SELECTORS: dict[str, Callable[[Source], Selector]] = {
 }
 
 
-def build_rule(name: str, source: Source) -> Budget:
+def build_rule(name: str, inputs: MethodInputs) -> Budget:
     """The budget rule `name`. Raises LkvError where something is missing that it needs."""
-    return (builder_of("rule", name) or _RULES[name])(source)
+    return (builder_of("rule", name) or _RULES[name])(inputs)
 
 
-def build_selector(name: str, source: Source) -> Selector:
+def build_selector(name: str, inputs: MethodInputs) -> Selector:
     """The selector `name`. Raises LkvError where something is missing that it needs."""
-    return (builder_of("selector", name) or _SELECTORS[name])(source)
+    return (builder_of("selector", name) or _SELECTORS[name])(inputs)
 
 
 def make_method(
     name: str,
-    amount: float | Share,
+    amount: float | Amount,
     policy: Policy | None = None,
     heads: slice = slice(None),
     model: Any = None,
@@ -138,12 +138,12 @@ def make_method(
     Raises LkvError for an unknown name, or where something is missing that the method needs.
     """
     entry = find(name)
-    source = Source(share(amount), policy, heads, model, layers, pattern, tokenizer)
-    rule, selector = build_rule(entry.rule, source), build_selector(entry.selector, source)
-    return Method(name, rule, selector, source.share, policy if needs_policy(name) else None)
+    inputs = MethodInputs(amount_of(amount), policy, heads, model, layers, pattern, tokenizer)
+    rule, selector = build_rule(entry.rule, inputs), build_selector(entry.selector, inputs)
+    return Method(name, rule, selector, inputs.amount, policy if needs_policy(name) else None)
 
 
-class _Rows(Selector):
+class _SideBySide(Selector):
     """Row i of the batch follows method i."""
 
     def __init__(self, methods: Sequence[Method]):
@@ -154,8 +154,8 @@ class _Rows(Selector):
         # All rows hold one prompt, so a selector that several methods share scores it once.
         one = prompt.part(slice(1), slice(None))
         selectors = {id(method.selector): method.selector for method in self._methods}
-        found = {number: selector.scores(layer, one) for number, selector in selectors.items()}
-        return torch.cat([found[id(method.selector)] for method in self._methods])
+        scores = {number: selector.scores(layer, one) for number, selector in selectors.items()}
+        return torch.cat([scores[id(method.selector)] for method in self._methods])
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
         return [m.budget.counts(layer, scores[i : i + 1])[0] for i, m in enumerate(self._methods)]
@@ -166,5 +166,5 @@ def side_by_side(methods: Sequence[Method]) -> Method:
 
     Methods that hold the same selector object share its scores.
     """
-    rows = _Rows(methods)
+    rows = _SideBySide(methods)
     return Method(" | ".join(method.name for method in methods), rows, rows)

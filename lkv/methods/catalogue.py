@@ -124,10 +124,10 @@ def register_method(
 ) -> None:
     """Make a method known by `name`, to `lkv methods`, `lkv eval`, `RaggedCache` and tables.
 
-    `selector` and `rule` are names that are known, or callables that take `methods.build.Source` and give a `Selector`
-    or a budget rule; these become known as parts by the same name, so that they go with others as "RULE+SELECTOR".
-    `needs` of the new selector are among POLICY, PATTERN, QUERIES and SECOND_PASS. Raises LkvError for a name that is
-    taken, or a part that is not known.
+    `selector` and `rule` are names that are known, or callables that take `methods.build.MethodInputs` and give a
+    `Selector` or a budget rule; these become known as parts by the same name, so that they go with others as
+    "RULE+SELECTOR". `needs` of the new selector are among POLICY, PATTERN, QUERIES and SECOND_PASS. Raises LkvError for
+    a name that is taken, or a part that is not known.
     """
     if name in METHODS or name == FULL or "+" in name:
         raise LkvError(f"the method name {name!r} is taken or holds a '+'; give another.")

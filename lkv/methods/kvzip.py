@@ -34,16 +34,16 @@ class _ListeningLayer(FrozenLayer):
         best, parts = self.scores, []
         for start in range(0, rows, _ROWS):
             q = grouped[..., start : start + _ROWS, :]
-            own = q.shape[3]
-            end = tokens + start + own
-            logits = (q.flatten(2, 3) @ k[:, :, :end].transpose(-1, -2)).unflatten(2, (-1, own))
-            future = torch.ones(own, own, dtype=torch.bool, device=q.device).triu(1)
-            logits[..., end - own :].masked_fill_(future, -torch.inf)
+            count = q.shape[3]
+            end = tokens + start + count
+            logits = (q.flatten(2, 3) @ k[:, :, :end].transpose(-1, -2)).unflatten(2, (-1, count))
+            future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+            logits[..., end - count :].masked_fill_(future, -torch.inf)
             # Half precision stays so outside the kernel, which computes in float32: the logits are no finer anyway, and
             # copies of a matrix this large cost more than its softmax.
             attention = torch.softmax(logits, -1).flatten(2, 3)
             best = torch.maximum(best, attention[..., :tokens].amax(2))
-            parts.append((attention @ v[:, :, :end]).unflatten(2, (-1, own)))
+            parts.append((attention @ v[:, :, :end]).unflatten(2, (-1, count)))
         self.scores = best
         return torch.cat(parts, -2).view(batch, heads, rows, -1).transpose(1, 2)
 

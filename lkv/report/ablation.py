@@ -6,7 +6,7 @@ from lkv.errors import ReportError
 from lkv.report.names import AVERAGE, FULL, RULES, SELECTORS, label, part_label, parts
 from lkv.report.reading import Results
 from lkv.report.scores import Pair, Scores, Unit, in_categories
-from lkv.report.tables import Cell, Column, Row, Table
+from lkv.report.tables import Cell, Column, Table, TableRow
 
 GAIN = "gain over uniform"
 _SHOWN = {"longbench": ("Multi-Doc QA", "Synthetic")}  # the categories of Table 2; other suites show all of theirs
@@ -19,8 +19,8 @@ def build_ablation(results: Results, pairs: Sequence[Pair], min_full: float = 0.
     """
     grid: dict[tuple[str, str], Pair] = {}
     for pair in pairs:
-        if (place := parts(pair[0])) and place[0] in RULES and place[1] in SELECTORS:
-            grid.setdefault(place, pair)
+        if (combination := parts(pair[0])) and combination[0] in RULES and combination[1] in SELECTORS:
+            grid.setdefault(combination, pair)
     if len(grid) < 2:
         raise ReportError(
             f"the ablation needs methods of the grid {{{', '.join(RULES)}}} x {{{', '.join(SELECTORS)}}}; the files "
@@ -39,8 +39,8 @@ def build_ablation(results: Results, pairs: Sequence[Pair], min_full: float = 0.
             if (rule, selector) in grid:
                 uniform = grid.get((RULES[0], selector))
                 bases = [uniform] if uniform and rule != RULES[0] else []
-                own = [grid[rule, selector]]
-                rows.append(_row(scores, columns, own, part_label(rule), group, f"{rule}+{selector}", bases))
+                chosen = [grid[rule, selector]]
+                rows.append(_row(scores, columns, chosen, part_label(rule), group, f"{rule}+{selector}", bases))
     rows += _marginals(scores, columns, grid)
     missing = [f"{rule}+{selector}" for rule in RULES for selector in SELECTORS if (rule, selector) not in grid]
     notes = (f"Not measured: {', '.join(missing)}.",) if missing else ()
@@ -48,41 +48,43 @@ def build_ablation(results: Results, pairs: Sequence[Pair], min_full: float = 0.
     return Table("ablation", "budget rule by selector", tuple(names), tuple(rows), notes), scores
 
 
-def _marginals(scores: Scores, columns: dict[str, list[Unit]], grid: dict[tuple[str, str], Pair]) -> list[Row]:
+def _marginals(scores: Scores, columns: dict[str, list[Unit]], grid: dict[tuple[str, str], Pair]) -> list[TableRow]:
     """Means over the selectors for each rule, and over the rules for each selector, where all of them are there."""
     rows = []
     by_rule = {rule: [grid.get((rule, selector)) for selector in SELECTORS] for rule in RULES}
     base = [pair for pair in by_rule[RULES[0]] if pair]
-    for rule, found in by_rule.items():
-        own = [pair for pair in found if pair]
-        if len(own) == len(found):
-            bases = base if rule != RULES[0] and len(base) == len(found) else []
-            rows.append(_row(scores, columns, own, part_label(rule), "mean over selectors", rule, bases))
+    for rule, pairs in by_rule.items():
+        ran = [pair for pair in pairs if pair]
+        if len(ran) == len(pairs):
+            bases = base if rule != RULES[0] and len(base) == len(pairs) else []
+            rows.append(_row(scores, columns, ran, part_label(rule), "mean over selectors", rule, bases))
     for selector in SELECTORS:
-        own = [grid[rule, selector] for rule in RULES if (rule, selector) in grid]
-        if len(own) == len(RULES):
-            rows.append(_row(scores, columns, own, part_label(selector), "mean over budget rules", selector))
+        ran = [grid[rule, selector] for rule in RULES if (rule, selector) in grid]
+        if len(ran) == len(RULES):
+            rows.append(_row(scores, columns, ran, part_label(selector), "mean over budget rules", selector))
     return rows
 
 
 def _row(
     scores: Scores,
     columns: dict[str, list[Unit]],
-    own: Sequence[Pair],
+    averaged: Sequence[Pair],
     name: str,
     group: str,
     method: str,
     bases: Sequence[Pair] = (),
-) -> Row:
-    """The mean of the methods `own`, and its gain over that of `bases`."""
+) -> TableRow:
+    """The mean of the methods `averaged`, and its gain over that of `bases`."""
     units = columns[AVERAGE]
-    weights = [1 / len(own)] * len(own)
+    weights = [1 / len(averaged)] * len(averaged)
     cells: dict[str, Cell | None] = {
-        column: scores.value(own[0], found) if len(own) == 1 else scores.combined(own, found, weights)
-        for column, found in columns.items()
+        column: scores.value(averaged[0], counted)
+        if len(averaged) == 1
+        else scores.combined(averaged, counted, weights)
+        for column, counted in columns.items()
     }
     if bases:
-        cells[GAIN] = scores.combined([*own, *bases], units, weights + [-1 / len(bases)] * len(bases))
-    kept = [share for pair in own if (share := scores.realised(pair, units)) is not None]
-    realised = sum(kept) / len(own) if len(kept) == len(own) else None
-    return Row(method, name, cells, group, own[0][1], realised)
+        cells[GAIN] = scores.combined([*averaged, *bases], units, weights + [-1 / len(bases)] * len(bases))
+    kept = [share for pair in averaged if (share := scores.realised(pair, units)) is not None]
+    realised = sum(kept) / len(averaged) if len(kept) == len(averaged) else None
+    return TableRow(method, name, cells, group, averaged[0][1], realised)

@@ -8,7 +8,7 @@ from lkv.report.ablation import build_ablation
 from lkv.report.names import AVERAGE, CATEGORIES, FULL, SUITES, label
 from lkv.report.reading import Results
 from lkv.report.scores import Pair, Scores, Unit, at_one_retention, in_categories, pairs_of, retentions_of
-from lkv.report.tables import Cell, Column, Row, Table
+from lkv.report.tables import Cell, Column, Table, TableRow
 
 _SHARE = "of full, %"
 _FIDELITY = {  # measure: title, which side is better
@@ -75,7 +75,7 @@ def _sweep(results: Results, pairs: Sequence[Pair], request: Request) -> tuple[T
     for method in dict.fromkeys(method for method, _ in pairs):
         at = {r: (method, 1.0 if method == FULL else r) for r in retentions}
         cells = {f"R = {r:g}": scores.value(pair, units) for r, pair in at.items() if pair in pairs}
-        rows.append(Row(method, label(method), cells, retention=1.0 if method == FULL else None))
+        rows.append(TableRow(method, label(method), cells, retention=1.0 if method == FULL else None))
     table = Table(
         "sweep",
         f"{AVERAGE} over retention",
@@ -134,14 +134,16 @@ TABLES: dict[str, Callable[[Results, Sequence[Pair], Request], tuple[Table, Scor
 }
 
 
-def _row(scores: Scores, pair: Pair, columns: Mapping[str, list[Unit]], group: str = "", measure: str = "score") -> Row:
+def _row(
+    scores: Scores, pair: Pair, columns: Mapping[str, list[Unit]], group: str = "", measure: str = "score"
+) -> TableRow:
     cells: dict[str, Cell | None] = {name: scores.value(pair, units, measure) for name, units in columns.items()}
     average = cells[AVERAGE]
     if average and average.difference:
         cells[_difference(scores)] = Cell(*average.difference)
     if measure == "score" and (FULL, 1.0) in scores.pairs and pair[0] != FULL:
         cells[_SHARE] = scores.share_of_full(pair, columns[AVERAGE])
-    return Row(pair[0], label(pair[0]), cells, group, pair[1], scores.realised(pair, list(scores.units)))
+    return TableRow(pair[0], label(pair[0]), cells, group, pair[1], scores.realised(pair, list(scores.units)))
 
 
 def _columns(names: Sequence[str] | Mapping[str, object], scores: Scores) -> tuple[Column, ...]:
@@ -167,8 +169,8 @@ def _sizes(scores: Scores) -> str:
 
 def _coverage(scores: Scores) -> list[str]:
     """What the average is over, where it is not the whole suite."""
-    every = {task for tasks in CATEGORIES.get(scores.suite, {}).values() for task in tasks}
-    found = {task for task, _ in scores.units}
+    known = {task for tasks in CATEGORIES.get(scores.suite, {}).values() for task in tasks}
+    measured = {task for task, _ in scores.units}
     lengths = [f"{length:,}" for length in dict.fromkeys(length for _, length in scores.units) if length is not None]
-    notes = [f"{AVERAGE} is over {len(found)} of the {len(every)} tasks."] if every - found else []
+    notes = [f"{AVERAGE} is over {len(measured)} of the {len(known)} tasks."] if known - measured else []
     return notes + ([f"All lengths count alike: {' and '.join(lengths)} tokens."] if len(lengths) > 1 else [])

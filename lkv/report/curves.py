@@ -7,7 +7,7 @@ from lkv.report.figures import new_figure
 from lkv.report.names import FULL, is_lkv
 from lkv.report.scores import DEFAULT_RETENTION
 from lkv.report.style import Style, finish, full_line, styles
-from lkv.report.tables import Cell, Column, Row, Table
+from lkv.report.tables import Cell, Column, Table, TableRow
 
 _BANDS = 6  # with more methods only LKV's interval is drawn: bands that overlap cannot be read
 
@@ -39,11 +39,11 @@ def plot_ruler(table: Table) -> Any:
     if len(table.groups()) > 1 or not panels:
         panels.append(lambda axes: _over_retention(axes, table, lengths[-1], chosen))
     figure = new_figure(0.6 + 5.2 * len(panels), 5.4)
-    every = list(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0])
-    for axes, draw in zip(every, panels, strict=True):
+    all_axes = list(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0])
+    for axes, draw in zip(all_axes, panels, strict=True):
         draw(axes)
-    every[0].set_ylabel(table.value)
-    finish(figure, every, table.title)
+    all_axes[0].set_ylabel(table.value)
+    finish(figure, all_axes, table.title)
     return figure
 
 
@@ -67,17 +67,17 @@ def _over_length(axes: Any, table: Table, lengths: Sequence[Column], chosen: dic
 def _over_retention(axes: Any, table: Table, length: Column, chosen: dict[str, Style]) -> None:
     rows = [row for row in table.rows if row.cells.get(length.name)]
     for method in dict.fromkeys(row.method for row in rows):
-        own = [row for row in rows if row.method == method]
-        points = [(cell.realised, cell) for row in own if (cell := row.cells[length.name])]
+        of_method = [row for row in rows if row.method == method]
+        points = [(cell.realised, cell) for row in of_method if (cell := row.cells[length.name])]
         if method == FULL:
-            axes.axhline(points[0][1].value, **full_line(chosen[FULL]), label=own[0].label)
+            axes.axhline(points[0][1].value, **full_line(chosen[FULL]), label=of_method[0].label)
         else:
-            _curve(axes, own[0], points, chosen)
+            _curve(axes, of_method[0], points, chosen)
     axes.set_xlabel("retention (kept / all entries)")
     axes.set_title(length.name)
 
 
-def _curve(axes: Any, row: Row, points: Sequence[tuple[float | None, Cell]], chosen: dict[str, Style]) -> None:
+def _curve(axes: Any, row: TableRow, points: Sequence[tuple[float | None, Cell]], chosen: dict[str, Style]) -> None:
     """A line with its interval as a band; published ones are dashed, hollow and have none."""
     style = chosen[row.method]
     ordered = sorted(((x, cell) for x, cell in points if x is not None), key=lambda point: point[0])
@@ -103,5 +103,5 @@ def _place(cell: Cell, column: Column) -> float | None:
     return column.x if cell.realised is None else cell.realised
 
 
-def _retention(rows: Sequence[Row]) -> float:
+def _retention(rows: Sequence[TableRow]) -> float:
     return next((row.retention for row in rows if row.method != FULL and row.retention is not None), 1.0)

@@ -5,7 +5,7 @@ import io
 from collections.abc import Callable, Sequence
 
 from lkv.report.names import FULL, is_lkv
-from lkv.report.tables import Cell, Column, Row, Table, winners
+from lkv.report.tables import Cell, Column, Table, TableRow, winners
 
 _ESCAPED = {c: "\\" + c for c in "&%$#_{}"} | {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "|": "\\textbar{}"}
 _CSV = (
@@ -103,7 +103,7 @@ def _cells(
     strong: Callable[[str], str],
     escape: Callable[[str], str] = str,
     interval: Callable[[str], str] = str,
-) -> tuple[list[str], list[tuple[Row, list[str]]]]:
+) -> tuple[list[str], list[tuple[TableRow, list[str]]]]:
     """Head and rows as text: method, asked and realised retention, the columns; last how many samples a column has."""
     amounts = [] if table.realised_in_cells else ["R", "kept"]
     head = ["method", *amounts, *(column.name for column in table.columns)]
@@ -121,7 +121,7 @@ def _cells(
             body.append((row, line))
     counts = [_count(table, column) for column in table.columns]
     if any(counts):
-        body.append((Row("", "", {}, table.rows[-1].group), ["n", *[""] * len(amounts), *counts]))
+        body.append((TableRow("", "", {}, table.rows[-1].group), ["n", *[""] * len(amounts), *counts]))
     return head, body
 
 
@@ -136,8 +136,8 @@ def _text(cell: Cell, column: Column, realised: bool, interval: Callable[[str], 
 def _count(table: Table, column: Column) -> str:
     """How many samples the measured cells of a column have, if it is one number."""
     cells = [row.cells.get(column.name) for row in table.rows if not row.published]
-    found = {str(cell.n) for cell in cells if cell and cell.n is not None}
-    return found.pop() if len(found) == 1 else ""
+    counts = {str(cell.n) for cell in cells if cell and cell.n is not None}
+    return counts.pop() if len(counts) == 1 else ""
 
 
 def _amount(value: float | None) -> str:

@@ -6,7 +6,7 @@ from lkv.report.curves import plot_ruler, plot_sweep
 from lkv.report.figures import new_figure
 from lkv.report.names import AVERAGE, FULL, LKV, RULES, SELECTORS, part_label, parts
 from lkv.report.style import LKV_COLOUR, finish, styles
-from lkv.report.tables import Cell, Row, Table
+from lkv.report.tables import Cell, Table, TableRow
 
 
 def plot(table: Table) -> Any:
@@ -21,15 +21,15 @@ def _points(table: Table) -> Any:
     chosen = styles([row.method for row in table.rows])
     most = max(len(rows) for _, rows in groups)
     figure = new_figure(min(16.0, max(6.4, 1.2 + 0.11 * len(columns) * (most + 2))), 2.0 + 2.8 * len(groups))
-    every = list(figure.subplots(len(groups), 1, sharex=True, squeeze=False)[:, 0])
-    for axes, (group, rows) in zip(every, groups, strict=True):
+    all_axes = list(figure.subplots(len(groups), 1, sharex=True, squeeze=False)[:, 0])
+    for axes, (group, rows) in zip(all_axes, groups, strict=True):
         for i, row in enumerate(rows):
             style = chosen[row.method]
-            found = [(j, cell) for j, column in enumerate(columns) if (cell := row.cells.get(column.name))]
+            points = [(j, cell) for j, column in enumerate(columns) if (cell := row.cells.get(column.name))]
             axes.errorbar(
-                [j + 0.8 * ((i + 0.5) / len(rows) - 0.5) for j, _ in found],
-                [cell.value for _, cell in found],
-                yerr=[[_below(cell) for _, cell in found], [_above(cell) for _, cell in found]],
+                [j + 0.8 * ((i + 0.5) / len(rows) - 0.5) for j, _ in points],
+                [cell.value for _, cell in points],
+                yerr=[[_below(cell) for _, cell in points], [_above(cell) for _, cell in points]],
                 fmt=style.marker,
                 color=style.colour,
                 markerfacecolor="white" if row.published else style.colour,
@@ -43,7 +43,7 @@ def _points(table: Table) -> Any:
         axes.set_xticks(range(len(columns)), [column.name for column in columns], rotation=30, ha="right")
         axes.set_ylabel(table.value)
         axes.set_title(group, fontsize=10)
-    finish(figure, every, table.title)
+    finish(figure, all_axes, table.title)
     return figure
 
 
@@ -51,31 +51,31 @@ def _grid(table: Table) -> Any:
     """Budget rules by selectors (Table 2), measured and published: the averages as a heat map with the numbers."""
     panels = [("measured", False)] + [("published", True)] * any(row.published for row in table.rows)
     figure = new_figure(0.8 + 4.4 * len(panels), 3.6)
-    every = list(figure.subplots(1, len(panels), squeeze=False)[0])
+    all_axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
     rows = [row for row in table.rows if "+" in row.method]
-    for axes, (name, published) in zip(every, panels, strict=True):
-        found = {parts(row.method): cell for row in rows if row.published == published and (cell := _average(row))}
-        values = [[_value(found.get((rule, selector))) for selector in SELECTORS] for rule in RULES]
+    for axes, (name, published) in zip(all_axes, panels, strict=True):
+        averages = {parts(row.method): cell for row in rows if row.published == published and (cell := _average(row))}
+        values = [[_value(averages.get((rule, selector))) for selector in SELECTORS] for rule in RULES]
         image = axes.imshow(values, cmap="cividis", aspect="auto")
         middle = sum(image.get_clim()) / 2
         for y, rule in enumerate(RULES):
             for x, selector in enumerate(SELECTORS):
-                if cell := found.get((rule, selector)):
+                if cell := averages.get((rule, selector)):
                     text = f"{cell.value:.2f}" + (
                         f"\n[{cell.low:.1f}, {cell.high:.1f}]" if cell.low is not None else ""
                     )
                     dark = cell.value < middle
-                    own = (rule, selector) == parts(LKV)
+                    of_lkv = (rule, selector) == parts(LKV)
                     axes.text(
                         x, y, text, ha="center", va="center", color="white" if dark else "black",
-                        fontweight="bold" if own else "normal",
+                        fontweight="bold" if of_lkv else "normal",
                     )  # fmt: skip
         axes.set_xticks(range(len(SELECTORS)), [part_label(selector) for selector in SELECTORS])
         axes.set_yticks(range(len(RULES)), [part_label(rule) for rule in RULES])
         axes.add_patch(_frame())
         axes.set_xlabel("selector")
         axes.set_title(name if len(panels) > 1 else "", fontsize=10)
-    every[0].set_ylabel("budget rule")
+    all_axes[0].set_ylabel("budget rule")
     full = [cell for row in table.rows if row.method == FULL and not row.published and (cell := _average(row))]
     figure.suptitle(table.title + (f" ({AVERAGE}; full cache {full[0].value:.2f})" if full else ""), fontsize=11)
     return figure
@@ -90,7 +90,7 @@ def _frame() -> Any:
     return Rectangle(corner, 1, 1, fill=False, edgecolor=LKV_COLOUR, linewidth=4, clip_on=False)
 
 
-def _average(row: Row) -> Cell | None:
+def _average(row: TableRow) -> Cell | None:
     return row.cells.get(AVERAGE)
 
 

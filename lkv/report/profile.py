@@ -12,7 +12,7 @@ from lkv.report.figures import new_figure
 from lkv.report.names import FULL, label, ordered
 from lkv.report.published import MARK, models, numbers
 from lkv.report.style import finish, styles
-from lkv.report.tables import Cell, Column, Row, Table
+from lkv.report.tables import Cell, Column, Table, TableRow
 
 _NUMBERS = ("prefill_seconds", "prefill_ratio", "decode_ms", "decode_ratio", "peak_bytes", "kv_bytes")
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -45,8 +45,8 @@ def read_profile(path: Path) -> Profile:
     if not named or not rows:
         raise ReportError(f"{path} holds no profile; give a file that `lkv profile` wrote.")
     for field in ("model", "device", "batch"):
-        if len(found := {str(row[field]) for row in rows}) > 1:
-            raise ReportError(f"{path} mixes values of {field} ({', '.join(sorted(found))}); report them one by one.")
+        if len(values := {str(row[field]) for row in rows}) > 1:
+            raise ReportError(f"{path} mixes values of {field} ({', '.join(sorted(values))}); report them one by one.")
     return Profile(str(document.get("machine", "")), rows)
 
 
@@ -73,12 +73,12 @@ def build_prefill(profile: Profile) -> Table:
     }
     rows = []
     for tokens in sorted({row["tokens"] for row in profile.rows}):
-        own = [row for row in profile.rows if row["tokens"] == tokens]
-        for method in ordered(row["method"] for row in own):
-            for row in [row for row in own if row["method"] == method]:
+        at_length = [row for row in profile.rows if row["tokens"] == tokens]
+        for method in ordered(row["method"] for row in at_length):
+            for row in [row for row in at_length if row["method"] == method]:
                 cells = {name: _cell(row, field, scale) for name, (field, scale, _) in columns.items()}
                 group = f"{tokens:,} tokens"
-                rows.append(Row(method, label(method), cells, group, row["retention"], row.get("realised")))
+                rows.append(TableRow(method, label(method), cells, group, row["retention"], row.get("realised")))
     first = profile.rows[0]
     return Table(
         "prefill",
@@ -99,16 +99,16 @@ def _cell(row: Mapping[str, Any], field: str, scale: float) -> Cell | None:
 
 def published_prefill(table: Table, model: str) -> Table:
     """`table` with the paper's prefill table as a group of its own."""
-    found = numbers()["prefill"].get(model)
-    if found is None:
+    published = numbers()["prefill"].get(model)
+    if published is None:
         raise ReportError(f"the paper prints no prefill times with {models()[model]}; use --published llama-3.1-8b.")
-    group = f"{found['context']} tokens, {models()[model]} on {found['device']} ({MARK})"
+    group = f"{published['context']} tokens, {models()[model]} on {published['device']} ({MARK})"
     rows = []
-    for method, (seconds, overhead) in found["rows"].items():
+    for method, (seconds, overhead) in published["rows"].items():
         cells = {"prefill, s": Cell(seconds), "overhead, %": None if overhead is None else Cell(overhead)}
-        retention = 1.0 if method == FULL else found["retention"]
-        rows.append(Row(method, f"{label(method)} ({MARK})", cells, group, retention, published=True))
-    costs = ", ".join(f"{label(method)} {cost}" for method, cost in found["complexity"].items())
+        retention = 1.0 if method == FULL else published["retention"]
+        rows.append(TableRow(method, f"{label(method)} ({MARK})", cells, group, retention, published=True))
+    costs = ", ".join(f"{label(method)} {cost}" for method, cost in published["complexity"].items())
     memory = numbers()["memory"][model]
     reached = ", ".join(f"{label(method)} {tokens}" for method, tokens in memory["reached"].items())
     notes = (
@@ -127,12 +127,12 @@ def plot_memory(profile: Profile, published: str = "") -> Any:
     if any(row["peak_bytes"] is not None for row in profile.rows):
         panels.insert(0, ("peak_bytes", "peak memory"))
     figure = new_figure(0.6 + 5.0 * len(panels), 4.6)
-    every = list(figure.subplots(1, len(panels), squeeze=False)[0])
+    all_axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
     series = _series(profile)
     chosen = styles([method for method, _ in series])
-    for axes, (field, title) in zip(every, panels, strict=True):
-        own = bool(published) and published in profile.model.lower() and field == "kv_bytes"
-        points = _published_sizes(published) if own else {}
+    for axes, (field, title) in zip(all_axes, panels, strict=True):
+        comparable = bool(published) and published in profile.model.lower() and field == "kv_bytes"
+        points = _published_sizes(published) if comparable else {}
         most = max([row[field] or 0 for row in profile.rows] + [size for _, size in points.values()])
         unit, scale = next(((name, size) for name, size in _UNITS if most >= size), ("bytes", 1))
         for (method, name), rows in series.items():
@@ -159,25 +159,25 @@ def plot_memory(profile: Profile, published: str = "") -> Any:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("context length (tokens)")
         axes.set_ylabel(f"{title} ({unit})")
-    finish(figure, every, f"Memory over context length, {profile.model}")
+    finish(figure, all_axes, f"Memory over context length, {profile.model}")
     return figure
 
 
 def _series(profile: Profile) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
     """The rows of each (method, name) by rising length; names tell retentions apart where a method has several."""
-    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    series: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for method in ordered(row["method"] for row in profile.rows):
-        own = sorted((row for row in profile.rows if row["method"] == method), key=lambda row: row["tokens"])
-        amounts = {row["retention"] for row in own}
-        for row in own:
+        of_method = sorted((row for row in profile.rows if row["method"] == method), key=lambda row: row["tokens"])
+        amounts = {row["retention"] for row in of_method}
+        for row in of_method:
             name = label(method) + (f", R = {row['retention']:g}" if len(amounts) > 1 else "")
-            found.setdefault((method, name), []).append(row)
-    return found
+            series.setdefault((method, name), []).append(row)
+    return series
 
 
 def _published_sizes(model: str) -> dict[str, tuple[int, float]]:
     """(tokens, bytes of k and v) by method. The paper's "25.0 GB at 200k" are GiB of bfloat16 at 200 x 1024 tokens."""
-    found = numbers()["memory"].get(model)
-    if found is None:
+    published = numbers()["memory"].get(model)
+    if published is None:
         raise ReportError(f"the paper prints no memory sizes with {models()[model]}; use --published llama-3.1-8b.")
-    return {method: (found["tokens"], size * 2**30) for method, size in found["kv_gib"].items()}
+    return {method: (published["tokens"], size * 2**30) for method, size in published["kv_gib"].items()}

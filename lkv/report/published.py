@@ -8,7 +8,7 @@ from typing import Any
 
 from lkv.report.names import FULL, label, part_label, parts
 from lkv.report.scores import DEFAULT_RETENTION
-from lkv.report.tables import Cell, Row, Table
+from lkv.report.tables import Cell, Table, TableRow
 
 MARK = "published"
 
@@ -31,21 +31,21 @@ def model_of(header_model: str) -> str:
 
 def with_published(table: Table, model: str, suite: str) -> Table:
     """`table` with a marked row for each published one, or a note where the paper prints no such numbers."""
-    found = numbers().get(table.name, {}).get(model) if suite == "longbench" else None
-    if found is None:
+    published = numbers().get(table.name, {}).get(model) if suite == "longbench" else None
+    if published is None:
         return replace(
             table, notes=(*table.notes, f"The paper prints no numbers for this table with {models()[model]}.")
         )
-    names = [f"R = {name:g}" if isinstance(name, float) else name for name in found["columns"]]
+    names = [f"R = {name:g}" if isinstance(name, float) else name for name in published["columns"]]
     rows = []
-    for method, values in found["rows"].items():
+    for method, values in published["rows"].items():
         cells = {name: Cell(value) for name, value in zip(names, values, strict=True)}
-        place = parts(method)
-        in_grid = table.name == "ablation" and place
-        group = f"selection: {part_label(place[1])}" if in_grid and place else ""
-        name = part_label(place[0]) if in_grid and place else label(method)
+        combination = parts(method)
+        in_grid = table.name == "ablation" and combination
+        group = f"selection: {part_label(combination[1])}" if in_grid and combination else ""
+        name = part_label(combination[0]) if in_grid and combination else label(method)
         retention = 1.0 if method == FULL else None if table.name == "sweep" else DEFAULT_RETENTION
-        rows.append(Row(method, f"{name} ({MARK})", cells, group, retention, published=True))
+        rows.append(TableRow(method, f"{name} ({MARK})", cells, group, retention, published=True))
     # Beside the measured rows of the same group; groups that were not measured come last.
     groups = dict.fromkeys([row.group for row in table.rows] + [row.group for row in rows])
     merged = [row for group in groups for row in [*table.rows, *rows] if row.group == group]

@@ -18,7 +18,7 @@ _MEASURES = ("score", "kl", "agreement", "hidden_error")
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """One method at one retention on one sample; a measure is None where it was not taken."""
 
     realised: float  # kept entries / all entries
@@ -26,14 +26,14 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Sample:
+class MeasuredSample:
     """One sample with all that was measured on it, by (method, retention)."""
 
     key: str
     task: str
     length: int | None
     number: int
-    rows: Mapping[tuple[str, float], Measured]
+    rows: Mapping[tuple[str, float], Measurement]
     text: str | None = None  # digest of what was read
 
 
@@ -42,7 +42,7 @@ class Results:
     """Files that belong together; `notes` says what a reader of their tables must know."""
 
     header: Mapping[str, Any]
-    samples: tuple[Sample, ...]
+    samples: tuple[MeasuredSample, ...]
     notes: tuple[str, ...]
 
 
@@ -56,7 +56,7 @@ def read_results(paths: Sequence[Path]) -> Results:
     if not paths:
         raise ReportError("there are no result files; give the .jsonl files that `lkv eval` wrote.")
     headers: dict[Path, dict[str, Any]] = {}
-    samples: dict[str, Sample] = {}
+    samples: dict[str, MeasuredSample] = {}
     torn, truncated, lost, unusable, doubled = 0, 0, 0, 0, []
     for path in paths:
         lines, cut = _lines(path)
@@ -162,7 +162,7 @@ def _difference(field: str, given: Mapping[Path, Any]) -> list[str]:
     return [f"{field} ({', '.join(f'{path}: {value}' for path, value in given.items())})"]
 
 
-def _sample(path: Path, number: int, line: Mapping[str, Any]) -> Sample:
+def _sample(path: Path, number: int, line: Mapping[str, Any]) -> MeasuredSample:
     where = f"{path}, line {number}"
     try:
         rows = {}
@@ -171,9 +171,11 @@ def _sample(path: Path, number: int, line: Mapping[str, Any]) -> Sample:
             if pair in rows:
                 raise ReportError(f"{where}: the method {pair[0]!r} is there twice at retention {pair[1]:g}.")
             measures = {name: _number(where, name, row.get(name)) for name in _MEASURES}
-            rows[pair] = Measured(_finite(where, "realised", row["realised"]), measures)
+            rows[pair] = Measurement(_finite(where, "realised", row["realised"]), measures)
         length = None if line["length"] is None else int(line["length"])
-        return Sample(str(line["key"]), str(line["task"]), length, int(line["number"]), rows, line.get("text_sha256"))
+        return MeasuredSample(
+            str(line["key"]), str(line["task"]), length, int(line["number"]), rows, line.get("text_sha256")
+        )
     except KeyError as error:
         raise ReportError(f"{where} has no field {error}; make the file anew with `lkv eval`.") from None
     except (TypeError, ValueError, OverflowError, AttributeError) as error:

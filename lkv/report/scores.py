@@ -5,7 +5,7 @@ from math import inf
 
 from lkv.errors import ReportError
 from lkv.report.names import CATEGORIES, FULL, is_lkv, ordered
-from lkv.report.reading import Results, Sample
+from lkv.report.reading import MeasuredSample, Results
 from lkv.report.statistics import macro, share_of
 from lkv.report.tables import Cell, from_mean
 
@@ -22,9 +22,9 @@ def pairs_of(results: Results, methods: Sequence[str] = (), retentions: Sequence
 
     The full cache comes first and always, LKV last. Raises ReportError for a name or retention that does not occur.
     """
-    found = dict.fromkeys(pair for sample in results.samples for pair in sample.rows)
-    known = ordered(method for method, _ in found)
-    amounts = sorted({retention for method, retention in found if method != FULL}, reverse=True)
+    measured = dict.fromkeys(pair for sample in results.samples for pair in sample.rows)
+    known = ordered(method for method, _ in measured)
+    amounts = sorted({retention for method, retention in measured if method != FULL}, reverse=True)
     for name in methods:
         if name not in known:
             raise ReportError(f"the files hold no method {name!r}; they hold {', '.join(known)}.")
@@ -36,7 +36,7 @@ def pairs_of(results: Results, methods: Sequence[str] = (), retentions: Sequence
     return [
         (method, retention)
         for method in known
-        for retention in sorted((r for m, r in found if m == method), reverse=True)
+        for retention in sorted((r for m, r in measured if m == method), reverse=True)
         if method == FULL or ((not methods or method in methods) and (not retentions or retention in retentions))
     ]
 
@@ -64,11 +64,11 @@ class Scores:
         self.suite, self.pairs = str(results.header["suite"]), list(pairs)
         self.against = _reference([method for method, _ in pairs], against)
         self.notes: list[str] = []
-        every = _by_unit(results.samples, self.suite)
-        self._pairs = {unit: _able(samples, pairs, measures) for unit, samples in every.items()}
+        by_unit = _by_unit(results.samples, self.suite)
+        self._pairs = {unit: _able(samples, pairs, measures) for unit, samples in by_unit.items()}
         self.units = {
             unit: shared
-            for unit, samples in every.items()
+            for unit, samples in by_unit.items()
             if (shared := [s for s in samples if all(_has(s, pair, measures) for pair in self._pairs[unit])])
             and self._pairs[unit]
         }
@@ -88,15 +88,15 @@ class Scores:
         """
         if not self._ran(pair, units):
             return None
-        own = self._groups(pair, units, measure)
+        values = self._groups(pair, units, measure)
         others = [p for p in self.pairs if p[0] == self.against and (pair[0] == FULL or p[1] == pair[1])]
         other = others[0] if len(others) == 1 else None
         difference = None
         if other and other != pair and self._ran(other, units):
-            pairs = zip(own, self._groups(other, units, measure), strict=True)
+            pairs = zip(values, self._groups(other, units, measure), strict=True)
             difference = macro([[a - b for a, b in zip(*groups, strict=True)] for groups in pairs])
         low, high = _RANGES[measure]
-        mean = macro(own)
+        mean = macro(values)
         mean = mean._replace(low=max(low, mean.low), high=min(high, mean.high))
         return from_mean(mean, self.realised(pair, units), difference)
 
@@ -132,7 +132,7 @@ class Scores:
     def _groups(self, pair: Pair, units: Sequence[Unit], measure: str = "score") -> list[list[float]]:
         return [[_measure(sample, pair, measure) for sample in self.units[unit]] for unit in units]
 
-    def _note_missing(self, samples: Sequence[Sample], measures: Sequence[str]) -> None:
+    def _note_missing(self, samples: Sequence[MeasuredSample], measures: Sequence[str]) -> None:
         for pair in self.pairs:
             missing = [unit for unit in self.units if pair not in self._pairs[unit]]
             if missing:
@@ -173,8 +173,8 @@ class Scores:
 def in_categories(scores: Scores) -> dict[str, list[Unit]]:
     """The units of each category of the suite that has any."""
     categories = CATEGORIES.get(scores.suite, {})
-    found = {name: [unit for unit in scores.units if unit[0] in tasks] for name, tasks in categories.items()}
-    return {name: units for name, units in found.items() if units}
+    by_category = {name: [unit for unit in scores.units if unit[0] in tasks] for name, tasks in categories.items()}
+    return {name: units for name, units in by_category.items() if units}
 
 
 def _reference(methods: Sequence[str], against: str) -> str:
@@ -185,22 +185,22 @@ def _reference(methods: Sequence[str], against: str) -> str:
     return against or next((method for method in methods if is_lkv(method)), "")
 
 
-def _has(sample: Sample, pair: Pair, measures: Sequence[str]) -> bool:
+def _has(sample: MeasuredSample, pair: Pair, measures: Sequence[str]) -> bool:
     return pair in sample.rows and all(sample.rows[pair].measures[measure] is not None for measure in measures)
 
 
-def _measure(sample: Sample, pair: Pair, measure: str) -> float:
+def _measure(sample: MeasuredSample, pair: Pair, measure: str) -> float:
     value = sample.rows[pair].measures[measure]
     assert value is not None  # shared samples have it
     return value
 
 
-def _able(samples: Sequence[Sample], pairs: Sequence[Pair], measures: Sequence[str]) -> list[Pair]:
+def _able(samples: Sequence[MeasuredSample], pairs: Sequence[Pair], measures: Sequence[str]) -> list[Pair]:
     """The pairs that any of the samples has."""
     return [pair for pair in pairs if any(_has(sample, pair, measures) for sample in samples)]
 
 
-def _unit(sample: Sample) -> Unit:
+def _unit(sample: MeasuredSample) -> Unit:
     return sample.task, sample.length
 
 
@@ -216,14 +216,14 @@ def _some(items: Sequence[str], most: int = 6) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
-def _by_unit(samples: Sequence[Sample], suite: str) -> dict[Unit, list[Sample]]:
+def _by_unit(samples: Sequence[MeasuredSample], suite: str) -> dict[Unit, list[MeasuredSample]]:
     """Samples by (task, length): lengths rising, tasks in the suite's order, unknown ones after them."""
     order = [task for tasks in CATEGORIES.get(suite, {}).values() for task in tasks]
 
-    def place(unit: Unit) -> tuple[int, int]:
+    def order_of(unit: Unit) -> tuple[int, int]:
         return unit[1] or 0, order.index(unit[0]) if unit[0] in order else len(order)
 
-    units = sorted(dict.fromkeys(map(_unit, samples)), key=place)
+    units = sorted(dict.fromkeys(map(_unit, samples)), key=order_of)
     return {unit: [s for s in samples if _unit(s) == unit] for unit in units}
 
 

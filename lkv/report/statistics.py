@@ -23,16 +23,16 @@ def macro(groups: Sequence[Sequence[float]], seed: int = 0, draws: int = _DRAWS)
 
 
 def share_of(
-    own: Sequence[Sequence[float]], full: Sequence[Sequence[float]], seed: int = 0, draws: int = _DRAWS
+    values: Sequence[Sequence[float]], full: Sequence[Sequence[float]], seed: int = 0, draws: int = _DRAWS
 ) -> Mean | None:
-    """The macro mean of `own` over that of `full` (same samples in the same groups), with the paired interval.
+    """The macro mean of `values` over that of `full` (same samples in the same groups), with the paired interval.
 
     None where `full` averages 0, in any draw.
     """
-    point, drawn = _macros([np.stack(pair, 1) for pair in zip(own, full, strict=True)], seed, draws)
+    point, drawn = _macros([np.stack(pair, 1) for pair in zip(values, full, strict=True)], seed, draws)
     if point[1] <= 0 or (drawn[:, 1] <= 0).any():
         return None
-    return _mean(point[0] / point[1], drawn[:, 0] / drawn[:, 1], own)
+    return _mean(point[0] / point[1], drawn[:, 0] / drawn[:, 1], values)
 
 
 def t_quantile(freedom: float) -> float:

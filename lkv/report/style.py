@@ -22,12 +22,12 @@ class Style(NamedTuple):
 def styles(methods: Sequence[str]) -> dict[str, Style]:
     """A style for each method, the same in every figure: the full cache black, LKV thick, the others as the catalogue
     has them."""
-    found, unknown = {}, 0
+    chosen, unknown = {}, 0
     for method in dict.fromkeys(methods):
         if method == FULL:
-            found[method] = Style(_BLACK, "_", 1.4, 1)
+            chosen[method] = Style(_BLACK, "_", 1.4, 1)
         elif is_lkv(method):
-            found[method] = Style(LKV_COLOUR, "o", 2.8, 4)
+            chosen[method] = Style(LKV_COLOUR, "o", 2.8, 4)
         else:
             known = named_like(method)
             if known:
@@ -35,8 +35,8 @@ def styles(methods: Sequence[str]) -> dict[str, Style]:
             else:
                 colour, marker = _GREYS[unknown // len(_MARKERS) % len(_GREYS)], _MARKERS[unknown % len(_MARKERS)]
                 unknown += 1
-            found[method] = Style(colour, marker, 1.4, 2 if colour in _GREYS else 3)
-    return found
+            chosen[method] = Style(colour, marker, 1.4, 2 if colour in _GREYS else 3)
+    return chosen
 
 
 def full_line(style: Style) -> dict[str, Any]:
@@ -44,16 +44,18 @@ def full_line(style: Style) -> dict[str, Any]:
     return {"color": style.colour, "linestyle": ":", "linewidth": style.width, "zorder": style.order}
 
 
-def finish(figure: Any, every: Sequence[Any], title: str) -> None:
+def finish(figure: Any, all_axes: Sequence[Any], title: str) -> None:
     """A light grid, no box, one title, one legend below for all axes."""
-    for axes in every:
+    for axes in all_axes:
         axes.grid(True, axis="y", color="#DDDDDD", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    found: dict[str, Any] = {}
-    for axes in every:
+    handles: dict[str, Any] = {}
+    for axes in all_axes:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(name, handle)
+            handles.setdefault(name, handle)
     columns = max(1, int(figure.get_size_inches()[0] // 2.3))
-    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+    )
     figure.suptitle(title, fontsize=11)

@@ -30,7 +30,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One method; `cells` by the column's name, None or absent where nothing was measured."""
 
     method: str
@@ -49,7 +49,7 @@ class Table:
     name: str
     title: str
     columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     notes: tuple[str, ...] = ()
     reference: str = ""  # the method that Cell.difference compares with
     group_title: str = ""
@@ -58,12 +58,12 @@ class Table:
     realised_in_cells: bool = False
     best_in: Mapping[str, int] = field(default_factory=dict)  # a group's own `best`, where groups differ in it
 
-    def groups(self) -> list[tuple[str, list[Row]]]:
+    def groups(self) -> list[tuple[str, list[TableRow]]]:
         """The rows by group, in order."""
-        found: dict[str, list[Row]] = {}
+        groups: dict[str, list[TableRow]] = {}
         for row in self.rows:
-            found.setdefault(row.group, []).append(row)
-        return list(found.items())
+            groups.setdefault(row.group, []).append(row)
+        return list(groups.items())
 
 
 def from_mean(mean: Mean, realised: float | None = None, difference: Mean | None = None) -> Cell:
@@ -71,9 +71,9 @@ def from_mean(mean: Mean, realised: float | None = None, difference: Mean | None
     return Cell(mean.value, mean.low, mean.high, mean.n, realised, difference)
 
 
-def winners(table: Table, group: str, rows: list[Row], full: str) -> set[tuple[int, str]]:
+def winners(table: Table, group: str, rows: list[TableRow], full: str) -> set[tuple[int, str]]:
     """(index into `rows`, column) of the best measured values of a group, the method `full` not counted."""
-    found = set()
+    won = set()
     for column in table.columns:
         best = column.best and table.best_in.get(group, column.best)
         cells = [
@@ -82,5 +82,5 @@ def winners(table: Table, group: str, rows: list[Row], full: str) -> set[tuple[i
         values = [(i, round(cell.value, column.digits)) for i, cell in cells if cell]
         if best and len(values) > 1:
             top = max(best * value for _, value in values)
-            found |= {(i, column.name) for i, value in values if best * value == top}
-    return found
+            won |= {(i, column.name) for i, value in values if best * value == top}
+    return won

@@ -33,7 +33,7 @@ class Outputs:
     hidden: tuple[Tensor, ...]
 
 
-class Distiller:
+class SampleDistillation:
     """Runs teacher and student over the continuations of one sample."""
 
     def __init__(self, model: Any, sample: TokenizedSample):
@@ -44,10 +44,10 @@ class Distiller:
         width = max(len(ids) for ids, _ in sample.continuations)
         shape = (len(sample.continuations), width)
         ids = torch.zeros(shape, dtype=torch.long, device="cpu")
-        scored, own = torch.zeros(shape, device="cpu"), torch.zeros(shape, device="cpu")
+        scored, row_weights = torch.zeros(shape, device="cpu"), torch.zeros(shape, device="cpu")
         for row, (tokens, skip) in enumerate(sample.continuations):
             ids[row, : len(tokens)] = torch.tensor(tokens, device="cpu")
-            own[row, : len(tokens)] = 1.0 / len(tokens) / shape[0]
+            row_weights[row, : len(tokens)] = 1.0 / len(tokens) / shape[0]
             # Row i predicts token i + 1: the targets are predicted by rows skip - 1 .. len - 2.
             first = max(0, skip - 1)
             scored[row, first : len(tokens) - 1] = 1.0 / (len(tokens) - 1 - first) / shape[0]
@@ -56,7 +56,7 @@ class Distiller:
         self._continuation = self._rows.nonzero()[:, 0]  # which one each target row belongs to
         # Every continuation weighs the same, whatever its length.
         self.weights = scored.to(device)[self._rows]
-        self.row_weights = own.to(device)
+        self.row_weights = row_weights.to(device)
 
     def run(self, log_mask: Tensor | None) -> Outputs:
         """Forward of all continuations over the prompt under `log_mask` [L, n, H, T] (None: the full cache)."""
@@ -87,8 +87,8 @@ class Distiller:
     def hidden_distance(self, teacher: Outputs, student: Outputs, norm: str) -> Tensor:
         """1/L sum_l ||H_T - H_S||^2, averaged over tokens; `norm` as in `TrainingConfig.hidden_norm`."""
         total = self.row_weights.new_zeros(())
-        for target, own in zip(teacher.hidden, student.hidden, strict=True):
-            squared = (own.float() - target.float()).square().sum(-1)
+        for target, hidden in zip(teacher.hidden, student.hidden, strict=True):
+            squared = (hidden.float() - target.float()).square().sum(-1)
             if norm == "relative":
                 squared = squared / target.float().square().sum(-1).clamp(min=1e-12)
             elif norm == "mean":

@@ -24,7 +24,7 @@ from lkv.policy import Policy
 from lkv.policy_file import is_policy
 from lkv.training.calibration import calibrate
 from lkv.training.data.sample import TokenizedSample
-from lkv.training.distillation import Distiller, gumbel, hard_mask, soft_mask
+from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
 
 _CHECKPOINT = "checkpoint.safetensors"
 _CURVE = "curve.jsonl"
@@ -152,16 +152,16 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = now.lr * group["rate"]
         self._optimizer.zero_grad(set_to_none=True)
-        index, count = self._share
+        rank, count = self._share
         sums = {"kl": 0.0, "hidden": 0.0}
         broken = ""
-        for place in range(index, self._config.batch, count):
-            number = self._step * self._config.batch + place
+        for index in range(rank, self._config.batch, count):
+            number = self._step * self._config.batch + index
             generator = torch.Generator("cpu").manual_seed(self._config.seed * 1_000_003 + number)
             sample = self._samples(number)
             if not sample.continuations:
                 continue
-            run = Distiller(self._model, sample)
+            run = SampleDistillation(self._model, sample)
             with torch.no_grad():
                 teacher = run.run(None)
             scores = run.scores(self._policy)
@@ -223,7 +223,7 @@ class Trainer:
         if self._config.retention_high:
             measured["_third"] = self._config.retention_end / 3
         for sample in self._validation:
-            run = Distiller(self._model, sample)
+            run = SampleDistillation(self._model, sample)
             scores, rows = run.scores(self._policy), len(sample.continuations)
             teacher = run.run(None)
             for end, retention in measured.items():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lkv.methods.budget.contest import GlobalTopK
 from lkv.methods.kvzip import replay_scores
-from lkv.policy import HeadBudgets, Policy
+from lkv.policy import HeadScores, Policy
 from lkv.prefill import read_prompt
 from lkv.training.data.sample import TokenizedSample
 
@@ -45,9 +45,9 @@ def carry_over(
         for _ in range(_STEPS):
             chosen = torch.randperm(len(ids), generator=generator, device="cpu")[:_TOKENS].to(target.device)
             optimizer.zero_grad()
-            found = torch.cat([policy.tokens.content(part, layer, chosen) for layer, part in enumerate(prompt)])
+            scores = torch.cat([policy.tokens.content(part, layer, chosen) for layer, part in enumerate(prompt)])
             wanted = target[..., chosen] * _DEVIATION
-            loss = (found - found.mean(-1, keepdim=True) - wanted + wanted.mean(-1, keepdim=True)).square().mean()
+            loss = (scores - scores.mean(-1, keepdim=True) - wanted + wanted.mean(-1, keepdim=True)).square().mean()
             loss.backward()
             optimizer.step()
         error = float(loss.detach()) / _DEVIATION**2
@@ -102,7 +102,7 @@ def _average(accelerator: Any, tensors: list[Tensor | None]) -> None:
             tensor.copy_(accelerator.reduce(tensor, reduction="mean"))
 
 
-def _fit_heads(heads: HeadBudgets, shares: Tensor, policy: Policy) -> None:
+def _fit_heads(heads: HeadScores, shares: Tensor, policy: Policy) -> None:
     """Give LKV-H scores whose ratios at `_RETENTIONS` come close to `shares` [n, L, H]."""
     optimizer = torch.optim.Adam(heads.parameters(), lr=_HEAD_RATE)
     retentions = torch.tensor(_RETENTIONS, device=shares.device)

@@ -46,10 +46,12 @@ def make_examples(task: str, length: int, count: int, tokenizer: Any, sources: S
         raise EvaluationError(f"RULER has no task {task!r}; did you mean {', '.join(near)}?")
     if count < 1:
         raise EvaluationError(f"{count} examples of {task} are asked for; ask for at least one.")
-    found = list(islice(_examples(task, length, tokenizer, sources, seed), count))
-    if len(found) < count:
-        raise EvaluationError(f"{task} has {len(found)} questions that fit {length} tokens, but {count} are asked for.")
-    return found
+    examples = list(islice(_examples(task, length, tokenizer, sources, seed), count))
+    if len(examples) < count:
+        raise EvaluationError(
+            f"{task} has {len(examples)} questions that fit {length} tokens, but {count} are asked for."
+        )
+    return examples
 
 
 def check_sources(tasks: Sequence[str], sources: Sources) -> None:

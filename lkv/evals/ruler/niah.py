@@ -27,7 +27,7 @@ def draft(seed: str, task: Needles, essay: Sequence[str]) -> Draft:
     rng.shuffle(needles)
     asked = rng.sample(keys, task.queries)
     depths = sorted(rng.sample(_DEPTHS, len(needles)))
-    place = rng.random()
+    depth = rng.random()
 
     def other_needles(count: int) -> list[str]:
         drawn, known = random.Random(f"{seed}-haystack"), set(taken)
@@ -39,7 +39,7 @@ def draft(seed: str, task: Needles, essay: Sequence[str]) -> Draft:
         if task.haystack == "essay":
             return _in_essay(essay, units, needles, depths)
         lines = [NOISE] * units if task.haystack == "noise" else other_needles(units)
-        at = int(place * units)
+        at = int(depth * units)
         return "\n".join([*lines[:at], *needles, *lines[at:]])
 
     singular = task.queries * task.values == 1
@@ -74,9 +74,9 @@ def _singular(text: str) -> str:
 
 def _in_essay(essay: Sequence[str], words: int, needles: list[str], depths: list[int]) -> str:
     times = -(-words // len(essay))
-    found = sentences(" ".join((list(essay) * times)[:words]))
-    cuts = [0, *(len(found) * depth // 100 for depth in depths), len(found)]
+    essay_sentences = sentences(" ".join((list(essay) * times)[:words]))
+    cuts = [0, *(len(essay_sentences) * depth // 100 for depth in depths), len(essay_sentences)]
     pieces = []
     for i, needle in enumerate(needles):
-        pieces += [*found[cuts[i] : cuts[i + 1]], needle]
-    return " ".join([*pieces, *found[cuts[-2] :]])
+        pieces += [*essay_sentences[cuts[i] : cuts[i + 1]], needle]
+    return " ".join([*pieces, *essay_sentences[cuts[-2] :]])

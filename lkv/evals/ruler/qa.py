@@ -19,11 +19,11 @@ def draft(seed: str, question: Question, documents: tuple[str, ...]) -> Draft:
     needed give way at short lengths.
     """
     rng = random.Random(seed)
-    own = {*question.needed, *question.near}
+    given = {*question.needed, *question.near}
     ranked = [
         *question.needed,
         *rng.sample(question.near, len(question.near)),
-        *rng.sample(others := [i for i in range(len(documents)) if i not in own], len(others)),
+        *rng.sample(others := [i for i in range(len(documents)) if i not in given], len(others)),
     ]
 
     def context(units: int) -> str:

@@ -33,7 +33,7 @@ class _Raw(NamedTuple):
     text: str
     answers: tuple[str, ...]
     needed: tuple[str, ...]
-    own: tuple[str, ...]
+    documents: tuple[str, ...]
 
 
 def read_squad(path: Path) -> QuestionSet:
@@ -60,17 +60,17 @@ def read_text(path: Path) -> str:
     return _bytes(path).decode("utf-8", errors="replace")
 
 
-def _collect(path: Path, found: Iterator[_Raw]) -> QuestionSet:
-    raw = list(found)
-    documents = tuple(sorted({document for question in raw for document in question.own}))
+def _collect(path: Path, questions: Iterator[_Raw]) -> QuestionSet:
+    raw = list(questions)
+    documents = tuple(sorted({document for question in raw for document in question.documents}))
     number = {document: i for i, document in enumerate(documents)}
     asked = []
     for question in raw:
         if not question.answers:
             continue
         needed = dict.fromkeys(number[document] for document in question.needed)
-        own = dict.fromkeys(number[document] for document in question.own)
-        near = tuple(i for i in own if i not in needed)
+        given = dict.fromkeys(number[document] for document in question.documents)
+        near = tuple(i for i in given if i not in needed)
         asked.append(Question(question.text, question.answers, tuple(needed), near))
     if not asked:
         raise DataError(f"{path} has no question with an answer; give the official file of the data set.")
@@ -81,64 +81,64 @@ def _squad_articles(path: Path) -> Iterator[_Raw]:
     for a, article in enumerate(_field(_whole(path), "data", list, str(path)), 1):
         at = f"{path}, article {a}"
         paragraphs = _field(article, "paragraphs", list, at)
-        own = tuple(_field(p, "context", str, f"{at}, paragraph {i}") for i, p in enumerate(paragraphs, 1))
-        for i, (context, paragraph) in enumerate(zip(own, paragraphs, strict=True), 1):
+        given_with = tuple(_field(p, "context", str, f"{at}, paragraph {i}") for i, p in enumerate(paragraphs, 1))
+        for i, (context, paragraph) in enumerate(zip(given_with, paragraphs, strict=True), 1):
             for q, entry in enumerate(_field(paragraph, "qas", list, f"{at}, paragraph {i}"), 1):
-                place = f"{at}, paragraph {i}, question {q}"
-                given = [_field(answer, "text", str, place) for answer in _field(entry, "answers", list, place)]
+                where = f"{at}, paragraph {i}, question {q}"
+                given = [_field(answer, "text", str, where) for answer in _field(entry, "answers", list, where)]
                 answers = () if entry.get("is_impossible") else tuple(dict.fromkeys(given))
-                yield _Raw(_field(entry, "question", str, place), answers, (context,), own)
+                yield _Raw(_field(entry, "question", str, where), answers, (context,), given_with)
 
 
 def _squad_rows(path: Path) -> Iterator[_Raw]:
     table = [
-        (place, _field(row, "title", str, place), _field(row, "context", str, place), row)
-        for place, row in _records(path)
+        (where, _field(row, "title", str, where), _field(row, "context", str, where), row)
+        for where, row in _records(path)
     ]
     articles: dict[str, dict[str, None]] = {}
     for _, title, context, _ in table:
         articles.setdefault(title, {})[context] = None
-    for place, title, context, row in table:
-        given = _field(_field(row, "answers", dict, place), "text", list, place)
-        text = _field(row, "question", str, place)
+    for where, title, context, row in table:
+        given = _field(_field(row, "answers", dict, where), "text", list, where)
+        text = _field(row, "question", str, where)
         yield _Raw(text, tuple(dict.fromkeys(given)), (context,), tuple(articles[title]))
 
 
 def _hotpot(path: Path) -> Iterator[_Raw]:
-    for place, row in _records(path):
+    for where, row in _records(path):
         facts, context = row.get("supporting_facts"), row.get("context")
         # Parquet rows hold columns where the official file holds pairs.
         if isinstance(facts, dict) and isinstance(context, dict):
-            titles = set(_field(facts, "title", list, place))
+            titles = set(_field(facts, "title", list, where))
             paragraphs = list(
-                zip(_field(context, "title", list, place), _field(context, "sentences", list, place), strict=True)
+                zip(_field(context, "title", list, where), _field(context, "sentences", list, where), strict=True)
             )
         else:
             titles = {
-                _pair(fact, "supporting_facts", place)[0] for fact in _field(row, "supporting_facts", list, place)
+                _pair(fact, "supporting_facts", where)[0] for fact in _field(row, "supporting_facts", list, where)
             }
-            paragraphs = [_pair(entry, "context", place) for entry in _field(row, "context", list, place)]
-        own = {title: f"{title}\n{''.join(lines)}" for title, lines in paragraphs}
-        answer = _field(row, "answer", str, place)
+            paragraphs = [_pair(entry, "context", where) for entry in _field(row, "context", list, where)]
+        texts = {title: f"{title}\n{''.join(lines)}" for title, lines in paragraphs}
+        answer = _field(row, "answer", str, where)
         yield _Raw(
-            text=_field(row, "question", str, place),
-            answers=(answer,) if titles and titles <= own.keys() else (),
-            needed=tuple(own[title] for title in own if title in titles),
-            own=tuple(own.values()),
+            text=_field(row, "question", str, where),
+            answers=(answer,) if titles and titles <= texts.keys() else (),
+            needed=tuple(texts[title] for title in texts if title in titles),
+            documents=tuple(texts.values()),
         )
 
 
-def _pair(value: Any, name: str, place: str) -> tuple[Any, Any]:
+def _pair(value: Any, name: str, where: str) -> tuple[Any, Any]:
     if not isinstance(value, list) or len(value) != 2:
-        raise DataError(f"{place}: field {name!r} must hold pairs, but has {value!r:.60}.")
+        raise DataError(f"{where}: field {name!r} must hold pairs, but has {value!r:.60}.")
     return value[0], value[1]
 
 
-def _field(row: Any, name: str, kind: type, place: str) -> Any:
+def _field(row: Any, name: str, kind: type, where: str) -> Any:
     value = row.get(name) if isinstance(row, dict) else None
     if not isinstance(value, kind):
         state = "is missing" if value is None else f"is not a {kind.__name__}"
-        raise DataError(f"{place}: field {name!r} {state}; give the official file of the data set.")
+        raise DataError(f"{where}: field {name!r} {state}; give the official file of the data set.")
     return value
 
 
@@ -162,10 +162,10 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}, entry {i}", _object(row, f"{path}, entry {i}")
 
 
-def _object(row: Any, place: str) -> dict[str, Any]:
+def _object(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(
-            f"{place}: not a JSON object but a {type(row).__name__}; give the official file of the data set."
+            f"{where}: not a JSON object but a {type(row).__name__}; give the official file of the data set."
         )
     return row
 

@@ -67,8 +67,8 @@ class Sources:
         if not folder.is_dir():
             raise DataError(f"there is no folder {folder}; give one with RULER's source files.")
         essays = essays or _first(folder, ("PaulGrahamEssays*.json", "PaulGrahamEssays*.json.gz", "essays"))
-        found = {name: _first(folder, kind.patterns) for name, kind in _KINDS.items()}
-        return cls(essays, None, found["squad"], found["hotpot"], download)
+        paths = {name: _first(folder, kind.patterns) for name, kind in _KINDS.items()}
+        return cls(essays, None, paths["squad"], paths["hotpot"], download)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -117,5 +117,5 @@ class Sources:
 
 
 def _first(folder: Path, patterns: tuple[str, ...]) -> Path | None:
-    found = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if "train" not in path.name]
-    return found[0] if found else None
+    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if "train" not in path.name]
+    return paths[0] if paths else None

@@ -56,8 +56,8 @@ def _context(rng: random.Random, lines: int, names: list[str], value: str) -> st
     # The space after each hop is the benchmark's own.
     hops = [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
     text = [NOISE] * lines
-    for i, place in enumerate(sorted(rng.sample(range(lines), len(names)))):
-        text.insert(place + i, [f"VAR {names[0]} = {value}", *hops][i])
+    for i, line in enumerate(sorted(rng.sample(range(lines), len(names)))):
+        text.insert(line + i, [f"VAR {names[0]} = {value}", *hops][i])
     return VARIABLE_TRACKING.before_question.format(context="\n".join(text))
 
 

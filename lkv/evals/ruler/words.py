@@ -37,18 +37,18 @@ def draw(rng: random.Random, kind: str) -> str:
 
 def draw_new(rng: random.Random, kind: str, taken: set[str]) -> str:
     """One that is not in `taken` yet; it is added."""
-    while (found := draw(rng, kind)) in taken:
+    while (value := draw(rng, kind)) in taken:
         pass
-    taken.add(found)
-    return found
+    taken.add(value)
+    return value
 
 
 def distinct(rng: random.Random, letters: str, size: int, count: int, taken: set[str]) -> list[str]:
     """`count` different strings of `size` letters, none of them in `taken`."""
-    found: list[str] = []
-    while len(found) < count:
+    words: list[str] = []
+    while len(words) < count:
         word = "".join(rng.choices(letters, k=size))
         if word not in taken:
             taken.add(word)
-            found.append(word)
-    return found
+            words.append(word)
+    return words

@@ -13,7 +13,7 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Share:
+class Amount:
     """What to keep of a text: a fraction of its tokens or, where `tokens` is given, that many a head on average."""
 
     retention: float = 0.15
@@ -25,7 +25,7 @@ class Share:
             raise RetentionError(f"budget_tokens is {self.tokens!r}, but a head keeps a whole number of tokens >= 1.")
 
     @classmethod
-    def asked(cls, retention: float | None, tokens: int | None) -> "Share":
+    def asked(cls, retention: float | None, tokens: int | None) -> "Amount":
         """What a caller asked for, one of the two or neither. Raises RetentionError for both, or for bad numbers."""
         if retention is not None and tokens is not None:
             raise RetentionError(
@@ -41,9 +41,9 @@ class Share:
         return f"retention {self.retention}" if self.tokens is None else f"budget_tokens {self.tokens}"
 
 
-def share(amount: float | Share) -> Share:
-    """A retention as a `Share`. Raises RetentionError outside (0, 1]."""
-    return amount if isinstance(amount, Share) else Share(check_retention(amount))
+def amount_of(amount: float | Amount) -> Amount:
+    """A retention as an `Amount`. Raises RetentionError outside (0, 1]."""
+    return amount if isinstance(amount, Amount) else Amount(check_retention(amount))
 
 
 class Budget(Protocol):
@@ -76,11 +76,11 @@ class FixedBudget(ABC):
 class Uniform(FixedBudget):
     """Every head keeps the same share."""
 
-    def __init__(self, retention: float | Share):
-        self._share = share(retention)
+    def __init__(self, retention: float | Amount):
+        self._amount = amount_of(retention)
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        return [self._share.of(tokens)] * heads
+        return [self._amount.of(tokens)] * heads
 
 
 class PerHead(FixedBudget):

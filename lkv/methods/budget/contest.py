@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import CacheError, check_retention
-from lkv.methods.budget.base import ROUNDING, Share
+from lkv.methods.budget.base import ROUNDING, Amount
 
 
 class GlobalTopK:
@@ -29,13 +29,13 @@ class Contest:
     Under tensor parallelism the heads of one process compete.
     """
 
-    def __init__(self, share: Share):
-        self._share = share
+    def __init__(self, amount: Amount):
+        self._amount = amount
 
     def for_prompt(self, selector: Any, prompt: list[Any]) -> GlobalTopK:
         """The budgets for one prompt, read into `prompt`, by the scores of `selector`."""
         table = torch.stack([selector.scores(index, layer) for index, layer in enumerate(prompt)])
-        return GlobalTopK(table, self._share.of(table.shape[-1]))
+        return GlobalTopK(table, self._amount.of(table.shape[-1]))
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
         raise CacheError(

@@ -1,7 +1,7 @@
 """DuoAttention (Xiao et al. 2024)."""
 
 from lkv.errors import BudgetError, PromptError
-from lkv.methods.budget.base import ROUNDING, FixedBudget, Share, share
+from lkv.methods.budget.base import ROUNDING, Amount, FixedBudget, amount_of
 from lkv.methods.budget.tables import check_table
 
 SINKS, RECENT = 128, 256
@@ -17,7 +17,7 @@ class Duo(FixedBudget):
 
     def __init__(
         self,
-        retention: float | Share,
+        retention: float | Amount,
         pattern: list[list[float]],
         sinks: int = SINKS,
         recent: int = RECENT,
@@ -39,10 +39,10 @@ class Duo(FixedBudget):
         width = len(pattern[0]) if pattern else 0
         if not width:
             raise BudgetError("the pattern of retrieval heads is empty; give one alpha for each KV head, [L][H].")
-        self._share, self._window, self._heads, self._strict = share(retention), sinks + recent, heads, strict
+        self._amount, self._window, self._heads, self._strict = amount_of(retention), sinks + recent, heads, strict
         alphas = check_table(pattern, len(pattern), width, "the pattern of retrieval heads")
         places = [(layer, head) for layer in range(len(alphas)) for head in range(width)]
-        order = sorted(places, key=lambda place: -alphas[place[0]][place[1]])
+        order = sorted(places, key=lambda where: -alphas[where[0]][where[1]])
         self._rank = [[0] * width for _ in alphas]
         for rank, (layer, head) in enumerate(order):
             self._rank[layer][head] = rank
@@ -52,9 +52,9 @@ class Duo(FixedBudget):
 
         Raises PromptError where the streaming heads' windows alone are more than the share, unless not `strict`.
         """
-        every = len(self._rank) * len(self._rank[0])
+        heads = len(self._rank) * len(self._rank[0])
         window = min(self._window, tokens)
-        room = int(self._share.of(tokens) * every * tokens + ROUNDING) - every * window
+        room = int(self._amount.of(tokens) * heads * tokens + ROUNDING) - heads * window
         if room < 0 and not self._strict:
             return 0
         if room < 0:
@@ -63,9 +63,9 @@ class Duo(FixedBudget):
             raise PromptError(
                 f"the prompt has {tokens} tokens, of which every streaming head keeps {window} (sinks and recent "
                 f"ones): the smallest retention that DuoAttention can reach at this length is {least}, but it was "
-                f"given {self._share}. Ask for more, give a longer prompt, or fewer sinks and recent tokens."
+                f"given {self._amount}. Ask for more, give a longer prompt, or fewer sinks and recent tokens."
             )
-        return min(every, room // (tokens - window)) if tokens > window else every
+        return min(heads, room // (tokens - window)) if tokens > window else heads
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
         whole = self.retrieval_heads(tokens)

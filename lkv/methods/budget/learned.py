@@ -1,19 +1,19 @@
 """LKV-H (Sec. 3.3)."""
 
-from lkv.methods.budget.base import FixedBudget, Share, share
+from lkv.methods.budget.base import Amount, FixedBudget, amount_of
 from lkv.policy import Policy
 
 
 class LearnedBudget(FixedBudget):
     """LKV-H: the policy's ratios, fixed after training (Sec. 3.3)."""
 
-    def __init__(self, policy: Policy, retention: float | Share, heads: slice = slice(None)):
+    def __init__(self, policy: Policy, retention: float | Amount, heads: slice = slice(None)):
         """`heads`: the KV heads that this process computes."""
-        self._policy, self._share, self._heads = policy, share(retention), heads
+        self._policy, self._amount, self._heads = policy, amount_of(retention), heads
         self._solved: tuple[float, list[list[float]]] | None = None
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        retention = self._share.of(tokens)
+        retention = self._amount.of(tokens)
         # One Soft-TopK over all heads of the model serves every layer and process.
         if self._solved is None or self._solved[0] != retention:
             self._solved = (retention, self._policy.inference_ratios(retention)[:, self._heads].tolist())

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 from lkv.errors import BudgetError
-from lkv.methods.budget.base import ROUNDING, FixedBudget, Share, share
+from lkv.methods.budget.base import ROUNDING, Amount, FixedBudget, amount_of
 
 
 class Pyramid(FixedBudget):
@@ -16,14 +16,14 @@ class Pyramid(FixedBudget):
     first. All heads of a layer keep the same.
     """
 
-    def __init__(self, retention: float | Share, layers: int, beta: int = 20):
+    def __init__(self, retention: float | Amount, layers: int, beta: int = 20):
         """`layers`: those evicted from. Raises BudgetError for `layers` or `beta` below 1, and RetentionError."""
         if layers < 1 or beta < 1:
             raise BudgetError(
                 f"a pyramid of {layers} layers with beta {beta} cannot be built: both must be 1 or more; use the "
                 "model's number of layers, and beta 20 as in the paper (1 makes all layers equal)."
             )
-        self._share, self._layers, self._beta = share(retention), layers, beta
+        self._amount, self._layers, self._beta = amount_of(retention), layers, beta
         self._solved: tuple[int, list[int]] | None = None
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
@@ -34,7 +34,7 @@ class Pyramid(FixedBudget):
     def _counts(self, tokens: int) -> list[int]:
         """What a head of each layer keeps, [L]."""
         layers = self._layers
-        total = min(layers * tokens, int(self._share.of(tokens) * layers * tokens + ROUNDING))
+        total = min(layers * tokens, int(self._amount.of(tokens) * layers * tokens + ROUNDING))
         # Fractions: the line's sum is the total itself, so that rounding can neither lose nor invent a token.
         mean = Fraction(total, layers)
         first = min(2 * mean - mean / Fraction(self._beta), Fraction(tokens))

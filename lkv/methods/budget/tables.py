@@ -9,13 +9,13 @@ from typing import Any
 from lkv.errors import BudgetError
 from lkv.methods.budget.base import PerHead
 
-Source = str | os.PathLike[str]
+FilePath = str | os.PathLike[str]
 
 
 class FileBudget(PerHead):
     """Each head keeps floor(r T) tokens by its own ratio r, from a JSON file of numbers [L][H]."""
 
-    def __init__(self, path: Source, layers: int, heads: int, local: slice = slice(None)):
+    def __init__(self, path: FilePath, layers: int, heads: int, local: slice = slice(None)):
         """`layers` and `heads` (KV heads a layer) of the whole model; `local`: those that this process computes.
 
         Raises BudgetError for a file that cannot be read or does not fit the model.
@@ -23,7 +23,7 @@ class FileBudget(PerHead):
         super().__init__([row[local] for row in read_ratios(path, layers, heads)])
 
 
-def read_ratios(path: Source, layers: int, heads: int) -> list[list[float]]:
+def read_ratios(path: FilePath, layers: int, heads: int) -> list[list[float]]:
     """The ratios [L][H] in a JSON file. Raises BudgetError."""
     try:
         table = json.loads(_text(path))
@@ -32,7 +32,7 @@ def read_ratios(path: Source, layers: int, heads: int) -> list[list[float]]:
     return check_table(table, layers, heads, str(path))
 
 
-def read_pattern(path: Source, layers: int, heads: int) -> list[list[float]]:
+def read_pattern(path: FilePath, layers: int, heads: int) -> list[list[float]]:
     """The alphas [L][H] of a DuoAttention pattern file (`full_attention_heads.tsv`), clipped to [0, 1].
 
     One line a layer, one number a KV head, separated by tabs, as published by Xiao et al. (2024). Raises BudgetError.
@@ -54,9 +54,9 @@ def check_table(table: Any, layers: int, heads: int, source: str) -> list[list[f
         raise BudgetError(f"{source} is no list of lists of numbers; {_wanted(layers, heads)}.")
     widths = sorted({len(row) for row in table})
     if len(table) != layers or widths != [heads]:
-        found = " or ".join(map(str, widths)) or "no"
+        stated = " or ".join(map(str, widths)) or "no"
         raise BudgetError(
-            f"{source} has {len(table)} rows of {found} numbers, but the model has {layers} layers of {heads} KV "
+            f"{source} has {len(table)} rows of {stated} numbers, but the model has {layers} layers of {heads} KV "
             f"heads; {_wanted(layers, heads)}, made for this very model."
         )
     for layer, row in enumerate(table):
@@ -80,7 +80,7 @@ def _number(cell: str) -> float:
     return value
 
 
-def _text(path: Source) -> str:
+def _text(path: FilePath) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -33,18 +33,18 @@ class CriticalKV(Selector):
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
-        found = precise(self._inner.scores(layer, prompt))
-        if bool((found < 0).any()):
+        attention = precise(self._inner.scores(layer, prompt))
+        if bool((attention < 0).any()):
             raise ValueError(
                 f"CriticalKV weighs scores by the size of the values, and {type(self._inner).__name__} gives scores "
                 "below 0; wrap a selector of attention, such as SnapKV, H2O or ExpectedAttention."
             )
-        refined = (found + self._epsilon) * self._norms(layer, prompt.value)
+        refined = (attention + self._epsilon) * self._norms(layer, prompt.value)
         rows = [
             _ranks(first, second, self._first_stage)
-            for first, second in zip(_order(found), _order(refined), strict=True)
+            for first, second in zip(_order(attention), _order(refined), strict=True)
         ]
-        return -torch.tensor(rows, dtype=torch.float32, device=found.device).view(found.shape)
+        return -torch.tensor(rows, dtype=torch.float32, device=attention.device).view(attention.shape)
 
     def _norms(self, layer: int, value: Tensor) -> Tensor:
         """L1 norms [B, H, T] of the projected values, averaged over a KV head's query heads."""

@@ -35,10 +35,10 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tens
     """Shapes as in `api.ragged_attention`. Nothing here waits for the device."""
     batch, heads, rows, dim = q.shape
     kv_heads, spans = starts.shape[1], starts.numel()
-    own = q.view(batch, kv_heads, heads // kv_heads, rows, dim).transpose(2, 3).reshape(spans * rows, -1, dim)
+    grouped = q.view(batch, kv_heads, heads // kv_heads, rows, dim).transpose(2, 3).reshape(spans * rows, -1, dim)
     ends = torch.full_like(lens.flatten()[:1], len(k_pool))
     out = _operator()(
-        own,
+        grouped,
         k_pool[:, None],
         v_pool[:, None],
         torch.arange(0, (spans + 1) * rows, rows, dtype=torch.int32, device=q.device),

@@ -37,23 +37,23 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 def fact(rng: random.Random) -> tuple[str, str, str]:
     """One invented fact as (sentence, question, answer)."""
     person = f"{rng.choice(_NAMES)} {rng.choice(_SURNAMES)}"
-    place = f"the {rng.choice(_ADJECTIVES)} {rng.choice(_THINGS)}"
+    thing = f"the {rng.choice(_ADJECTIVES)} {rng.choice(_THINGS)}"
     number = str(rng.randint(100, 99999))
     code = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(rng.randint(4, 7)))
     city, job, food = rng.choice(_CITIES), rng.choice(_JOBS), rng.choice(_FOODS)
     variable = f"{code.lower()}_{job}"
     year = str(rng.randint(1650, 2020))
     forms = [
-        (f"The number painted on {place} is {number}.", f"What number is painted on {place}?", number),
-        (f"The password for {place} is {code}.", f"What is the password for {place}?", code),
+        (f"The number painted on {thing} is {number}.", f"What number is painted on {thing}?", number),
+        (f"The password for {thing} is {code}.", f"What is the password for {thing}?", code),
         (f"{person} works as a {job} in {city}.", f"In which city does {person} work as a {job}?", city),
         (f"By trade, {person} was a {job}.", f"What was the trade of {person}?", job),
         (f"{person} was born in {city} in {year}.", f"In which year was {person} born?", year),
-        (f"{place.capitalize()} was bought by {person} for {number} crowns.", f"Who bought {place}?", person),
-        (f"{place.capitalize()} was sold for {number} crowns.", f"For how many crowns was {place} sold?", number),
-        (f"There are {number} sacks of {food} in {place}.", f"How many sacks are in {place}?", number),
-        (f"{person} keeps the {food} in {place}.", f"Where does {person} keep the {food}?", f"in {place}"),
-        (f"Remember that the key to {place} hangs in {city}.", f"Where does the key to {place} hang?", f"in {city}"),
+        (f"{thing.capitalize()} was bought by {person} for {number} crowns.", f"Who bought {thing}?", person),
+        (f"{thing.capitalize()} was sold for {number} crowns.", f"For how many crowns was {thing} sold?", number),
+        (f"There are {number} sacks of {food} in {thing}.", f"How many sacks are in {thing}?", number),
+        (f"{person} keeps the {food} in {thing}.", f"Where does {person} keep the {food}?", f"in {thing}"),
+        (f"Remember that the key to {thing} hangs in {city}.", f"Where does the key to {thing} hang?", f"in {city}"),
         (
             f"Note: the value of {variable} is {number}.",
             f"What is the value of {variable}?",

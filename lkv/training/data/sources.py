@@ -79,13 +79,13 @@ def multihop(folder: Path) -> list[Puzzle]:
 
 def stories(folder: Path) -> list[Passage]:
     """FairytaleQA (whole tales with questions) and SQuALITY (long stories with questions)."""
-    found = list(tales(folder / "fairytaleqa_train.jsonl.gz"))
+    passages = list(tales(folder / "fairytaleqa_train.jsonl.gz"))
     for row in rows(folder / "squality_train.jsonl.gz"):
         text = re.sub(r"\n\s*\n?", "\n", row["document"]).strip()
         asked = [q for q in row["questions"] if q["responses"]]
         qa = tuple((q["question_text"], q["responses"][0]["response_text"]) for q in asked)
-        found.append(Passage("", text, qa))
-    return found
+        passages.append(Passage("", text, qa))
+    return passages
 
 
 def tales(path: Path) -> Iterator[Passage]:
@@ -120,7 +120,7 @@ class Meeting(NamedTuple):
 
 def meetings(folder: Path, name: str = "qmsum_train.jsonl.gz") -> list[Meeting]:
     """QMSum meeting transcripts with their specific queries."""
-    found = []
+    transcripts = []
     for row in rows(folder / name):
         turns = tuple(f"{t['speaker']}: {t['content']}" for t in row["meeting_transcripts"])
         queries = []
@@ -128,8 +128,8 @@ def meetings(folder: Path, name: str = "qmsum_train.jsonl.gz") -> list[Meeting]:
             spans = [(int(a), int(b)) for a, b in q["relevant_text_span"]]
             if spans:
                 queries.append((q["query"], q["answer"], min(a for a, _ in spans), max(b for _, b in spans)))
-        found.append(Meeting(turns, tuple(queries)))
-    return found
+        transcripts.append(Meeting(turns, tuple(queries)))
+    return transcripts
 
 
 def dialogues(folder: Path) -> list[Passage]:
@@ -143,12 +143,12 @@ def dialogues(folder: Path) -> list[Passage]:
 
 def exam(folder: Path) -> list[tuple[str, str]]:
     """MMLU questions as (question with its choices, answer)."""
-    found = []
+    questions = []
     for row in rows(folder / "mmlu_dev_test.jsonl.gz"):
         choices = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
         answer = row["choices"]["ABCD".index(row["answer"])]
-        found.append((f"{row['question']}\n{choices}", f"{row['answer']}. {answer}"))
-    return found
+        questions.append((f"{row['question']}\n{choices}", f"{row['answer']}. {answer}"))
+    return questions
 
 
 def wikipedia(folder: Path) -> list[Passage]:
@@ -164,8 +164,8 @@ def wikipedia(folder: Path) -> list[Passage]:
 
 def code(folder: Path) -> list[Passage]:
     """Source files: Java, C++ and C# of the training folder, and the folder's own source files."""
-    found = [Passage(row["path"], row["code"]) for row in rows(folder / "code_java_cpp_csharp.jsonl.gz")]
-    return found + list(_files(folder, CODE_ENDINGS))
+    passages = [Passage(row["path"], row["code"]) for row in rows(folder / "code_java_cpp_csharp.jsonl.gz")]
+    return passages + list(_files(folder, CODE_ENDINGS))
 
 
 def standard_library() -> list[Passage]:
