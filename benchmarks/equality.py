@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import RESULTS
+from benchmarks.masked import hidden_from_continuation
 from lkv.cache.ragged import RaggedCache
 from lkv.methods.budget import PerHead, Uniform
 from lkv.methods.build import Method
 from lkv.methods.selection import GivenScores
 from lkv.models import load_default
 from lkv.results import write_results
-from tests.oracle import hidden_from_continuation
 
 LATER = 24
 

@@ -4,58 +4,17 @@ python -m examples.demo    (writes demo-output/summary.json and demo-output/budg
 """
 
 import time
-from importlib.metadata import files
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from examples.document import NOTES, document
 from lkv import Context, compress, default_policy, load_default
 from lkv.report.figures import draw_budgets
 from lkv.results import write_results
 
 OUT = Path("demo-output")
 RETENTION = 0.15
-TOKENS = 4200
-# Real text that comes with a pinned package: the licence that numpy's wheels carry for their Fortran library, about
-# 4,200 tokens of it, with three notes left between its paragraphs.
-PACKAGE, OPENING = "numpy", "GNU GENERAL PUBLIC LICENSE"
-NOTES = (
-    (
-        0.15,
-        "The spare key to the reading room is kept in Lisbon.",
-        "Where is the spare key to the reading room kept?",
-        "Lisbon",
-    ),
-    (
-        0.50,
-        "The password for the old archive is walnut.",
-        "What is the password for the old archive?",
-        "walnut",
-    ),
-    (
-        0.82,
-        "The telephone extension of Marta Lindgren is 5308.",
-        "What is the telephone extension of Marta Lindgren?",
-        "5308",
-    ),
-)
-
-
-def document(tokenizer: Any, tokens: int = TOKENS) -> str:
-    """About the first `tokens` tokens of the licence with the notes at their depths."""
-    texts = [file.read_text(encoding="utf-8") for file in files(PACKAGE) or [] if file.name == "LICENSE.txt"]
-    text = next(text for text in texts if OPENING in text)
-    paragraphs = [" ".join(part.split()) for part in text[text.index(OPENING) :].split("\n\n") if part.strip()]
-    kept, count = [], 0
-    for paragraph in paragraphs:
-        kept.append(paragraph)
-        count += len(tokenizer(paragraph, add_special_tokens=False)["input_ids"])
-        if count >= tokens:
-            break
-    for depth, sentence, _, _ in reversed(NOTES):
-        kept.insert(int(depth * len(kept)), sentence)
-    return "\n\n".join(kept)
 
 
 def measure(context: Context, seconds: float, reference: list[str], method: str) -> tuple[list[dict], list[str]]:

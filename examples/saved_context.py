@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from examples.demo import NOTES, document
+from examples.document import NOTES, document
 from lkv import Context, compress, load_default
 
 

@@ -5,7 +5,7 @@ python -m examples.streaming
 
 import torch
 
-from examples.demo import NOTES, document
+from examples.document import NOTES, document
 from lkv import compress, load_default
 
 

@@ -28,16 +28,3 @@ def bootstrap(groups: Sequence[Sequence[float]], seed: int = 0, draws: int = 200
     means = sums[drawn].sum(1) / sizes[drawn].sum(1)
     low, high = np.quantile(means, [0.025, 0.975])
     return Mean(float(sums.sum() / sizes.sum()), float(low), float(high), int(sizes.sum()))
-
-
-def paired(
-    values: Sequence[Sequence[float]], other: Sequence[Sequence[float]], seed: int = 0, draws: int = 2000
-) -> Mean:
-    """Mean of `values` - `other` over the same samples, grouped as in `bootstrap`; groups are drawn for both at once.
-
-    Raises ValueError for no values, or values that do not pair.
-    """
-    if [len(group) for group in values] != [len(group) for group in other]:
-        raise ValueError("the two do not pair: give the same groups of the same samples, in the same order.")
-    differences = [[a - b for a, b in zip(*groups, strict=True)] for groups in zip(values, other, strict=True)]
-    return bootstrap(differences, seed, draws)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from examples.demo import document
+from examples.document import document
 from lkv.commands.main import main as lkv
 from lkv.methods.catalogue import METHODS
 from lkv.models import load_default

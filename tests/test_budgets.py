@@ -1,6 +1,6 @@
 """The rivals' budget rules against plain references, and in the cache against the stock model with a -inf mask."""
 
-import json
+import math
 from fractions import Fraction
 
 import pytest
@@ -16,13 +16,12 @@ from lkv.methods.budget import (
     Ada,
     Amount,
     Duo,
-    FileBudget,
     PerHead,
     Pyramid,
     Uniform,
+    check_table,
     estimate_pattern,
     read_pattern,
-    read_ratios,
 )  # fmt: skip
 from lkv.methods.build import Method
 from lkv.methods.selection import Selector
@@ -198,20 +197,15 @@ def test_patterns_are_read_as_they_are_published(tmp_path):
         read_pattern(tmp_path / "missing.tsv", 1, 2)
 
 
-def test_ratios_are_read_from_a_file(tmp_path):
-    path = tmp_path / "ratios.json"
-    path.write_text(json.dumps([[0.0, 1], [0.5, 0.15]]))
-    assert read_ratios(path, 2, 2) == [[0.0, 1.0], [0.5, 0.15]]
-    assert FileBudget(path, 2, 2).counts(1, torch.empty(1, 2, 4000)) == [[2000, 600]]
-    assert FileBudget(path, 2, 2, slice(1, 2)).limits(1, 1, 4000) == [600]
-    for text, message in [
-        ("[[0.5", "is no JSON"), ('{"a": 1}', "no list of lists"), ("[[0.5]]", "has 1 rows of 1 numbers"),
-        ("[[0.5, true], [1, 1]]", "has True for layer 0, head 1"), ("[[0.5, 1], [1, 1.01]]", "has 1.01 for layer 1"),
-        ('[[0.5, "1"], [1, 1]]', "has '1' for"), ("[[0.5, NaN], [1, 1]]", "has nan for layer 0, head 1"),
+def test_tables_that_do_not_fit_are_named():
+    assert check_table([[0.0, 1], [0.5, 0.15]], 2, 2, "the table") == [[0.0, 1.0], [0.5, 0.15]]
+    for table, message in [
+        ({"a": 1}, "no list of lists"), ([[0.5]], "has 1 rows of 1 numbers"),
+        ([[0.5, True], [1, 1]], "has True for layer 0, head 1"), ([[0.5, 1], [1, 1.01]], "has 1.01 for layer 1"),
+        ([[0.5, "1"], [1, 1]], "has '1' for"), ([[0.5, math.nan], [1, 1]], "has nan for layer 0, head 1"),
     ]:  # fmt: skip
-        path.write_text(text)
-        with pytest.raises(BudgetError, match=message) as error:
-            FileBudget(path, 2, 2)
+        with pytest.raises(BudgetError, match=f"^the table .*{message}") as error:
+            check_table(table, 2, 2, "the table")
         assert isinstance(error.value, LkvError)
 
 
@@ -289,11 +283,9 @@ def test_eviction_equals_the_stock_model_with_a_mask(name, retention, batch, see
     torch.testing.assert_close(torch.cat(mine, 1), expected, atol=1e-10, rtol=1e-10)
 
 
-def test_a_ragged_cache_works_with_every_rule(tmp_path):
+def test_a_ragged_cache_works_with_every_rule():
     model, text = tiny_llama(), torch.arange(3, 3 + PROMPT)[None]
-    path = tmp_path / "ratios.json"
-    path.write_text(json.dumps([[0.5, 0.25]] * 3))
-    for budget in (Duo(0.5, [[0.9, 0.1]] * 3, 2, 6), FileBudget(path, 3, 2), PerHead([[0.5, 0.25]] * 3)):
+    for budget in (Duo(0.5, [[0.9, 0.1]] * 3, 2, 6), PerHead([[0.5, 0.25]] * 3)):
         cache = RaggedCache(model, method=Method("own", budget, Given(1, 0)))
         model(text, past_key_values=cache, use_cache=True)
         kept = [[40, 8]] * 2 + [[8, 8]] if isinstance(budget, Duo) else [[20, 10]] * 3

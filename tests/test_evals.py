@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from lkv.methods.selection import GivenScores, LearnedScores, SnapKV
 from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import question_ids
 from lkv.results import resumable, write_results
-from lkv.statistics import bootstrap, paired
+from lkv.statistics import bootstrap
 from tests.conftest import tiny_llama
 from tests.second_pass import kvzip
 from tests.test_compression import Words
@@ -125,26 +124,6 @@ def test_bootstrap_interval_covers_the_mean():
     assert copies.n == 300 and copies.high - copies.low == pytest.approx(mean.high - mean.low)
     with pytest.raises(ValueError, match="no values"):
         bootstrap([])
-
-
-def test_paired_intervals_are_of_the_differences():
-    rng = np.random.default_rng(0)
-    hard = rng.normal(50, 30, 60)
-    own, other = [[x + 2 + noise] for x, noise in zip(hard, rng.normal(0, 1, 60), strict=True)], [[x] for x in hard]
-    mean = paired(own, other)
-    differences = np.array(own) - np.array(other)
-    assert mean.value == pytest.approx(differences.mean()) and mean.n == 60
-    # What makes samples hard is common to both and cancels: 1.96 s / sqrt(n), by the normal approximation.
-    half = 1.96 * differences.std() / 60**0.5
-    assert (mean.low, mean.high) == pytest.approx((mean.value - half, mean.value + half), abs=0.1)
-    assert bootstrap(own).high - bootstrap(own).low > 20 * (mean.high - mean.low)
-    assert paired(other, own)[:3] == pytest.approx((-mean.value, -mean.high, -mean.low))
-    # Samples that share a context are drawn together.
-    copies = paired([x * 3 for x in own], [x * 3 for x in other])
-    assert copies.n == 180 and copies[:3] == pytest.approx(mean[:3])
-    for pair in (([[1.0]], [[1.0], [2.0]]), ([[1.0, 2.0]], [[1.0]])):
-        with pytest.raises(ValueError, match="do not pair"):
-            paired(*pair)
 
 
 def test_needles_lie_in_the_prose_once_and_are_asked_for():

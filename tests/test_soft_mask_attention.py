@@ -78,12 +78,11 @@ def test_bad_arguments_are_named():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_mask_that_is_no_logarithm_is_refused_where_it_is_looked_at(value):
+def test_a_mask_that_is_no_logarithm_is_refused(value):
     q, k, v, log_mask = (x.detach() for x in inputs(1, 2, 2, 3, 10, 8))
     log_mask[0, 1, 9] = value
     with pytest.raises(ValueError, match="NaN or \\+inf"):
         soft_mask_attention(q, k, v, log_mask)
-    assert not bool(soft_mask_attention(q, k, v, log_mask, check=False)[:, 2:, 2].isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -30,6 +30,7 @@ class Rotation:
         self._apply, self._rotary = turn, rotary
         self._kind = {"layer_type": "full_attention"} if "layer_type" in signature(rotary.forward).parameters else {}
         self._last: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self.probed = False  # whether the model's own queries were seen to be rotated so in every layer
 
     def undone(self, x: Tensor, start: int = 0) -> Tensor:
         """What x [B, H, T, d], rotated at positions `start` to `start + T - 1`, was before."""

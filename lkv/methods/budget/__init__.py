@@ -7,7 +7,7 @@ from lkv.methods.budget.duo import Duo
 from lkv.methods.budget.learned import LearnedBudget
 from lkv.methods.budget.pyramid import Pyramid
 from lkv.methods.budget.retrieval import estimate_pattern
-from lkv.methods.budget.tables import FileBudget, check_table, read_pattern, read_ratios
+from lkv.methods.budget.tables import check_table, read_pattern
 
 __all__ = [
     "ROUNDING",
@@ -16,7 +16,7 @@ __all__ = [
     "Budget",
     "Contest",
     "Duo",
-    "FileBudget",
+
     "FixedBudget",
     "GlobalTopK",
     "LearnedBudget",
@@ -27,5 +27,5 @@ __all__ = [
     "check_table",
     "estimate_pattern",
     "read_pattern",
-    "read_ratios",
+
 ]  # fmt: skip

@@ -1,38 +1,14 @@
 """Tables [L][H] of numbers in [0, 1], one for each KV head of a model, read from files."""
 
-import json
 import math
 import os
 from pathlib import Path
 from typing import Any
 
 from lkv.errors import BudgetError
-from lkv.methods.budget.base import PerHead
-
-FilePath = str | os.PathLike[str]
 
 
-class FileBudget(PerHead):
-    """Each head keeps floor(r T) tokens by its own ratio r, from a JSON file of numbers [L][H]."""
-
-    def __init__(self, path: FilePath, layers: int, heads: int, local: slice = slice(None)):
-        """`layers` and `heads` (KV heads a layer) of the whole model; `local`: those that this process computes.
-
-        Raises BudgetError for a file that cannot be read or does not fit the model.
-        """
-        super().__init__([row[local] for row in read_ratios(path, layers, heads)])
-
-
-def read_ratios(path: FilePath, layers: int, heads: int) -> list[list[float]]:
-    """The ratios [L][H] in a JSON file. Raises BudgetError."""
-    try:
-        table = json.loads(_text(path))
-    except ValueError as error:
-        raise BudgetError(f"{path} is no JSON ({error}); {_wanted(layers, heads)}.") from None
-    return check_table(table, layers, heads, str(path))
-
-
-def read_pattern(path: FilePath, layers: int, heads: int) -> list[list[float]]:
+def read_pattern(path: str | os.PathLike[str], layers: int, heads: int) -> list[list[float]]:
     """The alphas [L][H] of a DuoAttention pattern file (`full_attention_heads.tsv`), clipped to [0, 1].
 
     One line a layer, one number a KV head, separated by tabs, as published by Xiao et al. (2024). Raises BudgetError.
@@ -80,7 +56,7 @@ def _number(cell: str) -> float:
     return value
 
 
-def _text(path: FilePath) -> str:
+def _text(path: str | os.PathLike[str]) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

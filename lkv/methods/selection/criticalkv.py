@@ -40,11 +40,8 @@ class CriticalKV(Selector):
                 "below 0; wrap a selector of attention, such as SnapKV, H2O or ExpectedAttention."
             )
         refined = (attention + self._epsilon) * self._norms(layer, prompt.value)
-        rows = [
-            _ranks(first, second, self._first_stage)
-            for first, second in zip(_order(attention), _order(refined), strict=True)
-        ]
-        return -torch.tensor(rows, dtype=torch.float32, device=attention.device).view(attention.shape)
+        first, second = _places(attention.flatten(0, 1)), _places(refined.flatten(0, 1))
+        return -staged_ranks(first, second, self._first_stage).float().view(attention.shape)
 
     def _norms(self, layer: int, value: Tensor) -> Tensor:
         """L1 norms [B, H, T] of the projected values, averaged over a KV head's query heads."""
@@ -59,25 +56,51 @@ class CriticalKV(Selector):
         return torch.cat(parts, -1)
 
 
-def _order(scores: Tensor) -> list[list[int]]:
-    """The tokens of every head, the best first."""
-    return scores.flatten(0, 1).argsort(stable=True, dim=-1, descending=True).tolist()
+def _places(scores: Tensor) -> Tensor:
+    """The place [R, T] of each token in the order of `scores` [R, T], 0 for the best; of equal ones the earlier."""
+    return _inverse(scores.argsort(stable=True, dim=-1, descending=True))
 
 
-def _ranks(first: list[int], second: list[int], share: float) -> list[int]:
-    """The place of each token when a budget grows one by one, floor(share n) of n being chosen in the order `first`."""
-    tokens = len(first)
-    ranks = [-1] * tokens
-    chosen = next_second = 0
-    for rank in range(tokens):
-        token = -1
-        if int((rank + 1) * share + 1e-9) > chosen:
-            # One place more for the first stage; where it falls to a token of the second, that one's place is free.
-            token = first[chosen]
-            chosen += 1
-        if token < 0 or ranks[token] >= 0:
-            while ranks[second[next_second]] >= 0:
-                next_second += 1
-            token = second[next_second]
-        ranks[token] = rank
-    return ranks
+def staged_ranks(first: Tensor, second: Tensor, stage: float) -> Tensor:
+    """The place [R, T] of each token when a budget grows one by one, c(n) = floor(stage n) of n chosen by `first` and
+    the rest, of what that leaves, by `second`: places [R, T] in two orders.
+
+    With D(c) of the tokens better in the second order left by the first c of the first one, a token is in at the
+    smallest n with n - c(n) > D(c(n)), or once c(n) reaches its own place. D falls and n - c(n) rises with c, which is
+    found bit by bit, for all tokens at once, by a wavelet matrix: it counts the tokens below two bounds.
+    """
+    tokens, last = first.shape[-1], int(first.shape[-1] * stage + 1e-9)
+    steps = torch.arange(tokens + 2, device=first.device)
+    counts = (steps[:-1].double() * stage + 1e-9).long()  # c(n)
+    bits = (last + 1).bit_length()
+    # The smallest n with c(n) >= c, tokens + 1 where there is none; and the largest n - c(n) with c(n) = c.
+    earliest = torch.searchsorted(counts, torch.arange(max(tokens + 2, 1 << bits), device=first.device))
+    slack = torch.where(steps[: last + 1] < last, earliest[1 : last + 2] - 1, tokens) - steps[: last + 1]
+    slack = torch.nn.functional.pad(slack, (0, (1 << bits) - last - 1), value=tokens)  # beyond `last`: in at once
+
+    # Places in the first order, by the second one; no bound reaches the greatest.
+    values = first.gather(-1, _inverse(second)).clamp(max=(1 << bits) - 1)
+    low, below = torch.zeros_like(first), torch.zeros_like(first)
+    begin, end = torch.zeros_like(first), second  # where the tokens before this one stand among the values at hand
+    at_once = slack[0] > second
+    for bit in reversed(range(bits)):
+        ones = values >> bit & 1
+        zeros = torch.nn.functional.pad((1 - ones).cumsum(-1), (1, 0))
+        total, before, upto = zeros[:, -1:], zeros.gather(-1, begin), zeros.gather(-1, end)
+        under = below + upto - before
+        left = slack[low + (1 << bit)] > second - under
+        begin, end = torch.where(left, before, total + begin - before), torch.where(left, upto, total + end - upto)
+        below, low = torch.where(left, below, under), torch.where(left, low, low + (1 << bit))
+        place = torch.where(ones > 0, total + steps[:tokens] - zeros[:, :-1], zeros[:, :-1])
+        values = torch.empty_like(values).scatter_(-1, place, values)
+    # `low` is the largest c at which the token is out; the first c + 1 have one more, which may stand before it.
+    c = torch.where(at_once, 0, low + 1)
+    below = torch.where(at_once, 0, below + end - begin)
+    enters = torch.maximum(earliest[c], c + second - below + 1)
+    return torch.minimum(enters, earliest[first + 1]) - 1
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The inverse of each permutation [R, T]."""
+    steps = torch.arange(order.shape[-1], device=order.device)
+    return torch.empty_like(order).scatter_(-1, order, steps.expand_as(order))

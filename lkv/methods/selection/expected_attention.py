@@ -32,8 +32,10 @@ class ExpectedAttention(Selector):
     def __init__(self, model: Any, future: int = 512, sinks: int = 4, covariance: bool = True, value_norm: bool = True):
         self.sinks = sinks
         self._future, self._covariance, self._value_norm = future, covariance, value_norm
-        self._rotation = Rotation(model)
-        self._check(model)
+        self._rotation = attach(model).rotation or Rotation(model)
+        if not self._rotation.probed:
+            self._probe(model)
+            self._rotation.probed = True
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
@@ -57,13 +59,13 @@ class ExpectedAttention(Selector):
         first = (expected.max() + 1).expand(*expected.shape[:2], self.sinks)
         return torch.cat([first, expected], -1)
 
-    def _check(self, model: Any) -> None:
+    def _probe(self, model: Any) -> None:
         """One token over and over has the same query everywhere before RoPE, in every layer: rotated back it must too.
 
         Layers without RoPE, or with another kind than the model's module says, would give wrong scores in silence.
+        Seen once a model.
         """
         token = model.config.get_text_config(decoder=True).vocab_size // 2
-        attach(model)
         with evaluation_mode(model):
             ids = torch.full((1, _PROBE_TOKENS), token, device=model.device)
             layers = read_full_layers(model, ids, queries=True)

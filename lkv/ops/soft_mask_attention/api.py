@@ -21,7 +21,6 @@ def soft_mask_attention(
     log_mask: Tensor,
     scale: float | None = None,
     backend: str = "auto",
-    check: bool | None = None,
 ) -> Tensor:
     """Causal attention in which key i counts m_i times: p_i ~ m_i exp(scale q k_i) (App. B, Sec. 3.5).
 
@@ -31,9 +30,9 @@ def soft_mask_attention(
     [B, Hq, Tq, d]; differentiable in q, k, v and log_mask.
 
     `backend`: "auto" (Triton on CUDA where it can run, else SDPA with the reason logged once; SDPA elsewhere) or
-    "triton", "sdpa" or "reference" by name, which never falls back. `check` looks for NaN and +inf in `log_mask`; None
-    looks on the CPU only, because elsewhere reading the answer waits for the device. Raises ValueError for shapes,
-    dtypes or masks that do not fit, BackendError where the named backend cannot run.
+    "triton", "sdpa" or "reference" by name, which never falls back. NaN and +inf in `log_mask` are looked for on the
+    CPU only, because elsewhere reading the answer waits for the device. Raises ValueError for shapes, dtypes or masks
+    that do not fit, BackendError where the named backend cannot run.
     """
     batch, kv_heads, length, head_dim = k.shape
     if v.shape[:3] != k.shape[:3] or not q.dtype == k.dtype == v.dtype:
@@ -45,7 +44,7 @@ def soft_mask_attention(
         raise ValueError(f"log_mask has shape {tuple(log_mask.shape)}, but k asks for {(batch, kv_heads, length)}.")
     if q.shape[0] != batch or q.shape[3] != head_dim or q.shape[1] % kv_heads or not 1 <= q.shape[2] <= length:
         raise ValueError(f"q has shape {tuple(q.shape)}, which does not fit k of shape {tuple(k.shape)}.")
-    if (log_mask.device.type == "cpu" if check is None else check) and not bool((log_mask < torch.inf).all()):
+    if log_mask.device.type == "cpu" and not bool((log_mask < torch.inf).all()):
         raise ValueError(
             "log_mask holds NaN or +inf, but it is the logarithm of a finite mask m >= 0 (-inf where m = 0); "
             "a negative or non-finite m has none."
