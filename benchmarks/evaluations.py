@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS
 from lkv.errors import ReportError
+from lkv.journal import FIDELITY
 from lkv.report.names import CATEGORIES, FULL
 from lkv.report.reading import Results, read_results
 from lkv.report.scores import Pair, Scores, Unit, pairs_of
@@ -66,7 +67,7 @@ def _row(scores: Scores, pair: Pair, task: str, length: int | None, units: Seque
         row |= {"against": scores.against, "difference": difference.value}
         row |= {"difference_low": difference.low, "difference_high": difference.high}
     if pair[0] != FULL:
-        for measure in ("kl", "agreement", "hidden_error"):
+        for measure in FIDELITY:
             fidelity = scores.value(pair, units, measure)
             row[measure] = fidelity.value if fidelity else None
     return row

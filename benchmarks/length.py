@@ -18,6 +18,7 @@ from benchmarks.heldout import HeldOut
 from lkv.config import asdict
 from lkv.evals.compare import Comparison
 from lkv.evals.roster import Roster
+from lkv.journal import Done, resumable
 from lkv.methods.catalogue import FULL
 from lkv.models import default_policy, load_default
 from lkv.policy import Policy
@@ -25,7 +26,7 @@ from lkv.prefill import read_prompt
 from lkv.report.figures import new_figure, save_figure
 from lkv.report.names import label
 from lkv.report.style import finish, styles
-from lkv.results import Done, resumable, write_results
+from lkv.results import write_results
 from lkv.statistics import Mean, bootstrap
 
 TASKS = ("code", "LongBench text", "multi-hop QA", "meetings", "stories")

@@ -14,11 +14,12 @@ from tqdm import tqdm
 from benchmarks.common import RESULTS, command_of, rosters_of, rows_of, settings_of
 from lkv.evals.compare import Comparison
 from lkv.evals.needles import make_needles
+from lkv.journal import Done, resumable
 from lkv.models import default_policy, load_default
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.prompts import question_ids
-from lkv.results import Done, resumable, write_results
+from lkv.results import write_results
 from lkv.statistics import bootstrap
 
 METHODS = ("lkv", "kvzip", "lkv-h+expected", "snapkv")

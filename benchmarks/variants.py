@@ -14,9 +14,11 @@ from tqdm import tqdm
 from benchmarks.common import RESULTS, command_of, settings_of
 from benchmarks.heldout import TASKS, HeldOut
 from lkv.cache.ragged import RaggedCache
+from lkv.journal import resumable
 from lkv.models import default_policy, load_default
+from lkv.ops.fidelity import agrees, kl
 from lkv.policy import Policy
-from lkv.results import resumable, write_results
+from lkv.results import write_results
 from lkv.statistics import bootstrap
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -74,8 +76,8 @@ def main() -> None:
                 row = []
                 for cache in caches:
                     compressed = log_probs(model, cache, continuation, skip)
-                    kl = (target.exp() * (target - compressed)).sum(-1).mean()
-                    row.append([float(kl), float((target.argmax(-1) == compressed.argmax(-1)).float().mean())])
+                    same = agrees(target, compressed)
+                    row.append([float(kl(target, compressed).mean()), float(same.float().mean())])
                 measured.append(row)
             shares = [cache.nbytes() / full.full_nbytes() for cache in caches]
             done.add(f"{task}-{number}", {"tokens": len(ids), "measured": measured, "bytes": shares})

@@ -1,19 +1,18 @@
-"""Result files: one JSON form for benchmarks, evaluations and the demo, and runs that can be resumed. No torch here."""
+"""Result files: one JSON form for benchmarks, evaluations and the demo. No torch here."""
 
 import json
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from lkv.errors import DataError
-from lkv.files import check_place, reason, write_text
+from lkv.files import write_text
 
 _PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
 
@@ -78,50 +77,3 @@ def _version(package: str) -> str:
 
 def _rounded(value: Any) -> Any:
     return round(value, 5) if isinstance(value, float) else value
-
-
-class Done(dict[str, Any]):
-    """Finished samples by key, each written to a JSON-lines file as it comes; its first line is the run's settings."""
-
-    def __init__(self, path: Path, settings: dict[str, Any]):
-        """Raises DataError if the file holds samples of other settings."""
-        super().__init__()
-        self._path = path
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-            if not lines:
-                lines = [json.dumps(settings) + "\n"]
-            found = json.loads(lines[0])
-        except (OSError, ValueError, RecursionError) as error:
-            raise DataError(f"{path} holds no samples to resume from ({error}); delete it or move it away.") from error
-        if found != settings:
-            raise DataError(f"{path} holds samples of other settings; give the same ones to resume, or delete it.")
-        # An interruption may have torn the last line: that sample is measured again.
-        lines = [line for line in lines if line.endswith("\n")]
-        write_text(path, "".join(lines), DataError, "the samples")
-        for number, line in enumerate(lines[1:], 2):
-            try:
-                row = json.loads(line)
-                self[row.pop("key")] = row
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise DataError(
-                    f"{path}, line {number}, is damaged ({error}); delete it to measure it again."
-                ) from error
-
-    def add(self, key: str, row: dict[str, Any]) -> None:
-        self[key] = row
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key} | row) + "\n")
-        except OSError as error:
-            raise DataError(
-                f"{self._path} takes no more samples ({reason(error)}); mend that and run it again."
-            ) from error
-
-
-@contextmanager
-def resumable(path: Path, settings: dict[str, Any]) -> Iterator[Done]:
-    """Samples already finished; the file goes when the block ends well, and stays to resume from otherwise."""
-    check_place(path, DataError, "the samples")
-    yield Done(path, settings)
-    path.unlink(missing_ok=True)

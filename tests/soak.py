@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from lkv import context_file
 from lkv.context import Context, compress
 from lkv.errors import LkvError
-from lkv.evals.journal import Journal
+from lkv.evals.journal import SharedJournal
 from lkv.evals.processes import Process
 from lkv.policy import Policy
 from lkv.report.reading import read_results
@@ -139,7 +139,7 @@ def _samples(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
     policy.save_pretrained(folder / "policy")
     results = write(folder / "results.jsonl", many())
     journal = folder / "journal.jsonl"
-    Journal(journal, {"format": 1}, Process(0, 1)).add({"key": "a", "rows": []})
+    SharedJournal(journal, {"format": 1}, Process(0, 1)).add({"key": "a", "rows": []})
     return [
         (folder / "context.kv", lambda: context_file.read(folder / "context.kv")),
         (folder / "context.kv", lambda: Context.load(folder / "context.kv", model, Words()).ask("what ?", 4)),
@@ -147,7 +147,7 @@ def _samples(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
         (folder / "policy" / "config.json", lambda: Policy.from_pretrained(folder / "policy").digest()),
         (folder / "run" / "checkpoint.safetensors", lambda: read_checkpoint(folder / "run")[0]),
         (results, lambda: len(read_results([results]).samples)),
-        (journal, lambda: Journal(journal, {"format": 1}, Process(0, 1)).done),
+        (journal, lambda: SharedJournal(journal, {"format": 1}, Process(0, 1)).done),
     ]
 
 

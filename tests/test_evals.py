@@ -10,12 +10,13 @@ from lkv.errors import DataError, PromptError
 from lkv.evals.compare import Comparison
 from lkv.evals.needles import make_needles
 from lkv.host.attention import attach
+from lkv.journal import resumable
 from lkv.methods.budget import GlobalTopK, Uniform
 from lkv.methods.build import Method, make_method
 from lkv.methods.selection import GivenScores, LearnedScores, SnapKV
 from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import question_ids
-from lkv.results import resumable, write_results
+from lkv.results import write_results
 from lkv.statistics import bootstrap
 from tests.conftest import tiny_llama
 from tests.second_pass import kvzip

@@ -8,9 +8,9 @@ import pytest
 ROOT = Path(__file__).parent.parent / "lkv"
 # A file imports only from those above it.
 ORDER = [
-    "errors", "files", "version", "config", "extras", "methods.catalogue", "fingerprint", "shipped", "results",
-    "statistics", "prompts", "tensor_file", "context_file", "policy_file", "devices", "ops", "host", "prefill",
-    "policy", "methods.budget", "methods.selection", "methods.kvzip", "methods.build", "cache.quantization",
+    "errors", "files", "version", "config", "extras", "methods.catalogue", "fingerprint", "shipped", "journal",
+    "results", "statistics", "prompts", "tensor_file", "context_file", "policy_file", "devices", "ops", "host",
+    "prefill", "policy", "methods.budget", "methods.selection", "methods.kvzip", "methods.build", "cache.quantization",
     "cache.spans", "cache.layer", "conversion", "models", "cache.ragged", "context", "training.data",
     "training.student", "training.distillation", "training.calibration", "training.warm_start", "training.trainer",
     "training.pipeline", "evals", "profiling", "report", "commands", "integrations",
@@ -76,7 +76,18 @@ def test_backends_do_not_import_each_other():
 
 
 def test_configuration_figures_results_and_report_need_no_torch():
-    light = ("config", "errors", "extras", "files", "fingerprint", "results", "shipped", "statistics", "version")
+    light = (
+        "config",
+        "errors",
+        "extras",
+        "files",
+        "fingerprint",
+        "journal",
+        "results",
+        "shipped",
+        "statistics",
+        "version",
+    )
     for path in [
         *(ROOT / f"{name}.py" for name in light),
         *ROOT.glob("report/*.py"),

@@ -11,12 +11,13 @@ from lkv.cache.ragged import RaggedCache
 from lkv.commands.main import main
 from lkv.context import compress
 from lkv.errors import CacheError, LkvError, PolicyMismatchError, RetentionError
-from lkv.evals.journal import Journal
+from lkv.evals.journal import SharedJournal
 from lkv.evals.longbench import load_examples
 from lkv.evals.processes import Process
+from lkv.journal import resumable
 from lkv.methods.build import make_method
 from lkv.models import DEFAULT, load_policy
-from lkv.results import resumable, write_results
+from lkv.results import write_results
 from tests.conftest import save_model
 from tests.results import many, write
 from tests.test_compression import TEXT, Words
@@ -196,7 +197,7 @@ def test_results_that_cannot_be_written_are_named(tmp_path, capsys, out):
     with pytest.raises(LkvError), resumable(path, {}):
         pass
     with pytest.raises(LkvError):
-        Journal(path, {}, Process(0, 1))
+        SharedJournal(path, {}, Process(0, 1))
     assert (tmp_path / "mine").read_text() == "mine" and not list(tmp_path.rglob("*.tmp"))
 
 
@@ -209,8 +210,8 @@ def test_an_evaluation_without_a_place_is_named_before_it_begins(tmp_path, capsy
 @pytest.mark.parametrize("line", ['{"key": []}', '{"key": {}}', "[" * 100_000, '{"key": 3}', "[]", "\ud800"])
 def test_damaged_samples_are_named(tmp_path, line):
     (tmp_path / "out.jsonl").write_bytes(b"{}\n" + line.encode(errors="surrogatepass") + b"\n")
-    with pytest.raises(LkvError, match=r"is damaged|is no text"):
-        Journal(tmp_path / "out.jsonl", {}, Process(0, 1))
+    with pytest.raises(LkvError, match=r"is no JSON object|is neither a header nor a sample|is no text"):
+        SharedJournal(tmp_path / "out.jsonl", {}, Process(0, 1))
     (tmp_path / "done.jsonl").write_bytes(b"{}\n" + line.encode(errors="surrogatepass") + b"\n")
     if line not in ('{"key": 3}',):
         with pytest.raises(LkvError), resumable(tmp_path / "done.jsonl", {}):
@@ -218,10 +219,10 @@ def test_damaged_samples_are_named(tmp_path, line):
 
 
 def test_half_characters_in_an_answer_are_kept(tmp_path):
-    journal = Journal(tmp_path / "out.jsonl", {}, Process(0, 1))
+    journal = SharedJournal(tmp_path / "out.jsonl", {}, Process(0, 1))
     journal.add({"key": "a", "answer": "é\ud800"})
     journal.add({"key": "b", "answer": "é"})
-    assert Journal(tmp_path / "out.jsonl", {}, Process(0, 1)).done["a"]["answer"] == "é\ud800"
+    assert SharedJournal(tmp_path / "out.jsonl", {}, Process(0, 1)).done["a"]["answer"] == "é\ud800"
     assert "é" in (tmp_path / "out.jsonl").read_text()
 
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
 from lkv.evals.compare import Comparison, greedy
-from lkv.evals.journal import Journal
+from lkv.evals.journal import SharedJournal
 from lkv.evals.processes import Process
 from lkv.evals.roster import Roster
 from lkv.evals.runner import _share, evaluate
@@ -280,14 +280,14 @@ def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
     examples, out = make_examples(2), tmp_path / "x.jsonl"
     run(model, policy, out, examples)
     before = out.read_text()
-    with pytest.raises(DataError, match=r"another run \(retentions \[0.3\] instead of \[0.5\], seed 0 instead of 4\)"):
+    with pytest.raises(DataError, match=r"settings \(retentions \[0.3\] instead of \[0.5\], seed 0 instead of 4\)"):
         run(model, policy, out, examples, retentions=[0.5], seed=4)
     with pytest.raises(DataError, match="sample 'alpha-128-0' of another text"):
         run(model, policy, out, make_examples(2, tokens=95))
     assert out.read_text() == before
     lines = before.splitlines(keepends=True)
     out.write_text(lines[0] + lines[1][:40] + "\n" + lines[2])
-    with pytest.raises(DataError, match=r"x\.jsonl, line 2, is damaged"):
+    with pytest.raises(DataError, match=r"x\.jsonl, line 2 is no JSON object"):
         run(model, policy, out, examples)
     out.write_bytes(b"\xff\xfe\n")
     with pytest.raises(DataError, match="is no text"):
@@ -297,13 +297,13 @@ def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
 def test_parts_of_any_number_of_processes_are_taken_up(tmp_path):
     out, header = tmp_path / "x.jsonl", {"format": 1, "machine": "a"}
     keys = [f"k{number}" for number in range(7)]
-    journals = [Journal(out, header, Process(rank, 3)) for rank in range(3)]
+    journals = [SharedJournal(out, header, Process(rank, 3)) for rank in range(3)]
     for number, key in enumerate(keys):
         journals[number % 3].add({"key": key, "value": key})
     with (tmp_path / "x.part1.jsonl").open("a") as file:
         file.write('{"key": "torn')
     (tmp_path / "x.partial.jsonl").write_text("somebody else's")
-    again = Journal(out, header | {"machine": "b"}, Process())
+    again = SharedJournal(out, header | {"machine": "b"}, Process())
     assert set(again.done) == set(keys)
     again.add({"key": "k7", "value": "ü"})
     again.finish([*keys[::-1], "k7"])

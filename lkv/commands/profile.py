@@ -7,7 +7,8 @@ from typing import Any
 
 from lkv.commands.options import add_model, positive
 from lkv.errors import LkvError, PolicyMismatchError, check_retention
-from lkv.results import resumable, write_results
+from lkv.journal import resumable
+from lkv.results import write_results
 
 _MOST_TOKENS = 2**22  # no context beyond this is tried
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -13,6 +13,7 @@ from lkv.cache.ragged import RaggedCache
 from lkv.host.attention import device_of
 from lkv.host.stock import cut_to
 from lkv.methods.build import Method, side_by_side
+from lkv.ops.fidelity import agrees, kl
 from lkv.prefill import PromptLayer
 
 
@@ -38,11 +39,10 @@ class Prediction:
 
     def against(self, full: "Prediction") -> Fidelity:
         """How close this is to what the full cache gives."""
-        kl = (full.log_probs.exp() * (full.log_probs - self.log_probs)).sum(-1).mean()
-        same = full.log_probs.argmax(-1) == self.log_probs.argmax(-1)
+        divergence, same = kl(full.log_probs, self.log_probs), agrees(full.log_probs, self.log_probs)
         norm = torch.linalg.vector_norm
         error = norm(self.hidden - full.hidden, dim=-1) / norm(full.hidden, dim=-1).clamp(min=1e-12)
-        return Fidelity(float(kl), float(same.float().mean()), float(error.mean()))
+        return Fidelity(float(divergence.mean()), float(same.float().mean()), float(error.mean()))
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,18 @@ from lkv import devices
 from lkv.errors import CacheError, DataError, PromptError
 from lkv.evals.compare import Comparison, Fidelity, Prediction, greedy
 from lkv.evals.example import Example
-from lkv.evals.journal import Journal
+from lkv.evals.journal import SharedJournal
 from lkv.evals.metrics import score
 from lkv.evals.processes import Process
 from lkv.evals.protocol import Prompt, make_prompt
 from lkv.evals.roster import Roster
 from lkv.host.attention import attach, device_of, evaluation_mode
+from lkv.journal import FIDELITY, FORMAT
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import encode
 from lkv.results import provenance
 
-FORMAT = 1
 _PACKAGES = ("tokenizers", "wonderwords", "rouge")  # what texts and scores depend on, beside the model's
 
 
@@ -82,7 +82,7 @@ def evaluate(
     }
     if devices.is_gpu(model.device):
         header["machine"] += f", {devices.runtime(model.device).get_device_name(model.device)}"
-    journal = Journal(out, header, process)
+    journal = SharedJournal(out, header, process)
     for key, row in journal.done.items():
         if key in named and row.get("text_sha256") != _digest(_text_of(named[key])):
             raise DataError(
@@ -270,7 +270,7 @@ def _entry_bytes(layer: PromptLayer) -> int:
 
 
 def _fidelity(fidelity: Fidelity | None) -> dict[str, float | None]:
-    numbers = {name: getattr(fidelity, name, None) for name in ("kl", "agreement", "hidden_error")}
+    numbers = {name: getattr(fidelity, name, None) for name in FIDELITY}
     return {
         name: None if number is None or not math.isfinite(number) else round(number, 6)
         for name, number in numbers.items()

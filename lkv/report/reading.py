@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from lkv.errors import ReportError
+from lkv.journal import FORMAT, MEASURES, read_lines
 from lkv.report.names import FULL
 
-FORMAT = 1
 # What all files of one table must agree in, with the versions of all packages but Python itself.
 _SAME = ("suite", "protocol", "model", "policy", "pattern", "dtype", "lkv")
 _ONE_WITHOUT = ("policy", "pattern")  # a file without methods that need one agrees with any
-_MEASURES = ("score", "kl", "agreement", "hidden_error")
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def read_results(paths: Sequence[Path]) -> Results:
     samples: dict[str, MeasuredSample] = {}
     torn, truncated, lost, unusable, doubled = 0, 0, 0, 0, []
     for path in paths:
-        lines, cut = _lines(path)
+        lines, cut = read_lines(path, ReportError, "give a file as `lkv eval` wrote it")
         torn += cut
         headers[path] = _header(path, [line for _, line in lines])
         for number, line in lines[1:]:
@@ -94,27 +93,6 @@ def read_results(paths: Sequence[Path]) -> Results:
     if truncated:
         notes.append(f"{truncated} of {len(samples)} contexts were truncated; {lost} of them lost their answer.")
     return Results(headers[paths[0]], tuple(samples.values()), tuple(notes))
-
-
-def _lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], int]:
-    """The JSON objects of the file with their line numbers, and 1 if its last line is torn."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ReportError(f"{path} cannot be read ({error}); give a file that `lkv eval` wrote.") from error
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    found: list[tuple[int, dict[str, Any]]] = []
-    for place, (number, line) in enumerate(lines):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            if found and place == len(lines) - 1 and not text.endswith("\n"):
-                return found, 1
-            value = None
-        if not isinstance(value, dict):
-            raise ReportError(f"{path}, line {number} is no JSON object; give a file as `lkv eval` wrote it.")
-        found.append((number, value))
-    return found, 0
 
 
 def _header(path: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -170,7 +148,7 @@ def _sample(path: Path, number: int, line: Mapping[str, Any]) -> MeasuredSample:
             pair = (str(row["method"]), _finite(where, "retention", row["retention"]))
             if pair in rows:
                 raise ReportError(f"{where}: the method {pair[0]!r} is there twice at retention {pair[1]:g}.")
-            measures = {name: _number(where, name, row.get(name)) for name in _MEASURES}
+            measures = {name: _number(where, name, row.get(name)) for name in MEASURES}
             rows[pair] = Measurement(_finite(where, "realised", row["realised"]), measures)
         length = None if line["length"] is None else int(line["length"])
         return MeasuredSample(

@@ -10,6 +10,7 @@ from torch.nn.functional import log_softmax
 
 from lkv.host.attention import device_of
 from lkv.methods.budget import ROUNDING
+from lkv.ops.fidelity import agrees, kl
 from lkv.ops.soft_topk import soft_topk
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
@@ -77,12 +78,11 @@ class SampleDistillation:
     def kl(self, teacher: Outputs, student: Outputs, weight: Tensor | None = None) -> Tensor:
         """D_KL(P_T || P_S): mean over target tokens, then over continuations, of which each counts `weight` [n]."""
         weights = self.weights if weight is None else self.weights * weight[self._continuation]
-        return ((teacher.log_probs.exp() * (teacher.log_probs - student.log_probs)).sum(-1) * weights).sum()
+        return (kl(teacher.log_probs, student.log_probs) * weights).sum()
 
     def agreement(self, teacher: Outputs, student: Outputs) -> float:
         """Share of target tokens with the same most probable token, averaged like `kl`."""
-        same = teacher.log_probs.argmax(-1) == student.log_probs.argmax(-1)
-        return float((same * self.weights).sum())
+        return float((agrees(teacher.log_probs, student.log_probs) * self.weights).sum())
 
     def hidden_distance(self, teacher: Outputs, student: Outputs, norm: str) -> Tensor:
         """1/L sum_l ||H_T - H_S||^2, averaged over tokens; `norm` as in `TrainingConfig.hidden_norm`."""

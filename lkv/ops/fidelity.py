@@ -1,0 +1,13 @@
+"""How close what a compressed cache predicts is to what the full one does, token by token."""
+
+from torch import Tensor
+
+
+def kl(full: Tensor, compressed: Tensor) -> Tensor:
+    """KL(full || compressed) in nats of each token, [..., n], from log-probabilities [..., n, V]."""
+    return (full.exp() * (full - compressed)).sum(-1)
+
+
+def agrees(full: Tensor, compressed: Tensor) -> Tensor:
+    """Whether both have the same most probable token, [..., n], from log-probabilities [..., n, V]."""
+    return full.argmax(-1) == compressed.argmax(-1)
