@@ -29,12 +29,12 @@ from lkv.evals.journal import SharedJournal
 from lkv.evals.processes import Process
 from lkv.policy import Policy
 from lkv.report.reading import read_results
-from lkv.training.trainer import read_checkpoint
+from lkv.training.checkpoint import read_checkpoint
 from tests.conftest import tiny_llama
 from tests.machine import CacheMachine
 from tests.results import many, write
 from tests.test_compression import TEXT, Words
-from tests.test_training import SCRIPT, trainer
+from tests.test_training import SCRIPT, train_for, trainer
 from tests.test_trust import QUESTIONS, in_threads
 
 Counts = dict[str, int]
@@ -135,7 +135,7 @@ def _samples(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
     context = compress(model, Words(), TEXT, "knorm", 0.4)
     context.save(folder / "context.kv")
     run, policy = trainer(folder / "run")
-    run.run(stop_after=2)
+    train_for(run, 2)
     policy.save_pretrained(folder / "policy")
     results = write(folder / "results.jsonl", many())
     journal = folder / "journal.jsonl"

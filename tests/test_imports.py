@@ -12,7 +12,8 @@ ORDER = [
     "results", "statistics", "prompts", "tensor_file", "context_file", "policy_file", "devices", "ops", "host",
     "prefill", "policy", "methods.budget", "methods.selection", "methods.kvzip", "methods.build", "cache.quantization",
     "cache.spans", "cache.layer", "conversion", "models", "cache.ragged", "context", "training.data",
-    "training.student", "training.distillation", "training.calibration", "training.warm_start", "training.trainer",
+    "training.student", "training.distillation", "training.calibration", "training.warm_start", "training.schedule",
+    "training.interruption", "training.checkpoint", "training.trainer",
     "training.pipeline", "evals", "profiling", "report", "commands", "integrations",
 ]  # fmt: skip
 

@@ -13,8 +13,9 @@ from safetensors.torch import save, save_file
 from lkv.commands.main import main
 from lkv.config import TrainingConfig, replace
 from lkv.errors import TrainingError, TrainingStoppedError
-from lkv.training.trainer import read_checkpoint, start_from
-from tests.test_training import CONFIG, sample, trainer
+from lkv.training.checkpoint import read_checkpoint, start_from
+from lkv.training.trainer import CALIBRATION_SAMPLES
+from tests.test_training import CONFIG, sample, train_for, trainer
 
 LATE = replace(CONFIG, checkpoint_every=100)
 
@@ -40,8 +41,8 @@ def test_the_first_interrupt_saves_and_the_next_run_goes_on(tmp_path, capsys, st
     whole, policy = trainer(tmp_path / "whole", LATE)
     whole.run()
     with pytest.raises(TrainingStoppedError, match=rf"after step {step + 1} of 6, .*; run the same command to go on"):
-        # Calibration reads 12 samples, each step 2 more.
-        trainer(tmp_path / "parts", LATE, interrupting(12 + 2 * step + 1))[0].run()
+        # Each step reads 2 samples, after those of the calibration.
+        trainer(tmp_path / "parts", LATE, interrupting(CALIBRATION_SAMPLES + 2 * step + 1))[0].run()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     resumed, again = trainer(tmp_path / "parts", LATE)
     capsys.readouterr()
@@ -68,7 +69,7 @@ def test_training_in_a_thread_takes_no_signals(tmp_path):
 
 
 def test_settings_that_differ_are_named(tmp_path):
-    trainer(tmp_path)[0].run(stop_after=2)
+    train_for(trainer(tmp_path)[0], 2)
     with pytest.raises(TrainingError, match=r"other settings \(lr 0\.001 instead of 5\.0, seed 0 instead of 3\)"):
         trainer(tmp_path, replace(CONFIG, lr=5.0, seed=3))[0].run()
 
@@ -99,7 +100,7 @@ def test_checkpoints_that_are_none_are_named(tmp_path):
 
 def test_a_checkpoint_without_its_parameters_is_named(tmp_path):
     run, policy = trainer(tmp_path)
-    run.run(stop_after=2)
+    train_for(run, 2)
     tensors, metadata = read_checkpoint(tmp_path)
     save_file(
         {name: t for name, t in tensors.items() if "bias" not in name}, tmp_path / "checkpoint.safetensors", metadata
@@ -122,7 +123,7 @@ def test_a_folder_that_takes_nothing_is_named_before_anything_is_loaded(tmp_path
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     run, _ = trainer(tmp_path)
-    run.run(stop_after=2)
+    train_for(run, 2)
     before = (tmp_path / "checkpoint.safetensors").read_bytes()
 
     def full(*_):

@@ -24,7 +24,8 @@ from lkv.ops.soft_topk import soft_topk
 from lkv.policy import Policy
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
-from lkv.training.trainer import Trainer, require_samples, schedule
+from lkv.training.schedule import schedule
+from lkv.training.trainer import CALIBRATION_SAMPLES, Trainer, require_samples
 from tests.conftest import tiny_llama
 
 CONFIG = TrainingConfig(
@@ -43,6 +44,25 @@ def trainer(folder, config=CONFIG, samples=sample, **kwargs):
     torch.manual_seed(1)
     policy = Policy(inspect_model(model))
     return Trainer(model, policy, config, samples, [sample(1000)], folder, **kwargs), policy
+
+
+class KilledError(Exception):
+    """In place of a signal that no program can catch."""
+
+
+def train_for(run, steps):
+    """`run.run()`, killed after so many steps: what they saved stays, and nothing more is saved."""
+    step, taken = run._train_step, []
+
+    def counted():
+        if len(taken) == steps:
+            raise KilledError
+        taken.append(1)
+        return step()
+
+    run._train_step = counted
+    with pytest.raises(KilledError):
+        run.run()
 
 
 def test_schedule_is_the_papers():
@@ -187,10 +207,10 @@ def test_training_lowers_the_loss_and_changes_the_budgets(tmp_path):
 
 def test_normalisation_is_measured_on_the_training_text(tmp_path):
     run, policy = trainer(tmp_path)
-    run.run(stop_after=1)
+    train_for(run, 1)
     model = tiny_llama(dtype=torch.float32)
     kv = []
-    for number in range(12):
+    for number in range(CALIBRATION_SAMPLES):
         cache = model(torch.tensor([sample(number).context]), use_cache=True).past_key_values
         kv.append(torch.cat([cache.layers[2].keys, cache.layers[2].values], -1)[0].detach())
     kv = torch.cat(kv, 1)
@@ -201,7 +221,7 @@ def test_normalisation_is_measured_on_the_training_text(tmp_path):
 def test_resumed_training_is_bit_for_bit_the_same(tmp_path):
     whole, first = trainer(tmp_path / "whole")
     whole.run()
-    trainer(tmp_path / "parts")[0].run(stop_after=3)  # one step beyond the checkpoint, to be repeated
+    train_for(trainer(tmp_path / "parts")[0], 3)  # one step beyond the checkpoint, to be repeated
     resumed, second = trainer(tmp_path / "parts")
     resumed.run()
     for name, tensor in first.state_dict().items():
@@ -242,7 +262,7 @@ def test_training_killed_with_signal_9_resumes_to_the_same_weights(tmp_path):
 
 def test_nan_in_the_loss_stops_and_keeps_the_checkpoint(tmp_path):
     run, _ = trainer(tmp_path)
-    run.run(stop_after=4)
+    train_for(run, 4)
     before = (tmp_path / "checkpoint.safetensors").read_bytes()
     broken, _ = trainer(tmp_path)
     broken._model.lm_head.weight.data[5] = torch.nan
@@ -252,7 +272,7 @@ def test_nan_in_the_loss_stops_and_keeps_the_checkpoint(tmp_path):
 
 
 def test_checkpoint_of_other_settings_is_refused(tmp_path):
-    trainer(tmp_path)[0].run(stop_after=2)
+    train_for(trainer(tmp_path)[0], 2)
     with pytest.raises(TrainingError, match="other settings"):
         trainer(tmp_path, replace(CONFIG, lr=5.0))[0].run()
 

@@ -12,9 +12,10 @@ from lkv.files import check_folder
 from lkv.host.attention import attach
 from lkv.models import DEFAULT, load_model
 from lkv.policy import Policy
+from lkv.training.checkpoint import start_from
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.sample import TokenizedSample, tokenize
-from lkv.training.trainer import Trainer, require_samples, start_from
+from lkv.training.trainer import Trainer, require_samples
 from lkv.training.warm_start import carry_over, imitate_kvzip
 
 

@@ -1,0 +1,137 @@
+"""What a training leaves in its folder as it goes: a checkpoint to resume from, and the curve of its losses."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from lkv.config import ModelSpec, TrainingConfig, asdict, from_dict
+from lkv.errors import PolicyMismatchError, TrainingError
+from lkv.files import replacing, write_text
+from lkv.policy import Policy
+from lkv.policy_file import is_policy
+
+CHECKPOINT = "checkpoint.safetensors"
+_CURVE = "curve.jsonl"
+
+
+class Run(NamedTuple):
+    """What a checkpoint holds: the policy and its optimizer, under the settings of one training."""
+
+    config: TrainingConfig
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write the checkpoint of `step`, whole or not at all. Raises TrainingError."""
+        tensors = {f"policy.{name}": tensor for name, tensor in self.policy.state_dict().items()}
+        for name, parameter in self.policy.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                tensors[f"optimizer.{key}.{name}"] = value
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        metadata = {
+            "step": str(step),
+            "config": json.dumps(asdict(self.config)),
+            "model": json.dumps(asdict(self.policy.spec)),
+        }
+        with replacing(folder / CHECKPOINT, TrainingError, "the checkpoint") as temporary:
+            temporary.write_bytes(save(tensors, metadata))
+
+    def restore(self, folder: Path) -> int:
+        """Take up the checkpoint in `folder`; returns its step. Raises TrainingError for one of another training."""
+        tensors, metadata = read_checkpoint(folder)
+        saved, asked = json.loads(metadata["config"]), asdict(self.config)
+        if apart := [f"{n} {saved.get(n)!r} instead of {asked.get(n)!r}" for n in asked if saved.get(n) != asked[n]]:
+            raise TrainingError(
+                f"{folder / CHECKPOINT} belongs to a run with other settings ({', '.join(apart)}); give the "
+                "same settings to resume it, or another folder."
+            )
+        _check_model(self.policy, _spec_of(metadata), folder)
+        _load_policy(self.policy, tensors, folder)
+        for name, parameter in self.policy.named_parameters():
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                if (value := tensors.get(f"optimizer.{key}.{name}")) is not None:
+                    self.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+        return int(metadata["step"])
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata (step, config) of a run's checkpoint. Raises TrainingError if there is none to read."""
+    path = folder / CHECKPOINT
+    try:
+        with safe_open(path, "pt") as file:
+            tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        if not metadata["step"].isdecimal() or not isinstance(json.loads(metadata["config"]), dict):
+            raise ValueError("its metadata is not that of a run")
+        return tensors, metadata
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise TrainingError(f"{path} cannot be read ({error}); give the folder of a training run.") from error
+
+
+def start_from(policy: Policy, folder: Path) -> tuple[dict[str, Any], Policy | None]:
+    """Give `policy` the weights of a finished policy or of a run's checkpoint; returns what its card should tell.
+
+    From a policy that reads other inputs it takes the head budgets, and gets that policy back to imitate its choices.
+    """
+    if is_policy(folder):
+        finished = Policy.from_pretrained(folder)
+        _check_model(policy, finished.spec, folder)
+        if finished.inputs != policy.inputs:
+            policy.heads.load_state_dict(finished.heads.state_dict())
+            return finished.card, finished
+        policy.load_state_dict(finished.state_dict())
+        return finished.card, None
+    tensors, metadata = read_checkpoint(folder)
+    _check_model(policy, _spec_of(metadata), folder)
+    _load_policy(policy, tensors, folder)
+    return {"step": int(metadata["step"]), "training": json.loads(metadata["config"])}, None
+
+
+def _load_policy(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Take over the parameters of a checkpoint. Raises TrainingError where they are not those of `policy`."""
+    state = {name.removeprefix("policy."): t for name, t in tensors.items() if name.startswith("policy.")}
+    try:
+        policy.load_state_dict(state)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"{folder / CHECKPOINT} does not hold the parameters of a policy; give the folder of a training run."
+        ) from error
+
+
+def _spec_of(metadata: dict[str, str]) -> ModelSpec | None:
+    return from_dict(ModelSpec, json.loads(metadata["model"])) if "model" in metadata else None
+
+
+def _check_model(policy: Policy, spec: ModelSpec | None, folder: Path) -> None:
+    try:
+        if spec is not None:
+            return policy.check_model(spec)
+    except PolicyMismatchError:
+        pass
+    raise TrainingError(f"{folder} was trained for another model; give that model, or another folder.")
+
+
+def read_curve(folder: Path) -> list[dict[str, Any]]:
+    """The rows written so far. Raises TrainingError for a file that holds none: better now than after hours."""
+    path = folder / _CURVE
+    if not path.exists():
+        return []
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
+            raise ValueError("a line is no step of a training")
+    except (OSError, ValueError, RecursionError) as error:
+        raise TrainingError(f"{path} is no training curve ({error}); delete it, or give another folder.") from error
+    return rows
+
+
+def extend_curve(folder: Path, row: dict[str, Any]) -> None:
+    """Add the row of one step. Raises TrainingError."""
+    # A run killed between this line and its checkpoint repeats the step: drop what lies ahead.
+    rows = [*(old for old in read_curve(folder) if old["step"] < row["step"]), row]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    write_text(folder / _CURVE, text, TrainingError, "the training curve")
