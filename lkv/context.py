@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from lkv.cache.layer import check_state
 from lkv.cache.ragged import RaggedCache, chosen_method
 from lkv.config import ModelSpec, asdict, from_dict
 from lkv.errors import CacheError, ContextFileError, PromptError, QuantizationError
+from lkv.files import path_of
 from lkv.fingerprint import differs
 from lkv.host.attention import attach, device_of
 from lkv.host.stock import cut_to, kv_nbytes, positions
@@ -120,7 +120,8 @@ class Context:
         known = vars(GenerationConfig()).keys() | signature(self._model.generate).parameters.keys()
         if unknown := sorted(set(generation) - known):
             raise CacheError(f"model.generate has no option {', '.join(unknown)}; leave it out.")
-        if max(generation.get("num_beams") or 1, generation.get("num_return_sequences") or 1) > 1:
+        several = [generation.get(name) for name in ("num_beams", "num_return_sequences")]
+        if any(count is not None and (type(count) is not int or count != 1) for count in several):
             raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
         own_settings = vars(self._model.generation_config)
         if not isinstance(self.cache, RaggedCache) and any(generation.get(x, own_settings.get(x)) for x in _ASSISTED):
@@ -185,7 +186,7 @@ class Context:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the compressed context to one safetensors file. Raises ContextFileError if that fails; an older file
         at `path` then stays as it was."""
-        cache = self._ragged()
+        path, cache = path_of(path, ContextFileError, "the context's place"), self._ragged()
         if len(cache.ragged) < len(cache.layers):
             raise CacheError("contexts of models with sliding layers cannot be saved yet; compress the text each time.")
         if cache.ragged[0].kept.shape[1] != cache.spec.kv_heads:
@@ -196,7 +197,7 @@ class Context:
             states = [layer.state() for layer in cache.ragged]
         tensors = {f"{name}.{index}": tensor for index, state in enumerate(states) for name, tensor in state.items()}
         tensors["ids"] = torch.tensor(self._ids, dtype=torch.int32, device="cpu")
-        context_file.write(Path(path), tensors, {"model": asdict(cache.spec), **self.about})
+        context_file.write(path, tensors, {"model": asdict(cache.spec), **self.about})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, tokenizer: Any, policy: Policy | None = None) -> "Context":
@@ -205,7 +206,9 @@ class Context:
         `policy` is not needed; where it is given it must be the one the text was compressed with. Raises
         ContextFileError for a missing, foreign or damaged file, another model or another policy.
         """
-        tensors, about = context_file.read(Path(path))
+        if policy is not None and not isinstance(policy, Policy):
+            raise ContextFileError(f"policy is {policy!r}; give the Policy that the text was compressed with, or none.")
+        tensors, about = context_file.read(path_of(path, ContextFileError, "the context's place"))
         spec = attach(model).spec
         vocabulary = model.get_input_embeddings().weight.shape[0]
         try:
@@ -296,9 +299,11 @@ def check_text(text: Any, what: str, advice: str) -> None:
         raise PromptError(f"{what} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
 
 
-def _check_arguments(text: Any, method: Any, retention: Any, options: dict[str, Any]) -> None:
+def _check_arguments(tokenizer: Any, text: Any, method: Any, retention: Any, options: dict[str, Any]) -> None:
     """Raise PromptError or CacheError for what `compress` cannot make sense of, before anything is read."""
     check_text(text, "the text", "give some text to compress")
+    if not callable(tokenizer):
+        raise PromptError(f"the tokenizer is {tokenizer!r}; give the model's own, as AutoTokenizer loads it.")
     if not isinstance(method, str | Method):
         raise CacheError(
             f"method is {method!r}; give a name that `lkv methods` lists or a Method of your own, and how much is kept "
@@ -336,7 +341,7 @@ def compress(
     Raises PromptError for a text that is empty, too short to keep anything of, or beyond the model's positions, and
     what RaggedCache raises.
     """
-    _check_arguments(text, method, retention, options)
+    _check_arguments(tokenizer, text, method, retention, options)
     if chunk is not None and (type(chunk) is not int or chunk < 1):
         raise PromptError(f"chunk is {chunk!r}, but a part of the text has at least one token.")
     if options.get("streaming") and chunk is None:
@@ -376,7 +381,7 @@ def compress(
         cache.fill(prompt)
         cache.ids = torch.tensor([ids], device=device)
         return Context(model, tokenizer, ids, cache, about)
-    for part in torch.tensor([ids], device=device).split(chunk or len(ids), 1):
+    for part in torch.tensor([ids], device=device).split(min(chunk or len(ids), len(ids)), 1):
         model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
     if isinstance(cache, RaggedCache):
         cache.ids = torch.tensor([ids], device=device)

@@ -86,7 +86,7 @@ def check_retention(retention: float) -> float:
     try:
         # A text that reads as a number would go on as a text.
         value = float("nan" if isinstance(retention, str | bytes | bool) else retention)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         value = float("nan")
     if not 0.0 < value <= 1.0:
         raise RetentionError(

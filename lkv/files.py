@@ -6,8 +6,19 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from lkv.errors import LkvError
+
+
+def path_of(name: Any, error: type[LkvError], what: str) -> Path:
+    """`name` as a path; `error`, which names `what`, for a value that cannot be one."""
+    try:
+        if b"\0" not in os.fsencode(name) and not isinstance(name, bytes):
+            return Path(name)
+    except (TypeError, UnicodeEncodeError):
+        pass
+    raise error(f"{what} is {name!r}, but it is a path: give a text (str) or a pathlib.Path.")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from lkv.config import ModelSpec
 from lkv.conversion import convert_once, digest_of, is_complete, is_gguf
 from lkv.errors import DefaultModelError, PolicyFileError, PolicyMismatchError
 from lkv.extras import require
+from lkv.files import path_of
 from lkv.fingerprint import differs
 from lkv.methods.catalogue import METHODS, needs_policy
 from lkv.policy import Policy
@@ -41,6 +42,10 @@ def load_model(name: str = DEFAULT, dtype: torch.dtype | None = None, revision: 
     `revision` is a commit, tag or branch on the hub. No code of the model's own is run and no pickle is read. Raises
     DefaultModelError where there is no such model, ModelFileError for a GGUF file that cannot be converted.
     """
+    path_of(name, DefaultModelError, "the model")
+    name = str(name)
+    if revision is not None and (name == DEFAULT or is_gguf(name) or Path(name).is_dir()):
+        raise DefaultModelError(f"{name!r} is no model on the hub and has no revision {revision!r}; leave it out.")
     if name == DEFAULT:
         return load_default(dtype or torch.float32)
     path = _converted(Path(name)) if is_gguf(name) else name
@@ -89,24 +94,24 @@ def policy_for(spec: ModelSpec) -> Policy:
     )
 
 
-def load_policy(name: str | os.PathLike[str], strict: bool = True) -> Policy:
+def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str | None = None) -> Policy:
     """The policy in a folder, in a training run's folder, on the hub, or a shipped one by its name.
 
-    Without `strict` it warns instead of refusing another model than its own. Raises PolicyFileError where there is
-    none.
+    Without `strict` it warns instead of refusing another model than its own; `revision` is a commit, tag or branch on
+    the hub. Raises PolicyFileError where there is none.
     """
-    folder = Path(name)
+    folder = path_of(name, PolicyFileError, "the policy")
     named = next((entry.folder for entry in shipped() if entry.name == str(name)), None)
     if named is not None:
-        return Policy.from_pretrained(named, strict)
+        return Policy.from_pretrained(named, strict, revision)
     if is_policy(folder / "policy") and not is_policy(folder):
-        return Policy.from_pretrained(folder / "policy", strict)
+        return Policy.from_pretrained(folder / "policy", strict, revision)
     if (folder / "config.json").is_file() and not is_policy(folder):
         raise PolicyFileError(
             f"{folder} looks like a model, not like a policy; give what `lkv train` left in OUT/policy."
         )
     try:
-        return Policy.from_pretrained(name, strict)
+        return Policy.from_pretrained(name, strict, revision)
     except (OSError, ValueError, RecursionError) as error:
         raise PolicyFileError(
             f"{str(name)!r} is neither a policy folder nor a hub id such as 'owner/name' ({error}); give one of these."

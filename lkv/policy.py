@@ -5,7 +5,6 @@ import math
 import os
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,6 +141,7 @@ class Policy(nn.Module):
         self.spec = spec
         self.card = card or {}
         self.strict = True
+        self.commit: str | None = None  # on the hub, where it comes from there
         self.heads = HeadScores(spec.layers, spec.kv_heads, spec.head_dim)
         self.tokens = TokenScores(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, inputs)
 
@@ -206,15 +206,19 @@ class Policy(nn.Module):
             for name, tensor in self.state_dict().items()
         }
         about = {"inputs": asdict(self.inputs), "model": asdict(self.spec), "card": self.card}
-        policy_file.save(Path(folder), state, about)
+        policy_file.save(folder, state, about)
 
     @classmethod
-    def from_pretrained(cls, name: str | os.PathLike[str], strict: bool = True) -> "Policy":
+    def from_pretrained(
+        cls, name: str | os.PathLike[str], strict: bool = True, revision: str | None = None
+    ) -> "Policy":
         """Load a policy from a folder or a hub id. Raises PolicyFileError for missing or damaged files.
 
-        Without `strict` a model that the policy was not trained for is warned of, and not refused.
+        Without `strict` a model that the policy was not trained for is warned of, and not refused. `revision` is a
+        commit, tag or branch on the hub.
         """
-        tensors, about = policy_file.read(name)
+        folder, commit = policy_file.resolve(name, revision)
+        tensors, about = policy_file.read(folder)
         try:
             inputs = from_dict(ScorerInputs, about.get("inputs", {}))
             # Without memory of its own: the file's tensors take the places, if they are the ones that belong there.
@@ -231,5 +235,5 @@ class Policy(nn.Module):
         for key, tensor in state.items():
             if not bool(tensor.isfinite().all()) or (key == "tokens.std" and not bool((tensor > 0).all())):
                 raise PolicyFileError(f"{key} of {name} holds numbers that decide nothing; fetch or train it again.")
-        policy.strict = strict
+        policy.strict, policy.commit = strict, commit
         return policy.eval().requires_grad_(False)

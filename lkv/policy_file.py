@@ -15,23 +15,23 @@ from torch import Tensor
 
 from lkv import tensor_file
 from lkv.errors import PolicyFileError
-from lkv.files import reason, write_text
+from lkv.files import path_of, reason, write_text
 from lkv.tensor_file import Kind
 
 _WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
 _KIND = Kind("lkv-policy", 2, "policy", PolicyFileError, "fetch or save the policy again")
 
 
-def save(folder: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-    """Write a policy into `folder`. Whenever it is interrupted, the folder holds the old policy or the new one."""
+def save(name: str | os.PathLike[str], tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """Write a policy into the folder `name`. Whenever that is interrupted, it holds the old policy or the new one."""
+    folder = path_of(name, PolicyFileError, "the policy's place")
     tensor_file.write(folder / _WEIGHTS, _KIND, tensors, about)
     text = json.dumps({"format": _KIND.version, **about}, indent=1) + "\n"
     write_text(folder / _CONFIG, text, PolicyFileError, "the policy")
 
 
-def read(name: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and description of the policy in a folder or on the hub. Raises PolicyFileError."""
-    folder = _resolve(name)
+def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and description of the policy in a folder. Raises PolicyFileError."""
     if tensor_file.holds(folder / _WEIGHTS, _KIND):
         return tensor_file.read(folder / _WEIGHTS, _KIND)
     return _read_format_1(folder)
@@ -76,17 +76,26 @@ def _read_format_1(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise PolicyFileError(f"{weights} holds no tensors ({error}); fetch it again.") from error
 
 
-def _resolve(name: str | os.PathLike[str]) -> Path:
-    folder = Path(name)
+def resolve(name: str | os.PathLike[str], revision: str | None = None) -> tuple[Path, str | None]:
+    """The folder of the policy `name`, a folder or a hub id, and for the latter the commit that it is of.
+
+    `revision` is a commit, tag or branch on the hub. Raises PolicyFileError.
+    """
+    folder, text = path_of(name, PolicyFileError, "the policy"), str(name)
     if folder.is_dir():
-        return folder
-    text = str(name)
+        if revision is not None:
+            raise PolicyFileError(f"{text!r} is a folder and has no revision {revision!r}; leave the revision out.")
+        return folder, None
     if text.count("/") != 1 or text.startswith((".", "/", "~")):
         raise PolicyFileError(f"there is no policy folder {text!r}; give a folder or a hub id such as 'owner/name'.")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(text, allow_patterns=[_WEIGHTS, _CONFIG]))
+        found = Path(snapshot_download(text, revision=revision, allow_patterns=[_WEIGHTS, _CONFIG]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise PolicyFileError(f"{text!r} is neither a folder nor a policy on the hub that can be reached.") from error
+        wanted = "" if revision is None else f" at revision {revision!r}"
+        raise PolicyFileError(
+            f"{text!r}{wanted} is neither a folder nor a policy on the hub that can be reached."
+        ) from error
+    return found, found.name

@@ -1,31 +1,45 @@
 """Any order of everything that can be done with a cache, each step held against `dense`, which knows no cache."""
 
 import copy
-import math
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from lkv.cache.quantization import BITS
 from lkv.cache.ragged import RaggedCache
 from lkv.context import Context
-from lkv.methods.budget import Uniform
+from lkv.methods.budget import FixedBudget
 from lkv.methods.build import Method
 from lkv.methods.selection import Selector
 from tests.conftest import tiny_llama
-from tests.dense import Dense, Row, kept_of
+from tests.dense import Dense, Row, beams, in_bits, kept_of
 from tests.test_compression import Words
 
 RETENTIONS = (0.3, 0.5, 1.0)
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3}
+# Of the largest logit. Storage in few bits multiplies the rounding of k and v where a value lies between two codes.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+HALF = (torch.float16, torch.bfloat16)
+WINDOW = 9
+HAS_BITS = find_spec("torchao") is not None
 
 
 def score(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Scores [..., T] that differ even between equal tokens."""
     return key.sum(-1) - 0.5 * value.square().sum(-1) + key[..., 0].sin()
+
+
+def place_score(layer: int, heads: int, positions: torch.Tensor) -> torch.Tensor:
+    """Scores [H, T] by the place alone, no two equal among 101: the same in every dtype."""
+    head = torch.arange(heads)[:, None]
+    return ((37 * positions + 11 * layer + 29 * head) % 101).double()
 
 
 class Own(Selector):
@@ -37,13 +51,47 @@ class Own(Selector):
         return score(prompt.key, prompt.value)
 
 
-def _qwen(dtype: torch.dtype):
+class ByPlace(Selector):
+    """`place_score`, for the cache."""
+
+    local = True
+
+    def scores(self, layer, prompt):
+        batch, heads, tokens, _ = prompt.key.shape
+        positions = torch.arange(prompt.start, prompt.start + tokens)
+        return place_score(layer, heads, positions).expand(batch, -1, -1)
+
+
+class Uneven(FixedBudget):
+    """Heads that keep different shares, one of them nothing of a short text."""
+
+    def __init__(self, retention: float):
+        self.retention = retention
+
+    def ratios(self, layer, heads, tokens):
+        return [min(1.0, self.retention * share) for share in ((1.0, 0.1), (1.4, 0.7), (0.5, 1.2))[layer]][:heads]
+
+
+@cache
+def build(family: str, dtype: torch.dtype):
+    """A tiny random model of `family`, never written to."""
+    spread = 0.1 if dtype in HALF else 0.3
+    if family == "llama":
+        return tiny_llama(dtype=dtype, initializer_range=spread)
+    shape = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 67, "max_position_embeddings": 512,
+        "initializer_range": spread, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    if family == "sliding":
+        kinds = ["full_attention", "sliding_attention", "full_attention"]
+        shape |= {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": kinds}
     torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, vocab_size=67, max_position_embeddings=512, initializer_range=0.3, tie_word_embeddings=True,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).to(dtype).eval()
+    model = Qwen2ForCausalLM(Qwen2Config(**shape)) if family == "qwen2" else Qwen3ForCausalLM(Qwen3Config(**shape))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.to(dtype).eval()
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -53,42 +101,49 @@ class CacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.cache: RaggedCache | None = None
         self.forks: list[tuple[RaggedCache, list[Row], list[int]]] = []
-        self.steps = 0
-        self.decided = True  # False once an eviction hung on less than rounding: the rest tells nothing
+        self.steps = 0  # rows of logits compared
+        self.operations = 0  # that did something
+        self.decided = True  # False once a choice hung on less than rounding: the rest tells nothing
 
     @initialize(
-        family=st.sampled_from(["llama", "qwen3"]),
+        family=st.sampled_from(["llama", "qwen2", "qwen3", "sliding"]),
         dtype=st.sampled_from(list(TOLERANCE)),
+        by_place=st.booleans(),
         retention=st.sampled_from(RETENTIONS),
         rows=st.integers(1, 3),
         tokens=st.integers(6, 24),
         padding=st.lists(st.integers(0, 3), min_size=3, max_size=3),
         parts=st.lists(st.integers(1, 9), max_size=3),
-        mode=st.sampled_from(["whole", "parts", "streaming", "padded", "decode"]),
+        mode=st.sampled_from(["whole", "parts", "streaming", "padded", "decode", "ahead"]),
         slack=st.sampled_from([0, 1, 4, None]),
+        bits=st.sampled_from([None, None, *BITS] if HAS_BITS else [None]),
         seed=st.integers(0, 2**16),
     )
-    def read(self, family, dtype, retention, rows, tokens, padding, parts, mode, slack, seed):
-        self.model = _qwen(dtype) if family == "qwen3" else tiny_llama(dtype=dtype)
-        self.dense, self.dtype, self.retention, self.mode = Dense(self.model), dtype, retention, mode
+    def read(self, family, dtype, by_place, retention, rows, tokens, padding, parts, mode, slack, bits, seed):
+        self.model = build(family, dtype)
+        self.dense, self.dtype, self.mode = Dense(self.model), dtype, mode
         self.draw = torch.Generator().manual_seed(seed)
-        self.slack = 32 if slack is None else slack
-        announced = {"prompt_tokens": tokens} if mode in ("parts", "streaming") else {}
+        self.bits = None if mode == "decode" else bits
+        # Where k and v are rounded to 16 bits, so are scores made of them.
+        self.by_place, self.budget = by_place or dtype in HALF, Uneven(retention)
+        self.prompt = tokens - 2 if mode == "ahead" else tokens
+        announced = {"prompt_tokens": self.prompt} if mode in ("parts", "streaming", "ahead") else {}
         self.cache = RaggedCache(
-            self.model, method=Method("own", Uniform(retention), Own()), slack=slack, streaming=mode == "streaming",
-            decode_eviction=mode == "decode", **announced,
+            self.model, method=Method("own", self.budget, ByPlace() if self.by_place else Own()), slack=slack,
+            streaming=mode == "streaming", decode_eviction=mode == "decode", bits=self.bits, **announced,
         )  # fmt: skip
+        self.rewindable = mode != "decode" and family != "sliding"
         lengths = [tokens - (pad if mode == "padded" else 0) for pad in padding[:rows]]
         self.rows = [Row(self._ids(length)) for length in lengths]
         self.padding = [tokens - length for length in lengths]
         if mode == "padded":
             ids = torch.tensor([[0] * pad + row.ids for pad, row in zip(self.padding, self.rows, strict=True)])
-            mask = (torch.arange(tokens)[None] >= torch.tensor(self.padding)[:, None]).long()
+            mask = self._mask(tokens)
             self.model(ids, attention_mask=mask, position_ids=_positions(mask), past_key_values=self.cache)
             self._evict_all()
         else:
             self._read_in_parts(tokens, parts if mode in ("parts", "streaming") else [])
-        self.prompt = tokens
+        self.operations += 1
 
     def _read_in_parts(self, tokens: int, parts: list[int]) -> None:
         text, place = torch.tensor([row.ids for row in self.rows]), 0
@@ -97,73 +152,124 @@ class CacheMachine(RuleBasedStateMachine):
             end = min(tokens, place + size)
             if end == place:
                 break
-            self.rows = [Row(row.ids[:end], before.hidden) for row, before in zip(whole, self.rows, strict=True)]
+            late = end - self.prompt if end == tokens else 0
+            self.rows = [Row(row.ids[: end - late], old.hidden) for row, old in zip(whole, self.rows, strict=True)]
             self.model(text[:, place:end], past_key_values=self.cache, use_cache=True)
             place = end
             if self.mode == "streaming" or end == tokens:
                 self._evict_all()
+        for row, full in zip(self.rows, whole, strict=True):
+            row.ids = full.ids
 
     def _evict_all(self) -> None:
         for row in self.rows:
-            self._evict(row)
-        self.room = self.slack if self.mode == "decode" else math.inf
-        if self.mode == "decode" and self.cache.plan.slack is None:
-            self.room = math.inf  # as much as no test uses up
+            self._evict(row, [index for index, window in enumerate(self.dense.windows) if window is None])
+            if self.bits is not None and len(row.ids) >= self.prompt - max(self.padding):
+                self._store(row)
 
-    def _evict(self, row: Row) -> None:
-        """Hide all but the best floor(r t) of what each head still holds, from the next token on."""
-        tokens = len(row.ids)
-        gone = [[set() for _ in range(2)] for _ in range(self.model.config.num_hidden_layers)]
-        for _, table in row.hidden:
-            for layer, sets in enumerate(table):
-                for head, places in enumerate(sets):
-                    gone[layer][head] |= places
-        for layer, (key, value) in enumerate(self.dense.read(row)[1]):
-            for head in range(2):
+    def _evict(self, row: Row, layers: list[int]) -> None:
+        """Hide all but the best floor(r t) of what each head of `layers` still holds, from the next token on."""
+        tokens, heads = len(row.ids), self.dense.heads
+        gone = row.gone(self.dense.layers, heads)
+        found = None if self.by_place else self.dense.read(row)[1]
+        full = [index for index, window in enumerate(self.dense.windows) if window is None]
+        for layer in layers:
+            number = full.index(layer)
+            table = place_score(number, heads, torch.arange(tokens)) if found is None else score(*found[layer])
+            for head, ratio in enumerate(self.budget.ratios(number, heads, tokens)):
                 alive = set(range(tokens)) - gone[layer][head]
-                count = int(self.retention * tokens + 1e-6)
-                kept, margin = kept_of(score(key[head], value[head]), alive, count)
+                kept, margin = kept_of(table[head], alive, min(len(alive), int(ratio * tokens + 1e-6)))
                 self.decided &= margin > 1e-3
                 gone[layer][head] |= alive - kept
         row.hidden.append((tokens, gone))
 
+    def _store(self, row: Row) -> None:
+        """What is left of the prompt is seen in few bits from the next token on."""
+        gone = row.gone(self.dense.layers, self.dense.heads)
+        table = []
+        for key, value in self.dense.read(row)[1]:
+            heads = []
+            for head, hidden in enumerate(gone[len(table)]):
+                places = sorted(set(range(len(row.ids))) - hidden)
+                (k, near), (v, close) = (
+                    in_bits(x[head, places].to(self.dtype), self.bits, axis) for x, axis in ((key, 0), (value, 1))
+                )
+                self.decided &= self.bits == 8 or min(near, close) > 1e-5
+                heads.append((places, k, v))
+            table.append(heads)
+        row.stored = (len(row.ids), table)
+
+    def _tolerance(self) -> float:
+        # A value that lies between two codes may take either; with 8 bits that moves it by little.
+        least = {None: 0.0, 8: 0.02, 4: 0.2 if self.dtype in HALF else 1e-4}[self.bits]
+        return max(TOLERANCE[self.dtype], least)
+
     def _ids(self, count: int) -> list[int]:
         return torch.randint(3, 67, (count,), generator=self.draw).tolist()
 
-    @precondition(lambda self: self.cache is not None and self.decided and len(self.rows[0].ids) < 60)
+    def _mask(self, length: int, padding: list[int] | None = None) -> torch.Tensor:
+        return (torch.arange(length)[None] >= torch.tensor(padding or self.padding)[:, None]).long()
+
+    @contextmanager
+    def _watched(self, cache: RaggedCache) -> Iterator[list[tuple[int, list[int]]]]:
+        """Of each forward pass in the block how many tokens it reads and the room that each evicted layer has."""
+        passes: list[tuple[int, list[int]]] = []
+
+        def note(_, args, kwargs):
+            ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
+            passes.append((ids.shape[1], [layer.spans.room for layer in cache.ragged]))
+
+        handle = self.model.model.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            yield passes
+        finally:
+            handle.remove()
+
+    def _replay(self, row: Row, ids: list[int], passes: list[tuple[int, list[int]]]) -> None:
+        """Let `row` read `ids` as the cache did: in decode eviction a layer evicts where its room does not suffice."""
+        full = [index for index, window in enumerate(self.dense.windows) if window is None]
+        place = 0
+        for tokens, rooms in passes:
+            short = [layer for layer, room in zip(full, rooms, strict=True) if room < tokens]
+            if short and self.mode == "decode":
+                self._evict(row, short)
+            row.ids = row.ids + ids[place : place + tokens]
+            place += tokens
+        assert place == len(ids)
+
+    @precondition(lambda self: self._lives and self._length < 60)
     @rule(tokens=st.integers(1, 5))
     def feed(self, tokens):
         """What follows the prompt, checked row by row."""
-        if self.mode == "decode" and tokens > self.room:
-            for row in self.rows:
-                self._evict(row)
-            self.room = self.slack + tokens
-        self.room -= tokens
-        new = [self._ids(tokens) for _ in self.rows]
-        for row, ids in zip(self.rows, new, strict=True):
-            row.ids += ids
-        self._check(self.cache, self.rows, self.padding, new)
+        self._feed(self.cache, self.rows, self.padding, tokens)
 
     @rule()
     def wait(self):
         """Nothing: some rule must always be possible."""
 
-    def _check(self, cache, rows, padding, new) -> None:
+    def _feed(self, cache, rows, padding, tokens) -> None:
+        new = [self._ids(tokens) for _ in rows]
+        held = cache.get_seq_length()
+        mask = self._mask(held + tokens, padding)
+        with self._watched(cache) as passes:
+            found = self.model(
+                torch.tensor(new), attention_mask=mask, position_ids=_positions(mask)[:, held:], past_key_values=cache
+            ).logits
+        for own, row, ids in zip(found, rows, new, strict=True):
+            self._replay(row, ids, passes)
+            self._compare(own, row)
+        self.operations += 1
+
+    def _compare(self, found: torch.Tensor, row: Row) -> None:
+        """Logits [n, V] of the last n tokens of `row`."""
         if not self.decided:
             return
-        held = cache.get_seq_length()
-        count = len(new[0])
-        mask = (torch.arange(held + count)[None] >= torch.tensor(padding)[:, None]).long()
-        found = self.model(
-            torch.tensor(new), attention_mask=mask, position_ids=_positions(mask)[:, held:], past_key_values=cache
-        ).logits
-        for own, row in zip(found, rows, strict=True):
-            expected = self.dense.read(row)[0][-count:]
-            scale = max(1.0, float(expected.abs().max()))
-            torch.testing.assert_close(own / scale, expected / scale, atol=TOLERANCE[self.dtype], rtol=0)
-        self.steps += count * len(rows)
+        expected = self.dense.read(row)[0][-len(found) :]
+        scale = max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(found.to(expected) / scale, expected / scale, atol=self._tolerance(), rtol=0)
+        self.steps += len(found)
 
-    @precondition(lambda self: self.cache is not None and self.decided and self.mode != "decode")
+    @precondition(lambda self: self._lives and self.rewindable)
     @rule(share=st.floats(0, 1))
     def crop(self, share):
         tail = self.cache.get_seq_length() - self.prompt
@@ -171,16 +277,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.crop(-cut)
         for row in self.rows:
             row.ids = row.ids[: len(row.ids) - cut]
+        self.operations += 1
 
-    @precondition(lambda self: self.cache is not None and self.decided and self.mode != "decode")
+    @precondition(lambda self: self._lives and self.rewindable)
     @rule()
     def rewind(self):
         tail = self.cache.get_seq_length() - self.prompt
         self.cache.rewind()
         for row in self.rows:
             row.ids = row.ids[: len(row.ids) - tail]
+        self.operations += 1
 
-    @precondition(lambda self: self.cache is not None and self.decided)
+    @precondition(lambda self: self._lives)
     @rule(order=st.lists(st.integers(0, 2), min_size=1, max_size=3), how=st.sampled_from(["select", "reorder"]))
     def choose_rows(self, order, how):
         size = len(self.rows) if how == "reorder" else len(order)
@@ -188,74 +296,139 @@ class CacheMachine(RuleBasedStateMachine):
         (self.cache.reorder_cache if how == "reorder" else self.cache.batch_select_indices)(torch.tensor(order))
         self.rows = [self.rows[i].copy() for i in order]
         self.padding = [self.padding[i] for i in order]
+        self.operations += 1
 
-    @precondition(lambda self: self.cache is not None and self.decided and len(self.rows) < 3)
+    @precondition(lambda self: self._lives and len(self.rows) < 3)
     @rule(repeats=st.integers(1, 2))
     def repeat_rows(self, repeats):
         self.cache.batch_repeat_interleave(repeats)
         self.rows = [row.copy() for row in self.rows for _ in range(repeats)]
         self.padding = [pad for pad in self.padding for _ in range(repeats)]
+        self.operations += 1
 
-    @precondition(lambda self: self.cache is not None and self.decided and len(self.forks) < 3)
+    @precondition(lambda self: self._lives and len(self.forks) < 3)
     @rule(deep=st.booleans())
     def fork(self, deep):
         twin = copy.deepcopy(self.cache) if deep else self.cache.fork()
         self.forks.append((twin, [row.copy() for row in self.rows], list(self.padding)))
+        self.operations += 1
 
-    @precondition(lambda self: self.forks and self.decided and self.mode != "decode")
+    @precondition(lambda self: self._lives and self.forks)
     @rule()
     def use_a_fork(self):
-        cache, rows, padding = self.forks.pop()
-        new = [self._ids(2) for _ in rows]
-        for row, ids in zip(rows, new, strict=True):
-            row.ids += ids
-        self._check(cache, rows, padding, new)
+        self._feed(*self.forks.pop(), 2)
 
-    @precondition(
-        lambda self: self.cache is not None and self.decided and len(self.rows) == 1 and self.mode in ("whole", "parts")
-    )
+    @precondition(lambda self: self._lives and self.forks)
+    @rule()
+    def go_on_with_a_fork(self):
+        """The fork and the cache change places."""
+        fork = self.forks.pop()
+        self.forks.append((self.cache, self.rows, self.padding))
+        self.cache, self.rows, self.padding = fork
+        self.operations += 1
+
+    @precondition(lambda self: self._lives and len(self.rows) == 1 and self.rewindable and self.mode != "padded")
     @rule()
     def save_and_load(self):
         self.rewind()
         ids = self.rows[0].ids
-        about = {"method": "knorm", "retention": self.retention, "budget_tokens": None, "bits": None, "policy": None}
+        about = {"method": "knorm", "retention": 0.5, "budget_tokens": None, "bits": self.bits, "policy": None}
         context = Context(self.model, Words(), list(ids), self.cache, {**about, "text_sha256": ""})
         with tempfile.TemporaryDirectory() as folder:
             context.save(Path(folder) / "context.kv")
             self.cache = Context.load(Path(folder) / "context.kv", self.model, Words()).cache
 
-    @precondition(lambda self: self.cache is not None and self.decided and self.mode in ("whole", "parts", "padded"))
-    @rule(beams=st.sampled_from([1, 2]), tokens=st.integers(1, 4))
-    def generate(self, beams, tokens):
-        """A greedy or beam-searched turn on a copy: its ids are the reference's own."""
-        if len(self.rows) > 1 or self.padding[0] or len(self.rows[0].ids) > 50:
-            return
+    @precondition(lambda self: self._lives and self._length < 50)
+    @rule(tokens=st.integers(1, 4), sampled=st.booleans(), on_a_copy=st.booleans())
+    def generate(self, tokens, sampled, on_a_copy):
+        """A turn of `model.generate`, greedy or sampled, over the whole batch."""
+        cache = self.cache.fork() if on_a_copy else self.cache
+        rows = [row.copy() for row in self.rows]
+        out, passes = self._generated(cache, tokens, do_sample=sampled, temperature=1.5 if sampled else None)
+        logits = torch.stack(out.logits, 1)
+        for number, row in enumerate(rows):
+            # The last token of an answer is never read.
+            self._replay(row, out.sequences[number, self._length : -1].tolist(), passes)
+            self._compare(logits[number], row)
+        if not on_a_copy:
+            self.rows = rows
+        self.operations += 1
+
+    def _generated(self, cache, tokens, **how):
+        """What generate gives for two new ids a row, and the passes that it took."""
+        padded = [[0] * pad + row.ids + self._ids(2) for pad, row in zip(self.padding, self.rows, strict=True)]
+        torch.manual_seed(int(torch.randint(2**31, (1,), generator=self.draw)))
+        with self._watched(cache) as passes:
+            out = self.model.generate(
+                torch.tensor(padded), attention_mask=self._mask(len(padded[0])), past_key_values=cache,
+                max_new_tokens=tokens, eos_token_id=None, pad_token_id=0, output_logits=True, output_scores=True,
+                return_dict_in_generate=True, **how,
+            )  # fmt: skip
+        return out, passes
+
+    @precondition(lambda self: self._lives and len(self.rows) == 1 and self._length < 50)
+    @rule(width=st.integers(2, 3), tokens=st.integers(1, 3))
+    def search_beams(self, width, tokens):
+        """Beam search on a copy: the sequence found, and its probability under the reference."""
         cache, row = self.cache.fork(), self.rows[0].copy()
-        row.ids += self._ids(2)
-        out = self.model.generate(
-            torch.tensor([row.ids]), past_key_values=cache, max_new_tokens=tokens, do_sample=False, num_beams=1,
-            eos_token_id=None, pad_token_id=0,
-        )[0].tolist()  # fmt: skip
-        for token in out[len(row.ids) :]:
-            logits = self.dense.read(row)[0][-1]
-            # Where two tokens are all but equal either may be chosen.
-            assert float(logits.max() - logits[token]) <= 2 * TOLERANCE[self.dtype] * max(
-                1.0, float(logits.abs().max())
-            )
-            row.ids.append(token)
-        self.steps += tokens
+        cache.batch_repeat_interleave(width)
+        out, passes = self._generated(
+            cache, tokens, do_sample=False, num_beams=width, length_penalty=0.0, temperature=None
+        )
+        ids = out.sequences[0, self._length :].tolist()
+        asked, answer = ids[:2], ids[2:]
+        begun = row.copy()
+        begun.ids += asked
+        self._replay(row, ids[:-1], passes)
+        if self.decided:
+            logits = self.dense.read(row)[0][-len(answer) :].double()
+            expected = float(torch.log_softmax(logits, -1)[range(len(answer)), answer].sum())
+            slip = 2 * len(answer) * self._tolerance() * max(1.0, float(logits.abs().max()))
+            assert abs(float(out.sequences_scores[0]) - expected) <= slip
+            if self.mode != "decode":
+                best, margin = beams(self.dense, begun, width, tokens)
+                assert best == answer or margin <= 2 * slip
+        self.steps += len(answer)
+        self.operations += 1
+
+    @property
+    def _lives(self) -> bool:
+        return self.cache is not None and self.decided
+
+    @property
+    def _length(self) -> int:
+        """Positions of the text, padding included."""
+        return len(self.rows[0].ids) + self.padding[0]
 
     @invariant()
     def lengths_and_bytes(self):
-        if self.cache is None or not self.decided:
+        if not self._lives:
             return
-        assert self.cache.get_seq_length() == len(self.rows[0].ids) + self.padding[0]
-        size = self.model.dtype.itemsize
-        entries = sum(
-            int((layer.spans.lens + layer.spans.tail + layer.spans.room).sum()) for layer in self.cache.ragged
-        )
-        scores = 8 * entries if self.cache.ragged[0].spans.scores is not None else 0
-        assert self.cache.nbytes() == entries * 2 * 8 * size + scores
+        assert self.cache.get_seq_length() == self._length
+        size = self.dtype.itemsize
+        for layer, kept in zip(self.cache.ragged, self._kept(), strict=True):
+            assert layer.spans.lens.tolist() == kept
+            room = layer.spans.tail + layer.spans.room
+            fresh = len(kept) * len(kept[0]) * room * 2 * 8 * size
+            counts = [count for row in kept for count in row]
+            if self.bits is None:
+                scored = 8 * (sum(counts) + len(counts) * room) if layer.spans.scores is not None else 0
+                assert layer.nbytes() == sum(counts) * 2 * 8 * size + fresh + scored
+            else:
+                # k: a step and a least value for 32 entries of a channel; v: for 32 channels of an entry.
+                groups = sum(-(-count // 32) for count in counts) * 8 + sum(counts)
+                assert layer.nbytes() == sum(counts) * 2 * 8 * self.bits // 8 + groups * 4 + fresh
+
+    def _kept(self) -> list[list[list[int]]]:
+        """Entries that are settled, [L][B][H], by the rows' own account."""
+        full = [index for index, window in enumerate(self.dense.windows) if window is None]
+        found = []
+        for layer, own in zip(full, self.cache.ragged, strict=True):
+            tail = own.spans.tail
+            gone = [row.gone(self.dense.layers, self.dense.heads)[layer] for row in self.rows]
+            found.append([[len(row.ids) - tail - len(places) for places in sets]
+                          for row, sets in zip(self.rows, gone, strict=True)])  # fmt: skip
+        return found
 
 
 def _positions(mask: torch.Tensor) -> torch.Tensor:

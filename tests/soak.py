@@ -1,26 +1,25 @@
 """Hours of what the tests do for seconds: `python -m tests.soak --minutes 30`, or `make soak MINUTES=30`.
 
-Each part runs for its share of the time, with seeds that are printed, so that a failure can be made again. The counts
-and the seed go to a JSON file at the end.
+All parts take turns. After each turn the counts go to benchmarks/results/soak.json, with machine, versions and the
+seeds of what was run; another run goes on with the next seeds and adds to the counts, as long as machine and versions
+are the same. The first difference found ends it, and the command that finds it again is printed.
 """
 
 import argparse
 import gc
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
-from safetensors.torch import load_file
+from tqdm import tqdm
 
 from lkv import context_file
 from lkv.context import Context, compress
@@ -29,74 +28,79 @@ from lkv.evals.journal import SharedJournal
 from lkv.evals.processes import Process
 from lkv.policy import Policy
 from lkv.report.reading import read_results
+from lkv.results import provenance, write_results
 from lkv.training.checkpoint import read_checkpoint
 from tests.conftest import tiny_llama
-from tests.machine import CacheMachine
+from tests.inputs import Inputs
+from tests.kills import Kills
+from tests.machine import HAS_BITS, CacheMachine
 from tests.results import many, write
 from tests.test_compression import TEXT, Words
-from tests.test_training import SCRIPT, train_for, trainer
+from tests.test_training import train_for, trainer
 from tests.test_trust import QUESTIONS, in_threads
 
+OUT = Path(__file__).parents[1] / "benchmarks" / "results" / "soak.json"
 Counts = dict[str, int]
 
 
-def operations(until: float, start: int) -> Counts:
-    """Random operations on caches against the dense reference."""
-    counts = {"examples": 0, "operations": 0, "rows": 0}
+def operations(until: float, start: int) -> tuple[Counts, int]:
+    """Random operations on caches against the dense reference. Like every part it gives what it counted, and the seed
+    that comes next."""
+    counts = {"operations": 0, "caches": 0, "rows of logits": 0, "caches left off at a tie": 0}
 
     class Counted(CacheMachine):
         def teardown(self):
-            counts["examples"] += 1
-            counts["rows"] += self.steps
-
-        def check_invariants(self, *arguments, **options):
-            counts["operations"] += 1
-            return super().check_invariants(*arguments, **options)
+            counts["caches"] += 1
+            counts["operations"] += self.operations
+            counts["rows of logits"] += self.steps
+            counts["caches left off at a tie"] += not self.decided
 
     plan = settings(
-        max_examples=25, stateful_step_count=30, deadline=None, database=None, print_blob=True,
+        max_examples=25, stateful_step_count=50, deadline=None, database=None, print_blob=True,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    number = start
     while time.monotonic() < until:
-        run_state_machine_as_test(seed(number)(Counted), settings=plan)
-        number += 1
-    return counts
+        run_state_machine_as_test(seed(start)(Counted), settings=plan)
+        start += 1
+    return counts, start
 
 
-def threads(until: float, start: int) -> Counts:
+def threads(until: float, start: int) -> tuple[Counts, int]:
     """Four threads asking one context, against the answers of one."""
     asks = 0
+    model = tiny_llama(seed=start, dtype=torch.float32)
+    context = compress(model, Words(), TEXT, "knorm", 0.4)
+    expected = {question: context.ask(question, 6) for question in QUESTIONS}
+
+    def work(question):
+        for _ in range(50):
+            assert context.ask(question, 6) == expected[question]
+
     while time.monotonic() < until:
-        model = tiny_llama(seed=start + asks, dtype=torch.float32)
-        context = compress(model, Words(), TEXT, "knorm", 0.4)
-        expected = {question: context.ask(question, 6) for question in QUESTIONS}
-
-        def work(question, context=context, expected=expected):
-            for _ in range(50):
-                assert context.ask(question, 6) == expected[question]
-
         in_threads(work, QUESTIONS)
         asks += 50 * len(QUESTIONS)
-    return {"asks": asks}
+    return {"asks of 4 threads": asks}, start + 1
 
 
-def leaks(until: float, start: int) -> Counts:
+def leaks(until: float, start: int) -> tuple[Counts, int]:
     """Contexts compressed, asked, forked, saved, loaded and dropped: as many tensors at the end as before."""
-    model, rounds, before = tiny_llama(dtype=torch.float32), 0, (0, 0)
+    model, rounds, before = tiny_llama(seed=start, dtype=torch.float32), 0, (0, 0)
+    kinds: list[dict[str, Any]] = [{}, {"decode_eviction": True, "slack": 2}, {"chunk": 9}]
+    kinds += [{"bits": 8}] if HAS_BITS else []
     with tempfile.TemporaryDirectory() as folder:
         while time.monotonic() < until:
-            context = compress(model, Words(), TEXT, "tova", 0.4)
-            context.ask("what ?", 4)
-            context.fork().ask("who ?", 4)
-            context.save(Path(folder) / "context.kv")
-            Context.load(Path(folder) / "context.kv", model, Words()).ask("why ?", 4)
-            del context
+            for options in kinds:
+                context = compress(model, Words(), TEXT, "knorm", 0.4, **options)
+                context.ask("what ?", 4)
+                context.fork().ask("who ?", 4)
+                context.save(Path(folder) / "context.kv")
+                Context.load(Path(folder) / "context.kv", model, Words()).ask("why ?", 4)
+                del context
             rounds += 1
             if rounds > 1:
                 before = before if before[0] else held()
                 assert held() == before, f"{held()} tensors and bytes instead of {before} after {rounds} rounds"
-    return {"contexts": rounds}
+    return {"contexts": rounds * len(kinds), "asks": 3 * rounds * len(kinds)}, start + 1
 
 
 def held() -> tuple[int, int]:
@@ -107,26 +111,26 @@ def held() -> tuple[int, int]:
     return len(found), sum(tensor.untyped_storage().nbytes() for tensor in found)
 
 
-def fuzz(until: float, start: int) -> Counts:
+def fuzz(until: float, start: int) -> tuple[Counts, int]:
     """Files of all four formats with random damage: refused by an LkvError, or read as they were."""
-    chance, counts = random.Random(start), {"files": 0, "refused": 0, "equal": 0}
+    chance, counts = random.Random(start), {"damaged files": 0, "refused": 0, "read as they were": 0}
     with tempfile.TemporaryDirectory() as name:
         readers = _samples(Path(name))
         while time.monotonic() < until:
             path, read = chance.choice(readers)
             whole, expected = path.read_bytes(), read()
             path.write_bytes(damaged(whole, chance))
-            counts["files"] += 1
+            counts["damaged files"] += 1
             try:
                 if same(read(), expected):
-                    counts["equal"] += 1
+                    counts["read as they were"] += 1
                 elif path.suffix == ".kv" or path.parent.name == "policy":
                     raise AssertionError(f"{path} was read otherwise than it was written (seed {start})")
             except LkvError:
                 counts["refused"] += 1
             finally:
                 path.write_bytes(whole)
-    return counts
+    return counts, start + 1
 
 
 def _samples(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
@@ -175,88 +179,120 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
-SAVING = """
-import sys
-from pathlib import Path
-from tests.test_compression import TEXT, Words
-from tests.conftest import tiny_llama
-from lkv.context import compress
-model = tiny_llama()
-contexts = [compress(model, Words(), TEXT, "knorm", retention) for retention in (0.2, 0.8)]
-print("ready", flush=True)
-while True:
-    for context in contexts:
-        context.save(Path(sys.argv[1]) / "context.kv")
-"""
-
-
-def kills(until: float, start: int) -> Counts:
-    """Savings and trainings killed at random moments: the file is always whole, the weights are always the same."""
-    chance, counts = random.Random(start), {"savings": 0, "trainings": 0}
-    model = tiny_llama()
+def kills(until: float, start: int) -> tuple[Counts, int]:
+    """Work killed at random moments: what it left is whole, and it ends as work that nothing killed."""
+    chance = random.Random(start)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        train(folder / "whole")
-        expected = load_file(folder / "whole" / "policy" / "policy.safetensors")
+        work = Kills(Path(name))
+        counts = {"kills": 0, **dict.fromkeys(work.kinds, 0)}
         while time.monotonic() < until:
-            child = subprocess.Popen([sys.executable, "-c", SAVING, name], stdout=subprocess.PIPE)
-            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-            time.sleep(chance.random() * 0.2)
-            kill(child)
-            if (folder / "context.kv").exists():
-                Context.load(folder / "context.kv", model, Words())
-            counts["savings"] += 1
-            run = folder / f"run-{counts['trainings']}"
-            child = subprocess.Popen([sys.executable, "-c", SCRIPT, str(run), "0.02"], stderr=subprocess.DEVNULL)
-            while child.poll() is None and not (run / "checkpoint.safetensors").exists():
-                time.sleep(0.01)
-            time.sleep(chance.random())
-            kill(child)
-            train(run)
-            assert same(load_file(run / "policy" / "policy.safetensors"), expected)
-            counts["trainings"] += 1
-    return counts
+            for kind, try_one in work.kinds.items():
+                # A process that ended first was not killed: it is tried again in the next round.
+                if try_one(chance):
+                    counts[kind] += 1
+                    counts["kills"] += 1
+    return counts, start + 1
 
 
-def train(folder: Path) -> None:
-    """A whole training in a process of its own, or the rest of one."""
-    subprocess.run([sys.executable, "-c", SCRIPT, str(folder), "0"], check=True, stderr=subprocess.DEVNULL)
+def inputs(until: float, start: int) -> tuple[Counts, int]:
+    """Bad inputs to the commands and the API, the seed saying from which on: one sentence each."""
+    with tempfile.TemporaryDirectory() as name:
+        every = Inputs(Path(name))
+        counts = {"bad inputs": 0, "of the command line": 0, "of the API": 0}
+        while time.monotonic() < until and start < len(every.names):
+            kind = every.try_one(every.names[start])
+            if kind:
+                counts["bad inputs"] += 1
+                counts[kind] += 1
+            start += 1
+    return counts, start
 
 
-def kill(child: subprocess.Popen) -> None:
-    """End one process as a power cut would."""
-    if child.poll() is None:
-        os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-
-
-# What runs, and its share of the time.
-PARTS: dict[str, tuple[Callable[[float, int], Counts], float]] = {
-    "operations": (operations, 0.5),
-    "fuzz": (fuzz, 0.15),
-    "threads": (threads, 0.1),
-    "leaks": (leaks, 0.1),
-    "kills": (kills, 0.15),
+# What runs, its share of the time, and after how many of what it counts first there is enough of it.
+PARTS: dict[str, tuple[Callable[[float, int], tuple[Counts, int]], float, int]] = {
+    "operations": (operations, 0.55, 100_000),
+    "inputs": (inputs, 0.15, 500),
+    "kills": (kills, 0.15, 100),
+    "fuzz": (fuzz, 0.05, 1000),
+    "threads": (threads, 0.05, 4000),
+    "leaks": (leaks, 0.05, 200),
 }
 
 
+class Tally:
+    """The counts so far, one row each in the result file."""
+
+    def __init__(self, path: Path, first: int, command: str):
+        """Goes on with what `path` holds, if it was counted on this machine with these versions."""
+        self.path, self.command, self.first = path, command, first
+        self.counts: dict[str, Counts] = {}
+        self.seeds: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        same_place = {key: found.get(key) for key in ("machine", "versions")}
+        if found and same_place == {key: provenance(["hypothesis"])[key] for key in same_place}:
+            self.first = found["seed"]
+            for row in found["rows"]:
+                self.counts.setdefault(row["part"], {})[row["unit"]] = row["value"]
+                self.seeds[row["part"]], self.seconds[row["part"]] = row["next_seed"], row["seconds"]
+
+    def add(self, part: str, counts: Counts, following: int, seconds: float) -> None:
+        """Add what a turn counted, and write everything."""
+        own = self.counts.setdefault(part, {})
+        for unit, value in counts.items():
+            own[unit] = own.get(unit, 0) + value
+        self.seeds[part], self.seconds[part] = following, self.seconds.get(part, 0.0) + seconds
+        rows = [
+            {"part": name, "value": value, "unit": unit, "differences": 0, "next_seed": self.seeds[name],
+             "seconds": round(self.seconds[name])}
+            for name, units in self.counts.items() for unit, value in units.items()
+        ]  # fmt: skip
+        write_results(self.path, "soak", rows, self.first, self.command, provenance(["hypothesis"]))
+
+    def next_seed(self, part: str) -> int:
+        return self.seeds.get(part, 0 if part == "inputs" else self.first)
+
+    def enough(self, part: str) -> bool:
+        """Whether the part has counted what it should."""
+        return next(iter(self.counts.get(part, {"": 0}).values())) >= PARTS[part][2]
+
+
 def main() -> None:
-    """Run all parts, or those named, and write what was counted."""
+    """Take turns until the time is over, or there is enough of everything."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--turn", type=float, default=5, help="minutes for a turn of all parts")
+    parser.add_argument("--seed", type=int, default=1, help="of the first turn; a run that goes on has its own")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--enough", action="store_true", help="leave a part out once it has counted enough")
+    parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
-    total = sum(PARTS[name][1] for name in options.parts)
-    found: dict[str, object] = {"minutes": options.minutes, "seed": options.seed}
-    for name in options.parts:
-        part, share = PARTS[name]
-        print(f"{name}, seed {options.seed} ...", flush=True)
-        found[name] = part(time.monotonic() + 60 * options.minutes * share / total, options.seed)
-        print(f"{name}: {found[name]}", flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # a thread of its own, and the kills fork
+    tally = Tally(options.out, options.seed, "make soak")
+    end = time.monotonic() + 60 * options.minutes
+    while time.monotonic() < end:
+        left = [name for name in options.parts if not (options.enough and tally.enough(name))]
+        if not left:
+            break
+        for name in left:
+            _turn(name, tally, options, end, sum(PARTS[other][1] for other in left))
+
+
+def _turn(name: str, tally: Tally, options: argparse.Namespace, end: float, total: float) -> None:
+    part, share, _ = PARTS[name]
+    began, start = time.monotonic(), tally.next_seed(name)
+    if began >= end:
+        return
+    length = 60 * min(options.turn, options.minutes) * share / total
+    try:
+        counts, following = part(began + length, start)
+    except BaseException:
+        again = f"python -m tests.soak --parts {name} --seed {start} --out /tmp/soak.json"
+        print(f"{name}: a difference, or an interruption, from seed {start} on; again: {again}", file=sys.stderr)
+        raise
+    tally.add(name, counts, following, time.monotonic() - began)
+    print(f"{name}: {tally.counts[name]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_train_writes_a_policy_that_asks(model_folder, folder, tmp_path, capsys)
     assert (tmp_path / "budgets.png").read_bytes().startswith(b"\x89PNG")
     assert "3 layers x 2 KV heads" in capsys.readouterr().out
     # Another run in the same folder with other settings is refused; the finished policy stays.
-    assert main(arguments(model_folder, folder, out, *SMALL, "--lr", "0.5")) == 1
+    assert main(arguments(model_folder, folder, out, *SMALL, "--lr", "0.5")) == 2
     assert "other settings" in capsys.readouterr().err
 
 
@@ -59,7 +59,7 @@ def test_a_second_stage_starts_from_the_weights_of_the_first(model_folder, folde
     assert two.card["training"]["max_tokens"] == 110 and two.trained_tokens == one.trained_tokens == 120
     for name, tensor in one.state_dict().items():
         torch.testing.assert_close(two.state_dict()[name], tensor, atol=1e-4, rtol=1e-3)
-    assert main(arguments(model_folder, folder, tmp_path / "third", *SMALL, "--init", str(tmp_path))) == 1
+    assert main(arguments(model_folder, folder, tmp_path / "third", *SMALL, "--init", str(tmp_path))) == 2
     assert "give the folder of a training run" in capsys.readouterr().err
 
 
@@ -73,7 +73,7 @@ def test_a_second_stage_starts_from_the_weights_of_the_first(model_folder, folde
 def test_ask_mistakes_are_one_sentence(tmp_path, capsys, change, message):
     text = tmp_path / "text.txt"
     text.write_text("words " * 50)
-    assert main(["ask", str(text), "why?", *change]) == 1
+    assert main(["ask", str(text), "why?", *change]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("lkv: ") and len(error.splitlines()) == 1
 
@@ -92,7 +92,7 @@ def test_methods_without_what_they_need_are_one_sentence(tmp_path, model_folder,
     text = tmp_path / "text.txt"
     text.write_text("words " * 50)
     capsys.readouterr()
-    assert main(["ask", str(text), "why?", "--model", str(model_folder), *change]) == 1
+    assert main(["ask", str(text), "why?", "--model", str(model_folder), *change]) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lkv: ")]
     assert len(error) == 1 and message in error[0]
 
@@ -114,13 +114,13 @@ def test_ask_says_what_was_really_kept(tmp_path, model_folder, capsys):
 
 
 def test_unreadable_files_are_named(tmp_path, capsys, model_folder):
-    assert main(["ask", str(tmp_path / "no.txt"), "why?"]) == 1
+    assert main(["ask", str(tmp_path / "no.txt"), "why?"]) == 2
     assert "cannot be read as text" in capsys.readouterr().err
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert main(["ask", str(tmp_path / "binary"), "why?"]) == 1
+    assert main(["ask", str(tmp_path / "binary"), "why?"]) == 2
     assert "cannot be read as text" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
-    assert main(arguments(model_folder, tmp_path / "empty", tmp_path / "out")) == 1
+    assert main(arguments(model_folder, tmp_path / "empty", tmp_path / "out")) == 2
     assert "holds no data to train on" in capsys.readouterr().err
 
 

@@ -125,7 +125,7 @@ def test_a_damaged_or_unknown_file_is_one_sentence(tmp_path, cache, capsys, dama
     path, text = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "text.txt"
     text.write_text("words " * 20)
     damage(path)
-    assert main(["ask", str(text), "why?", "--model", str(path)]) == 1
+    assert main(["ask", str(text), "why?", "--model", str(path)]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lkv: ")]
     assert len(errors) == 1 and message in errors[0]
     assert not cache.exists() or not folders(cache)

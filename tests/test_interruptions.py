@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -115,7 +117,7 @@ def test_a_checkpoint_without_its_parameters_is_named(tmp_path):
 def test_a_folder_that_takes_nothing_is_named_before_anything_is_loaded(tmp_path, capsys, place):
     (tmp_path / "mine").write_text("mine")
     out = {"a file": tmp_path / "mine", "below a file": tmp_path / "mine" / "out"}.get(place, place)
-    assert main(["train", "--data", str(tmp_path), "--out", str(out), "--model", "no/such"]) == 1
+    assert main(["train", "--data", str(tmp_path), "--out", str(out), "--model", "no/such"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("lkv: the training cannot be written to ") and len(error.splitlines()) == 1
     assert (tmp_path / "mine").read_text() == "mine"
@@ -150,7 +152,7 @@ def test_settings_outside_their_range_are_named(change):
 
 def test_settings_of_the_command_line_are_checked_first(tmp_path, capsys):
     for option in (["--lr", "nan"], ["--tau-start", "0"], ["--seed", str(2**70)], ["--min-tokens", "20000"]):
-        assert main(["train", "--data", str(tmp_path), "--out", str(tmp_path / "out"), *option]) == 1
+        assert main(["train", "--data", str(tmp_path), "--out", str(tmp_path / "out"), *option]) == 2
         error = capsys.readouterr().err
         assert error.startswith("lkv: ") and len(error.splitlines()) == 1
     assert not (tmp_path / "out").exists()
@@ -172,3 +174,15 @@ def test_a_pipe_that_closes_early_is_no_error(monkeypatch, capsys):
         patch.setattr("sys.stdout", pipe)
         assert main(["methods"]) == 141
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("words", [["methods"], ["policies"], ["--help"]])
+def test_a_reader_that_leaves_early_sees_no_traceback(words):
+    """As `lkv methods | head -1`, with a head that has left before anything is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run([sys.executable, "-m", "lkv", *words], stdout=writing, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writing)
+    assert done.stderr == "" and done.returncode in (0, 141)

@@ -1,7 +1,9 @@
 """What a user can get wrong, in Python and on the command line: one sentence each, never a traceback."""
 
 import json
+import resource
 import shutil
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ def model_folder(tmp_path_factory):
 def refused(capsys, arguments) -> str:
     """The one sentence that a command ends with."""
     capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 1
+    assert main([str(argument) for argument in arguments]) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lkv: ")]
     assert len(error) == 1
     return error[0]
@@ -265,3 +267,60 @@ def test_a_checkpoint_without_metadata_is_no_start(model_folder, tmp_path, capsy
 
     with pytest.raises(TrainingError, match="cannot be read"):
         start_from(trainer(tmp_path / "run")[1], tmp_path)
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    """As a full disk: the system itself takes no file beyond `size` bytes in the block."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_the_disk_has_no_room_for_leaves_the_old_file(model, policy, tmp_path, capsys):
+    results, table = write(tmp_path / "a.jsonl", many()), tmp_path / "table.md"
+    context, saved = compress(model, Words(), TEXT, "knorm", 0.4), tmp_path / "context.kv"
+    context.save(saved)
+    policy.save_pretrained(tmp_path / "policy")
+    table.write_text("mine")
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    bigger = compress(model, Words(), TEXT, "knorm", 0.9)
+    with files_of_at_most(500):
+        assert f"cannot be written to {table} (File too large)" in refused(capsys, ["report", results, "--out", table])
+        for work in (
+            lambda: bigger.save(saved),
+            lambda: policy.save_pretrained(tmp_path / "policy"),
+            lambda: write_results(tmp_path / "out.json", "rows", [{"value": "x" * 600}], 0),
+        ):
+            with pytest.raises(
+                LkvError, match=r"cannot be written to .* \(File too large\); nothing was changed there"
+            ):
+                work()
+        with pytest.raises(LkvError, match="takes no more samples"):
+            SharedJournal(tmp_path / "out.jsonl", {}, Process(0, 1)).add({"key": "a", "text": "x" * 600})
+    assert {path: path.read_bytes() for path in files} == files and not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_missing_accelerate_is_named_before_anything_is_loaded(monkeypatch, tmp_path, capsys, command):
+    monkeypatch.setattr("lkv.extras.find_spec", lambda name: None if name == "accelerate" else 1)
+    rest = ["--data", tmp_path] if command == "train" else ["ruler"]
+    said = refused(capsys, [command, *rest, "--model", "no/such", "--out", tmp_path / "out"])
+    assert "needs accelerate, which is not installed; run `pip install 'lkv-cache[" in said
+    assert not (tmp_path / "out").exists()
+
+
+HAYSTACKS = {"an empty file": b"", "an empty folder": None, "zip": b"PK\x03\x04" + bytes(100), "JSON": b"{}"}
+
+
+@pytest.mark.parametrize("how", HAYSTACKS)
+def test_haystacks_without_text_are_named(model_folder, tmp_path, capsys, how):
+    path, content = tmp_path / ("haystack.json" if how == "JSON" else "haystack"), HAYSTACKS[how]
+    path.mkdir() if content is None else path.write_bytes(content)
+    command = ["eval", "ruler", "--tasks", "niah_single_2", "--data", tmp_path, "--haystack", path, "--samples", "1"]
+    command += ["--methods", "knorm", "--model", model_folder, "--lengths", "400", "--out", tmp_path / "out.jsonl"]
+    expected = {"zip": "is no UTF-8 text", "JSON": "field 'text' is missing"}
+    assert expected.get(how, "has no text to hide needles in") in refused(capsys, command)

@@ -184,7 +184,7 @@ def test_an_interrupted_run_goes_on_from_the_rows_it_has(tmp_path, monkeypatch, 
     monkeypatch.setattr(Profiler, "rows", counted)
     assert main(arguments) == 130
     assert taken == [128] and not (tmp_path / "p.json").exists()
-    assert main([*arguments, "--batch", "2"]) == 1
+    assert main([*arguments, "--batch", "2"]) == 2
     assert "other settings" in capsys.readouterr().err
     assert main(arguments) == 0
     assert taken == [128, 192, 256] and not (tmp_path / "p.jsonl").exists()
@@ -225,7 +225,7 @@ def test_the_largest_contexts_are_compared(tmp_path, capsys):
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, capsys, change, message):
-    assert main(command(tmp_path, "--tokens", "64", *change)) == 1
+    assert main(command(tmp_path, "--tokens", "64", *change)) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("lkv: ") and len(error.splitlines()) == 1
     assert not os.path.exists("profile.txt")

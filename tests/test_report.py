@@ -11,6 +11,7 @@ from lkv.errors import ReportError
 from lkv.methods.catalogue import METHODS
 from lkv.report import names
 from lkv.report.builders import Request, build
+from lkv.report.formats import FORMATS
 from lkv.report.reading import read_results
 from lkv.report.statistics import macro, share_of, t_quantile
 from lkv.statistics import bootstrap
@@ -200,10 +201,40 @@ def test_differences_are_paired_with_lkv_on_the_same_samples(tmp_path):
     assert snapkv["Avg."].difference.value == snapkv["Avg. - LKV"].value == pytest.approx(expected)
     # A constant difference has no width, however much the scores themselves vary.
     shifted = [
-        line("trec", i, [row("lkv", 0.15, v), row("snapkv", 0.15, v - 4)]) for i, v in enumerate([10.0, 40.0, 90.0])
+        line("trec", i, [row("lkv", 0.15, v), row("snapkv", 0.15, v - 4)])
+        for i, v in enumerate([10.0, 20.0, 40.0, 80.0, 90.0])
     ]
     mean = cells(build("main", results_of(tmp_path / "b.jsonl", shifted), Request()), "snapkv")["Avg."]
-    assert mean.difference[:3] == pytest.approx((-4, -4, -4)) and mean.high - mean.low > 10
+    apart = mean.difference
+    assert (apart.value, apart.low, apart.high) == pytest.approx((-4, -4, -4)) and mean.high - mean.low > 10
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_an_interval_needs_five_samples_and_stays_where_scores_can_lie(tmp_path, count):
+    own = [0.0, 100.0, 100.0, 100.0, 100.0][:count]
+    lines = [
+        line("trec", i, [row("full", 1.0, 100.0), row("lkv", 0.15, v), row("snapkv", 0.15, 0.0)])
+        for i, v in enumerate(own)
+    ]
+    table = build("main", results_of(tmp_path / "a.jsonl", lines), Request())
+    lkv, snapkv = cells(table, "lkv"), cells(table, "snapkv")
+    found = [lkv["Avg."], lkv["of full, %"], snapkv["Avg."].difference, snapkv["Avg. - LKV"]]
+    if count == 4:
+        assert all((cell.low, cell.high, cell.n) == (None, None, 4) for cell in found)
+        assert "[" not in FORMATS["terminal"](table).split("n ")[0].replace("95%", "")
+        return
+    # Unclipped they would go beyond what any text can score.
+    assert macro([own]).high > 100 and lkv["Avg."].high == 100
+    assert macro([[-value for value in own]]).low < -100 and snapkv["Avg."].difference.low == -100
+    assert all(cell.low < cell.value for cell in found)
+
+
+def test_marginal_means_of_scores_stay_where_scores_can_lie(tmp_path):
+    own = [0.0, 100.0, 100.0, 100.0, 100.0]
+    lines = [line("trec", i, [row(name, 0.15, v) for name in GRID]) for i, v in enumerate(own)]
+    table = build("ablation", results_of(tmp_path / "a.jsonl", lines), Request())
+    means = [r.cells["Avg."] for r in table.rows if r.group.startswith("mean over")]
+    assert len(means) == 6 and all(cell.high == pytest.approx(100) for cell in means)
 
 
 def test_the_share_of_the_full_cache(tmp_path):

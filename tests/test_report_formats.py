@@ -91,6 +91,10 @@ def test_the_best_measured_value_is_set_off_and_the_full_cache_and_the_published
     table = build("main", results_of(tmp_path / "a.jsonl", lines), Request())
     text = FORMATS["markdown"](with_published(table, "llama-3.1-8b", "longbench"))
     assert re.findall(r"\*\*(\d+\.\d+)", text) == ["80.00", "80.00"]  # Avg. and its category
+    # Of two that show the same number neither is better.
+    tied = [line("trec", 0, [row("full", 1.0, 90.0), row("snapkv", 0.15, 80.001), row("lkv", 0.15, 80.0)])]
+    text = FORMATS["markdown"](build("main", results_of(tmp_path / "c.jsonl", tied), Request()))
+    assert not re.search(r"\*\*\d", text) and text.count("80.00") >= 4
     fidelity = [line("trec", 0, [row("snapkv", 0.15, 1.0, kl=0.5), row("lkv", 0.15, 1.0, kl=0.25)])]
     text = FORMATS["markdown"](build("fidelity", results_of(tmp_path / "b.jsonl", fidelity), Request()))
     assert re.findall(r"\*\*(\d+\.\d+)", text) == ["0.250", "0.250"]  # the smaller divergence
@@ -178,5 +182,5 @@ def test_the_command_refuses_in_one_sentence(tmp_path, capsys):
         ([str(path), "--figure", str(tmp_path / "figure.docx")], "no picture's name"),
         ([str(path), "--out", str(path / "below")], "cannot be written"),
     ):
-        assert main(["report", *arguments]) == 1
+        assert main(["report", *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -1,12 +1,56 @@
-"""The parts of `make soak` that fit into seconds, for as long as that: damaged files and leaks."""
+"""The parts of `make soak`, each for as long as fits into seconds, and its result file."""
 
+import json
+import random
 import time
 
 import pytest
 
-from tests.soak import fuzz, leaks
+from tests.inputs import Inputs
+from tests.kills import Kills
+from tests.soak import OUT, PARTS, Tally, fuzz, leaks, threads
 
 
-@pytest.mark.parametrize("part", [fuzz, leaks])
+@pytest.mark.parametrize("part", [fuzz, leaks, threads])
 def test_a_few_seconds_of_soaking(part):
-    assert min(part(time.monotonic() + 5, 1).values()) > 0
+    counts, following = part(time.monotonic() + 4, 1)
+    assert min(counts.values()) > 0 and following == 2
+
+
+def test_bad_inputs_get_one_sentence(tmp_path):
+    every = Inputs(tmp_path)
+    assert len(every.names) > 2000
+    found, end = {None: 0, "of the command line": 0, "of the API": 0}, time.monotonic() + 4
+    for name in every.names:
+        found[every.try_one(name)] += 1
+        if time.monotonic() > end:
+            break
+    assert found["of the command line"] > 3 and found["of the API"] > 3
+
+
+@pytest.mark.parametrize("kind", ["contexts saved", "policies saved", "evaluations", "results collected"])
+def test_what_is_killed_is_whole_and_goes_on(tmp_path, kind):
+    assert Kills(tmp_path, [kind]).kinds[kind](random.Random(1)) in (True, False)
+
+
+def test_counts_add_up_over_several_runs(tmp_path):
+    path = tmp_path / "soak.json"
+    Tally(path, 5, "make soak").add("kills", {"kills": 7, "trainings": 2}, 6, 1.4)
+    tally = Tally(path, 99, "make soak")
+    assert (tally.next_seed("kills"), tally.next_seed("fuzz")) == (6, 5)
+    tally.add("kills", {"kills": 94, "trainings": 1}, 7, 2.0)
+    assert tally.enough("kills") and not tally.enough("operations")
+    document = json.loads(path.read_text())
+    assert [(row["value"], row["unit"], row["next_seed"]) for row in document["rows"]] == [
+        (101, "kills", 7), (3, "trainings", 7)
+    ]  # fmt: skip
+    # What was counted elsewhere is another count.
+    path.write_text(json.dumps(document | {"machine": "another"}))
+    assert not Tally(path, 1, "make soak").counts
+
+
+def test_the_committed_result_has_enough_of_every_part_without_a_difference():
+    rows = json.loads(OUT.read_text(encoding="utf-8"))["rows"]
+    first = {row["part"]: row for row in reversed(rows)}
+    assert {name: first[name]["value"] >= least for name, (_, _, least) in PARTS.items()} == dict.fromkeys(PARTS, True)
+    assert all(row["differences"] == 0 for row in rows)

@@ -19,6 +19,8 @@ from lkv.models import load_policy, policy_for
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 
+_MOST = 2**24  # rows, or tokens of slack: more than memory has room for
+
 
 class RaggedCache(Cache):
     """A transformers cache that evicts layer by layer while the prompt is read.
@@ -73,15 +75,18 @@ class RaggedCache(Cache):
                 f"lkv.compress(..., method={method.name!r})."
             )
         self.amount, self.policy = method.amount, method.policy
-        if slack is not None and (type(slack) is not int or slack < 0):
-            raise CacheError(f"slack is {slack!r}, but it is a number of tokens: give 0 or more, or None.")
+        for name, flag in (("streaming", streaming), ("decode_eviction", decode_eviction)):
+            if not isinstance(flag, bool):
+                raise CacheError(f"{name} is {flag!r}, but it is either True or False.")
+        if slack is not None and (type(slack) is not int or not 0 <= slack <= _MOST):
+            raise CacheError(f"slack is {slack!r}, but it is a number of tokens: give one from 0 to {_MOST}, or None.")
         if prompt_tokens is not None and (type(prompt_tokens) is not int or prompt_tokens < 1):
             raise CacheError(f"prompt_tokens is {prompt_tokens!r}, but a prompt has at least one token.")
         if prompt_tokens is None and (streaming or getattr(model.generation_config, "prefill_chunk_size", None)):
             raise CacheError(
                 "a prompt that comes in parts must be announced: give prompt_tokens=input_ids.shape[1] to RaggedCache."
             )
-        if bits is not None and (bits not in BITS or decode_eviction):
+        if bits is not None and (type(bits) is not int or bits not in BITS or decode_eviction):
             raise CacheError(f"bits is {bits!r}, but it must be one of {BITS}, and decode eviction works without it.")
         self.plan = Plan(method, self.amount, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotation)
         if self.plan.scored and not (method.selector.local and isinstance(method.budget, FixedBudget)):
@@ -163,8 +168,10 @@ class RaggedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make `repeats` copies of each row. Raises CacheError for less than one."""
-        if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
-            raise CacheError(f"repeats is {repeats!r}, but it is how often each row is held: give a whole number >= 1.")
+        if type(repeats) is not int or not 1 <= repeats <= _MOST:
+            raise CacheError(
+                f"repeats is {repeats!r}, but it is how often each row is held: give a whole number from 1 to {_MOST}."
+            )
         super().batch_repeat_interleave(repeats)
         if self.ids is not None:
             self.ids = self.ids.repeat_interleave(repeats, 0)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lkv.commands.options import add_model, add_policy, positive
+from lkv.commands.options import add_model, add_policy, add_revision, positive
 from lkv.errors import LkvError, check_retention
 
 
@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--retention", type=float, default=0.15, help="share of the cache to keep, in (0, 1]")
     parser.add_argument("--method", default="lkv", help="a name that `lkv methods` lists, or full")
     add_model(parser)
+    add_revision(parser)
     add_policy(parser)
     parser.add_argument("--pattern", type=Path, default=None, help="DuoAttention's full_attention_heads.tsv (rule duo)")
     parser.add_argument("--max-new-tokens", type=positive, default=None, help="(default: 128 at most)")
@@ -40,8 +41,8 @@ def run(options: argparse.Namespace) -> None:
         wanted = "needs --pattern FILE" if duo else "takes no --pattern, which is for the rule duo"
         raise LkvError(f"the method {options.method!r} {wanted}; `lkv methods` says what each method needs.")
     check_text(options.question, "the question", "ask something about the text")
-    policy = load_policy(options.policy, options.strict) if options.policy else None
-    model, tokenizer = load_model(options.model or DEFAULT)
+    policy = load_policy(options.policy, options.strict, options.policy_revision) if options.policy else None
+    model, tokenizer = load_model(options.model or DEFAULT, revision=options.revision)
     spec = attach(model).spec
     extra: dict[str, Any] = {"pattern": read_pattern(options.pattern, spec.layers, spec.kv_heads)} if duo else {}
     started = time.perf_counter()

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lkv.commands.options import add_model, add_policy, positive
+from lkv.commands.options import add_model, add_policy, add_revision, positive
 from lkv.errors import LkvError, check_retention
 from lkv.evals.example import Example
 from lkv.evals.protocol import PROTOCOLS
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--retention", nargs="+", type=float, default=[0.15], help="shares of the cache to keep")
     parser.add_argument("--protocol", choices=PROTOCOLS, default="kvpress", help="how prompts are made")
     add_model(parser)
+    add_revision(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=None, help="of the model")
     add_policy(parser)
     parser.add_argument("--pattern", type=Path, default=None, help="for duo: full_attention_heads.tsv, or a long text")
@@ -64,10 +65,12 @@ def run(options: argparse.Namespace) -> None:
         )
     examples = _longbench(options, tasks) if options.suite == "longbench" else _ruler(options, tasks)
     needed = any(needs_policy(name) for name in options.methods if name != FULL)
-    policy = load_policy(options.policy, options.strict) if needed and options.policy else None
+    policy = None
+    if needed and options.policy:
+        policy = load_policy(options.policy, options.strict, options.policy_revision)
     process = Process.current()
     name = options.model or DEFAULT
-    model, tokenizer = load_model(name, getattr(torch, options.dtype) if options.dtype else None)
+    model, tokenizer = load_model(name, getattr(torch, options.dtype) if options.dtype else None, options.revision)
     model.to(process.device)
     spec = attach(model).spec
     if needed and policy is None:

@@ -22,17 +22,21 @@ COMMANDS = {
 }
 
 
+# What a user can mend ends as argparse's own complaints do; 1 is left to what Python ends with a traceback.
+_REFUSED = 2
 _INTERRUPTED = 130  # as a shell tells of a program that Ctrl-C ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status. Errors a user can meet are one sentence on stderr."""
+    """Entry point; returns the exit status: 2 for errors a user can mend, each one sentence on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(words).parse_args(words)
     try:
-        options.run(options)
-        # Nothing may be left to be written when the interpreter ends: it would print a traceback of its own.
-        sys.stdout.flush()
+        try:
+            options = _parser(words).parse_args(words)
+            options.run(options)
+        finally:
+            # Nothing may be left to be written when the interpreter ends: it would print a traceback of its own.
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as a shell tells of a program that a closed pipe ended
@@ -41,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except LkvError as error:
         print(f"lkv: {error}", file=sys.stderr)
-        return _INTERRUPTED if isinstance(error, TrainingStoppedError) else 1
+        return _INTERRUPTED if isinstance(error, TrainingStoppedError) else _REFUSED
     return 0
 
 

@@ -16,9 +16,20 @@ def add_model(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--model", default=None, help="folder, GGUF file or hub id (default: embedded SmolLM2-135M)")
 
 
+def add_revision(parser: argparse._ActionsContainer) -> None:
+    """--revision, which of a hub's versions of the model is meant."""
+    parser.add_argument("--revision", default=None, help="commit, tag or branch of a --model on the hub")
+
+
 def add_policy(parser: argparse._ActionsContainer) -> None:
-    """--policy, and whether it may be another model's."""
+    """--policy, which of its versions, and whether it may be another model's."""
     parser.add_argument("--policy", default=None, help="folder or hub id of a policy (default: the one shipped)")
+    add_policy_revision(parser)
     parser.add_argument(
         "--no-strict", dest="strict", action="store_false", help="warn, not refuse, if --policy was trained for others"
     )
+
+
+def add_policy_revision(parser: argparse._ActionsContainer) -> None:
+    """--policy-revision, as every command with a policy takes it."""
+    parser.add_argument("--policy-revision", default=None, help="commit, tag or branch of a policy on the hub")

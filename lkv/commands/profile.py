@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from lkv.commands.options import add_model, positive
+from lkv.commands.options import add_model, add_policy_revision, add_revision, positive
 from lkv.errors import LkvError, PolicyMismatchError, check_retention
 from lkv.journal import resumable
 from lkv.results import write_results
@@ -20,6 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(which)
     which.add_argument("--config", default=None, help="random weights: llama-3.1-8b, qwen3-8b, ... or a config.json")
     parser.add_argument("--policy", default=None, help="folder or hub id (default: random where none is shipped)")
+    add_revision(parser)
+    add_policy_revision(parser)
     parser.add_argument("--tokens", nargs="+", type=positive, default=[1024, 2048, 4096, 8192], help="context lengths")
     parser.add_argument(
         "--methods", nargs="+", default=["full", "lkv", "snapkv"], help="names that `lkv methods` lists"
@@ -105,15 +107,15 @@ def _profiler(options: argparse.Namespace) -> Any:
     chosen = options.model or DEFAULT
     if options.config:
         path = Path(options.config)
-        name = path.resolve().parent.name if path.suffix == ".json" else options.config
         model = random_model(read_config(options.config), dtype, device, options.seed)
+        name = path.resolve().parent.name if path.suffix == ".json" else options.config
     else:
         name = Path(chosen).name
-        model = load_model(chosen, dtype)[0].to(device)
+        model = load_model(chosen, dtype, options.revision)[0].to(device)
     allow_positions(model, _MOST_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
     spec = attach(model).spec
     if options.policy:
-        policy = load_policy(options.policy)
+        policy = load_policy(options.policy, revision=options.policy_revision)
     else:
         try:
             policy = policy_for(spec)

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from lkv.commands.options import add_model, positive
+from lkv.commands.options import add_model, add_revision, positive
 from lkv.config import HIDDEN_NORMS, PRESETS, TrainingConfig, replace
 
 _OPTIONS = (
@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--preset", choices=sorted(PRESETS), default="paper")
     add_model(parser)
+    add_revision(parser)
     parser.add_argument("--data", type=Path, required=True, help="folder with data sets, text or code")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the policy")
     parser.add_argument("--init", type=Path, default=None, help="policy or run to start from (preset finish)")
@@ -35,4 +36,5 @@ def run(options: argparse.Namespace) -> None:
     from lkv.training.pipeline import train_policy
 
     chosen = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
-    train_policy(replace(PRESETS[options.preset], **chosen), options.model, options.data, options.out, options.init)
+    config = replace(PRESETS[options.preset], **chosen)
+    train_policy(config, options.model, options.data, options.out, options.init, options.revision)

@@ -24,6 +24,7 @@ from lkv.evals.processes import Process
 from lkv.evals.protocol import Prompt, make_prompt
 from lkv.evals.roster import Roster
 from lkv.host.attention import attach, device_of, evaluation_mode
+from lkv.host.stock import commit_of
 from lkv.journal import FIDELITY, FORMAT
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer, read_prompt
@@ -73,7 +74,10 @@ def evaluate(
         "model": model_name or model.name_or_path or type(model).__name__,
         "methods": roster.names,
         "retentions": roster.retentions,
+        # Commits on the hub, where it is from there that model and policy come.
+        "revision": commit_of(model),
         "policy": policy.digest() if policy is not None else None,
+        "policy_revision": policy.commit if policy is not None else None,
         "pattern": None if pattern is None else _digest(pattern),
         "seed": seed,
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -78,6 +78,8 @@ class Cache(_StockCache):
 
         Raises CacheError for a length to keep, which is what assisted decoding gives before transformers 5.17.
         """
+        if isinstance(tokens_to_remove, bool) or not hasattr(tokens_to_remove, "__index__"):
+            raise CacheError(f"crop({tokens_to_remove!r}) is no number of tokens to cut: give a whole one <= 0.")
         if tokens_to_remove > 0:
             raise CacheError(
                 f"crop({tokens_to_remove}) is no number of tokens to cut: give one <= 0. If assisted decoding did "

@@ -117,14 +117,15 @@ def output_projections(model: Any) -> list[Tensor]:
     """
     weights = []
     for module, name in full_attention_modules(model):
-        weight = getattr(module, name).weight.detach()
+        # GPTQ's and AWQ's layers have no weight at all, only codes.
+        weight: Any = getattr(getattr(module, name), "weight", None)
         weight = weight.to_local() if hasattr(weight, "to_local") else weight
-        if weight.ndim != 2 or not weight.is_floating_point():
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
             raise UnsupportedModelError(
                 f"{type(model).__name__} has a quantised output projection, which cannot be read as a matrix; load the "
                 "model without quantisation, or use a method that needs no weights."
             )
-        weights.append(weight)
+        weights.append(weight.detach())
     return weights
 
 
@@ -133,7 +134,7 @@ def full_attention_modules(model: Any) -> list[tuple[nn.Module, str]]:
     modules: dict[int, tuple[nn.Module, str]] = {}
     for module in model.get_decoder().modules():
         index = getattr(module, "layer_idx", None)
-        name = next((name for name in _OUTPUT_PROJECTIONS if hasattr(getattr(module, name, None), "weight")), None)
+        name = next((name for name in _OUTPUT_PROJECTIONS if isinstance(getattr(module, name, None), nn.Module)), None)
         if isinstance(index, int) and name is not None:
             modules[index] = module, name
     windows = layer_windows(model)

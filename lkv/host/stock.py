@@ -8,6 +8,11 @@ def kv_nbytes(cache: Any) -> int:
     return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
+def commit_of(model: Any) -> str | None:
+    """The commit on the hub that `model` is of, None where it comes from elsewhere."""
+    return getattr(model.config, "_commit_hash", None)
+
+
 def positions(model: Any) -> int:
     """How many tokens `model`, to which LKV is attached, can read."""
     return model.config.get_text_config(decoder=True).max_position_embeddings

@@ -168,6 +168,8 @@ def methods() -> dict[str, Entry]:
 
 def find(name: str) -> Entry:
     """The method `name`: one of METHODS, or "RULE+SELECTOR". Raises LkvError for an unknown name."""
+    if not isinstance(name, str):
+        raise LkvError(f"method is {name!r}; give a name that `lkv methods` lists.")
     load_plugins()
     if name in METHODS:
         return METHODS[name]

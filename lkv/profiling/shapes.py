@@ -75,8 +75,9 @@ def read_config(name: str) -> Any:
         )
     try:
         return AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = str(error).splitlines()[0][:120]
+    # What a file says may lead transformers' own checks to anything.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise UnsupportedModelError(
             f"{path} is no model configuration ({reason}); give the config.json of a transformers model."
         ) from error

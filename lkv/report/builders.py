@@ -8,7 +8,7 @@ from lkv.report.ablation import build_ablation
 from lkv.report.names import AVERAGE, CATEGORIES, FULL, SUITES, label
 from lkv.report.reading import Results
 from lkv.report.scores import Pair, Scores, Unit, at_one_retention, in_categories, pairs_of, retentions_of
-from lkv.report.tables import Cell, Column, Table, TableRow
+from lkv.report.tables import LEAST, Cell, Column, Table, TableRow
 
 _SHARE = "of full, %"
 _FIDELITY = {  # measure: title, which side is better
@@ -36,7 +36,7 @@ def build(name: str, results: Results, request: Request) -> Table:
     notes = [
         f"{header['model']}, protocol {header['protocol']}, lkv {header['lkv']}.",
         f"Intervals are 95%, by bootstrap over the {_sizes(scores)} samples of each task, widened where they are few; "
-        "one without any width says that all samples of a task scored alike.",
+        f"one without any width says that all samples of a task scored alike, and less than {LEAST} have none.",
         *([f"Differences are to {label(scores.against)}, on the same samples."] if scores.against else []),
         *_coverage(scores),
     ]
@@ -140,7 +140,7 @@ def _row(
     cells: dict[str, Cell | None] = {name: scores.value(pair, units, measure) for name, units in columns.items()}
     average = cells[AVERAGE]
     if average and average.difference:
-        cells[_difference(scores)] = Cell(*average.difference)
+        cells[_difference(scores)] = average.difference
     if measure == "score" and (FULL, 1.0) in scores.pairs and pair[0] != FULL:
         cells[_SHARE] = scores.share_of_full(pair, columns[AVERAGE])
     return TableRow(pair[0], label(pair[0]), cells, group, pair[1], scores.realised(pair, list(scores.units)))

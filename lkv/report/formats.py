@@ -80,7 +80,8 @@ def to_csv(table: Table) -> str:
                 retention = column.x if table.realised_in_cells and row.method != FULL else row.retention
                 realised = row.realised if cell.realised is None else cell.realised
                 source = "published" if row.published else "measured"
-                difference = cell.difference[:3] if cell.difference else (None, None, None)
+                apart = cell.difference
+                difference = (apart.value, apart.low, apart.high) if apart else (None, None, None)
                 start = (table.name, row.group, row.method, row.label, source, column.name)
                 values = (retention, realised, cell.value, cell.low, cell.high, cell.n)
                 writer.writerow(

@@ -12,7 +12,7 @@ from lkv.journal import FORMAT, MEASURES, read_lines
 from lkv.report.names import FULL
 
 # What all files of one table must agree in, with the versions of all packages but Python itself.
-_SAME = ("suite", "protocol", "model", "policy", "pattern", "dtype", "lkv")
+_SAME = ("suite", "protocol", "model", "revision", "policy", "pattern", "dtype", "lkv")
 _ONE_WITHOUT = ("policy", "pattern")  # a file without methods that need one agrees with any
 
 

@@ -94,11 +94,10 @@ class Scores:
         difference = None
         if other and other != pair and self._ran(other, units):
             pairs = zip(values, self._groups(other, units, measure), strict=True)
-            difference = macro([[a - b for a, b in zip(*groups, strict=True)] for groups in pairs])
-        low, high = _RANGES[measure]
-        mean = macro(values)
-        mean = mean._replace(low=max(low, mean.low), high=min(high, mean.high))
-        return from_mean(mean, self.realised(pair, units), difference)
+            low, high = _RANGES[measure]
+            apart = macro([[a - b for a, b in zip(*groups, strict=True)] for groups in pairs])
+            difference = from_mean(apart, limits=(low - high, high - low))
+        return from_mean(macro(values), self.realised(pair, units), difference, _RANGES[measure])
 
     def combined(self, pairs: Sequence[Pair], units: Sequence[Unit], signs: Sequence[float]) -> Cell | None:
         """The macro mean of sum(sign * value of its pair), sample by sample: marginal means and gains."""
@@ -111,7 +110,9 @@ class Scores:
             ]
             for unit in units
         ]
-        return from_mean(macro(groups))
+        low, high = _RANGES["score"]
+        least, most = (sum(sign * (a if sign > 0 else b) for sign in signs) for a, b in ((low, high), (high, low)))
+        return from_mean(macro(groups), limits=(least, most))
 
     def share_of_full(self, pair: Pair, units: Sequence[Unit]) -> Cell | None:
         """The average over that of the full cache, in per cent; None where the full cache averages 0."""
@@ -119,7 +120,10 @@ class Scores:
         if not (self._ran(pair, units) and self._ran(full, units)):
             return None
         mean = share_of(self._groups(pair, units), self._groups(full, units))
-        return mean and Cell(100 * mean.value, max(0.0, 100 * mean.low), 100 * mean.high, mean.n)
+        if mean is None:
+            return None
+        of_hundred = mean._replace(value=100 * mean.value, low=100 * mean.low, high=100 * mean.high)
+        return from_mean(of_hundred, limits=(0.0, inf))
 
     def realised(self, pair: Pair, units: Sequence[Unit]) -> float | None:
         """Kept entries / all entries, mean over the samples of those `units` where `pair` ran."""

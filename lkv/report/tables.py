@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from lkv.statistics import Mean
+
+LEAST = 5  # samples that an interval needs
+EVERYWHERE = (-inf, inf)
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Cell:
     high: float | None = None
     n: int | None = None
     realised: float | None = None  # kept entries / all entries, mean over the cell's samples
-    difference: Mean | None = None  # to the table's reference method, over the same samples
+    difference: "Cell | None" = None  # to the table's reference method, over the same samples
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,21 @@ class Table:
         return list(groups.items())
 
 
-def from_mean(mean: Mean, realised: float | None = None, difference: Mean | None = None) -> Cell:
-    """A measured cell."""
-    return Cell(mean.value, mean.low, mean.high, mean.n, realised, difference)
+def from_mean(
+    mean: Mean, realised: float | None = None, difference: Cell | None = None, limits: tuple[float, float] = EVERYWHERE
+) -> Cell:
+    """A measured cell, its interval cut to `limits`, between which its values lie; no interval where they are few."""
+    if mean.n < LEAST:
+        return Cell(mean.value, None, None, mean.n, realised, difference)
+    least, most = limits
+    return Cell(mean.value, max(least, mean.low), min(most, mean.high), mean.n, realised, difference)
 
 
 def winners(table: Table, group: str, rows: list[TableRow], full: str) -> set[tuple[int, str]]:
-    """(index into `rows`, column) of the best measured values of a group, the method `full` not counted."""
+    """(index into `rows`, column) of the best measured values of a group, the method `full` not counted.
+
+    Where several share it none is: as shown, none of them is better.
+    """
     won = set()
     for column in table.columns:
         best = column.best and table.best_in.get(group, column.best)
@@ -82,5 +94,6 @@ def winners(table: Table, group: str, rows: list[TableRow], full: str) -> set[tu
         values = [(i, round(cell.value, column.digits)) for i, cell in cells if cell]
         if best and len(values) > 1:
             top = max(best * value for _, value in values)
-            won |= {(i, column.name) for i, value in values if best * value == top}
+            first = [i for i, value in values if best * value == top]
+            won |= {(i, column.name) for i in first if len(first) == 1}
     return won

@@ -10,6 +10,7 @@ from lkv.config import TrainingConfig, asdict
 from lkv.errors import TrainingError
 from lkv.files import check_folder
 from lkv.host.attention import attach
+from lkv.host.stock import commit_of
 from lkv.models import DEFAULT, load_model
 from lkv.policy import Policy
 from lkv.training.checkpoint import start_from
@@ -20,12 +21,18 @@ from lkv.training.warm_start import carry_over, imitate_kvzip
 
 
 def train_policy(
-    config: TrainingConfig, model_name: str | None, data: Path, out: Path, init: Path | None = None
+    config: TrainingConfig,
+    model_name: str | None,
+    data: Path,
+    out: Path,
+    init: Path | None = None,
+    revision: str | None = None,
 ) -> Policy:
     """Train a policy, or resume its training, and save it under out/policy. Accelerate spreads it over processes.
 
-    `init` is the folder of a policy or of another run whose weights this one starts from. Raises TrainingError where
-    accelerate is missing or `out` takes no files, before anything is loaded, and what `Trainer.run` raises.
+    `init` is the folder of a policy or of another run whose weights this one starts from; `revision` a commit, tag or
+    branch of a model on the hub. Raises TrainingError where accelerate is missing or `out` takes no files, before
+    anything is loaded, and what `Trainer.run` raises.
     """
     try:
         from accelerate import Accelerator
@@ -38,11 +45,13 @@ def train_policy(
     # The same held-out samples for every seed, so that curves of different runs compare.
     held_out = Mixture(data, config.min_tokens, config.max_tokens, validation=True)
     accelerator = Accelerator()
-    model, tokenizer = load_model(model_name or DEFAULT, getattr(torch, config.dtype))
+    model, tokenizer = load_model(model_name or DEFAULT, getattr(torch, config.dtype), revision)
     model.to(accelerator.device)
     torch.manual_seed(config.seed)
     card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
     card["trained_tokens"] = config.max_tokens
+    if commit := commit_of(model):
+        card["revision"] = commit
     policy = Policy(attach(model).spec, card, config.inputs).to(accelerator.device)
     earlier_policy = None
     if init is not None:

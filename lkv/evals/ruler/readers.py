@@ -57,7 +57,10 @@ def read_text(path: Path) -> str:
     """A text file, or the field "text" of a JSON file; gzip by the name's ending. Raises DataError."""
     if ".json" in path.name:
         return _field(_whole(path), "text", str, str(path))
-    return _bytes(path).decode("utf-8", errors="replace")
+    data = _bytes(path)
+    if b"\0" in data:
+        raise DataError(f"{path} is no UTF-8 text (it holds null bytes); give a text file.")
+    return data.decode("utf-8", errors="replace")
 
 
 def _collect(path: Path, questions: Iterator[_Raw]) -> QuestionSet:
@@ -185,7 +188,7 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
 def _whole(path: Path) -> Any:
     try:
         return json.loads(_bytes(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}).") from error
 
 

@@ -2,10 +2,10 @@
 
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 from lkv.errors import BudgetError
+from lkv.files import path_of
 
 
 def read_pattern(path: str | os.PathLike[str], layers: int, heads: int) -> list[list[float]]:
@@ -58,6 +58,6 @@ def _number(cell: str) -> float:
 
 def _text(path: str | os.PathLike[str]) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return path_of(path, BudgetError, "the table's place").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BudgetError(f"{path} cannot be read ({error}); give a text file that is there.") from None

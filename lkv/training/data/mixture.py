@@ -7,6 +7,7 @@ with others until the drawn length is reached. Sample i is a function of (seed, 
 import hashlib
 import math
 import random
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,24 +60,24 @@ class Mixture:
         self._bounds = (min_tokens, max_tokens)
         self._seed = f"{seed}-{'validation' if validation else 'train'}"
 
-        def part(items: Iterable[T]) -> list[T]:
-            everything = list(items)
+        def part(*readers: Callable[[Path], Iterable[T]]) -> list[T]:
+            everything = [item for read in readers for item in _read(read, folder)]
             chosen = [item for item in everything if _held_out(item) == validation]
             # A handful of texts may all have fallen on one side: then the first one alone is held out.
             if len(everything) > 1 and len(chosen) in (0, len(everything)):
                 chosen = everything[:1] if validation else everything[1:]
             return chosen
 
-        self._squad = part(sources.squad(folder))
-        self._puzzles = part(sources.multihop(folder))
-        self._stories = part(sources.stories(folder))
-        self._papers = part(sources.papers(folder))
-        self._meetings = part(sources.meetings(folder))
-        self._dialogues = part(sources.dialogues(folder))
-        self._exam = part(sources.exam(folder))
-        self._prose = part([*sources.wikipedia(folder), *sources.plain_text(folder)])
-        self._code = part(sources.code(folder))
-        self._python = part(sources.standard_library())
+        self._squad = part(sources.squad)
+        self._puzzles = part(sources.multihop)
+        self._stories = part(sources.stories)
+        self._papers = part(sources.papers)
+        self._meetings = part(sources.meetings)
+        self._dialogues = part(sources.dialogues)
+        self._exam = part(sources.exam)
+        self._prose = part(sources.wikipedia, sources.plain_text)
+        self._code = part(sources.code)
+        self._python = part(lambda _: sources.standard_library())
         texts = [*self._prose, *self._stories, *self._papers]
         self._texts = texts or self._squad
         recipes: list[tuple[str, float, Callable, Sequence[Any]]] = [
@@ -185,6 +186,18 @@ class Mixture:
         facts = [fact(rng) for _ in range(rng.choice([1, 2, 4, 8]))]
         asked = [Continuation(question, answer) for _, question, answer in facts[:4]]
         return hide(rng, text, [sentence for sentence, _, _ in facts]), asked
+
+
+def _read(read: Callable[[Path], Iterable[T]], folder: Path) -> list[T]:
+    """What `read` finds in `folder`. Raises DataError for files that are not in their data set's form."""
+    try:
+        return list(read(folder))
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        what = getattr(read, "__name__", "a data set")
+        raise DataError(
+            f"the files of {what!r} in {folder} are not as that data set has them ({type(error).__name__}: {error}); "
+            "get them again, or take them out."
+        ) from error
 
 
 def _held_out(item: object) -> bool:

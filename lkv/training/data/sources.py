@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,12 +42,16 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
     """Objects of a gzipped JSON-lines file; DataError names the file and line of one that cannot be read."""
     if not path.is_file():
         return
+    number = 1
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
+        try:
+            for line in file:
                 yield json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}, line {number}: not a JSON object ({error}).") from error
+                number += 1
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path} is not a readable gzip file ({error}); get it again.") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}, line {number}: not a JSON object ({error}).") from error
 
 
 def squad(folder: Path) -> list[Passage]:
