@@ -50,7 +50,7 @@ def test_longbench_from_local_files_to_a_report(model_folder, tmp_path, capsys):
         sum(r["score"] for line in lines for r in line["rows"] if (r["method"], r["retention"]) == ("knorm", at)) / 2
         for at in (0.5, 0.25)
     ]
-    assert [float(number) for number in re.findall(r"([\d.]+) \[", row)] == pytest.approx(means, abs=0.006)
+    assert [float(number) for number in re.findall(r"([\d.]+) @", row)] == pytest.approx(means, abs=0.006)
     assert main(["report", str(out), "--table", "fidelity", "--retention", "0.25"]) == 0
     assert "duo" in capsys.readouterr().out.lower()
 

@@ -46,7 +46,7 @@ def test_policies_and_report_load_no_torch(tmp_path):
     done = run(WATCHED.format("from lkv.commands.main import main; assert main(['policies']) == 0"))
     assert done.returncode == 0, done.stderr
     assert "HuggingFaceTB/SmolLM2-135M-Instruct, in any storage" in done.stdout
-    call = f"from lkv.commands.main import main; assert main(['report', {str(tmp_path / 'none.jsonl')!r}]) == 1"
+    call = f"from lkv.commands.main import main; assert main(['report', {str(tmp_path / 'none.jsonl')!r}]) == 2"
     done = run(WATCHED.format(call))
     assert done.returncode == 0 and "none.jsonl" in done.stderr
 
