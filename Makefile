@@ -44,14 +44,11 @@ unchanged: install
 	$(BIN)/python benchmarks/unchanged.py $(BASE)
 	$(BIN)/python benchmarks/unchanged.py $(BASE) --model embedded
 
-# On a machine with a GPU: the kernels against float64, then their times, into gpu-results/ with the GPU's name.
-gpu-check: install
-	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "PyTorch sees no CUDA device here; run this where it does, with a PyTorch built for CUDA")'
-	mkdir -p gpu-results
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q tests/test_ragged_triton.py tests/test_soft_mask_triton.py
-	$(BIN)/python -m benchmarks.ragged_attention --out gpu-results/ragged_attention.json
-	$(BIN)/python -m benchmarks.soft_mask_attention --device cuda --out gpu-results
-	$(BIN)/python -m lkv profile --config smollm2-135m --tokens 4096 16384 --methods full lkv --out gpu-results/profile.json
+# On a machine with a GPU: correctness against float64, then the times, into gpu-results/NAME-OF-THE-GPU; under 15 minutes.
+# Interrupted, it begins again; GPU_MODEL is the shape (random weights) whose steps are timed.
+GPU_MODEL ?= llama-3.2-1b
+gpu-check: install $(QUANTISATION)
+	$(BIN)/python -m dev.gpu_check --model $(GPU_MODEL) --out gpu-results
 
 # Random operations, damaged files, threads, leaks and kills for MINUTES; SEED makes a run again.
 MINUTES ?= 30

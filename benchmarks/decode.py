@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from benchmarks.common import RESULTS
 from lkv.cache.ragged import RaggedCache
+from lkv.cache.spans import Spans
 from lkv.models import default_policy, load_default
 from lkv.ops.ragged_attention import ragged_attention
 from lkv.policy import Policy
@@ -54,7 +55,7 @@ def full_attention(query: Tensor, prompt: list[PromptLayer], form: str) -> None:
 
 def ragged(query: Tensor, cache: RaggedCache, scale: float) -> None:
     for layer in cache.ragged:
-        assert layer.spans is not None
+        assert isinstance(layer.spans, Spans)
         ragged_attention(query, *layer.spans.for_attention(), scale)
 
 

@@ -1,37 +1,50 @@
 """Decoding over a compressed cache in 8 and 4 bits a value against the same cache in the model's own precision.
 
 python -m benchmarks.quantised_decode    (writes quantised_decode.json; needs torchao)
+python -m benchmarks.quantised_decode --device cuda --config llama-3.2-1b --tokens 16384 65536 --dtype bfloat16
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.common import RESULTS, command_of
-from benchmarks.decode import interleaved, one_token, random_prompt, row_of
+from benchmarks.decode import interleaved, random_prompt, row_of
+from lkv import devices
 from lkv.cache.quantization import BITS
 from lkv.cache.ragged import RaggedCache
+from lkv.host.attention import attach
 from lkv.models import default_policy, load_default
+from lkv.policy import Policy
+from lkv.prefill import PromptLayer
+from lkv.profiling.shapes import allow_positions, random_model, random_policy, read_config
 from lkv.results import write_results
+
+
+def one_token(model: Any, cache: RaggedCache, token: Tensor) -> None:
+    """A whole step, to its end: a GPU is waited for."""
+    model(token, past_key_values=cache, use_cache=True)
+    if devices.is_gpu(token.device):
+        devices.runtime(token.device).synchronize(token.device)
 
 
 @torch.no_grad()
 def rows_at(
-    tokens: int, model: Any, retention: float, repeats: int, about: dict[str, Any], bits: tuple[int, ...] = BITS
+    tokens: int, model: Any, policy: Policy, retention: float, repeats: int, about: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Whole tokens over a prompt of `tokens`, a row a width."""
-    policy = default_policy()
-    caches: dict[int | None, RaggedCache] = {None: RaggedCache(model, policy, retention)}
-    caches |= {width: RaggedCache(model, policy, retention, bits=width) for width in bits}
-    prompt = random_prompt(caches[None].spec, tokens, model.dtype)
+    """Whole tokens over a prompt of `tokens`, a row a width; None is the model's own."""
+    prompt = [_on(model.device, layer) for layer in random_prompt(policy.spec, tokens, model.dtype)]
+    token = torch.tensor([[100]], device=model.device)
+    caches = {width: RaggedCache(model, policy, retention, bits=width) for width in (None, *BITS)}
     steps: dict[str, Callable[[], Any]] = {}
     for width, cache in caches.items():
         cache.fill(prompt)
-        steps[str(width)] = partial(one_token, model, cache)
+        steps[str(width)] = partial(one_token, model, cache, token)
     seconds = interleaved(steps, repeats)
     return [
         row_of("token", "lkv", tokens, retention, seconds[str(width)], seconds["None"], **about)
@@ -41,22 +54,47 @@ def rows_at(
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def _on(device: torch.device, layer: PromptLayer) -> PromptLayer:
+    return PromptLayer(layer.key.to(device), layer.value.to(device), layer.scale)
+
+
+def model_of(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Any, Policy]:
+    """The embedded model with its policy, or a shape with random weights and a random one."""
+    if options.config is None:
+        return load_default(dtype)[0].to(options.device), default_policy()
+    model = random_model(read_config(options.config), dtype, torch.device(options.device))
+    allow_positions(model, max(options.tokens) + options.repeats + 99)
+    return model, random_policy(attach(model).spec)
+
+
+def rows_of(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of every number of threads, precision and length."""
+    device = torch.device(options.device)
+    gpu = devices.is_gpu(device)
+    about = {"model": options.config or "smollm2-135m-instruct"}
+    about["device"] = devices.runtime(device).get_device_name(device) if gpu else options.device
+    for threads in [0] if gpu else dict.fromkeys(options.threads):
+        if threads:
+            torch.set_num_threads(threads)
+        for name in options.dtype:
+            model, policy = model_of(options, getattr(torch, name))
+            own = about | {"dtype": name} | ({"threads": threads} if threads else {})
+            for tokens in options.tokens:
+                yield from rows_at(tokens, model, policy, options.retention, options.repeats, own)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--config", help="random weights of a published shape, as in lkv profile")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 8000])
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--retention", type=float, default=0.15)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()], help="on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS / "quantised_decode.json")
-    options = parser.parse_args()
-    rows = []
-    for threads in dict.fromkeys(options.threads):
-        torch.set_num_threads(threads)
-        for dtype in (torch.float32, torch.bfloat16):
-            model, _ = load_default(dtype)
-            about = {"dtype": str(dtype).removeprefix("torch."), "threads": threads}
-            for tokens in options.tokens:
-                rows += rows_at(tokens, model, options.retention, options.repeats, about)
+    options = parser.parse_args(arguments)
+    rows = list(rows_of(options))
     write_results(options.out, "quantised_decode", rows, 0, command_of("benchmarks.quantised_decode", options))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationConfig, TextStreamer
 
 from lkv import context_file
-from lkv.cache.layer import check_state
+from lkv.cache.entries import check_state
 from lkv.cache.ragged import RaggedCache, chosen_method
 from lkv.config import ModelSpec, asdict, from_dict
 from lkv.errors import CacheError, ContextFileError, PromptError, QuantizationError

@@ -1,5 +1,6 @@
 """The learned policy: LKV-H budgets (Sec. 3.3) and LKV-T token scores (Sec. 3.4), saved as safetensors and JSON."""
 
+import copy
 import hashlib
 import math
 import os
@@ -187,6 +188,12 @@ class Policy(nn.Module):
         if fits(self.spec, spec):
             remedy += ", or load it with strict=False to be warned instead"
         raise PolicyMismatchError(f"{problem}; {remedy}.")
+
+    def on(self, device: torch.device) -> "Policy":
+        """This policy where it lies on `device`, else a copy there: its owner's stays where the owner put it."""
+        if all(parameter.device == device for parameter in self.parameters()):
+            return self
+        return copy.deepcopy(self).to(device)
 
     def digest(self) -> str:
         """SHA-256 of the parameters: equal for policies that decide alike."""

@@ -1,9 +1,11 @@
 """Compile the package's Triton kernels ahead of time for GPUs that are not there, through its own launch code.
 
-python -m tests.compile_kernels [--arch 80 89 90 100] [--dim 64 80 96 128 256] [--dtype bfloat16 float16 float32]
+TRITON_INTERPRET=0 python -m tests.compile_kernels [--arch 80 89 90 100] [--dim 64 80 96 128 256] [--dtype float32 ...]
+    [--out dev/kernels.jsonl]    (all of them take an hour of one core; the same command goes on where it was)
+python -m tests.compile_kernels --table dev/kernels.jsonl    (the table in docs/gpu.md)
 
 Prints one JSON line a kernel: shared memory and the limit of the GPU, tensor memory, stack (spilled registers), whether
-the code traps, and how many of its copies are asynchronous. Run with TRITON_INTERPRET=0.
+the code traps, and how many of its copies are asynchronous; and why it could not run, or would be slow.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from triton.runtime import driver, jit
 import lkv.ops.ragged_attention.triton as ragged
 import lkv.ops.soft_mask_attention.triton as soft
 from lkv import devices
+from lkv.ops.ragged_attention import Codes
 
 # Bytes of shared memory that one block may use, and multiprocessors.
 GPUS = {
@@ -40,6 +43,7 @@ GPUS = {
 DTYPES = ("bfloat16", "float16", "float32")
 DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 TENSOR_COLUMNS = 512
+SLICES = ("_slice_kernel", "code_slice_kernel")
 
 
 class Driver:
@@ -131,6 +135,20 @@ def decode_rows(dim: int, dtype: torch.dtype, rows: int = 1) -> None:
     ragged.extend(q, new, new, pool, pool, starts, lens, dim**-0.5)
 
 
+def code_rows(dim: int, dtype: torch.dtype, bits: int) -> None:
+    """One step over 8 heads in groups of 4, whose entries are codes."""
+    q, new = on_gpu(1, 32, 1, dim, dtype=dtype), on_gpu(1, 8, 1, dim, dtype=dtype)
+    pool, width, groups = on_gpu(256, dim, dtype=dtype), -(-dim * bits // 8), -(-dim // 32)
+    starts, lens = (on_gpu(1, 8, dtype=torch.int32) for _ in range(2))
+    byte, half = torch.uint8, torch.bfloat16
+    codes = Codes(
+        on_gpu(4096, width, dtype=byte), on_gpu(136, dim, dtype=half), on_gpu(136, dim, dtype=half),
+        on_gpu(4096, width, dtype=byte), on_gpu(4096, groups, dtype=half), on_gpu(4096, groups, dtype=half),
+        on_gpu(3, 1, 8, dtype=torch.int32), bits, 32,
+    )  # fmt: skip
+    ragged.extend(q, new, new, pool, pool, starts, lens, dim**-0.5, codes=codes)
+
+
 def soft_rows(dim: int, dtype: torch.dtype) -> None:
     """Forward and backward of 512 rows over 2,048 columns."""
     q, k, mask = on_gpu(1, 8, 512, dim, dtype=dtype), on_gpu(1, 2, 2048, dim, dtype=dtype), on_gpu(1, 2, 2048)
@@ -147,6 +165,8 @@ def compiled(arch: int, dim: int, dtype: str) -> list[dict[str, Any]]:
     with Compiler(arch) as compiler, torch.no_grad():
         decode_rows(dim, getattr(torch, dtype))
         decode_rows(dim, getattr(torch, dtype), 64)
+        for bits in (8, 4):
+            code_rows(dim, getattr(torch, dtype), bits)
         soft_rows(dim, getattr(torch, dtype))
     return [{"arch": arch, "dim": dim, "dtype": dtype} | row for row in compiler.rows]
 
@@ -160,22 +180,56 @@ def problems(row: dict[str, Any]) -> list[str]:
         "needs more tensor memory than there is": row["tensor_columns"] > TENSOR_COLUMNS,
         "traps": row["traps"] > 0,
         "spills": row["stack"] > spilled,
-        "copies nothing asynchronously": row["kernel"] == "_slice_kernel" and not row["asynchronous"],
+        "copies nothing asynchronously": row["kernel"] in SLICES and not row["asynchronous"],
         "has a grid that is too large": row["grid"][1] > 65_535,
     }
     return [name for name, wrong in found.items() if wrong]
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows written so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Of each kernel, precision and architecture the most over all head sizes, as Markdown."""
+    lines = [
+        "| kernel | precision | GPU | shared memory, of | registers | stack | tensor memory, of 512 |",
+        "|" + "---|" * 7,
+    ]
+    names = sorted({(row["kernel"].strip("_"), row["dtype"], row["arch"], row["kernel"]) for row in rows})
+    for shown, dtype, arch, kernel in names:
+        own = [row for row in rows if (row["kernel"], row["dtype"], row["arch"]) == (kernel, dtype, arch)]
+        most = {
+            key: max(row[key] for row in own) for key in ("shared", "limit", "registers", "stack", "tensor_columns")
+        }
+        lines.append(
+            f"| `{shown}` | {dtype} | sm_{arch} | {most['shared']:,}, {most['limit']:,} | {most['registers']} "
+            f"| {most['stack']} | {most['tensor_columns']} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON lines, added to")
+    parser.add_argument("--table", type=Path, help="print the table of such a file, and compile nothing")
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 100], choices=GPUS)
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 80, 96, 128, 256])
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
     options = parser.parse_args()
+    if options.table:
+        return print(table(read(options.table)))
     assert os.environ.get("TRITON_INTERPRET") == "0", "set TRITON_INTERPRET=0"
-    for arch, dim, dtype in itertools.product(options.arch, options.dim, options.dtype):
-        for row in compiled(arch, dim, dtype):
-            print(json.dumps(row | {"problems": problems(row)}), flush=True)
+    done = {(row["arch"], row["dim"], row["dtype"]) for row in read(options.out)} if options.out else set()
+    for given in itertools.product(options.arch, options.dim, options.dtype):
+        if given in done:
+            continue
+        lines = [json.dumps(row | {"problems": problems(row)}) for row in compiled(*given)]
+        print(*lines, sep="\n", flush=True)
+        if options.out:
+            with options.out.open("a") as file:
+                file.writelines(f"{line}\n" for line in lines)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,18 @@
 
 import copy
 import json
+import pkgutil
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from lkv import devices
-from lkv.cache.layer import RaggedLayer
+from lkv.cache.entries import Entries
 from lkv.cache.ragged import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.errors import CacheError, UnsupportedModelError
+from lkv.evals import runner
 from lkv.evals.runner import evaluate
 from lkv.host.spec import inspect_model
 from lkv.methods.budget import PerHead
@@ -36,6 +39,9 @@ KNORM = Method("knorm", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Knorm())
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
     load()
+    # Autograd has a thread for each device that was there at its first use, which may have been before.
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +139,20 @@ def test_a_policy_stays_where_its_owner_put_it(base, on_fake):
     assert RaggedCache(base, policy, 0.4).policy is policy
 
 
+def test_an_evaluation_takes_a_policy_from_wherever_it_lies(base, on_fake, tmp_path):
+    policy = policy_of(base)
+    own, expected = (
+        evaluated(model, tmp_path / f"{name}.jsonl", ["lkv", "ada+lkv-t"], policy=policy)
+        for name, model in (("fake", on_fake), ("cpu", base))
+    )
+    for found, right in zip(own[0], expected[0], strict=True):
+        assert [found[key] for key in ("method", "realised", "answer")] == [
+            right[key] for key in ("method", "realised", "answer")
+        ]
+        assert found["kl"] == pytest.approx(right["kl"], abs=1e-5)
+    assert {parameter.device.type for parameter in policy.parameters()} == {"cpu"}
+
+
 @pytest.fixture(scope="module")
 def split(base):
     """The model over two devices, as `device_map` spreads it."""
@@ -190,12 +210,12 @@ def test_other_errors_than_memory_keep_their_name(on_fake, monkeypatch):
 def test_memory_that_runs_out_while_room_is_made_is_named(on_fake):
     cache = RaggedCache(on_fake, method=KNORM, slack=0)
     on_fake(ids().to("fake"), past_key_values=cache)
-    layer = cache.ragged[0]
+    entries = cache.ragged[0].entries
     with (
         memory_limit(load().fake_gpu_held(0) + 1000),
         pytest.raises(CacheError, match="no memory for 60 more tokens in layer 0") as caught,
     ):
-        layer._make_room(60, 1.0)
+        entries._make_room(60, 1.0, torch.device("fake:0"))
     assert devices.is_out_of_memory(caught.value)
 
 
@@ -224,6 +244,40 @@ def test_a_decode_step_is_two_launches_and_one_allocation_a_layer(on_fake):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_decode_step_over_codes_is_as_few_launches_as_over_entries(on_fake, bits):
+    pytest.importorskip("torchao")
+    text = ids(70, 2).to("fake")
+    cache = RaggedCache(on_fake, method=KNORM, bits=bits)
+    on_fake(text[:, :60], past_key_values=cache)
+    with fake_gpus(stubbed=True):
+        on_fake(text[:, 60:61], past_key_values=cache)
+        with watched() as log:
+            on_fake(text[:, 61:62], past_key_values=cache)
+    assert log.count("wait", "copy") == 0, log.summary("wait", "copy")
+    assert log.count("launch") == 2 * LAYERS, log.summary("launch")
+    assert log.count("alloc") == LAYERS, log.summary("alloc")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [8, 4])
+def test_decoding_over_codes_equals_decoding_over_restored_entries(on_fake, bits):
+    """Steps of one token and of more, and a step back."""
+    pytest.importorskip("torchao")
+    text = ids(66).to("fake")
+    cache = RaggedCache(on_fake, method=KNORM, bits=bits, slack=9)
+    on_fake.base_model(text[:, :60], past_key_values=cache)
+    found = []
+    for own, devices_are_gpus in ((cache.fork(), nullcontext), (cache, fake_gpus)):
+        with devices_are_gpus():
+            parts = [on_fake(part, past_key_values=own).logits for part in text[:, 60:64].split([1, 3], 1)]
+            own.crop(-2)
+            parts.append(on_fake(text[:, 64:65], past_key_values=own).logits)
+        found.append(torch.cat(parts, 1).cpu())
+    torch.testing.assert_close(*found, atol=2e-4, rtol=2e-4)
+
+
+@torch.no_grad()
 def test_a_step_that_is_replayed_is_another_step(on_fake):
     """As a CUDA graph replays it: the same launches, over the same tensors."""
     torch.manual_seed(0)
@@ -246,12 +300,11 @@ def test_a_step_that_is_replayed_is_another_step(on_fake):
     assert not torch.equal(fresh[0].cpu(), fresh[1].cpu())
 
 
-def evaluated(model, out):
+def evaluated(model, out, methods=("knorm", "keydiff", "snapkv", "h2o", "tova", "streaming-llm"), **options):
     """Rows of 18 caches beside each other, which take more memory than the one prompt read."""
-    methods = ["knorm", "keydiff", "snapkv", "h2o", "tova", "streaming-llm"]
     evaluate(
         model, Letters(), make_examples(1, ("alpha",), tokens=90), methods, [0.5, 0.3, 0.2], out,
-        make_prompt=make_prompt, score=score, timed=0,
+        make_prompt=make_prompt, score=score, **({"timed": 0} | options),
     )  # fmt: skip
     return [json.loads(line)["rows"] for line in out.read_text().splitlines()[1:]]
 
@@ -268,22 +321,67 @@ def test_an_evaluation_goes_on_with_fewer_rows_where_memory_runs_out(on_fake, tm
         assert evaluated(on_fake, tmp_path / "c.jsonl") == expected
 
 
+STAGES = {
+    "the prompt is read": "lkv.evals.runner.read_prompt",
+    "methods score it": "lkv.evals.roster.Roster.for_prompt",
+    "it is evicted from": "lkv.evals.compare.Comparison.__init__",
+    "the question is read": "lkv.evals.compare.Comparison.read",
+    "the right answer is predicted": "lkv.evals.compare.Comparison.predict",
+    "predictions are made precise": "lkv.evals.compare.Predictions.row",
+    "predictions are compared": "lkv.evals.compare.Prediction.against",
+    "answers are written": "lkv.evals.compare.Comparison.answers",
+}
+
+
+def failing_once(monkeypatch, place, allocations):
+    """Memory runs out once: in the first call of the function at `place`, after that many allocations."""
+    path, _, name = place.rpartition(".")
+    owner, left = pkgutil.resolve_name(path), [1]
+    plain = getattr(owner, name)
+
+    def call(*args, **options):
+        if left:
+            left.pop()
+            load().fake_gpu_fail_after(allocations)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+    return left
+
+
+@pytest.mark.parametrize("allocations", [0, 5])
+@pytest.mark.parametrize("stage", STAGES)
+def test_memory_may_run_out_in_every_stage_of_an_evaluation(on_fake, tmp_path, monkeypatch, stage, allocations):
+    expected, plain, tries = evaluated(on_fake, tmp_path / "a.jsonl"), runner._Run._measured, []
+    monkeypatch.setattr(runner._Run, "_measured", lambda self, *given: tries.append(given[-1]) or plain(self, *given))
+    unused = failing_once(monkeypatch, STAGES[stage], allocations)
+    assert evaluated(on_fake, tmp_path / "b.jsonl") == expected
+    assert not unused and tries == [19, 10]  # with half of the rows
+
+
+def test_the_full_cache_that_finds_no_memory_is_not_timed(on_fake, tmp_path, monkeypatch):
+    failing_once(monkeypatch, "lkv.evals.runner._Run._time_full", 3)
+    evaluated(on_fake, tmp_path / "a.jsonl", timed=1)
+    row = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[1])
+    assert row["seconds"]["full"] is None and len(row["rows"]) == 19
+
+
 def test_memory_that_runs_out_in_any_layer_of_a_step_means_fewer_rows(on_fake, tmp_path, monkeypatch):
     """Out of memory as a cache reports it while it makes room, not as PyTorch does."""
-    expected, plain, rows = evaluated(on_fake, tmp_path / "a.jsonl"), RaggedLayer._make_room, []
+    expected, plain, rows = evaluated(on_fake, tmp_path / "a.jsonl"), Entries._make_room, []
 
-    def make_room(self, new, scale):
+    def make_room(self, *given):
         rows.append(len(self.kept))
-        if len(self.kept) > 2 and self._index == 1:
+        if len(self.kept) > 2 and self._layer.index == 1:
             monkeypatch.setattr(self.spans, "relaid", out_of_memory)
-        return plain(self, new, scale)
+        return plain(self, *given)
 
     def out_of_memory(room):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(RaggedLayer, "_make_room", make_room)
-    monkeypatch.setattr("lkv.cache.layer._GPU_SLACK", 4)
-    monkeypatch.setattr("lkv.cache.layer._LEAST_SLACK", 4)
+    monkeypatch.setattr(Entries, "_make_room", make_room)
+    monkeypatch.setattr("lkv.cache.plan._GPU_SLACK", 4)
+    monkeypatch.setattr("lkv.cache.plan._LEAST_SLACK", 4)
     assert evaluated(on_fake, tmp_path / "b.jsonl") == expected
     assert max(rows) > 2 and min(rows) <= 2
 

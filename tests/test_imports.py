@@ -10,11 +10,12 @@ ROOT = Path(__file__).parent.parent / "lkv"
 ORDER = [
     "errors", "files", "version", "config", "extras", "methods.catalogue", "fingerprint", "shipped", "journal",
     "results", "statistics", "prompts", "tensor_file", "context_file", "policy_file", "devices", "ops", "host",
-    "prefill", "policy", "methods.budget", "methods.selection", "methods.kvzip", "methods.build", "cache.quantization",
-    "cache.spans", "cache.layer", "conversion", "models", "cache.ragged", "context", "training.data",
-    "training.student", "training.distillation", "training.calibration", "training.warm_start", "training.schedule",
-    "training.interruption", "training.checkpoint", "training.trainer",
-    "training.pipeline", "evals", "profiling", "report", "commands", "integrations",
+    "prefill", "policy", "methods.budget", "methods.selection", "methods.kvzip", "methods.build",
+    "cache.quantization", "cache.ranking", "cache.spans", "cache.quantized_spans", "cache.plan", "cache.entries",
+    "cache.eviction", "cache.unread", "cache.layer", "conversion", "models", "cache.ragged", "context",
+    "training.data", "training.student", "training.distillation", "training.calibration", "training.warm_start",
+    "training.schedule", "training.interruption", "training.checkpoint", "training.trainer", "training.pipeline",
+    "evals", "profiling", "report", "commands", "integrations",
 ]  # fmt: skip
 
 
@@ -72,7 +73,8 @@ def test_other_libraries_of_eviction_stay_in_the_integrations():
 def test_backends_do_not_import_each_other():
     for path in ROOT.glob("ops/*/*.py"):
         if path.name not in ("api.py", "__init__.py"):
-            allowed = ("lkv", "lkv.devices", f"lkv.ops.{path.parent.name}.{path.stem}_kernels")
+            package = f"lkv.ops.{path.parent.name}"
+            allowed = ("lkv", "lkv.devices", f"{package}.{path.stem}_kernels", f"{package}.codes")
             assert not [module for module in imports(path) if module.startswith("lkv") and module not in allowed]
 
 

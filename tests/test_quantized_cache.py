@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lkv.cache.layer import RaggedLayer
+from lkv.cache.quantized_spans import QuantizedSpans
 from lkv.cache.ragged import RaggedCache
-from lkv.cache.spans import QuantizedSpans, Spans
+from lkv.cache.spans import Spans
 from lkv.context import Context, compress
 from lkv.errors import CacheError
 from tests.conftest import tiny_llama
@@ -23,9 +24,9 @@ def plain_twin(cache: RaggedCache) -> RaggedCache:
     for layer in twin.ragged:
         held = layer.spans
         assert isinstance(held, QuantizedSpans)
-        key, value = held.key.unpack_all(), held.value.unpack_all()
-        layer.spans = Spans(held.lens, 64, key, value)
-        layer.spans.unpack(key, value)
+        key, value = held.key.unpack(), held.value.unpack()
+        layer.entries.spans = Spans(held.lens, 64, key, value)
+        layer.entries.spans.unpack(key, value)
     return twin
 
 

@@ -213,5 +213,5 @@ def test_decode_eviction_gives_up_generated_tokens_too():
             start, count = int(layer.spans.starts[0, head]), int(layer.spans.lens[0, head])
             positions = layer.spans.positions[start : start + count].tolist()
             # Beyond the last knot (16 tokens back) the term is flat; nearer ones are all there.
-            newest = [p for p in range(layer._settled) if layer._settled - p < 16]
+            newest = [p for p in range(layer.entries.settled) if layer.entries.settled - p < 16]
             assert set(newest[-min(count, len(newest)) :]) <= set(positions)

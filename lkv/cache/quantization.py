@@ -78,70 +78,33 @@ class QuantizedPool:
         else:
             # torchao takes an empty zero point for none.
             codes = groups.to(torch.uint8)
-        if spans is None:
-            codes = codes.flatten(1)[:, : pool.shape[1]]
-        else:
-            codes = _cut(codes.flatten(0, 1), [(0, n, -n % group) for n in spans])
+        codes = codes.flatten(1)[:, : pool.shape[1]] if spans is None else _cut(codes.flatten(0, 1), spans, group)
         return cls(_join(codes, bits), step, least, spans, bits, group, pool.shape[1], pool.dtype)
 
     def __len__(self) -> int:
         return self.codes.shape[0]
 
-    def unpack_all(self) -> Tensor:
-        """All entries [P, d] in the pool's dtype."""
-        return self.unpack(0, len(self))
-
     @torch.no_grad()
-    def unpack(self, start: int, stop: int) -> Tensor:
-        """Entries `start` to `stop` [stop - start, d] in the pool's dtype; no others are dequantised.
-
-        Groups over entries are dequantised whole. Raises ValueError for a slice outside the pool.
-        """
-        if not 0 <= start <= stop <= len(self):
-            raise ValueError(f"entries {start} to {stop} were asked for, but the pool has {len(self)}.")
+    def unpack(self) -> Tensor:
+        """All entries [P, d] in the pool's dtype."""
+        codes = _split(self.codes, self.bits, self.width)
         if self.lens is None:
-            codes = _split(self.codes[start:stop], self.bits, self.width)
-            codes = functional.pad(codes, (0, -self.width % self.group)).unflatten(1, (-1, self.group))
-            values = self._dequantize(codes, -1, slice(start, stop)).flatten(1)[:, : self.width]
-        else:
-            pieces, first = self._pieces(start, stop)
-            parts = self.codes[start:stop].split([size for _, size, _ in pieces])
-            padded = [
-                functional.pad(part, (0, 0, piece[0], piece[2])) for part, piece in zip(parts, pieces, strict=True)
-            ]
-            codes = _split(torch.cat(padded), self.bits, self.width).unflatten(0, (-1, self.group))
-            values = self._dequantize(codes, 1, slice(first, first + len(codes))).flatten(0, 1)
-            values = _cut(values.to(self.dtype), pieces)
-        return values.to(self.dtype)
+            groups = functional.pad(codes, (0, -self.width % self.group)).unflatten(1, (-1, self.group))
+            return self._dequantize(groups, -1).flatten(1)[:, : self.width].to(self.dtype)
+        whole = [functional.pad(span, (0, 0, 0, -len(span) % self.group)) for span in codes.split(self.lens)]
+        groups = torch.cat([codes[:0], *whole]).unflatten(0, (-1, self.group))
+        return _cut(self._dequantize(groups, 1).flatten(0, 1).to(self.dtype), self.lens, self.group)
 
-    def _dequantize(self, codes: Tensor, axis: int, groups: slice) -> Tensor:
+    def _dequantize(self, codes: Tensor, axis: int) -> Tensor:
         """float32 values of `codes` [n, m, G] or [n, G, d], whose groups lie along `axis`."""
         block = [1, 1, 1]
         block[axis] = self.group
-        step, least = self.step[groups].float(), self.least[groups].float()
-        values = _torchao().dequantize_affine(codes, block, step, None, torch.uint8, 0, 2**self.bits - 1)
-        values += least.unsqueeze(axis)
+        values = _torchao().dequantize_affine(
+            codes, block, self.step.float(), None, torch.uint8, 0, 2**self.bits - 1
+        )  # fmt: skip
+        values += self.least.float().unsqueeze(axis)
         # Half a step above the greatest float16 would be infinite.
         return values.clamp_(-65504, 65504) if self.dtype == torch.float16 else values
-
-    def _pieces(self, start: int, stop: int) -> tuple[list[tuple[int, int, int]], int]:
-        """What each span has of the slice: (missing before, entries, missing behind) to whole groups; the first group.
-
-        An empty piece stands for an empty slice.
-        """
-        assert self.lens is not None
-        pieces: list[tuple[int, int, int]] = []
-        first, begin, group = 0, 0, self.group
-        for n in self.lens:
-            low, high = max(start - begin, 0), min(stop - begin, n)
-            if low < high:
-                if not pieces:
-                    first += low // group
-                pieces.append((low % group, high - low, -high % group))
-            elif not pieces:
-                first += -(-n // group)
-            begin += n
-        return pieces or [(0, 0, 0)], first
 
     @torch.no_grad()
     def scores(self, queries: Sequence[Tensor]) -> list[Tensor]:
@@ -290,10 +253,10 @@ def _fill(values: Tensor, group: int, axis: int) -> Tensor:
     return values.index_select(axis, torch.arange(n + -n % group, device=values.device).clamp(max=n - 1))
 
 
-def _cut(filled: Tensor, pieces: list[tuple[int, int, int]]) -> Tensor:
-    """`filled` without the rows before and behind each of its `pieces`."""
-    parts = filled.split([sum(piece) for piece in pieces]) if pieces else []
-    return torch.cat([filled[:0], *(part[p[0] : p[0] + p[1]] for part, p in zip(parts, pieces, strict=True))])
+def _cut(filled: Tensor, lens: Sequence[int], group: int) -> Tensor:
+    """`filled` without what filled each of its spans of `lens` rows up to whole groups."""
+    parts = filled.split([n + -n % group for n in lens]) if lens else []
+    return torch.cat([filled[:0], *(part[:n] for part, n in zip(parts, lens, strict=True))])
 
 
 def _round_down(values: Tensor) -> Tensor:

@@ -7,19 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.cache.layer import Plan, RaggedLayer, Shared
-from lkv.cache.quantization import BITS, require_library
+from lkv.cache.layer import RaggedLayer
+from lkv.cache.plan import Plan, Shared
 from lkv.errors import BudgetError, CacheError, PromptError, RetentionError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
-from lkv.methods.budget import Amount, FixedBudget, check_table
+from lkv.methods.budget import Amount, check_table
 from lkv.methods.build import Method, make_method
 from lkv.methods.catalogue import find, needs_policy, needs_second_pass
 from lkv.models import load_policy, policy_for
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 
-_MOST = 2**24  # rows, or tokens of slack: more than memory has room for
 
 
 class RaggedCache(Cache):
@@ -75,34 +74,15 @@ class RaggedCache(Cache):
                 f"lkv.compress(..., method={method.name!r})."
             )
         self.amount, self.policy = method.amount, method.policy
-        for name, flag in (("streaming", streaming), ("decode_eviction", decode_eviction)):
-            if not isinstance(flag, bool):
-                raise CacheError(f"{name} is {flag!r}, but it is either True or False.")
-        if slack is not None and (type(slack) is not int or not 0 <= slack <= _MOST):
-            raise CacheError(f"slack is {slack!r}, but it is a number of tokens: give one from 0 to {_MOST}, or None.")
-        if prompt_tokens is not None and (type(prompt_tokens) is not int or prompt_tokens < 1):
-            raise CacheError(f"prompt_tokens is {prompt_tokens!r}, but a prompt has at least one token.")
-        if prompt_tokens is None and (streaming or getattr(model.generation_config, "prefill_chunk_size", None)):
-            raise CacheError(
-                "a prompt that comes in parts must be announced: give prompt_tokens=input_ids.shape[1] to RaggedCache."
-            )
-        if bits is not None and (type(bits) is not int or bits not in BITS or decode_eviction):
-            raise CacheError(f"bits is {bits!r}, but it must be one of {BITS}, and decode eviction works without it.")
         self.plan = Plan(method, self.amount, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotation)
-        if self.plan.scored and not (method.selector.local and isinstance(method.budget, FixedBudget)):
-            raise CacheError(
-                f"{'streaming' if streaming else 'decode eviction'} does not work with {method.name!r}: it needs scores"
-                " that depend on k and v of the token alone and budgets that depend on the length alone; use 'lkv'."
-            )
-        if bits is not None:
-            require_library()
+        if getattr(model.generation_config, "prefill_chunk_size", None):
+            self.plan.check_announced()
         shared = Shared(self.spec.layers - 1)
         self.ragged = [RaggedLayer(index, self.plan, shared) for index in range(self.spec.layers)]
         for layer in self.ragged:
             layer.model_config = model.config.get_text_config(decoder=True)
         self._windows = [WindowLayer(window) for window in attached.windows if window is not None]
-        full, sliding = iter(self.ragged), iter(self._windows)
-        super().__init__(layers=[next(full if window is None else sliding) for window in attached.windows])
+        super().__init__(layers=_in_order(self.ragged, self._windows, [window is None for window in attached.windows]))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if layer_idx == 0:
@@ -221,8 +201,7 @@ class RaggedCache(Cache):
         shared = Shared(self.spec.layers - 1)
         twin.ragged = [layer.fork(shared) for layer in self.ragged]
         twin._windows = [layer.fork() for layer in self._windows]
-        full, sliding = iter(twin.ragged), iter(twin._windows)
-        twin.layers = [next(full if isinstance(layer, RaggedLayer) else sliding) for layer in self.layers]
+        twin.layers = _in_order(twin.ragged, twin._windows, [isinstance(layer, RaggedLayer) for layer in self.layers])
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedCache":
@@ -265,6 +244,12 @@ class RaggedCache(Cache):
         return sum(layer.full_nbytes() for layer in self.ragged) + sum(layer.nbytes() for layer in self._windows)
 
 
+def _in_order(ragged: list[RaggedLayer], windows: list[WindowLayer], evicted: list[bool]) -> list[Any]:
+    """The layers as the model has them; `evicted`: whether each of these is one of `ragged`."""
+    full, sliding = iter(ragged), iter(windows)
+    return [next(full if one else sliding) for one in evicted]
+
+
 def chosen_method(
     model: Any,
     policy: Policy | str | os.PathLike[str] | None,
@@ -294,14 +279,7 @@ def chosen_method(
     if needs_policy(method):
         own = policy_for(spec) if policy is None else policy if isinstance(policy, Policy) else load_policy(policy)
         own.check_model(spec)
-        own = _on(model.device, own)
+        own = own.on(model.device)
     if pattern is not None:
         check_table(pattern, spec.layers, spec.kv_heads, "the pattern of retrieval heads")
     return make_method(method, amount, own, attached.heads, model, spec.layers, pattern, tokenizer)
-
-
-def _on(device: torch.device, policy: Policy) -> Policy:
-    """`policy` where it lies on `device`, else a copy there: the caller's stays where the caller put it."""
-    if all(parameter.device == device for parameter in policy.parameters()):
-        return policy
-    return copy.deepcopy(policy).to(device)

@@ -1,14 +1,67 @@
 """Spans: entries of unequal number a head, one after another in flat pools, each span with room at its end."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from lkv import devices
-from lkv.cache.quantization import QuantizedPool
-from lkv.ops.ragged_attention import append, extend, ragged_attention
+from lkv.cache.ranking import Rows, best, sources
+from lkv.ops.ragged_attention import extend
+
+
+class Held(Protocol):
+    """What a layer holds, however it is stored: each (batch, KV head) has a span of `lens` settled entries [B, H], then
+    `tail` appended ones and `room` for more."""
+
+    lens: Tensor
+
+    @property
+    def tail(self) -> int: ...
+
+    @property
+    def room(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What appended k and v are held in, and what attention is computed in."""
+
+    @property
+    def scores(self) -> Tensor | None:
+        """Those of the entries, where some are to be evicted later."""
+
+    def extend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        scores: Tensor | None = None,
+        position: int = 0,
+        buffers: dict[Any, Any] | None = None,
+    ) -> Tensor:
+        """Append new k, v [B, H, n, d], for which there must be room, and attend to everything held: [B, Hq, n, d] for
+        `query` of that shape. `scores` [B, H, n] of tokens from `position` on are kept where some are. `buffers` as in
+        `ragged_attention.extend`."""
+
+    def cut(self, tokens: int) -> None:
+        """Forget the last `tokens` appended entries."""
+
+    def select(self, rows: Tensor, room: int) -> Self:
+        """New spans for the batch rows `rows` [n] of these, tails included, with `room` after them."""
+
+    def relaid(self, room: int) -> Self:
+        """A copy with `room` after the tails."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Settled entries as tensors to be saved."""
+
+    def nbytes(self) -> int:
+        """Bytes of storage held."""
+
+    def entry_nbytes(self) -> int:
+        """Bytes of k and v of one entry as the model computes them."""
 
 
 class Spans:
@@ -32,7 +85,7 @@ class Spans:
             self.scores = key.new_empty(size, dtype=torch.float32) if scored else None
             self.positions = key.new_empty(size, dtype=torch.int32) if scored else None
             # The attention kernels read these where the pools are: no step waits for a copy.
-            self._device_starts, self._settled = _on(key.device, self.starts, lens)
+            self._device_starts, self._settled = devices.uploaded(key.device, self.starts, lens)
             self._device_lens = self._settled.clone()  # tails included; changed where it lies
 
     @property
@@ -44,28 +97,22 @@ class Spans:
         """Pools of k and v, starts and lengths (int32 [B, H], on the pools' device), as for `ragged_attention`."""
         return self.k, self.v, self._device_starts, self._device_lens
 
-    def fill(self, key: Tensor, value: Tensor, scores: Tensor, arrived: Tensor | None = None) -> None:
-        """Settle the best tokens of each head, in rising order: as many of `key` and `value` [B, H, T, d] by `scores`
-        [B, H, T] as there are settled entries. Where scores are to be kept, they are those on arrival, `arrived`
-        [B, H, T]."""
-        heads, tokens = scores.shape[1:]
-        most = int(self.lens.max())
-        if not most:
-            return
-        counts, starts = self._settled.flatten(), self._device_starts.flatten()
-        order = _ranked(scores.flatten(0, 1))[:, :most]
-        # What a head does not keep goes behind all tokens, so that one sort puts every head's in order.
-        kept = torch.arange(most, device=order.device) < counts[:, None]
-        order = order.where(kept, tokens).sort(-1).values
-        places = _places(self.starts, self.lens, order.device)
-        head = torch.repeat_interleave(counts, output_size=len(places))
-        token = order[head, places - starts[head]]
-        row, kv_head = head // heads, head % heads
-        self.k[places] = key[row, kv_head, token]
-        self.v[places] = value[row, kv_head, token]
-        if self.scores is not None and self.positions is not None:
-            assert arrived is not None
-            self.scores[places], self.positions[places] = arrived[row, kv_head, token].float(), token.int()
+    @classmethod
+    def of(
+        cls, key: Tensor, value: Tensor, scores: Tensor, lens: Tensor, room: int, arrived: Tensor | None = None
+    ) -> "Spans":
+        """Spans of the best tokens of each head, in rising order: `lens` [B, H] of `key` and `value` [B, H, T, d] by
+        `scores` [B, H, T]. Where scores are to be kept, they are those on arrival, `arrived` [B, H, T]."""
+        kinds = [Rows.of(x) for x in (key, value, *(() if arrived is None else (arrived[..., None],)))]
+        # Ranked first: what that takes is given back before the pools are made.
+        rows = sources(scores, lens, room, *kinds)
+        new = cls(lens, room, key, value, arrived is not None)
+        for pool, kind, own in zip((new.k, new.v), kinds, rows, strict=False):
+            torch.index_select(kind.matrix, 0, own, out=pool)
+        if new.scores is not None and new.positions is not None:
+            new.scores.copy_(kinds[2].matrix[rows[2], 0])
+            torch.remainder(rows[2], scores.shape[-1], out=new.positions)
+        return new
 
     def extend(
         self,
@@ -77,9 +124,7 @@ class Spans:
         position: int = 0,
         buffers: dict[Any, Any] | None = None,
     ) -> Tensor:
-        """Append new k, v [B, H, n, d], for which there must be room, and attend to everything held: [B, Hq, n, d] for
-        `query` of that shape. `scores` [B, H, n] of tokens from `position` on are kept where some are. `buffers` as in
-        `ragged_attention.extend`."""
+        """As `Held.extend`."""
         new = key.shape[2]
         if self.scores is not None and self.positions is not None and scores is not None:
             ends = self._device_starts + self._device_lens
@@ -90,12 +135,6 @@ class Spans:
         self.tail += new
         self.room -= new
         return out
-
-    def append(self, key: Tensor, value: Tensor) -> None:
-        """`extend` for those who attend by other means."""
-        append(key, value, *self.for_attention())
-        self.tail += key.shape[2]
-        self.room -= key.shape[2]
 
     def cut(self, tokens: int) -> None:
         """Forget the last `tokens` appended entries."""
@@ -124,7 +163,7 @@ class Spans:
     def select(self, rows: Tensor, room: int) -> "Spans":
         """New spans for the batch rows `rows` [n] of these, tails included, with `room` after them."""
         new = Spans(self.lens[rows] + self.tail, room, self.k, self.v, self.scores is not None)
-        new._take(self, _places(self.starts[rows], new.lens, self.k.device))
+        new._take(self, places(self.starts[rows], new.lens, self.k.device))
         new.lens, new.tail = new.lens - self.tail, self.tail
         new._settled -= self.tail
         return new
@@ -135,11 +174,11 @@ class Spans:
 
     def _take(self, other: "Spans", entries: Tensor) -> None:
         """Fill all spans, in order, with entries of `other`'s pools."""
-        places = _places(self.starts, self.lens, self.k.device)
-        self.k[places], self.v[places] = other.k[entries], other.v[entries]
+        own = places(self.starts, self.lens, self.k.device)
+        self.k[own], self.v[own] = other.k[entries], other.v[entries]
         if self.scores is not None and other.scores is not None:
             assert self.positions is not None and other.positions is not None
-            self.scores[places], self.positions[places] = other.scores[entries], other.positions[entries]
+            self.scores[own], self.positions[own] = other.scores[entries], other.positions[entries]
 
     def state(self) -> dict[str, Tensor]:
         """Settled entries as tensors to be saved."""
@@ -148,175 +187,28 @@ class Spans:
 
     def packed(self) -> tuple[Tensor, Tensor]:
         """Settled k and v of all spans one after another, without room or tail: [sum of lens, d] each."""
-        places = _places(self.starts, self.lens, self.k.device)
-        return self.k[places], self.v[places]
+        own = places(self.starts, self.lens, self.k.device)
+        return self.k[own], self.v[own]
 
     def unpack(self, key: Tensor, value: Tensor) -> None:
         """Fill the settled entries with what `packed` gave."""
-        places = _places(self.starts, self.lens, self.k.device)
-        self.k[places], self.v[places] = key.to(self.k), value.to(self.v)
+        own = places(self.starts, self.lens, self.k.device)
+        self.k[own], self.v[own] = key.to(self.k), value.to(self.v)
 
     def nbytes(self) -> int:
         """Bytes of storage behind the pools."""
         pools = (self.k, self.v, self.scores, self.positions)
         return sum(pool.untyped_storage().nbytes() for pool in pools if pool is not None)
 
-
-class QuantizedSpans:
-    """Spans whose settled entries are held in 8 or 4 bits a value, the appended ones as they are.
-
-    k is quantised by channel within a span and v by entry: measured best at both widths. An attention step restores
-    one layer's entries at a time.
-    """
-
-    scores = None
-
-    def __init__(self, lens: Tensor, key: QuantizedPool, value: QuantizedPool, fresh: Spans):
-        """`key` and `value` hold the settled entries of all spans packed; `fresh` the tails, of spans settled empty."""
-        self.lens, self.key, self.value, self.fresh = lens, key, value, fresh
-
-    @classmethod
-    def of(cls, spans: Spans, bits: int) -> "QuantizedSpans":
-        """The settled entries of `spans` quantised, with the same room."""
-        key, value = spans.packed()
-        fresh = Spans(torch.zeros_like(spans.lens), spans.room, spans.k, spans.v)
-        lens = spans.lens.flatten()
-        return cls(spans.lens, QuantizedPool.pack(key, bits, lens=lens), QuantizedPool.pack(value, bits), fresh)
-
-    @property
-    def tail(self) -> int:
-        """Appended entries a span."""
-        return self.fresh.tail
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What appended k and v are held in, and what is restored for attention."""
-        return self.fresh.dtype
-
-    @property
-    def room(self) -> int:
-        """How many more can be appended."""
-        return self.fresh.room
-
-    def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `Spans.for_attention`, over pools restored for the moment."""
-        whole = Spans(self.lens + self.tail, 0, self.fresh.k, self.fresh.v)
-        device = self.fresh.k.device
-        settled = _places(whole.starts, self.lens, device)
-        tails = torch.full_like(self.lens, self.tail)
-        late, own = (_places(starts, tails, device) for starts in (whole.starts + self.lens, self.fresh.starts))
-        # A loaded pool has the dtype it was saved in, which need not be the model's.
-        whole.k[settled], whole.v[settled] = self.key.unpack_all().to(whole.k), self.value.unpack_all().to(whole.v)
-        whole.k[late], whole.v[late] = self.fresh.k[own], self.fresh.v[own]
-        return whole.for_attention()
-
-    def extend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        scores: Tensor | None = None,
-        position: int = 0,
-        buffers: dict[Any, Any] | None = None,
-    ) -> Tensor:
-        """As `Spans.extend`."""
-        self.fresh.append(key, value)
-        if query.shape[2] == 1 and query.device.type == "cpu":
-            return self._attend_to_codes(query, scale)
-        return ragged_attention(query, *self.for_attention(), scale)
-
-    def _attend_to_codes(self, query: Tensor, scale: float) -> Tensor:
-        """Attention of one token, head by head: codes are multiplied as they are, and nothing is restored."""
-        batch, heads, rows, dim = query.shape
-        grouped = (query.float() * scale).reshape(self.lens.numel(), -1, dim).unbind()
-        settled, starts = self.lens.flatten().tolist(), self.fresh.starts.flatten().tolist()
-        parts, begin = [], 0
-        for own, found, count, start in zip(grouped, self.key.scores(grouped), settled, starts, strict=True):
-            tail = slice(start, start + self.tail)
-            late = own @ self.fresh.k[tail].float().t()
-            shares = torch.softmax(torch.cat([found, late], 1), -1)
-            out = shares[:, count:] @ self.fresh.v[tail].float()
-            parts.append(out.add_(self.value.weighted(shares[:, :count], begin, begin + count)))
-            begin += count
-        return torch.cat(parts).to(query.dtype).view(batch, heads, rows, -1)
-
-    def cut(self, tokens: int) -> None:
-        """As `Spans.cut`."""
-        self.fresh.cut(tokens)
-
-    def select(self, rows: Tensor, room: int) -> "QuantizedSpans":
-        """As `Spans.select`."""
-        heads = self.lens.shape[1]
-        spans = (rows[:, None] * heads + torch.arange(heads, device="cpu")).flatten()
-        starts = (self.lens.flatten().cumsum(0) - self.lens.flatten()).view_as(self.lens)
-        entries = _places(starts[rows], self.lens[rows], self.fresh.k.device)
-        return QuantizedSpans(
-            self.lens[rows], self.key.take_spans(spans), self.value.take(entries), self.fresh.select(rows, room)
-        )
-
-    def relaid(self, room: int) -> "QuantizedSpans":
-        """A copy with `room` after the tails; what is settled is never written to and shared."""
-        return QuantizedSpans(self.lens, self.key, self.value, self.fresh.relaid(room))
-
-    def state(self) -> dict[str, Tensor]:
-        """Settled entries as tensors to be saved; `restore` takes them up."""
-        pools = (("k", self.key), ("v", self.value))
-        return {f"{side}_{name}": tensor for side, pool in pools for name, tensor in pool.tensors().items()}
-
-    @staticmethod
-    def check_state(state: dict[str, Tensor], lens: Tensor, width: int) -> None:
-        """Raise KeyError, ValueError or QuantizationError unless `state` holds spans of `lens` entries [B, H] with
-        `width` channels."""
-        key, value = (QuantizedPool.from_tensors(_of_side(state, side)) for side in "kv")
-        if key.lens != tuple(lens.flatten().tolist()) or value.lens is not None:
-            raise ValueError("its quantised pools have other spans than its counts")
-        if len(value) != len(key) or (key.width, value.width) != (width, width):
-            raise ValueError(f"its quantised pools are not {(int(lens.sum()), width)}")
-
-    @classmethod
-    def restore(cls, state: dict[str, Tensor], lens: Tensor, room: int, like: Tensor) -> "QuantizedSpans":
-        """What `state` gave, on the device and for a cache of the dtype of `like`."""
-        state = {name: tensor.to(like.device) for name, tensor in state.items()}
-        key, value = (QuantizedPool.from_tensors(_of_side(state, side)) for side in "kv")
-        fresh = Spans(torch.zeros_like(lens), room, like.new_empty(0, key.width), like.new_empty(0, value.width))
-        return cls(lens, key, value, fresh)
-
-    def nbytes(self) -> int:
-        """Bytes of storage of codes, steps, least values and tails."""
-        return self.key.nbytes() + self.value.nbytes() + self.fresh.nbytes()
+    def entry_nbytes(self) -> int:
+        """Bytes of k and v of one entry."""
+        return (self.k.shape[-1] + self.v.shape[-1]) * self.k.element_size()
 
 
-def _of_side(state: dict[str, Tensor], side: str) -> dict[str, Tensor]:
-    """The tensors of the quantised pool of "k" or "v"."""
-    return {name[2:]: tensor for name, tensor in state.items() if name.startswith(side + "_")}
-
-
-def best(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest of `scores` [T], in rising order."""
-    if count == len(scores):
-        return torch.arange(count, device=scores.device)
-    return _ranked(scores)[:count].sort().values
-
-
-def _ranked(scores: Tensor) -> Tensor:
-    """Indices of `scores` [..., T], the highest first. Of equal ones the earlier is first, where topk would choose by
-    how many are asked for: what a row keeps does not depend on those beside it."""
-    return scores.argsort(dim=-1, descending=True, stable=True)
-
-
-def _places(starts: Tensor, lens: Tensor, device: torch.device) -> Tensor:
+def places(starts: Tensor, lens: Tensor, device: torch.device) -> Tensor:
     """Pool indices, made on `device`, of all entries of the spans at `starts` with `lens` entries, one span after
     another."""
     every = lens.flatten()
-    begin, count = _on(device, starts.flatten() - (every.cumsum(0) - every), every)
+    begin, count = devices.uploaded(device, starts.flatten() - (every.cumsum(0) - every), every)
     total = int(every.sum())
     return torch.arange(total, device=device) + torch.repeat_interleave(begin, count, output_size=total)
-
-
-def _on(device: torch.device, *counts: Tensor) -> list[Tensor]:
-    """Tables of one shape from the CPU as int32 on `device`, in one copy that nothing waits for."""
-    table = torch.stack(counts).int()
-    if devices.is_gpu(device):
-        table = table.pin_memory()
-    return [*table.to(device, non_blocking=True).unbind()]

@@ -55,6 +55,7 @@ class Roster:
         attached = attach(model)
         if policy is not None:
             policy.check_model(attached.spec)
+            policy = policy.on(model.device)
         self._entries = {name: find(name) for name in dict.fromkeys(names) if name != FULL}
         self._inputs = {
             retention: MethodInputs(

@@ -215,10 +215,16 @@ class _Run:
         space = " " if before and not before[-1].isspace() else ""
         return encode(self._tokenizer, space + text)[: example.max_new_tokens]
 
-    def _time_full(self, ids: list[int], example: Example, stops: Sequence[int]) -> float:
-        """Seconds that the full cache alone takes to read the same text and answer, in transformers' own cache."""
+    def _time_full(self, ids: list[int], example: Example, stops: Sequence[int]) -> float | None:
+        """Seconds that the full cache alone takes to read the same text and answer, in transformers' own cache; None
+        where memory runs out: what was measured before is not lost."""
         started = self._clock()
-        greedy(self._model, [ids], example.max_new_tokens, stops)
+        try:
+            greedy(self._model, [ids], example.max_new_tokens, stops)
+        except (MemoryError, RuntimeError) as error:
+            if not devices.is_out_of_memory(error):
+                raise
+            return None
         return round(self._clock() - started, 4)
 
     def _clock(self) -> float:

@@ -40,7 +40,7 @@ class _Places:
         """Raises PolicyMismatchError unless the policy was trained for `model`."""
         self.policy.check_model(inspect_model(model))
         self.rotation = rotation_of(model)
-        self.policy.to(model.device)
+        self.policy = self.policy.on(model.device)
         full = [number for number, window in enumerate(layer_windows(model)) if window is None]
         self._index = {number: index for index, number in enumerate(full)}
 
@@ -71,6 +71,7 @@ class LKVScorerPress(ScorerPress):
 
     def post_init_from_model(self, model: Any) -> None:
         self._places.enter(model)
+        self._selector = LearnedScores(self._places.policy)
 
     def score(
         self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: Any

@@ -62,7 +62,7 @@ class Profiler:
         self._model, self._name, self._settings = model, name, settings or Settings()
         self._device: torch.device = model.device
         self._spec = attach(model).spec
-        self._policy = policy.to(self._device) if policy is not None else None
+        self._policy = policy.on(self._device) if policy is not None else None
         if self._settings.streaming and self._settings.chunk is None:
             raise LkvError("streaming reads the prompt in parts: give their size in tokens as chunk, for example 4096.")
 

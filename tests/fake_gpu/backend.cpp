@@ -58,6 +58,7 @@ std::unordered_map<void*, std::pair<size_t, int>> blocks;
 std::unordered_set<const void*> pinned;
 size_t held[kDevices], most[kDevices];
 size_t limit = SIZE_MAX;
+size_t allocations_left = SIZE_MAX;  // before one fails
 
 void release(void* address) {
   std::lock_guard<std::mutex> guard(memory_lock);
@@ -68,19 +69,30 @@ void release(void* address) {
   free(address);
 }
 
+// Whether there is room for `size` more bytes on the current device, which are then counted.
+bool take(size_t size) {
+  std::lock_guard<std::mutex> guard(memory_lock);
+  const bool fails = allocations_left == 0;
+  if (fails) allocations_left = SIZE_MAX;
+  if (allocations_left != SIZE_MAX) allocations_left--;
+  if (fails || held[current] + size > limit) return false;
+  held[current] += size;
+  most[current] = std::max(most[current], held[current]);
+  return true;
+}
+
 struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     void* address = nullptr;
     if (size) {
-      std::lock_guard<std::mutex> guard(memory_lock);
+      // No error is made under the lock: it may ask for Python's, whose holder may be about to free memory.
       TORCH_CHECK_WITH(
-          OutOfMemoryError, held[current] + size <= limit, "fake GPU out of memory: ", size, " bytes more than the ",
-          held[current], " held of ", limit);
+          OutOfMemoryError, take(size), "fake GPU out of memory: ", size, " bytes more than the ", held[current],
+          " held of ", limit);
       TORCH_CHECK(posix_memalign(&address, 512, size) == 0, "the host has no memory");
       memset(address, 0xFF, size);
+      std::lock_guard<std::mutex> guard(memory_lock);
       blocks[address] = {size, current};
-      held[current] += size;
-      most[current] = std::max(most[current], held[current]);
     }
     report("alloc", "allocate", std::to_string(size));
     return {address, address, &release, c10::Device(kFake, current)};
@@ -376,4 +388,5 @@ size_t fake_gpu_held(int device) { return held[device]; }
 size_t fake_gpu_most(int device) { return most[device]; }
 void fake_gpu_forget_most(int device) { most[device] = held[device]; }
 void fake_gpu_limit(size_t bytes) { limit = bytes; }
+void fake_gpu_fail_after(size_t allocations) { allocations_left = allocations; }
 }

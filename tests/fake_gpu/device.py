@@ -28,7 +28,8 @@ def load() -> ctypes.CDLL:
     own = ctypes.CDLL(str(library()))
     for name in ("fake_gpu_held", "fake_gpu_most"):
         getattr(own, name).restype = ctypes.c_size_t
-    own.fake_gpu_limit.argtypes = [ctypes.c_size_t]
+    for name in ("fake_gpu_limit", "fake_gpu_fail_after"):
+        getattr(own, name).argtypes = [ctypes.c_size_t]
     own.fake_gpu_register()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module(own))

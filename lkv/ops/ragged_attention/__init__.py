@@ -1,5 +1,6 @@
 """Attention over spans of unequal length in one flat pool (Sec. 4.5)."""
 
-from lkv.ops.ragged_attention.api import append, extend, ragged_attention
+from lkv.ops.ragged_attention.api import append, extend, ragged_attention, reads_codes
+from lkv.ops.ragged_attention.codes import Codes
 
-__all__ = ["append", "extend", "ragged_attention"]
+__all__ = ["Codes", "append", "extend", "ragged_attention", "reads_codes"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lkv import devices
 from lkv.errors import BackendError
+from lkv.ops.ragged_attention.codes import Codes
 
 _NAMES = ("loop", "reference", "triton", "varlen")
 _ON_CUDA = ("triton", "varlen", "loop")
@@ -46,19 +47,30 @@ def extend(
     scale: float,
     backend: str = "auto",
     buffers: dict[Any, Any] | None = None,
+    codes: Codes | None = None,
 ) -> Tensor:
     """Append new `key` [B, Hkv, Tq, d] and `value` [B, Hkv, Tq, dv] to the spans, then attend as `ragged_attention`.
 
     There must be room for Tq entries behind the `lens` [B, Hkv] of each span. Changes the pools, and `lens` in place: a
     replay of what was launched appends once more. Returns [B, Hq, Tq, dv]. `buffers`: a dictionary in which a backend
-    keeps what it needs from step to step; for the layers of one cache, which take turns. Raises as `ragged_attention`.
+    keeps what it needs from step to step; for the layers of one cache, which take turns. `codes`: the first entries of
+    each span, which the pools lack: entry i of a span is at place starts + i of the pools only where it is none of
+    these, so that `starts` may be below 0. Raises as `ragged_attention`, and BackendError for codes where `reads_codes`
+    says no.
     """
     _check(q, k_pool, v_pool, starts, lens)
     chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[-1], v_pool.shape[-1])
     if chosen == "triton":
-        return _module(chosen).extend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers)
+        return _module(chosen).extend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, codes)
+    if codes is not None:
+        raise BackendError(f"the backend {chosen!r} reads no codes: restore the entries, or use 'triton'.")
     _module("loop").append(key, value, k_pool, v_pool, starts, lens)
     return _module(chosen).attend(q, k_pool, v_pool, starts, lens, scale)
+
+
+def reads_codes(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> bool:
+    """Whether `extend` attends to entries in 8 or 4 bits as they are, on `device` and for pools of `dtype`."""
+    return _chosen("auto", device, dtype, dim, value_dim) == "triton"
 
 
 def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:

@@ -8,14 +8,18 @@ them (CUDA graphs) is a step of its own.
 """
 
 import functools
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
+import lkv.ops.ragged_attention.triton_kernels as kernels
 from lkv import devices
+from lkv.ops.ragged_attention.codes import Codes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_DIM = 256
@@ -290,14 +294,25 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
     return None
 
 
-class Launch(NamedTuple):
-    """Everything about a call that its shapes decide."""
+class Ready(NamedTuple):
+    """The two kernels of a step as they are compiled, and their constants."""
+
+    slices: Any
+    slice_constants: tuple[Any, ...]
+    join: Any
+    join_constants: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """Everything about a call that its shapes decide; `ready` by what else of the arguments is compiled in."""
 
     programs: int
     tiles: int
     slice_options: dict[str, Any]
     join_options: dict[str, Any]
     append_options: dict[str, Any]
+    ready: dict[Any, Ready] = field(default_factory=dict)
 
 
 def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float) -> Tensor:
@@ -308,24 +323,24 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tens
 
 def extend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    buffers: dict[Any, Any] | None = None,
+    buffers: dict[Any, Any] | None = None, codes: Codes | None = None,
 ) -> Tensor:  # fmt: skip
     """Shapes as in `api.extend`. Two launches for one new token, three for more; nothing here waits for the device."""
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     rows = key.shape[2]
     with devices.current(q.device):
         if rows == 1:
-            return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _ONE, buffers)
+            return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _ONE, buffers, codes)
         _append_kernel[(starts.numel(), -(-rows // _APPENDED_AT_ONCE))](
             key, value, k_pool, v_pool, starts, lens, starts.shape[1], rows, *key.stride()[:3], *value.stride()[:3],
             **_launch_of(q, starts, value.shape[-1], 1).append_options,
         )  # fmt: skip
-        return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _COUNT, None)
+        return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _COUNT, None, codes)
 
 
 def _attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    new: int, buffers: dict[Any, Any] | None,
+    new: int, buffers: dict[Any, Any] | None, codes: Codes | None = None,
 ) -> Tensor:  # fmt: skip
     batch, heads, rows, _ = q.shape
     kv_heads, value_dim, spans = starts.shape[1], v_pool.shape[-1], starts.numel()
@@ -336,17 +351,48 @@ def _attend(
     # Laid out by token, as the caller's next product reads it.
     out = q.new_empty((batch, rows, heads, value_dim)).transpose(1, 2)
     scale *= _LOG2_E
-    q_batch, q_head, q_row, _ = q.stride()
-    _slice_kernel[(launch.programs, launch.tiles)](
+    strides = q.stride(), key.stride(), value.stride()
+    (q_batch, q_head, q_row, _), (k_batch, k_head, _, _), (v_batch, v_head, _, _) = strides
+    to_slices: tuple[Any, ...] = (
         q, k_pool, v_pool, starts, lens, parts, extremes, counted, spans, kv_heads, rows, rows if new == _COUNT else 0,
-        scale, q_batch, q_head, q_row, **launch.slice_options,
+        scale, q_batch, q_head, q_row,
     )  # fmt: skip
-    _join_kernel[(packed, spans)](
+    if codes is not None:
+        to_slices += codes[:7]
+    to_join = (
         parts, extremes, counted, out, q, key, value, k_pool, v_pool, starts, lens, spans, kv_heads, rows,
-        launch.programs, scale, *out.stride()[:3], q_batch, q_head, *key.stride()[:2], *value.stride()[:2],
-        NEW=new, **launch.join_options,
+        launch.programs, scale, *out.stride()[:3], q_batch, q_head, k_batch, k_head, v_batch, v_head,
     )  # fmt: skip
+    grids = (launch.programs, launch.tiles, 1), (packed, spans, 1)
+    known = (new, strides, None if codes is None else codes[7:]) if _aligned(q, key, value, *to_slices[1:5]) else None
+    ready = launch.ready.get(known)
+    if ready is not None and (codes is None or _aligned(*codes[:7])):
+        ready.slices[grids[0]](*to_slices, *ready.slice_constants)
+        ready.join[grids[1]](*to_join, *ready.join_constants)
+        return out
+    kernel, options = _slice_kernel, launch.slice_options
+    if codes is not None:
+        kernel, options = kernels.code_slice_kernel, _code_options(launch, q.dtype, codes.bits, codes.group)
+    slices = kernel[grids[0]](*to_slices, **options)
+    join = _join_kernel[grids[1]](*to_join, NEW=new, **launch.join_options)
+    if known is not None and isinstance(slices, CompiledKernel) and (codes is None or _aligned(*codes[:7])):
+        launch.ready[known] = Ready(
+            slices, _constants(kernel, options), join, _constants(_join_kernel, launch.join_options | {"NEW": new})
+        )
     return out
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether all begin at multiples of 16 bytes, as Triton's code for such may be used for."""
+    places = 0
+    for tensor in tensors:
+        places |= tensor.data_ptr()
+    return not places & 15
+
+
+def _constants(kernel: Any, options: dict[str, Any]) -> tuple[Any, ...]:
+    """What is constant of the arguments, which come last."""
+    return tuple(options[name] for name in kernel.arg_names if name in options)
 
 
 def _room(
@@ -402,6 +448,12 @@ def _launch(
         shared | {"BLOCK_S": _PARTS_AT_ONCE, "num_warps": 4},
         sizes | {"BLOCK_T": _APPENDED_AT_ONCE, "num_warps": 4},
     )  # fmt: skip
+
+
+def _code_options(launch: Launch, dtype: torch.dtype, bits: int, group: int) -> dict[str, Any]:
+    """How to launch the slice kernel over codes: its blocks are groups of entries."""
+    options = {name: value for name, value in launch.slice_options.items() if name != "BLOCK_N"}
+    return options | {"BITS": bits, "SHARING": group, "HALF": dtype == torch.float16}
 
 
 def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:

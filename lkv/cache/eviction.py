@@ -1,0 +1,55 @@
+"""Eviction from a prompt that has been read whole (Sec. 3.4, inference)."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lkv.cache.entries import Entries
+from lkv.cache.plan import Layer
+from lkv.cache.spans import Spans
+from lkv.methods.selection import check_shape, not_numbers
+from lkv.prefill import PromptLayer, precise
+
+
+def evicted(layer: Layer, whole: PromptLayer, padding: list[int] | None) -> Entries:
+    """The best tokens of each head, the rest dropped. `padding`: tokens to skip at each row's beginning.
+
+    Raises PromptError where nothing would be kept, and CacheError for scores that rank nothing.
+    """
+    plan, (batch, _, tokens, _) = layer.plan, whole.key.shape
+    selector, firsts = plan.method.selector, padding or [0] * batch
+    # Rows without padding are scored together, others one by one, as if each had been read alone.
+    groups = [slice(b, b + 1) for b in range(batch)] if any(firsts) else [slice(0, batch)]
+    tables: list[Tensor] = []
+    arrived: list[Tensor] = []
+    counts: list[list[int]] = []
+    for rows in groups:
+        first = firsts[rows.start]
+        plan.check_length(tokens - first)
+        part = whole.part(rows, slice(first, None))
+        scores = check_shape(selector, selector.scores(layer.index, part), part.key)
+        layer.shared.doubts.append(not_numbers(scores))
+        tables.append(_behind_padding(scores, first))
+        counts += plan.method.budget.counts(layer.index, scores)
+        if plan.decode_eviction:
+            arrived.append(pad(selector.on_arrival(layer.index, part), (first, 0)))
+    layer.shared.check_doubts(layer.index, selector, whole.key.device)
+    kept = torch.tensor(counts, device="cpu")
+    room = plan.first_room(layer.index, kept, whole.key.device)
+    spans = Spans.of(whole.key, whole.value, _joined(tables), kept, room, _joined(arrived) if arrived else None)
+    return Entries.compressed(layer, spans, tokens, firsts)
+
+
+def _joined(tables: list[Tensor]) -> Tensor:
+    """The rows of `tables` [., H, T] in one."""
+    return tables[0] if len(tables) == 1 else torch.cat(tables)
+
+
+def _behind_padding(scores: Tensor, first: int) -> Tensor:
+    """`scores` [B, H, n] of the tokens after `first` ones of padding, which are to be chosen after everything else."""
+    if not first:
+        return scores
+    scores = precise(scores)
+    return pad(scores.clamp(min=torch.finfo(scores.dtype).min), (first, 0), value=-math.inf)

@@ -1,0 +1,173 @@
+"""The slice kernel of `triton` over spans whose older entries are held in 8 or 4 bits a value."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _attended(query, key, value, seen, scale, highest, weight, sums):
+    """Running maximum, weight and sums of rows with one more block of entries."""
+    scores = tl.dot(query, key, input_precision="ieee") * scale
+    scores = tl.where(seen, scores, float("-inf"))
+    new = tl.maximum(highest, tl.max(scores, 1))
+    # A row that sees nothing yet would give inf - inf.
+    base = tl.where(new == float("-inf"), 0.0, new)
+    shrink = tl.exp2(highest - base)
+    share = tl.exp2(scores - base[:, None])
+    sums = sums * shrink[:, None] + tl.dot(share.to(value.dtype), value, input_precision="ieee")
+    return new, weight * shrink + tl.sum(share, 1), sums
+
+
+@triton.jit
+def _restored(codes, step, least, HALF: tl.constexpr):  # noqa: N803
+    """code * step + least in float32; within the range of float16 if HALF."""
+    values = codes.to(tl.float32) * step.to(tl.float32) + least.to(tl.float32)
+    return tl.minimum(tl.maximum(values, -65504.0), 65504.0) if HALF else values
+
+
+@triton.jit
+def code_slice_kernel(
+    q,
+    k_pool,
+    v_pool,
+    starts,
+    lens,
+    parts,
+    extremes,
+    counted,
+    spans,
+    kv_heads,
+    rows,
+    added,
+    scale,
+    q_batch,
+    q_head,
+    q_row,
+    k_codes,
+    k_step,
+    k_least,
+    v_codes,
+    v_step,
+    v_least,
+    tables,
+    GROUP: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr,  # noqa: N803
+    VALUE_DIM: tl.constexpr,  # noqa: N803
+    SPANS: tl.constexpr,  # noqa: N803
+    LEAST: tl.constexpr,  # noqa: N803
+    WIDEN: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr,  # noqa: N803
+    SHARING: tl.constexpr,  # noqa: N803
+    BLOCK_M: tl.constexpr,  # noqa: N803
+    BLOCK_D: tl.constexpr,  # noqa: N803
+    BLOCK_V: tl.constexpr,  # noqa: N803
+):
+    """As the slice kernel, where the first entries of each span are codes: code * step + least.
+
+    `tables` [3, spans]: how many entries of a span are codes, its first one among all codes, its first group of k.
+    SHARING values share a step: entries of one channel in k, channels of one entry in v. Two codes of 4 bits lie in a
+    byte, those of the first half of the channels below; the axes of the blocks are so ordered that they come apart.
+    """
+    program, tile = tl.program_id(0), tl.program_id(1)
+    every = tl.arange(0, SPANS)
+    held = tl.load(lens + every, mask=every < spans, other=-added) + added
+    if (program == 0) & (tile == 0):
+        tl.store(counted + every, held, mask=every < spans)
+    ends = tl.cumsum(held, 0)
+    total = tl.sum(held, 0)
+    size = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
+    low = program * size
+    high = tl.minimum(low + size, total)
+
+    packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = packed // GROUP
+    within = packed < rows * GROUP
+    latest = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1)
+    # Channels in the order of the blocks, the bytes that hold their codes, and where in the byte.
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    byte, value_byte = dims, value_dims
+    shift, value_shift = dims * 0, value_dims * 0
+    real, value_real = dims < DIM, value_dims < VALUE_DIM
+    if BITS == 4:
+        byte, value_byte = dims % (BLOCK_D // 2), value_dims % (BLOCK_V // 2)
+        above, value_above = dims // (BLOCK_D // 2), value_dims // (BLOCK_V // 2)
+        dims, value_dims = byte + above * ((DIM + 1) // 2), value_byte + value_above * ((VALUE_DIM + 1) // 2)
+        real = (byte < (DIM + 1) // 2) & (dims < DIM)
+        value_real = (value_byte < (VALUE_DIM + 1) // 2) & (value_dims < VALUE_DIM)
+        shift, value_shift = above * 4, value_above * 4
+    width: tl.constexpr = (DIM * BITS + 7) // 8
+    value_width: tl.constexpr = (VALUE_DIM * BITS + 7) // 8
+    value_groups: tl.constexpr = (VALUE_DIM + SHARING - 1) // SHARING
+
+    if low < high:
+        first = tl.sum((ends <= low).to(tl.int32), 0)
+        last = tl.sum((ends < high).to(tl.int32), 0)
+        for span in range(first, last + 1):
+            length = tl.load(lens + span) + added
+            before = tl.sum(tl.where(every < span, held, 0), 0)
+            begin = tl.maximum(low - before, 0)
+            # New tokens that no row of this tile sees are not read.
+            end = tl.minimum(tl.minimum(high - before, length), length - rows + latest + 1)
+            coded = tl.load(tables + span)
+            first_code = tl.load(tables + spans + span).to(tl.int64)
+            first_group = tl.load(tables + 2 * spans + span).to(tl.int64)
+            start = tl.load(starts + span).to(tl.int64)
+            head = (span % kv_heads) * GROUP + packed % GROUP
+            own = q + (span // kv_heads).to(tl.int64) * q_batch + head * q_head + token * q_row
+            query = tl.load(own[:, None] + dims[None, :], mask=within[:, None] & real[None, :], other=0.0)
+            query = query.to(tl.float32) if WIDEN else query
+            visible = length - rows + token
+            highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            weight = tl.zeros([BLOCK_M], tl.float32)
+            sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+            # Every block is one group of k, which a slice may begin within.
+            codes_end = tl.minimum(end, coded)
+            for at in range(begin // SHARING * SHARING, codes_end, SHARING):
+                entry = at + tl.arange(0, SHARING)
+                inside = (entry >= begin) & (entry < codes_end)
+                place = first_code + entry
+                key_here, value_here = inside[None, :] & real[:, None], inside[:, None] & value_real[None, :]
+                key = tl.load(k_codes + place[None, :] * width + byte[:, None], mask=key_here, other=0)
+                group = (first_group + at // SHARING) * DIM + dims
+                key = _restored(
+                    (key >> shift[:, None]) & (2**BITS - 1),
+                    tl.load(k_step + group, mask=real, other=0.0)[:, None],
+                    tl.load(k_least + group, mask=real, other=0.0)[:, None],
+                    HALF,
+                ).to(query.dtype)
+                value = tl.load(v_codes + place[:, None] * value_width + value_byte[None, :], mask=value_here, other=0)
+                own_group = place[:, None] * value_groups + (value_dims // SHARING)[None, :]
+                value = _restored(
+                    (value >> value_shift[None, :]) & (2**BITS - 1),
+                    tl.load(v_step + own_group, mask=value_here, other=0.0),
+                    tl.load(v_least + own_group, mask=value_here, other=0.0),
+                    HALF,
+                ).to(query.dtype)
+                highest, weight, sums = _attended(query, key, value, inside[None, :], scale, highest, weight, sums)
+            k_own, v_own = k_pool + start * DIM, v_pool + start * VALUE_DIM
+            for at in range(tl.maximum(begin, coded), end, SHARING):
+                entry = at + tl.arange(0, SHARING)
+                inside = entry < end
+                key = tl.load(
+                    k_own + entry[None, :].to(tl.int64) * DIM + dims[:, None],
+                    mask=inside[None, :] & real[:, None],
+                    other=0.0,
+                )
+                value = tl.load(
+                    v_own + entry[:, None].to(tl.int64) * VALUE_DIM + value_dims[None, :],
+                    mask=inside[:, None] & value_real[None, :],
+                    other=0.0,
+                )
+                key, value = (key.to(tl.float32), value.to(tl.float32)) if WIDEN else (key, value)
+                seen = inside[None, :] & (entry[None, :] <= visible[:, None])
+                highest, weight, sums = _attended(query, key, value, seen, scale, highest, weight, sums)
+            # Programs and spans rise together, so their sum is a place that no other pair has.
+            place = ((program + span) * rows * GROUP).to(tl.int64) + packed
+            tl.store(extremes + 2 * place, highest, mask=within)
+            tl.store(extremes + 2 * place + 1, weight, mask=within)
+            tl.store(
+                parts + place[:, None] * VALUE_DIM + value_dims[None, :],
+                sums,
+                mask=within[:, None] & value_real[None, :],
+            )

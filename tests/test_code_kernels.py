@@ -1,0 +1,129 @@
+"""The Triton kernel over codes of 8 and 4 bits against attention in float64 over the restored values.
+
+In Triton's interpreter on the CPU, or on a GPU where TRITON_INTERPRET=0 is set.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lkv.cache.quantized_spans import QuantizedSpans
+from lkv.cache.spans import Spans
+from lkv.errors import BackendError
+from lkv.ops.ragged_attention import extend, ragged_attention
+
+pytest.importorskip("torchao")
+triton = pytest.importorskip("lkv.ops.ragged_attention.triton")
+if not triton.interpreted() and not torch.cuda.is_available():
+    pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
+DEVICE = "cpu" if triton.interpreted() else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Every buffer that the kernels ask for comes full of NaN."""
+    plain = torch.Tensor.new_empty
+
+    def new_empty(self, *args, **kwargs):
+        made = plain(self, *args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+
+
+def quantised(lengths, room, dim, value_dim, dtype, bits):
+    """Random spans in `bits` bits, with room whose entries are NaN."""
+    lens = torch.tensor(lengths)
+    draw = [torch.randn(int(lens.sum()), size, device=DEVICE).to(dtype) for size in (dim, value_dim)]
+    # Channels of k with outliers, as models have them.
+    draw[0] *= torch.linspace(0.2, 5, dim, device=DEVICE).to(dtype)
+    spans = Spans(lens, room, *draw)
+    spans.unpack(*draw)
+    return QuantizedSpans.of(spans, bits)
+
+
+def exact(held, query, new, scale):
+    """Attention in float64 over what the codes stand for, the tails and the `new` k, v [B, H, n, .]."""
+    whole = [pool.double() for pool in held.for_attention()[:2]]
+    lens = held.lens + held.tail
+    starts = (lens.flatten().cumsum(0) - lens.flatten()).view_as(lens)
+    pools = []
+    for side, entries in zip(whole, new, strict=True):
+        rows = [
+            torch.cat([side[int(starts[b, h]) : int(starts[b, h] + lens[b, h])], entries[b, h].double()])
+            for b in range(lens.shape[0])
+            for h in range(lens.shape[1])
+        ]
+        pools.append(torch.cat(rows))
+    longer = lens + new[0].shape[2]
+    begins = (longer.flatten().cumsum(0) - longer.flatten()).view_as(longer)
+    return ragged_attention(query.double(), *pools, begins, longer, scale, "reference")
+
+
+def stepped(held, query, new, scale):
+    """`extend` by the kernel, and what it did beside."""
+    pools, codes, starts, lens = held.for_codes()
+    before = lens.clone()
+    out = extend(query, *new, *pools, starts, lens, scale, "triton", codes=codes)
+    assert torch.equal(lens, before + new[0].shape[2])
+    held.count(new[0].shape[2])
+    return out
+
+
+def assert_exact(held, group, rows, scale):
+    dtype, (batch, heads) = held.dtype, held.lens.shape
+    query = torch.randn(batch, rows, heads * group, held.key.width, device=DEVICE).to(dtype).transpose(1, 2)
+    new = [torch.randn(batch, rows, heads, n, device=DEVICE).to(dtype).transpose(1, 2) for n in
+           (held.key.width, held.value.width)]  # fmt: skip
+    right = exact(held, query, new, scale)
+    out = stepped(held, query, new, scale)
+    # Restored values are rounded to the dtype once more than the oracle's; bfloat16 is cut in the interpreter.
+    allowed = 12 * torch.finfo(dtype).eps * right.abs().max().clamp(min=1)
+    assert out.dtype == dtype and (out - right).abs().max() <= allowed
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 3).flatmap(
+        lambda heads: st.lists(st.lists(st.integers(0, 150), min_size=heads, max_size=heads), min_size=1, max_size=2)
+    ),
+    st.sampled_from([8, 4]), st.integers(1, 3), st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.sampled_from([(8, 8), (24, 40), (64, 64), (33, 7)]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 99),
+)  # fmt: skip
+def test_attention_over_codes_equals_that_over_what_they_stand_for(lengths, bits, group, steps, dims, dtype, seed):
+    """Several steps of one and more tokens, so that there are tails as well."""
+    torch.manual_seed(seed)
+    held = quantised(lengths, sum(steps), *dims, dtype, bits)
+    for rows in steps:
+        assert_exact(held, group, rows, dims[0] ** -0.5)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_head_sizes(bits, dim):
+    torch.manual_seed(dim)
+    held = quantised([[1, 200]], 3, dim, dim, torch.bfloat16, bits)
+    assert_exact(held, 2, 1, dim**-0.5)
+    assert_exact(held, 2, 2, dim**-0.5)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_slices_that_begin_within_a_group(bits, monkeypatch):
+    torch.manual_seed(bits)
+    monkeypatch.setattr(triton, "_PROGRAMS_WITHOUT_GPU", 40)
+    monkeypatch.setattr(triton, "_LEAST_SLICE", 2)
+    triton._launch.cache_clear()
+    held = quantised([[150, 20], [0, 97]], 9, 16, 8, torch.float32, bits)
+    for rows in (1, 3, 5):
+        assert_exact(held, 2, rows, 1.0)
+    triton._launch.cache_clear()
+
+
+def test_a_backend_without_codes_says_so():
+    held = quantised([[5]], 1, 8, 8, torch.float32, 8)
+    pools, codes, starts, lens = held.for_codes()
+    new = [torch.zeros(1, 1, 1, 8, device=DEVICE)] * 2
+    with pytest.raises(BackendError, match="'loop' reads no codes"):
+        extend(new[0], *new, *pools, starts, lens, 1.0, "loop", codes=codes)

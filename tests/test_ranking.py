@@ -1,0 +1,77 @@
+"""What of a prompt is kept, against Python's own sorting; layouts as models give them, ties, empty heads, room."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lkv.cache.ranking import Rows, best, kept
+from lkv.cache.spans import Spans
+
+
+def chosen(scores: list[float], count: int) -> list[int]:
+    """The `count` highest, of equal ones the earliest, in rising order."""
+    return sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count])
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The values of `x` [B, H, T, d] in another order in memory."""
+    if layout == "tokens first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "a part of wider rows":
+        wide = torch.cat([torch.full_like(x, torch.nan), x, x], 3).transpose(1, 2).contiguous().transpose(1, 2)
+        return wide[..., x.shape[3] : 2 * x.shape[3]]
+    if layout == "from a later token on":
+        return torch.cat([torch.full_like(x, torch.nan), x], 2)[:, :, x.shape[2] :]
+    if layout == "channels apart":
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+    return x
+
+
+LAYOUTS = st.sampled_from(["", "tokens first", "a part of wider rows", "from a later token on", "channels apart"])
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(0, 3), LAYOUTS, LAYOUTS)
+def test_spans_hold_the_best_of_each_head(data, batch, heads, tokens, room, k_layout, v_layout):
+    score = st.sampled_from([-torch.inf, -1.0, 0.0, 0.5, 2.0, torch.inf])
+    table = data.draw(st.lists(score, min_size=batch * heads * tokens, max_size=batch * heads * tokens))
+    scores = torch.tensor(table).view(batch, heads, tokens)
+    counts = data.draw(st.lists(st.integers(0, tokens), min_size=batch * heads, max_size=batch * heads))
+    lens = torch.tensor(counts).view(batch, heads)
+    key, value = (torch.randn(batch, heads, tokens, size) for size in (4, 6))
+    arrived = torch.randn(batch, heads, tokens)
+    spans = Spans.of(laid_out(key, k_layout), laid_out(value, v_layout), scores, lens, room, arrived)
+    assert len(spans.k) == len(spans.v) == int(lens.sum()) + batch * heads * room
+    for b in range(batch):
+        for h in range(heads):
+            right = chosen(scores[b, h].tolist(), int(lens[b, h]))
+            own = slice(int(spans.starts[b, h]), int(spans.starts[b, h] + lens[b, h]))
+            assert torch.equal(spans.k[own], key[b, h, right]) and torch.equal(spans.v[own], value[b, h, right])
+            assert spans.positions[own].tolist() == right
+            assert torch.equal(spans.scores[own], arrived[b, h, right])
+            assert best(scores[b, h], int(lens[b, h])).tolist() == right
+
+
+def test_a_prompt_repeated_for_many_rows_is_not_copied():
+    """Evaluations give every row the same k and v."""
+    key = torch.randn(1, 2, 5, 4).expand(3, -1, -1, -1)
+    rows = Rows.of(key)
+    assert rows.matrix.data_ptr() == key.data_ptr() and rows.matrix.shape == (10, 4) and rows.batch == 0
+    spans = Spans.of(key, key, torch.arange(30.0).view(3, 2, 5) % 7, torch.full((3, 2), 2), 0)
+    expected = [key[b, h, chosen([(10 * b + 5 * h + t) % 7 for t in range(5)], 2)] for b in range(3) for h in range(2)]
+    assert torch.equal(spans.k, torch.cat(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_scores_of_any_precision(dtype):
+    scores = torch.tensor([[3, 1, 3, 2, 3, 0]], dtype=dtype)
+    for count in range(7):
+        found = kept(scores, torch.tensor([count], dtype=torch.int32), count)[0].nonzero()[:, 0].tolist()
+        assert found == chosen(scores[0].tolist(), count)
+
+
+def test_scores_that_are_no_numbers_read_nothing_outside():
+    """On a GPU they are refused after the last layer alone."""
+    key = torch.randn(2, 2, 4, 4)
+    spans = Spans.of(key, key, torch.full((2, 2, 4), torch.nan), torch.tensor([[4, 0], [1, 3]]), 1)
+    assert torch.isfinite(spans.k).all()
