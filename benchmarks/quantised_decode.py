@@ -39,7 +39,7 @@ def rows_at(
 ) -> list[dict[str, Any]]:
     """Whole tokens over a prompt of `tokens`, a row a width; None is the model's own."""
     prompt = [_on(model.device, layer) for layer in random_prompt(policy.spec, tokens, model.dtype)]
-    token = torch.tensor([[100]], device=model.device)
+    token = torch.tensor([[5]], device=model.device)
     caches = {width: RaggedCache(model, policy, retention, bits=width) for width in (None, *BITS)}
     steps: dict[str, Callable[[], Any]] = {}
     for width, cache in caches.items():
