@@ -17,7 +17,7 @@ from lkv.methods.selection import Selector, check_numbers
 # Room for appended tokens: a quarter of what a head holds, between these.
 _LEAST_SLACK = 16
 _CPU_SLACK, _GPU_SLACK = 32, 256
-_MOST = 2**24  # rows, or tokens of slack: more than memory has room for
+MOST = 2**24  # rows, or tokens of slack: more than memory has room for
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Plan:
         for name, flag in (("streaming", self.streaming), ("decode_eviction", self.decode_eviction)):
             if not isinstance(flag, bool):
                 raise CacheError(f"{name} is {flag!r}, but it is either True or False.")
-        if self.slack is not None and (type(self.slack) is not int or not 0 <= self.slack <= _MOST):
+        if self.slack is not None and (type(self.slack) is not int or not 0 <= self.slack <= MOST):
             raise CacheError(
-                f"slack is {self.slack!r}, but it is a number of tokens: give one from 0 to {_MOST}, or None."
+                f"slack is {self.slack!r}, but it is a number of tokens: give one from 0 to {MOST}, or None."
             )
         if self.prompt_tokens is not None and (type(self.prompt_tokens) is not int or self.prompt_tokens < 1):
             raise CacheError(f"prompt_tokens is {self.prompt_tokens!r}, but a prompt has at least one token.")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lkv.cache.layer import RaggedLayer
-from lkv.cache.plan import Plan, Shared
+from lkv.cache.plan import MOST, Plan, Shared
 from lkv.errors import BudgetError, CacheError, PromptError, RetentionError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
@@ -18,7 +18,6 @@ from lkv.methods.catalogue import find, needs_policy, needs_second_pass
 from lkv.models import load_policy, policy_for
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
-
 
 
 class RaggedCache(Cache):
@@ -148,9 +147,9 @@ class RaggedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make `repeats` copies of each row. Raises CacheError for less than one."""
-        if type(repeats) is not int or not 1 <= repeats <= _MOST:
+        if type(repeats) is not int or not 1 <= repeats <= MOST:
             raise CacheError(
-                f"repeats is {repeats!r}, but it is how often each row is held: give a whole number from 1 to {_MOST}."
+                f"repeats is {repeats!r}, but it is how often each row is held: give a whole number from 1 to {MOST}."
             )
         super().batch_repeat_interleave(repeats)
         if self.ids is not None:
