@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import UnsupportedModelError
-from lkv.host.attention import attach
+from lkv.host.attention import AttachedModel, attach
 from lkv.host.hooks import Cache, HookedLayer
 from lkv.host.rotation import Rotation
 
@@ -83,17 +83,19 @@ def read_prompt(model: Any, ids: Tensor, queries: bool | int = False) -> list[Pr
             f"{attached.spec.architecture} has sliding layers: training and comparing methods work with models whose "
             "layers all have full attention; compress() and RaggedCache work with this one."
         )
-    return read_full_layers(model, ids, queries)
+    return _captured(model, attached, ids, queries)
+
+
+def read_full_layers(model: Any, ids: Tensor, queries: bool | int = False) -> list[PromptLayer]:
+    """What the full-attention layers of `model` hold after reading `ids` [B, T]."""
+    return _captured(model, attach(model), ids, queries)
 
 
 @torch.no_grad()
-def read_full_layers(model: Any, ids: Tensor, queries: bool | int = False) -> list[PromptLayer]:
-    """What the full-attention layers of `model` hold after reading `ids` [B, T]."""
-    attached = attach(model)
-    windows = attached.windows
-    layers = [_CapturingLayer(queries) for _ in windows]
+def _captured(model: Any, attached: AttachedModel, ids: Tensor, queries: bool | int) -> list[PromptLayer]:
+    layers = [_CapturingLayer(queries) for _ in attached.windows]
     model.base_model(input_ids=ids, past_key_values=Cache(layers=[*layers]), use_cache=True)
-    full = [layer.captured for layer, window in zip(layers, windows, strict=True) if window is None]
+    full = [layer.captured for layer, window in zip(layers, attached.windows, strict=True) if window is None]
     return [replace(layer, rotation=attached.rotation) for layer in full]
 
 
