@@ -68,11 +68,11 @@ def summarise(done: Done, cases: list[tuple[int, int, int]], dtype: str) -> list
     by: dict[tuple[str, float, int, int], list[tuple[bool, float]]] = {}
     for tokens, needles, sample in cases:
         row = done[f"{tokens}-{needles}-{sample}"]
-        for (name, retention), found, kept in zip(row["rows"], row["found"], row["realised"], strict=True):
-            by.setdefault((name, retention, tokens, needles), []).append((found, kept))
+        for (name, retention), correct, kept in zip(row["rows"], row["found"], row["realised"], strict=True):
+            by.setdefault((name, retention, tokens, needles), []).append((correct, kept))
     rows = []
     for (name, retention, tokens, needles), samples in by.items():
-        mean = bootstrap([[float(found)] for found, _ in samples])
+        mean = bootstrap([[float(correct)] for correct, _ in samples])
         rows.append(
             {
                 "method": name,

@@ -52,7 +52,7 @@ def main() -> None:
                     RaggedCache(model, policy, options.retention, name, pattern=pattern).fill(prompt)
                 record.append(time.perf_counter() - started)
         for name in names:
-            ratio = bootstrap([[own / full] for own, full in zip(seconds[name], seconds["full"], strict=True)])
+            ratio = bootstrap([[second / full] for second, full in zip(seconds[name], seconds["full"], strict=True)])
             row = {"method": name, "tokens": tokens, "retention": options.retention} | ratio._asdict()
             row |= {"unit": "time of the choice by that of plain prefill, mean of pairs", "baseline": "full"}
             rows.append(row | {"seconds": sorted(seconds[name])[len(seconds[name]) // 2]})

@@ -115,8 +115,8 @@ class Context:
 
     def _check_options(self, generation: dict[str, Any]) -> None:
         """Raise CacheError for options of generate that `ask` does not know or cannot serve."""
-        if own := [name for name in _OWN_INPUTS if name in generation]:
-            raise CacheError(f"ask() itself sees to {', '.join(own)}; leave that out, or use model.generate.")
+        if reserved := [name for name in _OWN_INPUTS if name in generation]:
+            raise CacheError(f"ask() itself sees to {', '.join(reserved)}; leave that out, or use model.generate.")
         known = vars(GenerationConfig()).keys() | signature(self._model.generate).parameters.keys()
         if unknown := sorted(set(generation) - known):
             raise CacheError(f"model.generate has no option {', '.join(unknown)}; leave it out.")

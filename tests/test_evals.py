@@ -10,7 +10,7 @@ from lkv.errors import DataError, PromptError
 from lkv.evals.compare import Comparison
 from lkv.evals.needles import make_needles
 from lkv.host.attention import attach
-from lkv.journal import resumable
+from lkv.journal import read_lines, read_samples, resumable
 from lkv.methods.budget import GlobalTopK, Uniform
 from lkv.methods.build import Method, make_method
 from lkv.methods.selection import GivenScores, LearnedScores, SnapKV
@@ -169,3 +169,21 @@ def test_samples_of_other_settings_are_not_mixed_and_torn_lines_are_dropped(tmp_
         assert done == {"a": {"value": 1}}
         done.add("b", {"value": 2})
         assert [json.loads(line).get("key") for line in path.read_text().splitlines()] == [None, "a", "b"]
+
+
+def test_a_last_sample_without_its_line_end_counts_where_it_is_whole(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"seed": 1}\n\n{"key": "a", "value": 1}\n{"key": "b", "value": 2}')
+    assert read_lines(path, DataError, "mend") == (
+        [(1, {"seed": 1}), (3, {"key": "a", "value": 1}), (4, {"key": "b", "value": 2})],
+        False,
+    )
+    with resumable(path, {"seed": 1}) as done:
+        done.add("c", {"value": 3})
+        assert read_samples(path) == (
+            {"seed": 1},
+            [{"key": k, "value": v} for k, v in zip("abc", (1, 2, 3), strict=True)],
+        )
+    path.write_text('{"seed": 1}\n{"key": "a"}\n{"seed": 1}\n')
+    with pytest.raises(DataError, match=r"line 3 is neither a header nor a sample; delete what is damaged"):
+        read_samples(path)

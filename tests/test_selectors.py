@@ -26,6 +26,7 @@ from lkv.methods.selection import (
     SnapKV,
     StreamingLLM,
 )
+from lkv.methods.selection.criticalkv import staged_ranks
 from lkv.prefill import PromptLayer, read_full_layers, read_prompt
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
@@ -229,6 +230,13 @@ def test_asking_about_later_positions_leaves_the_model_as_it_was():
     assert torch.equal(model(text).logits, before)
 
 
+def test_the_model_is_asked_once_how_it_rotates():
+    model, calls = tiny_llama(), []
+    model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    first, second = ExpectedAttention(model), ExpectedAttention(model, value_norm=False)
+    assert len(calls) == 1 and first._rotation is second._rotation
+
+
 def test_a_model_with_layers_without_rope_is_refused():
     config = transformers.SmolLM3Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -260,6 +268,19 @@ def test_criticalkv_keeps_what_its_two_stages_choose(batch, tokens, share, seed)
                 rest = sorted((t for t in range(tokens) if t not in first), key=lambda t: -float(refined[b, h, t]))
                 expected = {*first, *rest[: count - len(first)]}
                 assert set(ours[b, h].topk(count).indices.tolist()) == expected
+
+
+@given(st.integers(1, 60), st.floats(0, 1), st.integers(0, 99))
+def test_a_growing_budget_takes_the_tokens_by_their_staged_ranks(tokens, share, seed):
+    draw = torch.Generator().manual_seed(seed)
+    first, second = (torch.stack([torch.randperm(tokens, generator=draw) for _ in range(2)]) for _ in range(2))
+    ranks = staged_ranks(first, second, share)
+    for row in range(2):
+        for count in range(tokens + 1):
+            chosen = {t for t in range(tokens) if first[row, t] < int(count * share + 1e-9)}
+            rest = sorted({*range(tokens)} - chosen, key=lambda t, row=row: int(second[row, t]))
+            chosen |= {*rest[: count - len(chosen)]}
+            assert {t for t in range(tokens) if ranks[row, t] < count} == chosen
 
 
 def test_output_projections_are_those_of_the_layers_that_are_evicted_from():

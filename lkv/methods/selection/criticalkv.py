@@ -91,8 +91,8 @@ def staged_ranks(first: Tensor, second: Tensor, stage: float) -> Tensor:
         left = slack[low + (1 << bit)] > second - under
         begin, end = torch.where(left, before, total + begin - before), torch.where(left, upto, total + end - upto)
         below, low = torch.where(left, below, under), torch.where(left, low, low + (1 << bit))
-        place = torch.where(ones > 0, total + steps[:tokens] - zeros[:, :-1], zeros[:, :-1])
-        values = torch.empty_like(values).scatter_(-1, place, values)
+        target = torch.where(ones > 0, total + steps[:tokens] - zeros[:, :-1], zeros[:, :-1])
+        values = torch.empty_like(values).scatter_(-1, target, values)
     # `low` is the largest c at which the token is out; the first c + 1 have one more, which may stand before it.
     c = torch.where(at_once, 0, low + 1)
     below = torch.where(at_once, 0, below + end - begin)
