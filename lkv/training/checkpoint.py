@@ -19,7 +19,7 @@ CHECKPOINT = "checkpoint.safetensors"
 _CURVE = "curve.jsonl"
 
 
-class Run(NamedTuple):
+class TrainingState(NamedTuple):
     """What a checkpoint holds: the policy and its optimizer, under the settings of one training."""
 
     config: TrainingConfig

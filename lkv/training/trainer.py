@@ -14,7 +14,7 @@ from lkv.files import check_folder
 from lkv.host.attention import attach, evaluation_mode
 from lkv.policy import Policy
 from lkv.training.calibration import calibrate
-from lkv.training.checkpoint import CHECKPOINT, Run, extend_curve, read_curve
+from lkv.training.checkpoint import CHECKPOINT, TrainingState, extend_curve, read_curve
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
 from lkv.training.interruption import first_interrupt
@@ -59,7 +59,7 @@ class Trainer:
             weight_decay=config.weight_decay,
             betas=(0.9, 0.98),
         )
-        self._state, self._step = Run(config, policy, self._optimizer), 0
+        self._state, self._step = TrainingState(config, policy, self._optimizer), 0
 
     def run(self) -> Policy:
         """Train to the end, resuming a checkpoint in the folder. Returns the policy.
