@@ -12,7 +12,7 @@ ORDER = [
     "results", "statistics", "prompts", "tensor_file", "context_file", "policy_file", "devices", "ops", "host",
     "prefill", "policy", "methods.budget", "methods.selection", "methods.kvzip", "methods.build",
     "cache.quantization", "cache.ranking", "cache.spans", "cache.quantized_spans", "cache.plan", "cache.entries",
-    "cache.eviction", "cache.unread", "cache.layer", "conversion", "models", "cache.ragged", "context",
+    "cache.eviction", "cache.unread", "cache.layer", "conversion", "models", "cache.ids", "cache.ragged", "context",
     "training.data", "training.student", "training.distillation", "training.calibration", "training.warm_start",
     "training.schedule", "training.interruption", "training.checkpoint", "training.trainer", "training.pipeline",
     "evals", "profiling", "report", "commands", "integrations",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lkv.cache.ids import ReadIds
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.plan import MOST, Plan, Shared
 from lkv.errors import BudgetError, CacheError, PromptError, RetentionError
@@ -63,9 +64,7 @@ class RaggedCache(Cache):
         """
         attached = attach(model)
         self.spec = attached.spec
-        # Ids [B, k] of the first k tokens read, where they are known; and those that `generate` is about to feed.
-        self.ids: Tensor | None = None
-        self._coming: Tensor | None = None
+        self._ids = ReadIds()
         method = chosen_method(model, policy, retention, method, budget_tokens, pattern)
         if method.of_whole_prompts:
             raise CacheError(
@@ -88,7 +87,7 @@ class RaggedCache(Cache):
             self.assisted = False
             held, new = self.get_seq_length(), key_states.shape[2]
             self._check_use(key_states.shape[0], held + new)
-            self._note_ids(held, held + new)
+            self._ids.read(held, held + new)
         # Of the first layer it is the last one of the pass before.
         before = self.layers[layer_idx - 1]
         if isinstance(before, RaggedLayer) and before.unattended:
@@ -104,46 +103,26 @@ class RaggedCache(Cache):
 
         Raises CacheError for ids that do not begin with those read, or hold nothing new.
         """
-        held, known = self.get_seq_length(), self.ids
-        if not whole:
-            complete = known is not None and known.shape[1] == held and len(known) == len(ids)
-            self._coming = torch.cat([known, ids.to(known.device)], 1) if known is not None and complete else None
-            return
-        if held and ids.shape[1] <= held:
-            raise CacheError(
-                f"this cache has read {held} tokens, but the ids given are {ids.shape[1]}: give all that it has read "
-                "and new ones behind them, or make a new cache (or reset() this one) for another prompt."
-            )
-        if begins and known is not None and len(known) == len(ids):
-            same = min(held, known.shape[1])
-            if not torch.equal(known[:, :same], ids[:, :same].to(known.device)):
-                raise CacheError(
-                    "the ids given do not begin with those that this cache has read; for another prompt make a new "
-                    "cache, or reset() this one."
-                )
-        self._coming = ids
+        self._ids.expect(ids, self.get_seq_length(), whole, begins)
 
-    def _note_ids(self, held: int, tokens: int) -> None:
-        """Keep the ids of what is read now, from `held` tokens on to `tokens`, or forget those that it replaces."""
-        coming, self._coming = self._coming, None
-        if coming is not None and coming.shape[1] == tokens:
-            self.ids = coming
-        elif self.ids is not None:
-            self.ids = self.ids[:, :held]
+    @property
+    def ids(self) -> Tensor | None:
+        """Ids [B, k] of the first k tokens read, where they are known."""
+        return self._ids.known
 
-    def _take_ids(self, rows: Tensor) -> None:
-        if self.ids is not None:
-            self.ids = self.ids[rows.to(self.ids.device)]
+    @ids.setter
+    def ids(self, ids: Tensor) -> None:
+        self._ids.known = ids
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Make row i a copy of the row `beam_idx[i]`."""
         super().reorder_cache(beam_idx)
-        self._take_ids(beam_idx)
+        self._ids.take(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` [n], in that order."""
         super().batch_select_indices(indices)
-        self._take_ids(indices)
+        self._ids.take(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make `repeats` copies of each row. Raises CacheError for less than one."""
@@ -152,13 +131,12 @@ class RaggedCache(Cache):
                 f"repeats is {repeats!r}, but it is how often each row is held: give a whole number from 1 to {MOST}."
             )
         super().batch_repeat_interleave(repeats)
-        if self.ids is not None:
-            self.ids = self.ids.repeat_interleave(repeats, 0)
+        self._ids.repeat(repeats)
 
     def reset(self) -> None:
         """Forget everything, and free it."""
         super().reset()
-        self.ids = self._coming = None
+        self._ids = ReadIds()
 
     def _check_use(self, rows: int, tokens: int) -> None:
         if len({(layer.prompt_length, layer.get_seq_length()) for layer in self.ragged}) > 1:
@@ -197,6 +175,7 @@ class RaggedCache(Cache):
     def fork(self) -> "RaggedCache":
         """A copy that goes on independently."""
         twin = copy.copy(self)
+        twin._ids = copy.copy(self._ids)
         shared = Shared(self.spec.layers - 1)
         twin.ragged = [layer.fork(shared) for layer in self.ragged]
         twin._windows = [layer.fork() for layer in self._windows]
