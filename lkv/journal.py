@@ -16,13 +16,13 @@ FORMAT = 1  # of what `lkv eval` writes
 FIDELITY = ("kl", "agreement", "hidden_error")
 MEASURES = ("score", *FIDELITY)  # what a row of a sample holds, of one method at one retention
 
-Row = dict[str, Any]
+Record = dict[str, Any]
 
 
 class Lines(NamedTuple):
     """What a journal holds: its objects with their line numbers, the header first, and whether a last one was torn."""
 
-    rows: list[tuple[int, Row]]
+    rows: list[tuple[int, Record]]
     torn: bool
 
 
@@ -38,7 +38,7 @@ def read_lines(path: Path, error: type[LkvError], mend: str) -> Lines:
     except OSError as problem:
         raise error(f"{path} cannot be read ({reason(problem)}); {mend}.") from problem
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    rows: list[tuple[int, Row]] = []
+    rows: list[tuple[int, Record]] = []
     for number, line in lines:
         try:
             row = json.loads(line)
@@ -53,7 +53,7 @@ def read_lines(path: Path, error: type[LkvError], mend: str) -> Lines:
     return Lines(rows, False)
 
 
-def read_samples(path: Path) -> tuple[Row | None, list[Row]]:
+def read_samples(path: Path) -> tuple[Record | None, list[Record]]:
     """Header and samples of a journal to go on from, no header for a file without any. Raises DataError."""
     mend = "delete what is damaged to measure it again, or give another file"
     lines = read_lines(path, DataError, mend).rows
@@ -63,12 +63,12 @@ def read_samples(path: Path) -> tuple[Row | None, list[Row]]:
     return (lines[0][1] if lines else None), [row for _, row in lines[1:]]
 
 
-def write_lines(path: Path, rows: Iterable[Row]) -> None:
+def write_lines(path: Path, rows: Iterable[Record]) -> None:
     """Write header and samples, whole or not at all. Raises DataError."""
     write_text(path, "".join(map(_line, rows)), DataError, "the samples")
 
 
-def append(path: Path, row: Row) -> None:
+def append(path: Path, row: Record) -> None:
     """Add one sample to the journal at `path`. Raises DataError where the system refuses."""
     try:
         with path.open("a", encoding="utf-8") as file:
@@ -94,10 +94,10 @@ def check_header(path: Path, written: Mapping[str, Any], header: Mapping[str, An
         )
 
 
-class Done(dict[str, Row]):
+class Done(dict[str, Record]):
     """Finished samples by key, each written to its journal as it comes."""
 
-    def __init__(self, path: Path, settings: Row):
+    def __init__(self, path: Path, settings: Record):
         """Raises DataError if the file holds samples of other settings."""
         self._path = path
         header, samples = read_samples(path) if path.exists() else (None, [])
@@ -105,21 +105,21 @@ class Done(dict[str, Row]):
         write_lines(path, [settings, *samples])  # without a torn line: that sample is measured again
         super().__init__({row["key"]: {name: row[name] for name in row if name != "key"} for row in samples})
 
-    def add(self, key: str, row: Row) -> None:
+    def add(self, key: str, row: Record) -> None:
         """Append one sample. Raises DataError where the system refuses."""
         self[key] = row
         append(self._path, {"key": key} | row)
 
 
 @contextmanager
-def resumable(path: Path, settings: Row) -> Iterator[Done]:
+def resumable(path: Path, settings: Record) -> Iterator[Done]:
     """Samples already finished; the file goes when the block ends well, and stays to resume from otherwise."""
     check_place(path, DataError, "the samples")
     yield Done(path, settings)
     path.unlink(missing_ok=True)
 
 
-def _line(row: Row) -> str:
+def _line(row: Record) -> str:
     """One line of JSON; what is no valid text (half a character that a model broke off) is escaped."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from lkv.errors import DataError
 from lkv.evals.processes import Process
 from lkv.files import check_place
-from lkv.journal import Row, append, check_header, read_samples, write_lines
+from lkv.journal import Record, append, check_header, read_samples, write_lines
 
 _FREE = ("machine", "date")  # what may differ between the runs that fill one file
 
@@ -18,7 +18,7 @@ class SharedJournal:
     `out` at the end, or when the run is taken up again by any number of processes.
     """
 
-    def __init__(self, out: Path, header: Row, process: Process):
+    def __init__(self, out: Path, header: Record, process: Process):
         """Raises DataError if `out` or a part holds samples of other settings, or is no file of samples."""
         self._out, self._header, self._process = out, header, process
         self._path = out if process.size == 1 else _part(out, process.rank)
@@ -32,7 +32,7 @@ class SharedJournal:
         if self._path != out:
             write_lines(self._path, [self._header])
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Record) -> None:
         """Append one sample; `row["key"]` names it."""
         append(self._path, row)
 
@@ -49,7 +49,7 @@ class SharedJournal:
         """All samples into `out`, those of `order` first; a line that an interruption tore is dropped."""
         if self._process.rank:
             return
-        samples: dict[str, Row] = {}
+        samples: dict[str, Record] = {}
         headers = []
         for path in self._files():
             header, read = read_samples(path)
