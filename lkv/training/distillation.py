@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from lkv.host.attention import device_of
-from lkv.methods.budget import ROUNDING
+from lkv.methods.budget import LearnedBudget
 from lkv.ops.fidelity import agrees, kl
 from lkv.ops.soft_topk import soft_topk
 from lkv.policy import Policy
@@ -108,9 +108,9 @@ def soft_mask(policy: Policy, scores: Tensor, retention: float | Tensor, tau: fl
 
 def hard_mask(policy: Policy, scores: Tensor, retention: float, rows: int) -> Tensor:
     """The mask of inference as a log-mask [L, n, H, T]: the best floor(r t) tokens of each head."""
-    budgets = (
-        (policy.inference_ratios(retention).double() * scores.shape[-1] + ROUNDING).floor().long().to(scores.device)
-    )
+    budget = LearnedBudget(policy, retention)
+    counts = [budget.limits(layer, *scores.shape[1:]) for layer in range(len(scores))]
+    budgets = torch.tensor(counts, device=scores.device)
     rank = scores.argsort(-1, descending=True).argsort(-1)
     mask = torch.where(rank < budgets[..., None], 0.0, _EVICTED)
     return mask[:, None].expand(-1, rows, -1, -1)
