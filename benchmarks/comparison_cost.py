@@ -4,7 +4,6 @@ python -m benchmarks.comparison_cost --data EVAL_FOLDER    (writes comparison_co
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from benchmarks.common import RESULTS, command_of
 from lkv.evals import ruler
 from lkv.evals.runner import evaluate
+from lkv.journal import read_samples
 from lkv.models import default_policy, load_default
 from lkv.results import write_results
 
@@ -48,8 +48,7 @@ def main() -> None:
 
 
 def _row(lines: Path, name: str, tokens: int, threads: int) -> dict[str, Any]:
-    with lines.open(encoding="utf-8") as file:  # answers hold what str.splitlines takes for line breaks
-        _, *samples = map(json.loads, file)
+    _, samples = read_samples(lines)
     seconds = np.array([[s["seconds"][part] for part in ("prefill", "methods", "full")] for s in samples])
     total = np.array([seconds[:, :2].sum(1), seconds[:, 2]])
     drawn = total[:, np.random.default_rng(0).integers(0, len(samples), (2000, len(samples)))].sum(-1)
