@@ -4,7 +4,6 @@ import copy
 import os
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lkv.cache.ids import ReadIds
