@@ -9,6 +9,7 @@ import tomllib
 import zipfile
 from email.parser import Parser
 from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from lkv.extras import EXTRAS, require
 
 ROOT = Path(__file__).parents[1]
 ADDRESS = "https://example.org/owner/lkv"
-release = SourceFileLoader("release", str(ROOT / "dev" / "release.py")).load_module()
+loader = SourceFileLoader("release", str(ROOT / "dev" / "release.py"))
+release = module_from_spec(spec_from_loader("release", loader))
+loader.exec_module(release)
 
 
 @pytest.fixture(scope="module")
