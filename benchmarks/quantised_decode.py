@@ -78,9 +78,9 @@ def rows_of(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             torch.set_num_threads(threads)
         for name in options.dtype:
             model, policy = model_of(options, getattr(torch, name))
-            own = about | {"dtype": name} | ({"threads": threads} if threads else {})
+            run = about | {"dtype": name} | ({"threads": threads} if threads else {})
             for tokens in options.tokens:
-                yield from rows_at(tokens, model, policy, options.retention, options.repeats, own)
+                yield from rows_at(tokens, model, policy, options.retention, options.repeats, run)
 
 
 def main(arguments: list[str] | None = None) -> None:

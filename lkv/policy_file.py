@@ -92,10 +92,10 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> tuple[
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        found = Path(snapshot_download(text, revision=revision, allow_patterns=[_WEIGHTS, _CONFIG]))
+        snapshot = Path(snapshot_download(text, revision=revision, allow_patterns=[_WEIGHTS, _CONFIG]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         wanted = "" if revision is None else f" at revision {revision!r}"
         raise PolicyFileError(
             f"{text!r}{wanted} is neither a folder nor a policy on the hub that can be reached."
         ) from error
-    return found, found.name
+    return snapshot, snapshot.name

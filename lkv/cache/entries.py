@@ -161,7 +161,7 @@ class Entries:
 
     def select(self, rows: Tensor) -> "Entries":
         """The batch rows `rows` [n] of these (on the CPU)."""
-        real, padding = ([every[row] for row in rows.tolist()] for every in (self.real, self.padding))
+        real, padding = ([counts[row] for row in rows.tolist()] for counts in (self.real, self.padding))
         spans = self.spans.select(rows, self.spans.room)
         return Entries(self._layer, spans, real, padding, self.settled, self.prompt_length)
 

@@ -114,7 +114,7 @@ class QuantizedPool:
         are, and no entry is restored.
         """
         assert self.lens is not None
-        found, begin, first = [], 0, 0
+        products, begin, first = [], 0, 0
         for query, n in zip(queries, self.lens, strict=True):
             groups = -(-n // self.group)
             step, least = (x[first : first + groups].float() for x in (self.step, self.least))
@@ -126,9 +126,9 @@ class QuantizedPool:
             if whole < groups:
                 parts.append(self._products(scaled[whole:], codes[None, whole * self.group :])[0])
             shift = (query @ least.t()).repeat_interleave(self.group, 1)[:, :n]
-            found.append(torch.cat(parts, 1).add_(shift) if parts else shift)
+            products.append(torch.cat(parts, 1).add_(shift) if parts else shift)
             begin, first = begin + n, first + groups
-        return found
+        return products
 
     def _products(self, queries: Tensor, codes: Tensor) -> Tensor:
         """`queries` [N, M, d] with `codes` [N, n, d or d / 2] of 8 or 4 bits: [N, M, n]."""

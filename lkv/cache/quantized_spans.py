@@ -62,10 +62,10 @@ class QuantizedSpans:
         device = self.fresh.k.device
         settled = places(whole.starts, self.lens, device)
         tails = torch.full_like(self.lens, self.tail)
-        late, own = (places(starts, tails, device) for starts in (whole.starts + self.lens, self.fresh.starts))
+        late, fresh = (places(starts, tails, device) for starts in (whole.starts + self.lens, self.fresh.starts))
         # A loaded pool has the dtype it was saved in, which need not be the model's.
         whole.k[settled], whole.v[settled] = self.key.unpack().to(whole.k), self.value.unpack().to(whole.v)
-        whole.k[late], whole.v[late] = self.fresh.k[own], self.fresh.v[own]
+        whole.k[late], whole.v[late] = self.fresh.k[fresh], self.fresh.v[fresh]
         return whole.for_attention()
 
     def for_codes(self) -> tuple[tuple[Tensor, Tensor], Codes, Tensor, Tensor]:
@@ -110,10 +110,10 @@ class QuantizedSpans:
         grouped = (query.float() * scale).reshape(self.lens.numel(), -1, dim).unbind()
         settled, starts = self.lens.flatten().tolist(), self.fresh.starts.flatten().tolist()
         parts, begin = [], 0
-        for own, found, count, start in zip(grouped, self.key.scores(grouped), settled, starts, strict=True):
+        for asked, scores, count, start in zip(grouped, self.key.scores(grouped), settled, starts, strict=True):
             tail = slice(start, start + self.tail)
-            late = own @ self.fresh.k[tail].float().t()
-            shares = torch.softmax(torch.cat([found, late], 1), -1)
+            late = asked @ self.fresh.k[tail].float().t()
+            shares = torch.softmax(torch.cat([scores, late], 1), -1)
             out = shares[:, count:] @ self.fresh.v[tail].float()
             parts.append(out.add_(self.value.weighted(shares[:, :count], begin, begin + count)))
             begin += count

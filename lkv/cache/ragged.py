@@ -209,8 +209,8 @@ class RaggedCache(Cache):
 
     def realised_retention(self) -> float:
         """Entries that eviction left divided by all they were chosen from (padding is none)."""
-        every = sum(layer.kept.shape[1] * sum(layer.real) for layer in self.ragged if layer.real)
-        return sum(int(layer.kept.sum()) for layer in self.ragged) / every if every else 1.0
+        entries = sum(layer.kept.shape[1] * sum(layer.real) for layer in self.ragged if layer.real)
+        return sum(int(layer.kept.sum()) for layer in self.ragged) / entries if entries else 1.0
 
     def nbytes(self) -> int:
         """Bytes of k and v storage really held, slack included."""
@@ -252,11 +252,11 @@ def chosen_method(
     if tokenizer is None and needs_second_pass(method):
         raise CacheError(f"{method!r} reads the text a second time: use lkv.compress(..., method={method!r}).")
     attached, amount = attach(model), Amount.asked(retention, budget_tokens)
-    spec, own = attached.spec, None
+    spec, learned = attached.spec, None
     if needs_policy(method):
-        own = policy_for(spec) if policy is None else policy if isinstance(policy, Policy) else load_policy(policy)
-        own.check_model(spec)
-        own = own.on(model.device)
+        learned = policy_for(spec) if policy is None else policy if isinstance(policy, Policy) else load_policy(policy)
+        learned.check_model(spec)
+        learned = learned.on(model.device)
     if pattern is not None:
         check_table(pattern, spec.layers, spec.kv_heads, "the pattern of retrieval heads")
-    return make_method(method, amount, own, attached.heads, model, spec.layers, pattern, tokenizer)
+    return make_method(method, amount, learned, attached.heads, model, spec.layers, pattern, tokenizer)

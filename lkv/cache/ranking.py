@@ -55,9 +55,9 @@ def sources(scores: Tensor, lens: Tensor, room: int, *kinds: Rows) -> list[Tenso
     counted = kept(scores.flatten(0, 1), tables[0], int(lens.max())).flatten().cumsum(0, dtype=torch.int32)
     wanted, *shifts = tables[2:].repeat_interleave(tables[1], 1, output_size=size).unbind()
     wanted += torch.arange(size, dtype=torch.int32, device=scores.device)
-    found = torch.searchsorted(counted, wanted, out_int32=True)
+    index = torch.searchsorted(counted, wanted, out_int32=True)
     return [
-        (found * kind.token).add_(shift).clamp_(0, len(kind.matrix) - 1)
+        (index * kind.token).add_(shift).clamp_(0, len(kind.matrix) - 1)
         for kind, shift in zip(kinds, shifts, strict=True)
     ]
 

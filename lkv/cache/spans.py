@@ -75,9 +75,9 @@ class Spans:
     def __init__(self, lens: Tensor, room: int, key: Tensor, value: Tensor, scored: bool = False):
         """Unfilled pools for `lens` [B, H] (int64 on the CPU) entries, with dtype and device of `key` and `value`."""
         self.lens, self.tail, self.room = lens, 0, room
-        every = lens.flatten()
-        ends = (every + room).cumsum(0)
-        self.starts = (ends - every - room).view_as(lens)
+        counts = lens.flatten()
+        ends = (counts + room).cumsum(0)
+        self.starts = (ends - counts - room).view_as(lens)
         size = int(ends[-1]) if len(ends) else 0
         # A text may be compressed in inference mode and asked about outside it, where its tensors could not be written.
         with torch.inference_mode(False):
@@ -107,8 +107,8 @@ class Spans:
         # Ranked first: what that takes is given back before the pools are made.
         rows = sources(scores, lens, room, *kinds)
         new = cls(lens, room, key, value, arrived is not None)
-        for pool, kind, own in zip((new.k, new.v), kinds, rows, strict=False):
-            torch.index_select(kind.matrix, 0, own, out=pool)
+        for pool, kind, index in zip((new.k, new.v), kinds, rows, strict=False):
+            torch.index_select(kind.matrix, 0, index, out=pool)
         if new.scores is not None and new.positions is not None:
             new.scores.copy_(kinds[2].matrix[rows[2], 0])
             torch.remainder(rows[2], scores.shape[-1], out=new.positions)
@@ -174,11 +174,11 @@ class Spans:
 
     def _take(self, other: "Spans", entries: Tensor) -> None:
         """Fill all spans, in order, with entries of `other`'s pools."""
-        own = places(self.starts, self.lens, self.k.device)
-        self.k[own], self.v[own] = other.k[entries], other.v[entries]
+        settled = places(self.starts, self.lens, self.k.device)
+        self.k[settled], self.v[settled] = other.k[entries], other.v[entries]
         if self.scores is not None and other.scores is not None:
             assert self.positions is not None and other.positions is not None
-            self.scores[own], self.positions[own] = other.scores[entries], other.positions[entries]
+            self.scores[settled], self.positions[settled] = other.scores[entries], other.positions[entries]
 
     def state(self) -> dict[str, Tensor]:
         """Settled entries as tensors to be saved."""
@@ -187,13 +187,13 @@ class Spans:
 
     def packed(self) -> tuple[Tensor, Tensor]:
         """Settled k and v of all spans one after another, without room or tail: [sum of lens, d] each."""
-        own = places(self.starts, self.lens, self.k.device)
-        return self.k[own], self.v[own]
+        settled = places(self.starts, self.lens, self.k.device)
+        return self.k[settled], self.v[settled]
 
     def unpack(self, key: Tensor, value: Tensor) -> None:
         """Fill the settled entries with what `packed` gave."""
-        own = places(self.starts, self.lens, self.k.device)
-        self.k[own], self.v[own] = key.to(self.k), value.to(self.v)
+        settled = places(self.starts, self.lens, self.k.device)
+        self.k[settled], self.v[settled] = key.to(self.k), value.to(self.v)
 
     def nbytes(self) -> int:
         """Bytes of storage behind the pools."""
@@ -208,7 +208,7 @@ class Spans:
 def places(starts: Tensor, lens: Tensor, device: torch.device) -> Tensor:
     """Pool indices, made on `device`, of all entries of the spans at `starts` with `lens` entries, one span after
     another."""
-    every = lens.flatten()
-    begin, count = devices.uploaded(device, starts.flatten() - (every.cumsum(0) - every), every)
-    total = int(every.sum())
+    counts = lens.flatten()
+    begin, count = devices.uploaded(device, starts.flatten() - (counts.cumsum(0) - counts), counts)
+    total = int(counts.sum())
     return torch.arange(total, device=device) + torch.repeat_interleave(begin, count, output_size=total)

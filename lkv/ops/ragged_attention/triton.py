@@ -69,10 +69,10 @@ def _slice_kernel(
     `added` entries a span are in the pools, but not counted in `lens` yet; `counted` gets the lengths that were read.
     """
     program, tile = tl.program_id(0), tl.program_id(1)
-    every = tl.arange(0, SPANS)
-    held = tl.load(lens + every, mask=every < spans, other=-added) + added
+    all_spans = tl.arange(0, SPANS)
+    held = tl.load(lens + all_spans, mask=all_spans < spans, other=-added) + added
     if (program == 0) & (tile == 0):
-        tl.store(counted + every, held, mask=every < spans)
+        tl.store(counted + all_spans, held, mask=all_spans < spans)
     ends = tl.cumsum(held, 0)
     total = tl.sum(held, 0)
     size = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
@@ -90,14 +90,14 @@ def _slice_kernel(
         last = tl.sum((ends < high).to(tl.int32), 0)
         for span in range(first, last + 1):
             length = tl.load(lens + span) + added
-            before = tl.sum(tl.where(every < span, held, 0), 0)
+            before = tl.sum(tl.where(all_spans < span, held, 0), 0)
             begin = tl.maximum(low - before, 0)
             # New tokens that no row of this tile sees are not read.
             end = tl.minimum(tl.minimum(high - before, length), length - rows + latest + 1)
             start = tl.load(starts + span).to(tl.int64)
             head = (span % kv_heads) * GROUP + packed % GROUP
-            own = q + (span // kv_heads).to(tl.int64) * q_batch + head * q_head + token * q_row
-            query = tl.load(own[:, None] + dims[None, :], mask=within[:, None] & (dims[None, :] < DIM), other=0.0)
+            query_at = q + (span // kv_heads).to(tl.int64) * q_batch + head * q_head + token * q_row
+            query = tl.load(query_at[:, None] + dims[None, :], mask=within[:, None] & (dims[None, :] < DIM), other=0.0)
             query = query.to(tl.float32) if WIDEN else query
             visible = length - rows + token
             highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -130,11 +130,11 @@ def _slice_kernel(
                 sums = sums * shrink[:, None] + tl.dot(share.to(value.dtype), value, input_precision="ieee")
                 highest = new
             # Programs and spans rise together, so their sum is a place that no other pair has.
-            place = ((program + span) * rows * GROUP).to(tl.int64) + packed
-            tl.store(extremes + 2 * place, highest, mask=within)
-            tl.store(extremes + 2 * place + 1, weight, mask=within)
+            slot = ((program + span) * rows * GROUP).to(tl.int64) + packed
+            tl.store(extremes + 2 * slot, highest, mask=within)
+            tl.store(extremes + 2 * slot + 1, weight, mask=within)
             tl.store(
-                parts + place[:, None] * VALUE_DIM + value_dims[None, :],
+                parts + slot[:, None] * VALUE_DIM + value_dims[None, :],
                 sums,
                 mask=within[:, None] & (value_dims[None, :] < VALUE_DIM),
             )
@@ -180,10 +180,10 @@ def _join_kernel(
     """One packed row of one span from its parts and, if NEW is 1, the new token; the lengths grow if it is not 0."""
     # Packed rows first: a part of a prompt has more of them than the second axis of a grid may have.
     packed, span = tl.program_id(0), tl.program_id(1)
-    every = tl.arange(0, SPANS)
-    held = tl.load(counted + every, mask=every < spans, other=0)
+    all_spans = tl.arange(0, SPANS)
+    held = tl.load(counted + all_spans, mask=all_spans < spans, other=0)
     size = tl.maximum(tl.cdiv(tl.sum(held, 0), programs), LEAST)
-    before = tl.sum(tl.where(every < span, held, 0), 0)
+    before = tl.sum(tl.where(all_spans < span, held, 0), 0)
     length = tl.load(counted + span)
     first = before // size + span
     # A span without entries has no parts.
@@ -196,11 +196,11 @@ def _join_kernel(
     for at in range(first, last + 1, BLOCK_S):
         part = at + tl.arange(0, BLOCK_S)
         inside = part <= last
-        place = part.to(tl.int64) * rows * GROUP + packed
-        peak = tl.load(extremes + 2 * place, mask=inside, other=float("-inf"))
-        share = tl.load(extremes + 2 * place + 1, mask=inside, other=0.0)
-        found = tl.load(
-            parts + place[:, None] * VALUE_DIM + dims[None, :],
+        slot = part.to(tl.int64) * rows * GROUP + packed
+        peak = tl.load(extremes + 2 * slot, mask=inside, other=float("-inf"))
+        share = tl.load(extremes + 2 * slot + 1, mask=inside, other=0.0)
+        part_sums = tl.load(
+            parts + slot[:, None] * VALUE_DIM + dims[None, :],
             mask=inside[:, None] & (dims[None, :] < VALUE_DIM),
             other=0.0,
         )
@@ -208,14 +208,14 @@ def _join_kernel(
         base = tl.where(new == float("-inf"), 0.0, new)
         shrink, factor = tl.exp2(highest - base), tl.exp2(peak - base)
         weight = weight * shrink + tl.sum(share * factor, 0)
-        sums = sums * shrink + tl.sum(found * factor[:, None], 0)
+        sums = sums * shrink + tl.sum(part_sums * factor[:, None], 0)
         highest = new
     batch, kv_head = (span // kv_heads).to(tl.int64), span % kv_heads
     head = kv_head * GROUP + packed % GROUP
     if NEW == 1:
-        own = tl.arange(0, BLOCK_D)
-        query = tl.load(q + batch * q_batch + head * q_head + own, mask=own < DIM, other=0.0)
-        fresh = tl.load(key + batch * k_batch + kv_head * k_head + own, mask=own < DIM, other=0.0)
+        channels = tl.arange(0, BLOCK_D)
+        query = tl.load(q + batch * q_batch + head * q_head + channels, mask=channels < DIM, other=0.0)
+        fresh = tl.load(key + batch * k_batch + kv_head * k_head + channels, mask=channels < DIM, other=0.0)
         fresh_value = tl.load(value + batch * v_batch + kv_head * v_head + dims, mask=dims < VALUE_DIM, other=0.0)
         score = tl.sum(query.to(tl.float32) * fresh.to(tl.float32), 0) * scale
         new = tl.maximum(highest, score)
@@ -224,15 +224,15 @@ def _join_kernel(
         sums = sums * shrink + fresh_value.to(tl.float32) * factor
         if packed == 0:
             end = (tl.load(starts + span) + length).to(tl.int64)
-            tl.store(k_pool + end * DIM + own, fresh, mask=own < DIM)
+            tl.store(k_pool + end * DIM + channels, fresh, mask=channels < DIM)
             tl.store(v_pool + end * VALUE_DIM + dims, fresh_value, mask=dims < VALUE_DIM)
             # Nothing in this launch reads `lens`, so that programs of any order agree.
             tl.store(lens + span, length + 1)
     elif NEW == 2:  # noqa: SIM102
         if packed == 0:
             tl.store(lens + span, length)
-    place = out + batch * out_batch + head * out_head + (packed // GROUP) * out_row
-    tl.store(place + dims, (sums / weight).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+    slot = out + batch * out_batch + head * out_head + (packed // GROUP) * out_row
+    tl.store(slot + dims, (sums / weight).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
 
 
 @triton.jit

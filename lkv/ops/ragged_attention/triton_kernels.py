@@ -70,10 +70,10 @@ def code_slice_kernel(
     byte, those of the first half of the channels below; the axes of the blocks are so ordered that they come apart.
     """
     program, tile = tl.program_id(0), tl.program_id(1)
-    every = tl.arange(0, SPANS)
-    held = tl.load(lens + every, mask=every < spans, other=-added) + added
+    all_spans = tl.arange(0, SPANS)
+    held = tl.load(lens + all_spans, mask=all_spans < spans, other=-added) + added
     if (program == 0) & (tile == 0):
-        tl.store(counted + every, held, mask=every < spans)
+        tl.store(counted + all_spans, held, mask=all_spans < spans)
     ends = tl.cumsum(held, 0)
     total = tl.sum(held, 0)
     size = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
@@ -105,7 +105,7 @@ def code_slice_kernel(
         last = tl.sum((ends < high).to(tl.int32), 0)
         for span in range(first, last + 1):
             length = tl.load(lens + span) + added
-            before = tl.sum(tl.where(every < span, held, 0), 0)
+            before = tl.sum(tl.where(all_spans < span, held, 0), 0)
             begin = tl.maximum(low - before, 0)
             # New tokens that no row of this tile sees are not read.
             end = tl.minimum(tl.minimum(high - before, length), length - rows + latest + 1)
@@ -114,8 +114,8 @@ def code_slice_kernel(
             first_group = tl.load(tables + 2 * spans + span).to(tl.int64)
             start = tl.load(starts + span).to(tl.int64)
             head = (span % kv_heads) * GROUP + packed % GROUP
-            own = q + (span // kv_heads).to(tl.int64) * q_batch + head * q_head + token * q_row
-            query = tl.load(own[:, None] + dims[None, :], mask=within[:, None] & real[None, :], other=0.0)
+            query_at = q + (span // kv_heads).to(tl.int64) * q_batch + head * q_head + token * q_row
+            query = tl.load(query_at[:, None] + dims[None, :], mask=within[:, None] & real[None, :], other=0.0)
             query = query.to(tl.float32) if WIDEN else query
             visible = length - rows + token
             highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -126,9 +126,9 @@ def code_slice_kernel(
             for at in range(begin // SHARING * SHARING, codes_end, SHARING):
                 entry = at + tl.arange(0, SHARING)
                 inside = (entry >= begin) & (entry < codes_end)
-                place = first_code + entry
+                code_at = first_code + entry
                 key_here, value_here = inside[None, :] & real[:, None], inside[:, None] & value_real[None, :]
-                key = tl.load(k_codes + place[None, :] * width + byte[:, None], mask=key_here, other=0)
+                key = tl.load(k_codes + code_at[None, :] * width + byte[:, None], mask=key_here, other=0)
                 group = (first_group + at // SHARING) * DIM + dims
                 key = _restored(
                     (key >> shift[:, None]) & (2**BITS - 1),
@@ -136,8 +136,10 @@ def code_slice_kernel(
                     tl.load(k_least + group, mask=real, other=0.0)[:, None],
                     HALF,
                 ).to(query.dtype)
-                value = tl.load(v_codes + place[:, None] * value_width + value_byte[None, :], mask=value_here, other=0)
-                own_group = place[:, None] * value_groups + (value_dims // SHARING)[None, :]
+                value = tl.load(
+                    v_codes + code_at[:, None] * value_width + value_byte[None, :], mask=value_here, other=0
+                )
+                own_group = code_at[:, None] * value_groups + (value_dims // SHARING)[None, :]
                 value = _restored(
                     (value >> value_shift[None, :]) & (2**BITS - 1),
                     tl.load(v_step + own_group, mask=value_here, other=0.0),
@@ -163,11 +165,11 @@ def code_slice_kernel(
                 seen = inside[None, :] & (entry[None, :] <= visible[:, None])
                 highest, weight, sums = _attended(query, key, value, seen, scale, highest, weight, sums)
             # Programs and spans rise together, so their sum is a place that no other pair has.
-            place = ((program + span) * rows * GROUP).to(tl.int64) + packed
-            tl.store(extremes + 2 * place, highest, mask=within)
-            tl.store(extremes + 2 * place + 1, weight, mask=within)
+            code_at = ((program + span) * rows * GROUP).to(tl.int64) + packed
+            tl.store(extremes + 2 * code_at, highest, mask=within)
+            tl.store(extremes + 2 * code_at + 1, weight, mask=within)
             tl.store(
-                parts + place[:, None] * VALUE_DIM + value_dims[None, :],
+                parts + code_at[:, None] * VALUE_DIM + value_dims[None, :],
                 sums,
                 mask=within[:, None] & value_real[None, :],
             )

@@ -164,9 +164,9 @@ def query_gradient(
     lse += tl.program_id(1).to(tl.int64) * rows
     delta += tl.program_id(1).to(tl.int64) * rows
     row_stride = heads * dim
-    own = (batch * rows).to(tl.int64) * row_stride + head * dim
-    gradient = _load(d_out + own, start, row_stride, rows, True, block_rows, dim, width)
-    outs = _load(out + own, start, row_stride, rows, True, block_rows, dim, width)
+    offset = (batch * rows).to(tl.int64) * row_stride + head * dim
+    gradient = _load(d_out + offset, start, row_stride, rows, True, block_rows, dim, width)
+    outs = _load(out + offset, start, row_stride, rows, True, block_rows, dim, width)
     product = tl.sum(outs.to(tl.float32) * gradient.to(tl.float32), 1)
     index = start + tl.arange(0, block_rows)
     tl.store(delta + index, product, mask=index < rows)
@@ -185,7 +185,7 @@ def query_gradient(
         acc, queries, gradient, log_sum, product, k, v, log_mask, position, 0, seen, columns, k_row, v_row,
         scale * LOG2_E, False, block_columns, dim, width,
     )  # fmt: skip
-    _store(d_q + own, acc * scale, start, row_stride, rows, block_rows, dim, width)
+    _store(d_q + offset, acc * scale, start, row_stride, rows, block_rows, dim, width)
 
 
 @triton.jit
@@ -254,7 +254,7 @@ def key_gradient(
             False, bounded, block_rows, dim, width,
         )  # fmt: skip
     row_stride = kv_heads * dim
-    own = (batch * columns).to(tl.int64) * row_stride + kv_head * dim
-    _store(d_k + own, k_acc * scale, start, row_stride, columns, block_columns, dim, width)
-    _store(d_v + own, v_acc, start, row_stride, columns, block_columns, dim, width)
+    offset = (batch * columns).to(tl.int64) * row_stride + kv_head * dim
+    _store(d_k + offset, k_acc * scale, start, row_stride, columns, block_columns, dim, width)
+    _store(d_v + offset, v_acc, start, row_stride, columns, block_columns, dim, width)
     tl.store(d_mask + mask_offset + position, mask_acc, mask=position < columns)
