@@ -19,9 +19,9 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 CHECKS = [
-    "tests/test_ragged_triton.py",
-    "tests/test_code_kernels.py",
-    "tests/test_soft_mask_triton.py",
+    "tests/ops/test_ragged_triton.py",
+    "tests/ops/test_code_kernels.py",
+    "tests/ops/test_soft_mask_triton.py",
     "tests/test_cuda.py",
 ]
 Run = Callable[[list[str], float], int]

@@ -37,7 +37,7 @@ from tests.conftest import save_model, tiny_llama
 from tests.results import many, write
 from tests.ruler import hotpot_rows, write_lines, write_sources
 from tests.test_compression import TEXT, Words
-from tests.test_training import train_for, trainer
+from tests.training.test_training import train_for, trainer
 
 COMMAND, API = "of the command line", "of the API"
 MISFIT = "no model could be loaded from"  # what ends a command that is run without a model

@@ -25,7 +25,7 @@ from lkv.results import write_results
 from tests import fake_suite
 from tests.conftest import tiny_llama
 from tests.test_compression import TEXT, Words
-from tests.test_training import trainer
+from tests.training.test_training import trainer
 
 Work = Callable[[Path], None]
 LONGEST = 120.0  # seconds that a piece of work may take on a machine that does much else

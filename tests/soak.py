@@ -36,8 +36,8 @@ from tests.kills import Kills
 from tests.machine import HAS_BITS, CacheMachine
 from tests.results import many, write
 from tests.test_compression import TEXT, Words
-from tests.test_training import train_for, trainer
 from tests.test_trust import QUESTIONS, in_threads
+from tests.training.test_training import train_for, trainer
 
 OUT = Path(__file__).parents[1] / "benchmarks" / "results" / "soak.json"
 Counts = dict[str, int]

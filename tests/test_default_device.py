@@ -16,9 +16,9 @@ from lkv.profiling.measure import Profiler, Settings
 from lkv.profiling.shapes import random_policy
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel
+from tests.cache.test_generation import METHOD, ids
 from tests.conftest import tiny_llama
 from tests.test_compression import TEXT, Words
-from tests.test_generation import METHOD, ids
 
 # Tensors on it have no values: whatever is made there by mistake cannot be used.
 ELSEWHERE = torch.device("meta")

@@ -15,7 +15,7 @@ from lkv.context import compress
 from lkv.errors import DefaultModelError, ModelFileError
 from lkv.host.spec import inspect_model
 from lkv.models import DEFAULT, default_policy, load_default, load_model
-from tests.test_fingerprint import original
+from tests.host.test_fingerprint import original
 
 
 @pytest.fixture(scope="module")

@@ -259,7 +259,7 @@ def test_numbers_without_end_are_named(tmp_path, capsys, field):
 
 
 def test_a_checkpoint_without_metadata_is_no_start(model_folder, tmp_path, capsys):
-    from tests.test_training import trainer
+    from tests.training.test_training import trainer
 
     (tmp_path / "checkpoint.safetensors").write_bytes(save({"x": torch.zeros(1)}))
     from lkv.errors import TrainingError

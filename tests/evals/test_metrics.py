@@ -13,7 +13,9 @@ from lkv.errors import DataError, IntegrationError
 from lkv.evals.example import Example
 from lkv.evals.metrics import METRICS, score
 
-PAIRS = json.loads((Path(__file__).parent / "fixtures" / "official_scores.json").read_text(encoding="utf-8"))["pairs"]
+PAIRS = json.loads((Path(__file__).parents[1] / "fixtures" / "official_scores.json").read_text(encoding="utf-8"))[
+    "pairs"
+]
 
 
 def example(metric: str, answers: list[str], classes: list[str] | tuple = (), first_line: bool = False) -> Example:

@@ -347,7 +347,7 @@ def start(folder: Path, rank: int = 0, size: int = 1, pause: float = 0.0) -> sub
     env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
     if size > 1:
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     with (folder / f"log{rank}").open("w") as log:
         command = [sys.executable, "-c", WORKER, str(folder), str(rank), str(size), str(pause)]
         return subprocess.Popen(command, cwd=root, env=env, stdout=log, stderr=log)

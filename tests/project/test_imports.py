@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "lkv"
+ROOT = Path(__file__).parents[2] / "lkv"
 # A file imports only from those above it.
 ORDER = [
     "errors", "files", "version", "config", "extras", "methods.catalogue", "fingerprint", "shipped", "journal",

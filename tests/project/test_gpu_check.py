@@ -51,7 +51,7 @@ def test_every_file_checked_is_there():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
     done = subprocess.run(
-        [sys.executable, "-m", "dev.gpu_check"], cwd=Path(__file__).parents[1], capture_output=True, text=True
+        [sys.executable, "-m", "dev.gpu_check"], cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
     assert done.returncode == 1 and "PyTorch sees no CUDA device" in done.stderr
 

@@ -17,7 +17,7 @@ from lkv.config import TrainingConfig, replace
 from lkv.errors import TrainingError, TrainingStoppedError
 from lkv.training.checkpoint import read_checkpoint, start_from
 from lkv.training.trainer import CALIBRATION_SAMPLES
-from tests.test_training import CONFIG, sample, train_for, trainer
+from tests.training.test_training import CONFIG, sample, train_for, trainer
 
 LATE = replace(CONFIG, checkpoint_every=100)
 

@@ -15,7 +15,7 @@ from lkv.report.names import label
 from lkv.report.style import styles
 from tests.conftest import tiny_llama
 
-PAGE = Path(__file__).parent.parent / "CONTRIBUTING.md"
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 @pytest.fixture

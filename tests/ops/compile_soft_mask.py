@@ -1,6 +1,6 @@
 """Compile the soft-mask kernels for Hopper, bfloat16, d = 128, and print the shared memory that each one needs.
 
-python tests/compile_soft_mask.py KERNELS.py ROWS COLUMNS WARPS STAGES (three times: forward, dQ, dK and dV)
+python tests/ops/compile_soft_mask.py KERNELS.py ROWS COLUMNS WARPS STAGES (three times: forward, dQ, dK and dV)
 """
 
 import importlib.util

@@ -9,7 +9,7 @@ from lkv.commands.main import main
 from lkv.config import PRESETS, replace
 from lkv.policy import Policy
 from tests.conftest import save_model
-from tests.test_data import folder  # noqa: F401
+from tests.training.test_data import folder  # noqa: F401
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from lkv.context import compress
 from lkv.errors import PolicyMismatchError, UnsupportedModelError
 from lkv.host.attention import attach
 from lkv.policy import Policy
+from tests.cache.test_generation import ids
 from tests.conftest import tiny_llama
 from tests.test_compression import TEXT, Words
-from tests.test_generation import ids
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "dtype": torch.float32}
-PAGE = Path(__file__).parents[1] / "docs" / "quantised-models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "quantised-models.md"
 
 
 class Packed(nn.Module):

@@ -25,8 +25,8 @@ from lkv.methods.selection import (
     StreamingLLM,
 )
 from lkv.prefill import read_prompt
-from tests.test_generation import ids
-from tests.test_models import build
+from tests.cache.test_generation import ids
+from tests.host.test_models import build
 
 TOKENS = 90
 families = pytest.mark.parametrize("family", ["Llama", "Qwen3"])

@@ -11,9 +11,9 @@ from lkv.cache.ragged import RaggedCache
 from lkv.cache.spans import Spans
 from lkv.context import Context, compress
 from lkv.errors import CacheError
+from tests.cache.test_generation import METHOD, ids
 from tests.conftest import tiny_llama
 from tests.test_compression import TEXT, Words
-from tests.test_generation import METHOD, ids
 
 pytest.importorskip("torchao")
 

@@ -28,10 +28,10 @@ from lkv.methods.selection import (
 )
 from lkv.methods.selection.criticalkv import staged_ranks
 from lkv.prefill import PromptLayer, read_full_layers, read_prompt
+from tests.cache.test_generation import RATIOS, ids, padded
 from tests.conftest import tiny_llama
+from tests.host.test_models import FAMILIES, build
 from tests.oracle import hidden_from_continuation
-from tests.test_generation import RATIOS, ids, padded
-from tests.test_models import FAMILIES, build
 
 SCALE = 0.3
 shapes = given(

@@ -232,7 +232,7 @@ def test_resumed_training_is_bit_for_bit_the_same(tmp_path):
 SCRIPT = """
 import sys, time
 from pathlib import Path
-import tests.test_training as t
+import tests.training.test_training as t
 def slow(number):
     time.sleep(float(sys.argv[2]))
     return t.sample(number)

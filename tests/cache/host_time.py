@@ -1,6 +1,6 @@
 """What a decode step costs the host: microseconds of update and attention a layer, where the driver launches nothing.
 
-TRITON_INTERPRET=0 python -m tests.host_time [--arch 90] [--layers 4] [--steps 2000] [--bits 8] [--profile]
+TRITON_INTERPRET=0 python -m tests.cache.host_time [--arch 90] [--layers 4] [--steps 2000] [--bits 8] [--profile]
 
 Kernels are compiled for a GPU that need not be there, and every launch goes through Triton's own code up to the driver;
 memory comes from the CPU's allocator. Prints one JSON line, of processor time: the least of ten rounds, and the median.
@@ -27,8 +27,8 @@ from lkv.methods.budget import Uniform
 from lkv.methods.build import Method
 from lkv.methods.selection import Knorm
 from lkv.prefill import PromptLayer
-from tests.compile_kernels import GPUS, Driver
 from tests.conftest import tiny_llama
+from tests.ops.compile_kernels import GPUS, Driver
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 ROUNDS = 10

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 
-# One head size a GPU and precision, the ones nearest to a limit; `python -m tests.compile_kernels` takes all of them.
+# One head size a GPU and precision, the ones nearest to a limit; `python -m tests.ops.compile_kernels` takes all.
 @pytest.mark.parametrize(
     ("arch", "dim", "dtype"),
     [(100, 128, "float32"), (100, 128, "bfloat16"), (89, 128, "bfloat16"), (90, 256, "bfloat16"), (80, 96, "float16")],
@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
     """In a process of its own, because here the kernels are interpreted."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.compile_kernels", "--arch", str(arch), "--dim", str(dim), "--dtype", dtype],
-        env=os.environ | {"TRITON_INTERPRET": "0"}, cwd=Path(__file__).parents[1], capture_output=True, text=True,
+        [sys.executable, "-m", "tests.ops.compile_kernels", "--arch", str(arch), "--dim", str(dim), "--dtype", dtype],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, cwd=Path(__file__).parents[2], capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -33,8 +33,8 @@ def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
 def test_later_steps_launch_what_the_first_one_compiled():
     """With the same arguments as through Triton's own launch code; the measurement asserts it."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.host_time", "--steps", "10", "--layers", "2", "--tokens", "200"],
-        env=os.environ | {"TRITON_INTERPRET": "0"}, cwd=Path(__file__).parents[1], capture_output=True, text=True,
+        [sys.executable, "-m", "tests.cache.host_time", "--steps", "10", "--layers", "2", "--tokens", "200"],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, cwd=Path(__file__).parents[2], capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["least"] > 0

@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     kvpress = pytest.importorskip("kvpress")
 
 from lkv.evals.protocol import make_prompt
-from tests.test_protocol import CHAT, byte_tokenizer, example
+from tests.evals.test_protocol import CHAT, byte_tokenizer, example
 
 BASE = byte_tokenizer(None, bos=True)
 # kvpress finds the place of the context by a run of this character.

@@ -12,8 +12,8 @@ from lkv.host.attention import ALL_ATTENTION_FUNCTIONS, attach
 from lkv.host.spec import layer_windows
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
+from tests.cache.test_generation import METHOD, ids, padded, score
 from tests.test_compression import TEXT, Words
-from tests.test_generation import METHOD, ids, padded, score
 
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

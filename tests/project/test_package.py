@@ -18,7 +18,7 @@ import lkv
 from lkv.errors import MissingPackageError
 from lkv.extras import EXTRAS, require
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ADDRESS = "https://example.org/owner/lkv"
 loader = SourceFileLoader("release", str(ROOT / "dev" / "release.py"))
 release = module_from_spec(spec_from_loader("release", loader))
@@ -99,7 +99,10 @@ def test_tests_of_the_sdist_run_from_the_sdist(built):
     (root,) = (built / "unpacked").iterdir()
     env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    for words in (["--collect-only"], ["tests/test_soft_topk.py", "tests/test_policy.py", "tests/test_report.py"]):
+    for words in (
+        ["--collect-only"],
+        ["tests/ops/test_soft_topk.py", "tests/test_policy.py", "tests/report/test_report.py"],
+    ):
         done = subprocess.run([*pytest_, *words], cwd=root, env=env, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         assert (
