@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lkv.errors import BackendError
-from lkv.ops.ragged_attention import api, loop, ragged_attention, varlen
+from lkv.ops.ragged_attention import api, attend_masked, join, loop, ragged_attention, varlen
 from lkv.profiling.memory import LiveBytes
 
 
@@ -130,19 +130,26 @@ def test_a_missing_library_is_named_and_auto_goes_on(monkeypatch, caplog):
 
 
 def documented_varlen(
-    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k: torch.Tensor
-):
-    """What PyTorch's documentation says of `varlen_attn` with a causal window, on any device."""
-    assert window_size == (-1, 0) and enable_gqa and cu_seq_q.dtype == cu_seq_k.dtype == seqused_k.dtype == torch.int32
+    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k: torch.Tensor,
+    return_aux=None,
+):  # fmt: skip
+    """What PyTorch's documentation says of `varlen_attn`, causal or over all keys, on any device."""
+    assert (
+        window_size in ((-1, 0), (-1, -1))
+        and enable_gqa
+        and cu_seq_q.dtype == cu_seq_k.dtype == seqused_k.dtype == torch.int32
+    )
     assert (cu_seq_q.diff() <= max_q).all() and (seqused_k <= max_k).all() and (seqused_k <= cu_seq_k.diff()).all()
-    out = torch.empty_like(q)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[1::-1])
     for i, length in enumerate(seqused_k.tolist()):
         own, start = slice(int(cu_seq_q[i]), int(cu_seq_q[i + 1])), int(cu_seq_k[i])
         rows = own.stop - own.start
         scores = torch.einsum("qhd,kd->hqk", q[own], k[start : start + length, 0]) * scale
-        scores += torch.full((rows, length), -torch.inf, dtype=q.dtype).triu(length - rows + 1)
+        if window_size == (-1, 0):
+            scores += torch.full((rows, length), -torch.inf, dtype=q.dtype).triu(length - rows + 1)
         out[own] = torch.einsum("hqk,kd->qhd", scores.softmax(-1), v[start : start + length, 0])
-    return out
+        lse[:, own] = scores.logsumexp(-1)
+    return out if return_aux is None else (out, lse)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -193,3 +200,72 @@ def test_a_part_of_a_prompt_holds_no_mask_of_all_its_tokens():
     with LiveBytes() as live:
         ragged_attention(q, k, v, starts, lens, 0.3, backend="loop")
     assert live.most < 2 * rows * length  # PyTorch makes 4 bytes of each that is masked
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_varlen_gives_the_log_sum_exp(causal, monkeypatch):
+    torch.manual_seed(4)
+    monkeypatch.setattr(varlen, "_operator", lambda: documented_varlen)
+    k, v, starts, lens = pool([[3, 12], [0 if not causal else 5, 5]], 3, 8, torch.float64)
+    q = torch.randn(2, 3, 6, 8, dtype=torch.float64).transpose(1, 2)
+    ours = varlen.attend_with_lse(q, k, v, starts, lens, 0.4, causal)
+    exact = ragged_attention(q, k, v, starts, lens, 0.4, backend="reference", causal=causal, lse=True)
+    torch.testing.assert_close(ours[0], exact[0], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(ours[1].double(), exact[1], atol=1e-6, rtol=1e-6)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 30), min_size=2, max_size=2), min_size=1, max_size=3), st.integers(1, 3),
+    st.integers(1, 6), st.booleans(), st.integers(1, 9), st.sampled_from([torch.float64, torch.float32, torch.float16]),
+)  # fmt: skip
+def test_log_sum_exp_equals_reference(held, groups, rows, causal, block, dtype):
+    torch.manual_seed(1)
+    lengths = [[count + rows if causal else count for count in row] for row in held]
+    k, v, starts, lens = pool(lengths, 3, 16, dtype)
+    q = torch.randn(len(held), 2 * groups, rows, 16).to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lkv.ops.ragged_attention.loop._ROWS", block)
+        out, lse = ragged_attention(q, k, v, starts, lens, 0.25, causal=causal, lse=True)
+    exact, exact_lse = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference", causal=causal, lse=True)
+    tolerance = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 4e-3}[dtype]
+    torch.testing.assert_close(out, exact, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=tolerance, rtol=tolerance)
+
+
+@given(
+    st.integers(0, 20), st.integers(0, 20), st.integers(1, 3), st.floats(0.01, 80), st.booleans(), st.integers(0, 99)
+)
+def test_joined_partial_attentions_equal_attention_over_all(first, second, rows, scale, masked, seed):
+    """Over two pools, and over a pool and a masked tail; scores far from 0 included."""
+    torch.manual_seed(seed)
+    draw = torch.randn(2, 2, first + second, 8, dtype=torch.float64)
+    q = torch.randn(1, 4, rows, 8, dtype=torch.float64)
+
+    def part(begin, end):
+        k, v = (x[:, begin:end].reshape(-1, 8) for x in draw)
+        starts = torch.tensor([[0, end - begin]], dtype=torch.int32)
+        return k, v, starts, torch.full_like(starts, end - begin)
+
+    def attend(begin, end):
+        return ragged_attention(q, *part(begin, end), scale, backend="reference", causal=False, lse=True)
+
+    tail = draw[:, None, :, first:]
+    late = attend_masked(q, *tail, torch.ones(1, 1, rows, second, dtype=torch.bool), scale)
+    out, lse = join(*attend(0, first), *(late if masked else attend(first, first + second)))
+    exact, exact_lse = attend(0, first + second)
+    torch.testing.assert_close(out, exact, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(lse, exact_lse, atol=1e-10, rtol=1e-10)
+
+
+def test_a_masked_tail_hides_what_it_should():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    visible = torch.rand(2, 1, 3, 5) > 0.4
+    visible[0, 0, 1] = False
+    out, lse = attend_masked(q, k, v, visible, 0.5)
+    scores = (q * 0.5) @ k.repeat_interleave(2, 1).mT
+    scores = scores.masked_fill(~visible, -torch.inf)
+    exact = torch.nan_to_num(scores.softmax(-1), nan=0.0) @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, exact)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    assert (out[0, :, 1] == 0).all() and (lse[0, :, 1] == -torch.inf).all()

@@ -295,3 +295,23 @@ def test_the_benchmark_times_no_wrong_kernel(tmp_path, monkeypatch):
 def test_the_benchmark_says_that_there_is_no_gpu(tmp_path):
     with pytest.raises(SystemExit, match="no CUDA device"):
         benchmark.main(["--out", str(tmp_path / "none.json")])
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.lists(st.integers(0, 300), min_size=2, max_size=2), min_size=1, max_size=2),
+    st.integers(1, 3), st.integers(1, 40), st.booleans(), st.sampled_from([8, 24, 64]), st.sampled_from(DTYPES),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_log_sum_exp_equals_the_reference(held, group, rows, causal, dim, dtype, seed):
+    torch.manual_seed(seed)
+    lengths = [[count + rows if causal else count for count in row] for row in held]
+    k, v, starts, lens = pool_of(lengths, 2, dim, 16, dtype)
+    q = torch.randn(len(held), rows, 2 * group, dim).to(dtype).transpose(1, 2)
+    scale = 2 * dim**-0.5
+    out, lse = ragged_attention(q, k, v, starts, lens, scale, backend="triton", causal=causal, lse=True)
+    wide = q.double(), k.double(), v.double()
+    exact, exact_lse = ragged_attention(*wide, starts, lens, scale, backend="reference", causal=causal, lse=True)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=tolerance, rtol=tolerance)

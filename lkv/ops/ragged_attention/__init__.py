@@ -2,5 +2,6 @@
 
 from lkv.ops.ragged_attention.api import append, extend, ragged_attention, reads_codes
 from lkv.ops.ragged_attention.codes import Codes
+from lkv.ops.ragged_attention.partial import attend_masked, join
 
-__all__ = ["Codes", "append", "extend", "ragged_attention", "reads_codes"]
+__all__ = ["Codes", "append", "attend_masked", "extend", "join", "ragged_attention", "reads_codes"]

@@ -4,7 +4,7 @@ import functools
 import logging
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,14 +17,37 @@ _NAMES = ("loop", "reference", "triton", "varlen")
 _ON_CUDA = ("triton", "varlen", "loop")
 
 
+@overload
 def ragged_attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, backend: str = "auto"
-) -> Tensor:
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, backend: str = "auto",
+    *, causal: bool = True, lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def ragged_attention(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, backend: str = "auto",
+    *, causal: bool = True, lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def ragged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    scale: float,
+    backend: str = "auto",
+    *,
+    causal: bool = True,
+    lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new tokens over what each KV head holds, the new tokens' own k and v included.
 
     `q` [B, Hq, Tq, d]; `k_pool` [P, d], `v_pool` [P, dv]: the spans of all heads one after another; `starts`, `lens`
     [B, Hkv] int32: where the span of each head begins and how many entries it has, of which the last Tq are the new
     tokens (causal among themselves; everything older is visible). Returns [B, Hq, Tq, dv].
+
+    Without `causal` the new tokens' k and v lie elsewhere, and every one of the Tq sees the whole span. `lse`: returns
+    the logarithm of the sum of e^score as well, [B, Hq, Tq] in float32 (float64 for float64), for `join` to put two
+    partial attentions together. A span without entries then has outputs of 0 and a logarithm of -inf.
 
     `backend`: "auto" (on CUDA the first of "triton", "varlen" and "loop" that can run, the reason logged once;
     elsewhere "loop") or one of these or "reference" by name, which never falls back. "triton" and "varlen" never wait
@@ -33,7 +56,11 @@ def ragged_attention(
     """
     _check(q, k_pool, v_pool, starts, lens)
     chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[-1], v_pool.shape[-1])
-    return _module(chosen).attend(q, k_pool, v_pool, starts, lens, scale)
+    module = _module(chosen)
+    if causal and not lse:
+        return module.attend(q, k_pool, v_pool, starts, lens, scale)
+    out, logarithm = module.attend_with_lse(q, k_pool, v_pool, starts, lens, scale, causal)
+    return (out, logarithm) if lse else out
 
 
 def extend(

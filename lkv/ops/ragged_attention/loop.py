@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from lkv.ops.ragged_attention.partial import exact, weighted
+
 # Entries that are widened to float32 at once: what a step allocates must not grow with the context.
 _WIDENED = 4096
 # New tokens that attend at once: the mask of a whole part of a prompt would outweigh what eviction saves.
@@ -42,6 +44,40 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tens
         else:
             parts.append(_causal(q[first:last].unflatten(1, (-1, rows)), k, v, scale).flatten(0, 2))
     return torch.cat(parts).to(q.dtype).view(batch, heads, rows, value_dim)
+
+
+def attend_with_lse(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """`attend` and the log-sum-exp of the scores, [B, Hq, Tq]; without `causal` all entries are visible."""
+    batch, heads, rows, dim = q.shape
+    value_dim = v_pool.shape[-1]
+    # The query heads of a group become rows; row m of a span is new token m % rows.
+    packed = exact(q).reshape(starts.numel(), -1, dim) * scale
+    token = torch.arange(packed.shape[1], device=q.device) % rows
+    outs, logarithms = [], []
+    for first, count, start, step, length in _runs(starts.flatten().tolist(), lens.flatten().tolist()):
+        k = k_pool.as_strided((count, length, dim), (step * dim, dim, 1), start * dim)
+        v = v_pool.as_strided((count, length, value_dim), (step * value_dim, value_dim, 1), start * value_dim)
+        visible = torch.arange(length, device=q.device) <= length - rows + token[:, None] if causal else None
+        out, lse = _in_blocks(packed[first : first + count], exact(k).mT, exact(v), visible)
+        outs.append(out.flatten(0, 1))
+        logarithms.append(lse.flatten())
+    out = torch.cat(outs).to(q.dtype).view(batch, heads, rows, value_dim)
+    return out, torch.cat(logarithms).view(batch, heads, rows)
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Means of `v` [N, length, dv] and log-sum-exps for scaled rows [N, M, d] of spans with k [N, d, length], of whose
+    entries each row sees `visible` [M, length]; a block of rows at once."""
+    parts = []
+    for at in range(0, q.shape[1], _ROWS):
+        scores = torch.bmm(q[:, at : at + _ROWS], k)
+        if visible is not None:
+            scores.masked_fill_(~visible[at : at + _ROWS], -torch.inf)
+        parts.append(weighted(scores, v))
+    outs, logarithms = zip(*parts, strict=True)
+    return torch.cat(outs, 1), torch.cat(logarithms, 1)
 
 
 def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:

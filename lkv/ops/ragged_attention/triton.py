@@ -24,6 +24,7 @@ from lkv.ops.ragged_attention.codes import Codes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_DIM = 256
 _LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
 # Below this many entries a program has too little to read to be worth starting.
 _LEAST_SLICE = 128
 _PARTS_AT_ONCE = 32
@@ -58,6 +59,7 @@ def _slice_kernel(
     VALUE_DIM: tl.constexpr,  # noqa: N803
     SPANS: tl.constexpr,  # noqa: N803
     LEAST: tl.constexpr,  # noqa: N803
+    CAUSAL: tl.constexpr,  # noqa: N803
     WIDEN: tl.constexpr,  # noqa: N803
     BLOCK_M: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
@@ -92,14 +94,17 @@ def _slice_kernel(
             length = tl.load(lens + span) + added
             before = tl.sum(tl.where(all_spans < span, held, 0), 0)
             begin = tl.maximum(low - before, 0)
-            # New tokens that no row of this tile sees are not read.
-            end = tl.minimum(tl.minimum(high - before, length), length - rows + latest + 1)
+            end = tl.minimum(high - before, length)
+            visible = length - 1 + 0 * token
+            if CAUSAL:
+                # New tokens that no row of this tile sees are not read.
+                end = tl.minimum(end, length - rows + latest + 1)
+                visible = length - rows + token
             start = tl.load(starts + span).to(tl.int64)
             head = (span % kv_heads) * GROUP + packed % GROUP
             query_at = q + (span // kv_heads).to(tl.int64) * q_batch + head * q_head + token * q_row
             query = tl.load(query_at[:, None] + dims[None, :], mask=within[:, None] & (dims[None, :] < DIM), other=0.0)
             query = query.to(tl.float32) if WIDEN else query
-            visible = length - rows + token
             highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
             weight = tl.zeros([BLOCK_M], tl.float32)
             sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -146,6 +151,7 @@ def _join_kernel(
     extremes,
     counted,
     out,
+    lse,
     q,
     key,
     value,
@@ -168,6 +174,7 @@ def _join_kernel(
     v_batch,
     v_head,
     NEW: tl.constexpr,  # noqa: N803
+    LSE: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
     DIM: tl.constexpr,  # noqa: N803
     VALUE_DIM: tl.constexpr,  # noqa: N803
@@ -231,6 +238,11 @@ def _join_kernel(
     elif NEW == 2:  # noqa: SIM102
         if packed == 0:
             tl.store(lens + span, length)
+    if LSE:
+        # Of a span without entries: 0, with a logarithm of -inf.
+        row = ((span // kv_heads) * kv_heads * GROUP + head) * rows + packed // GROUP
+        weight = tl.where(weight == 0.0, 1.0, weight)
+        tl.store(lse + row + tl.arange(0, 1), (highest + tl.log2(weight)) * LN_2)
     slot = out + batch * out_batch + head * out_head + (packed // GROUP) * out_row
     tl.store(slot + dims, (sums / weight).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
 
@@ -321,6 +333,15 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tens
         return _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None)
 
 
+def attend_with_lse(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """`attend` and the log-sum-exp of the scores, [B, Hq, Tq]; without `causal` all entries are visible."""
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    with devices.current(q.device):
+        return _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None, None, causal, lse), lse
+
+
 def extend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
     buffers: dict[Any, Any] | None = None, codes: Codes | None = None,
@@ -340,7 +361,8 @@ def extend(
 
 def _attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    new: int, buffers: dict[Any, Any] | None, codes: Codes | None = None,
+    new: int, buffers: dict[Any, Any] | None, codes: Codes | None = None, causal: bool = True,
+    lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     batch, heads, rows, _ = q.shape
     kv_heads, value_dim, spans = starts.shape[1], v_pool.shape[-1], starts.numel()
@@ -360,25 +382,26 @@ def _attend(
     if codes is not None:
         to_slices += codes[:7]
     to_join = (
-        parts, extremes, counted, out, q, key, value, k_pool, v_pool, starts, lens, spans, kv_heads, rows,
-        launch.programs, scale, *out.stride()[:3], q_batch, q_head, k_batch, k_head, v_batch, v_head,
+        parts, extremes, counted, out, extremes if lse is None else lse, q, key, value, k_pool, v_pool, starts, lens,
+        spans, kv_heads, rows, launch.programs, scale, *out.stride()[:3], q_batch, q_head, k_batch, k_head, v_batch,
+        v_head,
     )  # fmt: skip
     grids = (launch.programs, launch.tiles, 1), (packed, spans, 1)
-    known = (new, strides, None if codes is None else codes[7:]) if _aligned(q, key, value, *to_slices[1:5]) else None
+    compiled = new, strides, None if codes is None else codes[7:], causal, lse is None
+    known = compiled if _aligned(q, key, value, *to_slices[1:5]) else None
     ready = launch.ready.get(known)
     if ready is not None and (codes is None or _aligned(*codes[:7])):
         ready.slices[grids[0]](*to_slices, *ready.slice_constants)
         ready.join[grids[1]](*to_join, *ready.join_constants)
         return out
-    kernel, options = _slice_kernel, launch.slice_options
+    kernel, options = _slice_kernel, launch.slice_options | {"CAUSAL": causal}
     if codes is not None:
         kernel, options = kernels.code_slice_kernel, _code_options(launch, q.dtype, codes.bits, codes.group)
     slices = kernel[grids[0]](*to_slices, **options)
-    join = _join_kernel[grids[1]](*to_join, NEW=new, **launch.join_options)
+    join_options = launch.join_options | {"NEW": new, "LSE": lse is not None}
+    join = _join_kernel[grids[1]](*to_join, **join_options)
     if known is not None and isinstance(slices, CompiledKernel) and (codes is None or _aligned(*codes[:7])):
-        launch.ready[known] = Ready(
-            slices, _constants(kernel, options), join, _constants(_join_kernel, launch.join_options | {"NEW": new})
-        )
+        launch.ready[known] = Ready(slices, _constants(kernel, options), join, _constants(_join_kernel, join_options))
     return out
 
 

@@ -33,11 +33,33 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
 
 def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float) -> Tensor:
     """Shapes as in `api.ragged_attention`. Nothing here waits for the device."""
+    return _attend(q, k_pool, v_pool, starts, lens, scale, causal=True)
+
+
+def attend_with_lse(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """`attend` and the log-sum-exp of the scores, [B, Hq, Tq]; without `causal` all entries are visible."""
+    from torch.nn.attention.varlen import AuxRequest
+
+    batch, heads, rows, _ = q.shape
+    kv_heads = starts.shape[1]
+    out, lse = _attend(q, k_pool, v_pool, starts, lens, scale, causal, return_aux=AuxRequest(lse=True))
+    lse = lse.view(-1, batch, kv_heads, rows).permute(1, 2, 0, 3).reshape(batch, heads, rows)
+    # A sequence without keys: what the operator leaves there is not said.
+    empty = (lens == 0).repeat_interleave(heads // kv_heads, 1)[..., None]
+    return out.masked_fill(empty[..., None], 0.0), lse.float().masked_fill(empty, -torch.inf)
+
+
+def _attend(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, causal: bool, **wanted: Any
+) -> Any:
+    """Outputs [B, Hq, Tq, d]; with `return_aux` wanted also the log-sum-exp [group, B * Hkv * Tq]."""
     batch, heads, rows, dim = q.shape
     kv_heads, spans = starts.shape[1], starts.numel()
     grouped = q.view(batch, kv_heads, heads // kv_heads, rows, dim).transpose(2, 3).reshape(spans * rows, -1, dim)
     ends = torch.full_like(lens.flatten()[:1], len(k_pool))
-    out = _operator()(
+    found = _operator()(
         grouped,
         k_pool[:, None],
         v_pool[:, None],
@@ -47,11 +69,14 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tens
         # An upper bound: the greatest length is known on the device alone.
         len(k_pool),
         scale=scale,
-        window_size=(-1, 0),
+        window_size=(-1, 0 if causal else -1),
         enable_gqa=True,
         seqused_k=lens.flatten(),
+        **wanted,
     )
-    return out.view(batch, kv_heads, rows, -1, dim).transpose(2, 3).reshape(batch, heads, rows, dim)
+    out = found[0] if wanted else found
+    out = out.view(batch, kv_heads, rows, -1, dim).transpose(2, 3).reshape(batch, heads, rows, dim)
+    return (out, found[1]) if wanted else out
 
 
 def _operator() -> Any:
