@@ -11,6 +11,7 @@ from lkv.version import __version__
 
 if TYPE_CHECKING:
     from lkv.cache.ragged import RaggedCache
+    from lkv.chat import Chat
     from lkv.context import Context, compress
     from lkv.methods.budget import Budget
     from lkv.methods.build import Method
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Budget": "lkv.methods.budget",
+    "Chat": "lkv.chat",
     "Context": "lkv.context",
     "Method": "lkv.methods.build",
     "Policy": "lkv.policy",
@@ -33,6 +35,7 @@ _HOMES = {
 }
 __all__ = [
     "Budget",
+    "Chat",
     "Context",
     "LkvError",
     "Method",

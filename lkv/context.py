@@ -3,24 +3,27 @@
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, TextStreamer
+from transformers import Cache, DynamicCache, TextStreamer
 
 from lkv import context_file
+from lkv.answers import answer_length, check_options, ended, generated, streamed
 from lkv.cache.entries import check_state
 from lkv.cache.ragged import RaggedCache, chosen_method
+from lkv.cache.shared import SharedCache
 from lkv.config import ModelSpec, asdict, from_dict
 from lkv.errors import CacheError, ContextFileError, PromptError, QuantizationError
 from lkv.files import path_of
 from lkv.fingerprint import differs
 from lkv.host.attention import attach, device_of
-from lkv.host.stock import cut_to, kv_nbytes, positions
+from lkv.host.stock import cut_to, kv_nbytes
 from lkv.methods.budget import Amount
 from lkv.methods.build import Method
 from lkv.methods.catalogue import FULL
@@ -28,11 +31,6 @@ from lkv.methods.selection import Selector
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import context_ids, encode, question_ids
-
-_ANSWER = 128  # tokens of an answer at most, unless said otherwise
-# What `ask` itself gives to generate, or reads of what that returns.
-_OWN_INPUTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values", "return_dict_in_generate")
-_ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
 
 
 class Context:
@@ -42,8 +40,8 @@ class Context:
     """
 
     def __init__(self, model: Any, tokenizer: Any, ids: list[int], cache: Cache, about: dict[str, Any] | None = None):
-        """`about` tells how the text was compressed; it is saved with the context."""
-        self._model, self._tokenizer, self._ids = model, tokenizer, ids
+        """`ids` of the text; `about` tells how it was compressed, and is saved with the context."""
+        self.model, self.tokenizer, self.ids = model, tokenizer, ids
         self.cache = cache
         self.about = about or {}
         self.answered_tokens = 0  # length of the last answer
@@ -52,7 +50,7 @@ class Context:
     @property
     def tokens(self) -> int:
         """Tokens of the context, those of the chat template included."""
-        return len(self._ids)
+        return len(self.ids)
 
     def nbytes(self) -> int:
         """Bytes of k and v really held, slack included."""
@@ -79,11 +77,11 @@ class Context:
         """
         check_text(question, "the question", "ask something about the text")
         check_text(answer, "the answer", "give some text")
-        prefix, target = question_ids(self._tokenizer, question), encode(self._tokenizer, answer)
-        device = device_of(self._model)
+        prefix, target = question_ids(self.tokenizer, question), encode(self.tokenizer, answer)
+        device = device_of(self.model)
         ids = torch.tensor([prefix + target], device=device)
         with self._working_cache() as cache:
-            logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
+            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
         return logits[len(prefix) - 1 : -1], ids[0, len(prefix) :]
 
     def ask(self, question: str, max_new_tokens: int | None = None, stream: bool = False, **generation: Any) -> str:
@@ -93,59 +91,64 @@ class Context:
         comes. Raises PromptError for an empty question, and before anything is generated where text, question and
         answer would not fit; CacheError for options that do not belong here.
         """
-        check_text(question, "the question", "ask something about the text")
-        self._check_options(generation)
-        device = device_of(self._model)
-        # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
-        ids = torch.tensor([self._ids + question_ids(self._tokenizer, question)], device=device)
+        tail = self._question(question, generation)
         if stream:
-            generation["streamer"] = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        settings: dict[str, Any] = {
-            "do_sample": False,
-            "num_beams": 1,
-            "pad_token_id": self._tokenizer.pad_token_id,
-            "max_new_tokens": self._answer_length(ids.shape[1], max_new_tokens),
-        }
+            generation["streamer"] = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        return self._text(self.complete(tail, max_new_tokens, **generation))
+
+    def stream(self, question: str, max_new_tokens: int | None = None, **generation: Any) -> Iterator[str]:
+        """As `ask`, which see, but the answer's text comes in pieces. Closing the iterator ends the answer."""
+        tail = self._question(question, generation)
+        if given := {"streamer", "stopping_criteria"} & generation.keys():
+            raise CacheError(f"stream() itself sees to {', '.join(sorted(given))}; leave that out, or use ask().")
+        length = answer_length(self.model, self.tokens + len(tail), max_new_tokens)
+        return streamed(self.tokenizer, partial(self.complete, tail, length, **generation))
+
+    def batch_ask(self, questions: list[str], max_new_tokens: int | None = None, **generation: Any) -> list[str]:
+        """The answers to `questions`, generated side by side; each as `ask` gives it, in which see the arguments.
+
+        The compressed text is read by all rows and held once. An uncompressed context, or one of a model with sliding
+        layers or with decode_eviction, is asked one question after another.
+        """
+        if isinstance(questions, str) or not questions:
+            raise PromptError("batch_ask takes a list of questions, at least one; for a single one use ask().")
+        tails = [self._question(question, generation) for question in questions]
+        if not isinstance(self.cache, RaggedCache) or not self.cache.rewindable:
+            return [self.ask(question, max_new_tokens, **generation) for question in questions]
+        rows = [self.ids + tail for tail in tails]
+        length = answer_length(self.model, max(map(len, rows)), max_new_tokens)
+        with self._own_turn():
+            shared = SharedCache(self.cache)
+            options = {"max_new_tokens": length, **generation}
+            answers = generated(self.model, self.tokenizer, rows, self.tokens, shared, **options)
+        ids = [ended(self.model, answer, generation) for answer in answers.tolist()]
+        self.answered_tokens = sum(map(len, ids))
+        return [self._text(answer) for answer in ids]
+
+    def complete(self, ids: list[int], max_new_tokens: int | None = None, **generation: Any) -> list[int]:
+        """Ids that follow the context and `ids`; what `ask` does between encoding and decoding, which see."""
+        check_options(self.model, self.cache, generation)
+        row = self.ids + ids
+        length = answer_length(self.model, len(row), max_new_tokens)
         with self._working_cache() as cache:
-            out = self._model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **settings | generation
-            )
-            self.answered_tokens = out.shape[1] - ids.shape[1]
-        return self._tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
+            # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
+            out = generated(self.model, self.tokenizer, [row], 0, cache, max_new_tokens=length, **generation)
+        self.answered_tokens = out.shape[1]
+        return out[0].tolist()
 
-    def _check_options(self, generation: dict[str, Any]) -> None:
-        """Raise CacheError for options of generate that `ask` does not know or cannot serve."""
-        if reserved := [name for name in _OWN_INPUTS if name in generation]:
-            raise CacheError(f"ask() itself sees to {', '.join(reserved)}; leave that out, or use model.generate.")
-        known = vars(GenerationConfig()).keys() | signature(self._model.generate).parameters.keys()
-        if unknown := sorted(set(generation) - known):
-            raise CacheError(f"model.generate has no option {', '.join(unknown)}; leave it out.")
-        several = [generation.get(name) for name in ("num_beams", "num_return_sequences")]
-        if any(count is not None and (type(count) is not int or count != 1) for count in several):
-            raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
-        own_settings = vars(self._model.generation_config)
-        if not isinstance(self.cache, RaggedCache) and any(generation.get(x, own_settings.get(x)) for x in _ASSISTED):
-            raise CacheError(
-                "transformers' assisted decoding goes wrong on a cache of its own that holds a text; leave "
-                f"{' and '.join(_ASSISTED)} out, or use a method that compresses."
-            )
+    def _question(self, question: str, generation: dict[str, Any]) -> list[int]:
+        """Ids of a question; raises for one, or for options, that cannot be."""
+        check_text(question, "the question", "ask something about the text")
+        check_options(self.model, self.cache, generation)
+        return question_ids(self.tokenizer, question)
 
-    def _answer_length(self, tokens: int, asked: int | None) -> int:
-        """New tokens to generate after `tokens`; PromptError where the model has no positions for them."""
-        limit = positions(self._model)
-        # The last token of an answer is never read.
-        room = limit + 1 - tokens
-        if asked is not None and (not isinstance(asked, int) or isinstance(asked, bool) or asked < 1):
-            raise PromptError(
-                f"max_new_tokens is {asked!r}, but an answer has a whole number of tokens: give 1 or more."
-            )
-        if room < (asked or 1):
-            raise PromptError(
-                f"text, question and {asked or 1} new tokens would reach {tokens + (asked or 1) - 1} tokens, but the "
-                f"model reads at most {limit}; "
-                + (f"ask for at most {room} new tokens." if room > 0 else "shorten the question or the text.")
-            )
-        return min(_ANSWER, room) if asked is None else asked
+    def _text(self, answer: list[int]) -> str:
+        return self.tokenizer.decode(answer, skip_special_tokens=True).strip()
+
+    def __repr__(self) -> str:
+        held, full = (f"{count / 1e6:.3g}" for count in (self.nbytes(), self.full_nbytes()))
+        kept = f"{self.about.get('method', FULL)}: {self.realised_retention():.1%} of the entries kept"
+        return f"<Context of {self.tokens:,} tokens, {kept}, {held} of {full} MB held, {type(self.model).__name__}>"
 
     @contextmanager
     def _own_turn(self) -> Iterator[None]:
@@ -181,7 +184,7 @@ class Context:
         """A copy with a cache of its own."""
         with self._turn:
             cache = self._ragged().fork()
-        return Context(self._model, self._tokenizer, list(self._ids), cache, dict(self.about))
+        return Context(self.model, self.tokenizer, list(self.ids), cache, dict(self.about))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the compressed context to one safetensors file. Raises ContextFileError if that fails; an older file
@@ -196,7 +199,7 @@ class Context:
         with self._turn:
             states = [layer.state() for layer in cache.ragged]
         tensors = {f"{name}.{index}": tensor for index, state in enumerate(states) for name, tensor in state.items()}
-        tensors["ids"] = torch.tensor(self._ids, dtype=torch.int32, device="cpu")
+        tensors["ids"] = torch.tensor(self.ids, dtype=torch.int32, device="cpu")
         context_file.write(path, tensors, {"model": asdict(cache.spec), **self.about})
 
     @classmethod
@@ -330,13 +333,17 @@ def compress(
     policy: Policy | str | os.PathLike[str] | None = None,
     *,
     chunk: int | None = None,
+    system: str | None = None,
+    progress: Callable[[float], None] | None = None,
     **options: Any,
 ) -> Context:
     """Read `text` as the context of a chat and keep `retention` (0.15 unless given) of its k and v; no question is
     known yet.
 
     `method` is a name that `lkv methods` lists, a `Method` of your own, or "full" for the uncompressed cache. `chunk`
-    reads the text in parts of that many tokens. `options` go to RaggedCache: budget_tokens, streaming, bits, ...
+    reads the text in parts of that many tokens. `system` is a system prompt before the text, compressed with it.
+    `progress` is called with the share of the text's layers that are read; what it raises ends the reading.
+    `options` go to RaggedCache: budget_tokens, streaming, bits, ...
 
     Raises PromptError for a text that is empty, too short to keep anything of, or beyond the model's positions, and
     what RaggedCache raises.
@@ -346,7 +353,9 @@ def compress(
         raise PromptError(f"chunk is {chunk!r}, but a part of the text has at least one token.")
     if options.get("streaming") and chunk is None:
         raise PromptError("streaming reads the text in parts; give their size in tokens as chunk, for example 1024.")
-    ids = context_ids(tokenizer, text)
+    if system is not None:
+        check_text(system, "the system prompt", "give some text, or leave it out")
+    ids = context_ids(tokenizer, text, system)
     spec = attach(model).spec
     limit = spec.max_positions
     if len(ids) >= limit:
@@ -381,8 +390,15 @@ def compress(
         cache.fill(prompt)
         cache.ids = torch.tensor([ids], device=device)
         return Context(model, tokenizer, ids, cache, about)
-    for part in torch.tensor([ids], device=device).split(min(chunk or len(ids), len(ids)), 1):
+    parts = torch.tensor([ids], device=device).split(min(chunk or len(ids), len(ids)), 1)
+    for number, part in enumerate(parts):
+        if progress is not None and isinstance(cache, RaggedCache):
+            cache.watch = partial(_tell, progress, number, len(parts), len(cache.layers))
         model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
     if isinstance(cache, RaggedCache):
-        cache.ids = torch.tensor([ids], device=device)
+        cache.ids, cache.watch = torch.tensor([ids], device=device), None
     return Context(model, tokenizer, ids, cache, about)
+
+
+def _tell(progress: Callable[[float], None], part: int, parts: int, layers: int, layer: int) -> None:
+    progress((part + layer / layers) / parts)

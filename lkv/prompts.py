@@ -2,25 +2,52 @@
 
 from typing import Any
 
-_CONTEXT, _QUESTION = "\x02context\x02", "\x02question\x02"
+from lkv.errors import PromptError
+
+_CONTEXT, _QUESTION, _ANSWER = "\x02context\x02", "\x02question\x02", "\x02answer\x02"
 
 
-def chat_parts(tokenizer: Any, **options: Any) -> tuple[str, str, str]:
+def chat_parts(tokenizer: Any, system: str | None = None, **options: Any) -> tuple[str, str, str]:
     """The chat template around one user turn as (before the context, between context and question, after it).
 
-    `options` go to the template. A tokenizer without one gets a plain question-and-answer form.
+    `system`: a system prompt before it all. `options` go to the template. A tokenizer without one gets a plain
+    question-and-answer form. Raises PromptError for a template that takes no system prompt.
     """
     if not getattr(tokenizer, "chat_template", None):
-        return "", "\n\nQuestion: ", "\nAnswer:"
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}],
-        tokenize=False,
-        add_generation_prompt=True,
-        **options,
-    )
+        return f"{system}\n\n" if system else "", "\n\nQuestion: ", "\nAnswer:"
+    turns = [{"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}]
+    text = _templated(tokenizer, _with_system(system, turns), **options)
     before, rest = text.split(_CONTEXT)
+    if system and system.strip() not in before:
+        raise PromptError("this model's chat template leaves a system prompt out; put it into the text instead.")
     between, after = rest.split(_QUESTION)
     return before, between, after
+
+
+def turn_parts(tokenizer: Any) -> tuple[str, str]:
+    """What stands between an answer and the next question, and what after that question."""
+    if not getattr(tokenizer, "chat_template", None):
+        return "\n\nQuestion: ", "\nAnswer:"
+    turns = [
+        {"role": "user", "content": _CONTEXT},
+        {"role": "assistant", "content": _ANSWER},
+        {"role": "user", "content": _QUESTION},
+    ]
+    between, after = _templated(tokenizer, turns).split(_ANSWER)[1].split(_QUESTION)
+    return between, after
+
+
+def _with_system(system: str | None, turns: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}, *turns] if system else turns
+
+
+def _templated(tokenizer: Any, turns: list[dict[str, str]], **options: Any) -> str:
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
+    # A template refuses by an error of Jinja's, with any words in it.
+    except Exception as error:
+        roles = ", ".join(turn["role"] for turn in turns)
+        raise PromptError(f"this model's chat template refuses turns of {roles} ({error}); leave out one.") from error
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -34,9 +61,9 @@ def first_ids(tokenizer: Any) -> list[int]:
     return [] if first is None or tokenizer("a")["input_ids"][:1] != [first] else [first]
 
 
-def context_ids(tokenizer: Any, context: str) -> list[int]:
+def context_ids(tokenizer: Any, context: str, system: str | None = None) -> list[int]:
     """Ids of everything up to the end of the context."""
-    ids = encode(tokenizer, chat_parts(tokenizer)[0] + context)
+    ids = encode(tokenizer, chat_parts(tokenizer, system)[0] + context)
     # A chat template writes the first token itself.
     return ids if getattr(tokenizer, "chat_template", None) else first_ids(tokenizer) + ids
 
@@ -45,3 +72,40 @@ def question_ids(tokenizer: Any, question: str) -> list[int]:
     """Ids from the end of the context to the place where the answer begins."""
     _, between, after = chat_parts(tokenizer)
     return encode(tokenizer, between + question + after)
+
+
+def next_question_ids(tokenizer: Any, question: str) -> list[int]:
+    """Ids from the end of an answer to the place where the answer to the next question begins."""
+    between, after = turn_parts(tokenizer)
+    return encode(tokenizer, between + question + after)
+
+
+def messages_text(tokenizer: Any, messages: list[dict[str, str]], after_context: bool) -> str:
+    """The chat template around `messages`, each with a `role` and a `content`, up to where the answer begins.
+
+    `after_context`: what follows a context in its first user turn; a system message, which can no longer stand before
+    the context, then begins that turn. Raises PromptError for turns that the template refuses or changes.
+    """
+    turns = [dict(message) for message in messages]
+    if not turns or turns[-1]["role"] != "user":
+        raise PromptError("the last message must be one of the user; put the question there.")
+    if not getattr(tokenizer, "chat_template", None):
+        return _plain_text(turns, after_context)
+    if not after_context:
+        return _templated(tokenizer, turns)
+    system = [turn["content"] for turn in turns if turn["role"] == "system"]
+    turns = [turn for turn in turns if turn["role"] != "system"]
+    first = "\n\n".join([*system, turns[0]["content"]])
+    text = _templated(tokenizer, [{"role": turns[0]["role"], "content": f"{_CONTEXT}\n\n{first}"}, *turns[1:]])
+    if turns[0]["role"] != "user" or text.count(_CONTEXT) != 1:
+        raise PromptError("the first message after the system's must be one of the user: it follows the context.")
+    return text.split(_CONTEXT)[1]
+
+
+def _plain_text(turns: list[dict[str, str]], after_context: bool) -> str:
+    """Turns for a tokenizer without a template."""
+    forms = {"system": "{}", "user": "\n\nQuestion: {}", "assistant": "\nAnswer: {}"}
+    if unknown := {turn["role"] for turn in turns} - forms.keys():
+        raise PromptError(f"there are messages of {', '.join(sorted(unknown))}; give those of {', '.join(forms)}.")
+    text = "".join(forms[turn["role"]].format(turn["content"]) for turn in turns) + "\nAnswer:"
+    return text if after_context else text.lstrip("\n")

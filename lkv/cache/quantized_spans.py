@@ -68,6 +68,12 @@ class QuantizedSpans:
         whole.k[late], whole.v[late] = self.fresh.k[fresh], self.fresh.v[fresh]
         return whole.for_attention()
 
+    def settled(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `Spans.settled`, over pools restored for the moment."""
+        whole = Spans(self.lens, 0, self.fresh.k, self.fresh.v)
+        whole.unpack(self.key.unpack(), self.value.unpack())
+        return whole.settled()
+
     def for_codes(self) -> tuple[tuple[Tensor, Tensor], Codes, Tensor, Tensor]:
         """The pools of the tails, the codes of what is settled, starts and lengths, as `ragged_attention.extend` has
         them."""

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -64,6 +65,8 @@ class RaggedCache(Cache):
         attached = attach(model)
         self.spec = attached.spec
         self._ids = ReadIds()
+        # Called with the number of each layer before its attention; what it raises ends the pass.
+        self.watch: Callable[[int], None] | None = None
         method = chosen_method(model, policy, retention, method, budget_tokens, pattern)
         if method.of_whole_prompts:
             raise CacheError(
@@ -95,6 +98,8 @@ class RaggedCache(Cache):
                 "attention implementation was set anew; call lkv.host.attention.attach(model), then go on after "
                 "cache.rewind(), or after cache.reset() if the prompt was being read."
             )
+        if self.watch is not None:
+            self.watch(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def expect(self, ids: Tensor, whole: bool, begins: bool) -> None:

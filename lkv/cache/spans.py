@@ -31,6 +31,9 @@ class Held(Protocol):
     def scores(self) -> Tensor | None:
         """Those of the entries, where some are to be evicted later."""
 
+    def settled(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Pools, starts and lengths as `ragged_attention` has them, without the tails; never written to."""
+
     def extend(
         self,
         query: Tensor,
@@ -96,6 +99,10 @@ class Spans:
     def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Pools of k and v, starts and lengths (int32 [B, H], on the pools' device), as for `ragged_attention`."""
         return self.k, self.v, self._device_starts, self._device_lens
+
+    def settled(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `for_attention`, without the tails; what is read of it never changes, whoever appends meanwhile."""
+        return self.k, self.v, self._device_starts, self._settled
 
     @classmethod
     def of(
