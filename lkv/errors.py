@@ -69,6 +69,22 @@ class IntegrationError(LkvError):
     """A package that an integration is written for is missing."""
 
 
+class StoreError(LkvError):
+    """Contexts cannot be kept or found where they are to be."""
+
+
+class UnknownContextError(StoreError):
+    """There is no context of that name."""
+
+
+class ServerError(LkvError):
+    """A server is asked to run in a way that it cannot or should not."""
+
+
+class BusyError(LkvError):
+    """An engine or a server has as many requests as it takes; ask again later."""
+
+
 class EvaluationError(LkvError):
     """A benchmark is asked for something that it cannot give."""
 

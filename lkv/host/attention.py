@@ -23,6 +23,8 @@ from lkv.host.spec import inspect_model, layer_windows, local_heads
 
 _PREFIX = "lkv_"
 _ATTACHED = "_lkv_attached"
+# On a cache of pages: what computes the attention over it and over what lies elsewhere (see `paged`).
+PAGED = "_lkv_paged"
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,14 @@ def _attention(
 ) -> tuple[Tensor, Any]:
     # Models name the dropout; libraries that wrap every registered attention function give it by its place.
     stock = partial(_stock(base, module), module, query, key, value, mask, dropout=dropout, **kwargs)
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     hook = getattr(key, HOOK, None)
     if hook is None:
-        return stock()
+        paged = getattr(kwargs.get("cache"), PAGED, None)
+        return stock() if paged is None else (paged(module, query, key, value, scale, kwargs), None)
     owner = hook.__self__.model_config
     if owner is not None and getattr(module, "config", owner) is not owner:
         raise CacheError("this cache was made for another model; make one with RaggedCache(model, ...) for this model.")
-    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     return _hooked(hook, query, key, value, mask, scale, lambda: stock()[0]), None
 
 

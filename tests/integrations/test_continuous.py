@@ -1,0 +1,263 @@
+"""Requests side by side over compressed contexts: every answer is that of `ask`, and nothing stays behind."""
+
+import gc
+import logging
+import random
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from lkv.context import compress
+from lkv.errors import BusyError, IntegrationError, LkvError, PromptError
+from lkv.integrations import continuous
+from lkv.integrations.continuous import ContinuousEngine, PlainEngine, refusal, start
+from lkv.prompts import question_ids
+from lkv.sampling import Sampling
+from tests.conftest import tiny_llama
+from tests.test_compression import TEXT, Words
+
+QUESTIONS = ["what is one ?", "and what now then please ?", "why ?", "where did all of them go to ?"]
+NEWER = pytest.mark.skipif(
+    refusal(tiny_llama()) is not None, reason="transformers' continuous batching fits from 5.17 on"
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def contexts(model):
+    words = TEXT.split()
+    texts = [words, words[::-1], words[7:40], words[::2]]
+    return [compress(model, Words(), " ".join(text), "knorm", 0.2 + 0.1 * n) for n, text in enumerate(texts)]
+
+
+def asked(question):
+    return question_ids(Words(), question)
+
+
+def expected(context, question, length):
+    return [int(word) for word in context.ask(question, length).split()]
+
+
+@pytest.fixture(params=[pytest.param(ContinuousEngine, marks=NEWER), PlainEngine])
+def engine(request, model):
+    engine = request.param(model, Words())
+    yield engine
+    engine.stop(0)
+
+
+@NEWER
+def test_a_thousand_requests_in_any_order_with_cancellations(model, contexts):
+    draw = random.Random(3)
+    threads = threading.active_count()
+    # Few pages, small steps: questions are read in parts, and requests wait for pages.
+    engine = ContinuousEngine(model, Words(), 1000, pages=48, page_size=8, batch_tokens=24, requests=24)
+    wanted = {
+        (place, question, length): expected(contexts[place], question, length)
+        for place in range(4) for question in QUESTIONS for length in (1, 2, 5)
+    }  # fmt: skip
+    requests = []
+    for _ in range(1000):
+        place, question, length = draw.choice(list(wanted))
+        answer = engine.submit(asked(question), contexts[place], length)
+        requests.append((answer, wanted[place, question, length]))
+        if draw.random() < 0.1:
+            draw.choice(requests)[0].cancel()
+    cancelled = 0
+    for answer, right in requests:
+        found = answer.result(120)
+        cancelled += answer.cancelled
+        assert found == (right[: len(found)] if answer.cancelled else right)
+    assert 20 < cancelled < 200 and engine.open == 0 and engine.contexts_in_use() == []
+    deadline = time.monotonic() + 20
+    while (engine.held() or len(set(engine.pages())) > 1) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert engine.held() == 0 and engine.pages()[0] == engine.pages()[1] >= 48
+    assert engine.tokens == sum(len(answer.ids) for answer, _ in requests)
+    engine.stop()
+    assert threading.active_count() == threads
+
+
+def test_answers_are_those_of_ask_with_and_without_a_context(engine, model, contexts):
+    full = compress(model, Words(), TEXT, "full")
+    every = [*contexts[:2], full]
+    answers = [(context, q, engine.submit(asked(q), context, 9)) for q in QUESTIONS for context in every]
+    plain = engine.submit(asked("hello there you"), None, 9)
+    for context, question, answer in answers:
+        found = answer.result(60)
+        assert list(answer) == found == expected(context, question, 9)
+    alone = model.generate(torch.tensor([asked("hello there you")]), max_new_tokens=9, do_sample=False)
+    assert plain.result(60) == alone[0, len(asked("hello there you")) :].tolist()
+
+
+@NEWER
+def test_other_uses_of_the_model_go_on_meanwhile(model, contexts):
+    engine = ContinuousEngine(model, Words())
+    right = expected(contexts[0], QUESTIONS[3], 60)
+    answers = [engine.submit(asked(QUESTIONS[3]), contexts[0], 60) for _ in range(4)]
+    assert expected(contexts[1], QUESTIONS[0], 9) == expected(contexts[1], QUESTIONS[0], 9)
+    assert compress(model, Words(), TEXT, "knorm", 0.2).ask(QUESTIONS[1], 5) == contexts[0].ask(QUESTIONS[1], 5)
+    assert [answer.result(60) for answer in answers] == [right] * 4
+    engine.stop()
+
+
+@NEWER
+def test_equal_questions_about_different_texts_share_nothing(model, contexts):
+    """Long enough for whole pages, which the library would find by their ids."""
+    engine = ContinuousEngine(model, Words(), page_size=4)
+    question = " ".join(QUESTIONS)
+    answers = [engine.submit(asked(question), context, 6).result(60) for context in [*contexts, *contexts]]
+    assert answers == [expected(context, question, 6) for context in contexts] * 2
+    assert len(set(map(tuple, answers))) > 1
+    engine.stop()
+
+
+def test_sampling_is_by_seed_and_of_its_request_alone(engine, contexts):
+    hot = Sampling(temperature=1.5, seed=4)
+    drawn = [engine.submit(asked("why ?"), contexts[0], 12, hot) for _ in range(3)]
+    greedy = engine.submit(asked("why ?"), contexts[0], 12)
+    other = engine.submit(asked("why ?"), contexts[0], 12, Sampling(temperature=1.5, seed=5))
+    sure = engine.submit(asked("why ?"), contexts[0], 12, Sampling(temperature=2.0, top_k=1))
+    narrow = engine.submit(asked("why ?"), contexts[0], 12, Sampling(temperature=2.0, top_p=1e-6))
+    results = [answer.result(60) for answer in drawn]
+    right = expected(contexts[0], "why ?", 12)
+    assert results[0] == results[1] == results[2] != other.result(60)
+    assert greedy.result(60) == sure.result(60) == narrow.result(60) == right != results[0]
+
+
+def test_draws_follow_the_probabilities():
+    torch.manual_seed(0)
+    logits = torch.randn(6)
+    draw = Sampling(temperature=0.7, top_k=4, top_p=0.95, seed=1).drawer()
+    counts = torch.bincount(torch.tensor([draw(logits) for _ in range(4000)]), minlength=6) / 4000
+    shares = (logits / 0.7).softmax(-1)
+    shares[logits.argsort()[:2]] = 0
+    kept, total = torch.zeros(6), 0.0
+    for token in shares.argsort(descending=True).tolist():
+        if total < 0.95 * shares.sum():
+            kept[token] = shares[token]
+        total += float(shares[token])
+    torch.testing.assert_close(counts, kept / kept.sum(), atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1}, {"temperature": float("nan")}, {"temperature": "hot"}, {"top_p": 0}, {"top_p": 1.2},
+     {"top_k": 0}, {"top_k": 1.5}, {"seed": -1}, {"temperature": True}],
+)  # fmt: skip
+def test_bad_sampling_is_named(wrong):
+    with pytest.raises(PromptError, match=f"{next(iter(wrong))} is"):
+        Sampling(**wrong)
+
+
+def test_answers_come_as_they_are_made_and_can_be_cancelled(engine, contexts):
+    noted = threading.Event()
+    answer = engine.submit(asked("why ?"), contexts[0], 400, notify=noted.set)
+    waiting = engine.submit(asked("why ?"), contexts[1], 3)
+    for count, _ in enumerate(answer, 1):
+        if count == 3:
+            break
+    answer.cancel()
+    assert noted.is_set() and answer.cancelled and 3 <= len(answer.result(10)) < 400
+    assert waiting.result(60) == expected(contexts[1], "why ?", 3)
+
+
+def test_an_answer_ends_at_the_models_own_end(engine, model, contexts):
+    whole = expected(contexts[0], "why ?", 12)
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = whole[4]
+    other = type(engine)(model, Words())
+    try:
+        answer = other.submit(asked("why ?"), contexts[0], 12)
+        assert answer.result(60) == whole[: whole.index(whole[4]) + 1] and answer.ended_by_token
+    finally:
+        model.generation_config.eos_token_id = before
+        other.stop(0)
+
+
+def test_a_context_dies_with_its_last_request(engine, model):
+    context = compress(model, Words(), TEXT, "knorm", 0.3)
+    reference = weakref.ref(context)
+    answer = engine.submit(asked("why ?"), context, 5)
+    del context
+    assert answer.result(60)
+    deadline = time.monotonic() + 10
+    while reference() is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+        gc.collect()
+    assert reference() is None
+
+
+def test_too_many_too_long_and_stopped(engine, model, contexts):
+    engine._waiting = 2
+    with pytest.raises(PromptError, match="the model reads at most 512"):
+        engine.submit(asked("why ?"), contexts[0], 600)
+    with pytest.raises(LkvError, match="nothing to answer"):
+        engine.submit([], contexts[0], 3)
+    open_ones = [engine.submit(asked("why ?"), contexts[0], 300) for _ in range(2)]
+    with pytest.raises(BusyError, match="ask again later"):
+        engine.submit(asked("why ?"), contexts[0], 3)
+    engine.stop(0)
+    for answer in open_ones:
+        with pytest.raises(IntegrationError, match="was stopped before"):
+            answer.result(10)
+    with pytest.raises(BusyError, match="is stopping"):
+        engine.submit(asked("why ?"), contexts[0], 3)
+
+
+@NEWER
+def test_a_stop_lets_open_answers_end(model, contexts):
+    engine = ContinuousEngine(model, Words())
+    answer = engine.submit(asked("why ?"), contexts[0], 40)
+    engine.stop(60)
+    assert answer.result(1) == expected(contexts[0], "why ?", 40)
+
+
+@NEWER
+def test_what_cannot_be_served_is_said(model, contexts):
+    engine = ContinuousEngine(model, Words(), pages=4, page_size=8)
+    with pytest.raises(LkvError, match="may have 32 tokens here, not 43"):
+        engine.submit(asked("why ?"), contexts[0], 40 - 1 + 0)
+    foreign = compress(tiny_llama(1, torch.float32), Words(), TEXT, "knorm", 0.3)
+    with pytest.raises(IntegrationError, match="belongs to another model"):
+        engine.submit(asked("why ?"), foreign, 3)
+    evicting = compress(model, Words(), TEXT, "knorm", 0.3, decode_eviction=True)
+    with pytest.raises(IntegrationError, match="cannot be shared"):
+        engine.submit(asked("why ?"), evicting, 3)
+    assert engine.open == 0
+    engine.stop()
+
+
+def test_where_the_version_does_not_fit_answers_come_one_by_one(model, contexts, monkeypatch, caplog):
+    monkeypatch.setattr("transformers.__version__", "5.16.2")
+    with caplog.at_level(logging.WARNING):
+        engine = start(model, Words())
+    assert isinstance(engine, PlainEngine) and "needs transformers 5.17 or newer, and 5.16.2" in caplog.text
+    assert engine.submit(asked("why ?"), contexts[0], 4).result(60) == expected(contexts[0], "why ?", 4)
+    engine.stop()
+    with pytest.raises(IntegrationError, match="cannot be used: it needs"):
+        ContinuousEngine(model, Words())
+
+
+@NEWER
+def test_models_with_windows_are_answered_one_by_one():
+    config = Gemma3TextConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=67, max_position_embeddings=512, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    assert "has sliding layers" in refusal(Gemma3ForCausalLM(config))
+
+
+def test_pools_of_an_uncompressed_context_are_its_keys(model):
+    full = compress(model, Words(), TEXT, "full")
+    key, value, starts, lens = continuous.pools_of(full)(1)
+    assert lens.tolist() == [[60, 60]] and starts.tolist() == [[0, 60]]
+    assert torch.equal(key[60:], full.cache.layers[1].keys[0, 1]) and value.shape == key.shape
