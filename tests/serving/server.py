@@ -1,0 +1,104 @@
+"""A server over loopback, with a tiny random model, for the tests that ask it as clients do."""
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import uvicorn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lkv.serving.app import make_app
+from lkv.serving.service import Service
+from tests.conftest import save_model
+from tests.test_chat import TEMPLATE
+
+KNORM = {"method": "knorm", "retention": 0.4}
+
+
+def tiny(folder):
+    """(model, tokenizer): random weights, a token a byte, a chat template."""
+    save_model(folder, max_position_embeddings=2048)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer
+
+
+class Server:
+    """One service, served; ask it with `get`, `post`, `delete`, which give (status, content)."""
+
+    def __init__(self, service: Service, key: str | None = None, local: bool = True, grace: float = 5.0):
+        self.service, self.key = service, key
+        app = make_app(service, key, local, grace)
+        self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False))
+        self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
+        self._thread.start()
+        while not self._uvicorn.started:
+            assert self._thread.is_alive()
+            time.sleep(0.01)
+        self.port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        self._uvicorn.should_exit = True
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def open(self, path, body=None, method=None, **headers):
+        """The open answer to a request; `body` as JSON unless it is bytes."""
+        if body is not None and not isinstance(body, bytes):
+            body, headers = json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
+        if self.key:
+            headers.setdefault("Authorization", f"Bearer {self.key}")
+        request = urllib.request.Request(self.url + path, body, headers, method=method)
+        return urllib.request.urlopen(request, timeout=60)
+
+    def ask(self, path, body=None, method=None, **headers):
+        try:
+            with self.open(path, body, method, **headers) as answer:
+                status, data = answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            status, data = error.code, error.read()
+        try:
+            return status, json.loads(data)
+        except ValueError:
+            return status, data.decode()
+
+    def problem(self, path, body=None, method=None, **headers):
+        """(status, sentence) of an error in OpenAI's form."""
+        status, content = self.ask(path, body, method, **headers)
+        assert status >= 400 and set(content["error"]) == {"message", "type", "param", "code"}, content
+        return status, content["error"]["message"]
+
+    def compressed(self, text, **fields):
+        """The id of a context of `text`, once it is there."""
+        status, made = self.ask("/v1/contexts", {"text": text, **fields})
+        assert status in (200, 202), made
+        deadline = time.monotonic() + 60
+        while made["status"] == "compressing":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            made = self.ask(f"/v1/contexts/{made['id']}")[1]
+        assert made["status"] == "ready", made
+        return made["id"]
+
+    def chat(self, question, context=None, **fields):
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 8, "context": context, **fields}
+        return self.ask("/v1/chat/completions", body)
+
+    def answer(self, question, context=None, **fields):
+        status, content = self.chat(question, context, **fields)
+        assert status == 200, content
+        return content["choices"][0]["message"]["content"]
+
+
+@contextmanager
+def serving(model, tokenizer, store, key=None, local=True, grace=5.0, **options):
+    """A server of a service with these `options`."""
+    server = Server(Service(model, tokenizer, "tiny", str(store), **{**KNORM, **options}), key, local, grace)
+    try:
+        yield server
+    finally:
+        server.stop()

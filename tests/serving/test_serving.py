@@ -1,0 +1,463 @@
+"""The server as its clients see it: stock OpenAI clients, curl, and everything that can be sent wrong."""
+
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+
+from lkv.commands.main import main
+from lkv.commands.serve import check_port, checked_key
+from lkv.context import compress
+from lkv.errors import ServerError
+from lkv.prompts import messages_text
+from lkv.serving.service import Limits, Service
+from lkv.serving.text import Growing
+from tests.conftest import save_model
+
+openai = pytest.importorskip("openai")
+helpers = pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
+serving, tiny, KNORM = helpers.serving, helpers.tiny, helpers.KNORM
+
+TEXT = "The harbour of Lisse holds 41 boats. " * 6
+OTHER = "Professor Brandt teaches botany in Ghent. " * 5
+QUESTIONS = ["Who?", "How many boats are there?", "And then?"]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(parts, tmp_path_factory):
+    with serving(*parts, tmp_path_factory.mktemp("store")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def context(server):
+    return server.compressed(TEXT, name="harbour")
+
+
+@pytest.fixture(scope="module")
+def expected(parts):
+    own = compress(*parts, TEXT, KNORM["method"], KNORM["retention"])
+    return {question: own.ask(question, 8) for question in QUESTIONS}
+
+
+def test_a_stock_client_asks_a_context(server, context, expected):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()][:2] == ["tiny", f"tiny:{context}"]
+    for question in QUESTIONS:
+        turn = [{"role": "user", "content": question}]
+        named = client.chat.completions.create(model=f"tiny:{context}", messages=turn, max_tokens=8)
+        field = client.chat.completions.create(
+            model="tiny", messages=turn, max_completion_tokens=8, extra_body={"context": context}
+        )
+        assert named.choices[0].message.content == field.choices[0].message.content == expected[question]
+        assert named.choices[0].finish_reason in ("length", "stop") and named.usage.completion_tokens <= 8
+        assert named.usage.prompt_tokens_details.cached_tokens == len(TEXT) + len("[user]")
+        stream = client.chat.completions.create(
+            model=f"tiny:{context}", messages=turn, max_tokens=8, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = list(stream)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected[question]
+        assert chunks[-2].choices[0].finish_reason == named.choices[0].finish_reason
+        assert chunks[-1].usage == named.usage and not chunks[-1].choices
+
+
+def test_many_clients_at_once(server, context, parts, expected):
+    other = server.compressed(OTHER)
+    own = compress(*parts, OTHER, KNORM["method"], KNORM["retention"])
+    right = {(context, question): text for question, text in expected.items()}
+    right |= {(other, question): own.ask(question, 8) for question in QUESTIONS}
+    found, threads = [], []
+    for key in [*right] * 3:
+        threads.append(threading.Thread(target=lambda key=key: found.append((key, server.answer(key[1], key[0])))))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 18 and all(right[key] == text for key, text in found)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_curl_uploads_a_file_and_asks(server, tmp_path):
+    file = tmp_path / "note.txt"
+    file.write_bytes("\ufeffDie Brücke ist gesperrt. ".encode() * 4)
+
+    def curl(*words):
+        done = subprocess.run(["curl", "-sS", "-m", "60", *words], capture_output=True, check=True)
+        return done.stdout.decode()
+
+    made = json.loads(curl("-F", f"file=@{file}", "-F", "retention=1", f"{server.url}/v1/contexts"))
+    deadline = time.monotonic() + 30
+    while made["status"] != "ready" and time.monotonic() < deadline:
+        made = json.loads(curl(f"{server.url}/v1/contexts/{made['id']}"))
+    assert made["name"] == "note.txt" and made["retention"] == made["realised_retention"] == 1.0
+    body = json.dumps({"messages": [{"role": "user", "content": "Warum?"}], "context": made["id"], "stream": True,
+                       "max_tokens": 3})  # fmt: skip
+    lines = curl("-N", "-H", "Content-Type: application/json", "-d", body, f"{server.url}/v1/chat/completions").split(
+        "\n\n"
+    )
+    assert lines[0].startswith("data: {") and lines[-2] == "data: [DONE]"
+    assert curl(f"{server.url}/healthz") == "ok\n"
+
+
+def test_without_a_context_it_is_a_plain_chat_model(server, parts):
+    model, tokenizer = parts
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    ids = tokenizer(messages_text(tokenizer, turns, False), return_tensors="pt", add_special_tokens=False)["input_ids"]
+    out = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    right = tokenizer.decode(out, skip_special_tokens=True).strip()
+    assert server.answer("", None, messages=turns, max_tokens=6) == right
+
+
+def test_turns_follow_the_context_as_the_template_writes_them(server, context, parts):
+    model, tokenizer = parts
+    whole = server.compressed(TEXT, retention=1.0)
+    assert whole != context
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}]
+    last = [{"type": "text", "text": "And "}, {"type": "text", "text": "then?"}]
+    conversation = f"[user]{TEXT}\n\nWho?</s>[assistant]Nobody.</s>[user]And then?</s>[assistant]"
+    ids = tokenizer(conversation, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    out = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    right = tokenizer.decode(out, skip_special_tokens=True).strip()
+    assert server.answer("", whole, messages=[*turns, {"role": "user", "content": last}], max_tokens=6) == right
+
+
+def test_a_system_prompt_is_compressed_or_begins_the_question(server, parts):
+    own = compress(*parts, TEXT, KNORM["method"], KNORM["retention"], system="Be brief.")
+    name = server.compressed(TEXT, system="Be brief.")
+    assert server.answer("Who?", name) == own.ask("Who?", 8)
+    late = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who?"}]
+    assert server.answer("", name, messages=late) == own.ask("Be kind.\n\nWho?", 8)
+
+
+def test_the_same_text_is_one_file(server, context, parts):
+    status, again = server.ask("/v1/contexts", {"text": TEXT})
+    assert status == 200 and again["id"] == context and again["status"] == "ready"
+    assert 0 < again["bytes"] < again["full_bytes"] and again["realised_retention"] == pytest.approx(0.4, abs=0.01)
+    every = server.ask("/v1/contexts")[1]["data"]
+    assert [one["id"] for one in every].count(context) == 1
+
+
+def test_a_models_name_may_hold_colons(server, context, expected, monkeypatch):
+    monkeypatch.setattr(server.service, "name", "owner/a:b")
+    assert server.answer("Who?", None, model=f"owner/a:b:{context}") == expected["Who?"]
+    assert server.answer("Who?", context, model="owner/a:b") == expected["Who?"]
+    assert server.chat("Who?", None, model="owner/a")[0] == 404
+
+
+def test_sampling_seeds_and_stops(server, context, expected):
+    hot = {"temperature": 1.9, "seed": 3, "max_tokens": 12}
+    assert server.answer("Who?", context, **hot) == server.answer("Who?", context, **hot)
+    texts = {server.answer("Who?", context, temperature=1.9, seed=seed, max_tokens=12) for seed in range(4)}
+    assert len(texts) > 1
+    whole = expected["Who?"]
+    stop = whole[2:4].strip()
+    status, cut = server.chat("Who?", context, stop=[stop, "never"])
+    assert status == 200 and cut["choices"][0]["message"]["content"] == whole[: whole.index(stop)].rstrip()
+    assert cut["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"{", 400, "the body: JSON decode error"),
+        ([1], 400, "the body"),
+        ({}, 400, "messages: Field required"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "user"}]}, 400, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "last message must be one of the user"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "other than text"),
+        ({"messages": [{"role": "user", "content": " "}]}, 400, "the question is empty"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "unicode"),
+        ({"stop": ["end", ""]}, 400, "none of them empty"),
+        ({"model": "gpt-9"}, 404, "no model 'gpt-9' here, only 'tiny'"),
+        ({"context": "../../etc/passwd"}, 404, "there is no context"),
+        ({"model": "tiny:" + "a" * 32 + "-" + "b" * 16}, 404, "there is no context"),
+        ({"model": "tiny:a", "context": "b"}, 400, "name two contexts"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": 4000}, 400, "the model reads at most 2048"),
+        ({"temperature": 9}, 400, "temperature is 9.0"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"stop": ["a"] * 5}, 400, "stop takes up to 4"),
+        ({"n": 2}, 400, "n is not offered"),
+        ({"tools": [{}]}, 400, "tools is not offered"),
+        ({"logprobs": True}, 400, "logprobs is not offered"),
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "the model reads at most 2048"),
+    ],
+)  # fmt: skip
+def test_bad_chats_get_one_sentence(server, body, status, says):
+    if isinstance(body, dict) and body and "messages" not in body:
+        body = {"messages": [{"role": "user", "content": "Hello"}], **body}
+    headers = {"Content-Type": "application/json"}
+    if body == {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4000}:
+        server.service.limits.__dict__["answer_tokens"], kept = 5000, server.service.limits.answer_tokens
+        try:
+            found = server.problem("/v1/chat/completions", body, **headers)
+        finally:
+            server.service.limits.__dict__["answer_tokens"] = kept
+    else:
+        found = server.problem("/v1/chat/completions", body, **headers)
+    assert found[0] == status and says in found[1], found
+    assert "Traceback" not in found[1] and "\n" not in found[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"text": ""}, "the text is empty"), ({"text": " \n"}, "the text is empty"), ({}, "text: Field required"),
+        ({"text": 5}, "text: Input should be a valid string"), ({"text": "x" * 5000}, "the model reads at most 2048"),
+        ({"text": "x", "retention": 2}, "must lie in (0, 1]"), ({"text": "x", "system": " "}, "system prompt is empty"),
+        (b"{", "Invalid JSON"), ({"text": "x" * 10**6}, "the text has more than"),
+    ],
+)  # fmt: skip
+def test_bad_texts_get_one_sentence(server, body, says):
+    status, said = server.problem("/v1/contexts", body, **{"Content-Type": "application/json"})
+    assert status == 400 and says in said, said
+
+
+def form(data):
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\n'
+    return head + data + b"\r\n--b--\r\n", {"Content-Type": "multipart/form-data; boundary=b"}
+
+
+def test_files_of_another_encoding_or_none(server):
+    body, headers = form("Brücke".encode("latin-1"))
+    status, said = server.problem("/v1/contexts", body, **headers)
+    assert status == 400 and "no UTF-8 text (invalid" in said
+    body, headers = form(b"")
+    assert server.problem("/v1/contexts", body, **headers) == (400, "the text is empty; give some text to compress.")
+    status, said = server.problem("/v1/contexts", b"nonsense", **headers)
+    assert status == 400
+
+
+def test_a_text_too_short_for_its_retention_is_a_failed_job(server):
+    status, made = server.ask("/v1/contexts", {"text": "x", "retention": 0.01})
+    assert status == 202
+    deadline = time.monotonic() + 30
+    while made["status"] == "compressing" and time.monotonic() < deadline:
+        made = server.ask(f"/v1/contexts/{made['id']}")[1]
+    assert made["status"] == "failed" and "nothing of it would be kept" in made["error"]
+    status, said = server.problem(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "?"}], "context": made["id"]}
+    )
+    assert status == 404 and "could not be made" in said
+    assert server.ask(f"/v1/contexts/{made['id']}", method="DELETE")[1]["deleted"] is True
+
+
+def test_unknown_paths_and_methods(server):
+    assert server.problem("/v2") == (404, "GET /v2: Not Found; the API is described at /.")
+    assert server.problem("/v1/contexts", b"", "PUT")[0] == 405
+    assert (
+        server.problem("/v1/contexts/nothing")[0] == server.problem("/v1/contexts/nothing", method="DELETE")[0] == 404
+    )
+
+
+def test_a_context_deleted_while_it_is_asked_answers_to_the_end(server, parts):
+    name = server.compressed(OTHER + "!")
+    own = compress(*parts, OTHER + "!", KNORM["method"], KNORM["retention"])
+    body = {"messages": [{"role": "user", "content": "Who?"}], "context": name, "max_tokens": 60, "stream": True}
+    with server.open("/v1/chat/completions", body) as stream:
+        first = stream.readline()
+        assert server.ask(f"/v1/contexts/{name}", method="DELETE")[1] == {
+            "object": "context",
+            "id": name,
+            "deleted": True,
+        }
+        rest = first + stream.read()
+    events = [json.loads(line[6:]) for line in rest.decode().split("\n\n") if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == own.ask("Who?", 60)
+    assert server.chat("Who?", name)[0] == 404
+
+
+def test_a_client_that_goes_ends_its_answer(server, context):
+    body = json.dumps({"messages": [{"role": "user", "content": "Who?"}], "context": context, "max_tokens": 1000,
+                       "stream": True}).encode()  # fmt: skip
+    before = server.service.engine.tokens
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                       b"Content-Length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
+        client.recv(400)
+    deadline = time.monotonic() + 30
+    while server.service.engine.open and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.service.engine.open == 0 and server.service.engine.tokens - before < 1000
+
+
+def test_metrics_tell_what_is_held(server, context):
+    server.answer("Who?", context)
+    text = server.ask("/metrics")[1]
+    values = dict(line.split(" ") for line in text.splitlines() if not line.startswith("#"))
+    resident = server.service.store.resident()
+    assert float(values["lkv_generated_tokens_total"]) == server.service.engine.tokens > 0
+    assert float(values["lkv_contexts_resident"]) == len(resident) >= 1
+    assert float(values["lkv_context_bytes"]) == sum(resident.values())
+    assert float(values["lkv_context_bytes_saved"]) > 0 and float(values["lkv_tokens_per_second"]) >= 0
+    assert float(values["lkv_requests_open"]) == 0 and float(values["lkv_texts_waiting"]) == 0
+
+
+def test_the_page_is_whole_and_asks_nobody_else(server):
+    with server.open("/") as answer:
+        page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
+    assert "<title>LKV</title>" in page and "default-src 'none'" in policy
+    assert "http://" not in page and "https://" not in page and "src=" not in page
+
+
+def test_strangers_are_refused(server):
+    assert server.problem("/healthz", Host="evil.example")[0] == 421
+    assert server.problem("/v1/contexts", {"text": "x"}, Origin="http://evil.example")[0] == 403
+    assert server.ask("/healthz", Origin=server.url)[0] == 200
+
+
+def test_a_key_and_limits(parts, tmp_path):
+    limits = Limits(upload_bytes=3000, requests=1, texts=1, answer_tokens=900, seconds=0.2)
+    with serving(*parts, tmp_path, key="secret", local=False, limits=limits) as server:
+        assert server.ask("/healthz", Authorization="")[0] == server.ask("/", Authorization="")[0] == 200
+        for wrong in ("", "Bearer wrong", "secretBearer "):
+            status, said = server.problem("/v1/models", Authorization=wrong)
+            assert status == 401 and "the key is missing or wrong" in said
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        assert server.ask("/v1/models", Host="elsewhere.example")[0] == 200
+        status, said = server.problem("/v1/contexts", {"text": "x" * 4000})
+        assert status == 413 and "larger than 3,000 bytes" in said
+        for kind, path in (("application/json", "/v1/contexts"), ("application/json", "/v1/chat/completions"),
+                           ("multipart/form-data; boundary=b", "/v1/contexts")):  # fmt: skip
+            sent = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+            headers = {"Authorization": "Bearer secret", "Content-Type": kind}
+            pieces = iter([form(b"")[0][:70], *[b"x" * 500] * 9])  # of a length that is not told
+            sent.request("POST", path, pieces, headers, encode_chunked=True)
+            answer = sent.getresponse()
+            assert answer.status == 413 and b"larger than 3,000 bytes" in answer.read()
+            sent.close()
+        name = server.compressed(TEXT)
+        # Longer than the time that an answer may take, and the one request at once that is served.
+        long = threading.Thread(target=lambda: found.append(server.chat("Who?", name, max_tokens=900)))
+        found: list = []
+        long.start()
+        deadline = time.monotonic() + 10
+        while not server.service.engine.open and time.monotonic() < deadline:
+            time.sleep(0.001)
+        status, said = server.problem(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": "Who?"}], "context": name}
+        )
+        assert status == 429 and "ask again later" in said
+        long.join()
+        assert found[0][0] == 504 and "took more than 0.2 seconds" in found[0][1]["error"]["message"]
+        deadline = time.monotonic() + 10
+        while server.service.engine.open and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.service.engine.open == 0
+
+
+def test_texts_beyond_those_that_may_wait_get_429(parts, tmp_path, monkeypatch):
+    release = threading.Event()
+    plain = Service._compress
+
+    def slow(self, job):
+        release.wait(30)
+        plain(self, job)
+
+    monkeypatch.setattr(Service, "_compress", slow)
+    with serving(*parts, tmp_path, limits=Limits(texts=1)) as server:
+        first = server.ask("/v1/contexts", {"text": "one " * 9})[1]
+        deadline = time.monotonic() + 10
+        while server.service._waiting.qsize() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        second = server.ask("/v1/contexts", {"text": "two " * 9})[1]
+        assert server.ask("/v1/contexts", {"text": "one " * 9})[1]["id"] == first["id"]
+        assert server.problem("/v1/contexts", {"text": "three " * 9})[0] == 429
+        status, said = server.problem(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": "?"}], "context": first["id"]}
+        )
+        assert status == 404 and "is being compressed (0%)" in said
+        assert server.ask(f"/v1/contexts/{second['id']}", method="DELETE")[0] == 200
+        release.set()
+        while server.ask(f"/v1/contexts/{first['id']}")[1]["status"] != "ready" and time.monotonic() < deadline + 30:
+            time.sleep(0.02)
+        assert [one["id"] for one in server.ask("/v1/contexts")[1]["data"]] == [first["id"]]
+
+
+def test_a_stop_lets_answers_end(parts, tmp_path):
+    with serving(*parts, tmp_path, grace=30) as server:
+        name = server.compressed(TEXT)
+        right = compress(*parts, TEXT, KNORM["method"], KNORM["retention"]).ask("Who?", 40)
+        found: list = []
+        asking = threading.Thread(target=lambda: found.append(server.answer("Who?", name, max_tokens=40)))
+        asking.start()
+        deadline = time.monotonic() + 10
+        while not server.service.engine.open and time.monotonic() < deadline:
+            time.sleep(0.001)
+    asking.join()
+    assert found == [right] and server.service.engine.open == 0
+
+
+def test_a_key_is_needed_where_others_can_reach_it(monkeypatch):
+    monkeypatch.delenv("LKV_API_KEY", raising=False)
+    assert checked_key("127.0.0.1") is checked_key("localhost") is None
+    with pytest.raises(ServerError, match=r"0.0.0.0 can be reached by others: set LKV_API_KEY"):
+        checked_key("0.0.0.0")
+    monkeypatch.setenv("LKV_API_KEY", "x")
+    assert checked_key("0.0.0.0") == "x"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ServerError, match="cannot be listened on"):
+            check_port("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--host", "0.0.0.0"], "set LKV_API_KEY"), (["--method", "full"], "cannot be stored"),
+        (["--port", "70000"], "give one from 1 to 65535"), (["--retention", "2"], "must lie in (0, 1]"),
+        (["--store", "nosuch://place", "--method", "knorm", "--model", "{model}"], "Protocol not known"),
+        (["--model", "nothing/here"], "no model could be loaded"),
+    ],
+)  # fmt: skip
+def test_a_server_that_cannot_be_says_so(words, says, monkeypatch, capsys, tmp_path):
+    monkeypatch.delenv("LKV_API_KEY", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if "{model}" in words:
+        save_model(tmp_path / "model")
+        words = [*words[:-1], str(tmp_path / "model")]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert main(["serve", "--port", str(port), *words]) == 2
+    said = capsys.readouterr().err
+    assert says in said and "Traceback" not in said
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes: characters come in parts."""
+
+    def decode(self, ids, **_):
+        return bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("text", "stops", "right"),
+    [
+        ("  Grüße, Łódź! 😀 \n", [], "Grüße, Łódź! 😀"), ("one stop two", ["stop"], "one"),
+        ("a sto stop b", ["stop"], "a sto"),
+        ("never ends st", ["stop"], "never ends st"), ("x\n\ny", ["\n\n", "y"], "x"), ("stop", ["stop"], ""),
+    ],
+)  # fmt: skip
+def test_text_grows_as_it_will_stay(text, stops, right, step):
+    growing, ids, given = Growing(Bytes(), stops), list(text.encode()), ""
+    for end in range(step, len(ids) + step, step):
+        given += growing.more(ids[:end], end >= len(ids))
+        assert right.startswith(given)
+        if growing.stopped:
+            break
+    assert given == right

@@ -1,0 +1,179 @@
+"""The context store: files under the text's hash, least recently used ones let go, nothing half there."""
+
+import errno
+import json
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from lkv import tensor_file
+from lkv.context import Context, compress
+from lkv.errors import ContextFileError, StoreError, UnknownContextError
+from lkv.host.spec import inspect_model
+from lkv.policy import Policy
+from tests.conftest import tiny_llama
+from tests.test_compression import TEXT, Words
+
+pytest.importorskip("fsspec")
+from lkv.serving.store import ContextStore, Settings, entry_of, name_of
+
+SETTINGS = Settings("knorm", 0.4, None, "model")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(dtype=torch.float32)
+
+
+def add(store, model, text, settings=SETTINGS, **options):
+    context = compress(model, Words(), text, settings.method, settings.retention, **options)
+    name = name_of(text, settings)
+    store.put(entry_of(name, text[:8], context, settings), context)
+    return name, context
+
+
+def made(place, model, policy=None, memory=10**9):
+    return ContextStore(str(place), model, Words(), policy, memory)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_contexts_outlive_the_store(model, tmp_path, remote):
+    place = f"memory://{tmp_path.name}" if remote else tmp_path / "deep" / "er"
+    name, context = add(made(place, model), model, TEXT)
+    other = made(place, model)
+    assert other.resident() == {} and [entry.id for entry in other.entries()] == [name]
+    entry = other.entry(name)
+    assert (entry.tokens, entry.nbytes, entry.full_nbytes) == (60, context.nbytes(), context.full_nbytes())
+    assert other.get(name).ask("why ?", 9) == context.ask("why ?", 9) and set(other.resident()) == {name}
+    assert other.delete(name) and not other.delete(name) and other.entries() == []
+    with pytest.raises(UnknownContextError, match="compress its text first"):
+        other.get(name)
+
+
+def test_names_tell_texts_and_settings_apart():
+    changes = [{}, {"retention": 0.3}, {"policy": "p"}, {"model": "m"}, {"system": "s"}, {"method": "tova"}]
+    different = [SETTINGS._replace(**change) for change in changes]
+    assert len({name_of(text, settings) for text in ("a", "b") for settings in different}) == 12
+    assert name_of("a", SETTINGS) == name_of("a", Settings(*SETTINGS))
+
+
+def test_the_same_text_twice_is_one_file(model, tmp_path):
+    store = made(tmp_path, model)
+    assert add(store, model, TEXT)[0] == add(store, model, TEXT)[0]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".kv"]
+
+
+def test_the_least_recently_used_leave_memory_alone(model, tmp_path):
+    one = compress(model, Words(), TEXT, "knorm", 0.4).nbytes()
+    store = made(tmp_path, model, memory=int(2.5 * one))
+    texts = [" ".join(f"{letter}{number}" for number in range(60)) for letter in "abc"]
+    first, second = (add(store, model, text)[0] for text in texts[:2])
+    before = weakref.ref(store.get(second))
+    assert store.get(first) is store.get(first)
+    third = add(store, model, texts[2])[0]
+    assert set(store.resident()) == {first, third} and sum(store.resident().values()) <= 2.5 * one
+    assert before() is None  # really let go
+    answer = compress(model, Words(), texts[1], "knorm", 0.4).ask("why ?", 6)
+    assert store.get(second).ask("why ?", 6) == answer and set(store.resident()) == {third, second}
+    assert len(store.entries()) == 3
+
+
+def test_a_context_larger_than_all_memory_is_still_served(model, tmp_path):
+    store = made(tmp_path, model, memory=1)
+    name, _ = add(store, model, TEXT)
+    assert set(store.resident()) == {name}
+
+
+def test_threads_that_want_one_context_load_it_once(model, tmp_path, monkeypatch):
+    name, _ = add(made(tmp_path, model), model, TEXT)
+    store, loads, found = made(tmp_path, model), [], []
+    plain = Context.load
+    monkeypatch.setattr(Context, "load", lambda *words: loads.append(words) or plain(*words))
+    threads = [threading.Thread(target=lambda: found.append(store.get(name))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(loads) == 1 and len(found) == 8 and len(set(map(id, found))) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "foreign", "empty"])
+def test_damaged_files_are_named(model, tmp_path, damage):
+    name, _ = add(made(tmp_path, model), model, TEXT)
+    path = tmp_path / f"{name}.kv"
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[-3] ^= 1
+    path.write_bytes({"cut": data[:-50], "flip": data, "foreign": b"hello" * 99, "empty": b""}[damage])
+    with pytest.raises(ContextFileError, match="compress again"):
+        made(tmp_path, model).get(name)
+
+
+def test_a_context_of_another_model_or_policy_is_refused(tmp_path, model):
+    name, _ = add(made(tmp_path, model), model, TEXT)
+    with pytest.raises(ContextFileError, match="was saved by a model with"):
+        made(tmp_path, tiny_llama(3, torch.float32)).get(name)
+    policy = Policy(inspect_model(model)).requires_grad_(False)
+    settings = Settings("lkv", 0.4, policy.digest(), "model")
+    name, _ = add(made(tmp_path, model, policy.digest()), model, TEXT, settings, policy=policy)
+    assert made(tmp_path, model, policy.digest()).get(name).tokens == 60
+    with pytest.raises(ContextFileError, match="under another policy than this one"):
+        made(tmp_path, model, "0" * 64).get(name)
+
+
+def test_a_full_disk_leaves_what_was_there(model, tmp_path, monkeypatch):
+    store = made(tmp_path, model)
+    name, context = add(store, model, TEXT)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(StoreError, match=r"cannot be kept .*No space left on device.*make room"):
+        add(store, model, TEXT)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with pytest.raises(StoreError, match="No space left"):
+        add(store, model, TEXT + " more")
+    assert [entry.id for entry in store.entries()] == [name] and context.tokens == 60
+
+
+def test_only_ids_reach_the_files(model, tmp_path):
+    (tmp_path / "other.kv").write_bytes(b"x")
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / ("a" * 32 + "-" + "b" * 16 + ".json")).write_text(json.dumps({"id": 1}))
+    store = made(tmp_path, model)
+    for name in ("other", "../other", "", "a" * 49, "/etc/passwd"):
+        assert store.entry(name) is None and store.delete(name) is False
+        with pytest.raises(UnknownContextError):
+            store.get(name)
+    assert store.entries() == [] and (tmp_path / "other.kv").exists()
+
+
+def test_places_that_cannot_be_used_are_named(model, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreError, match="cannot be kept at"):
+        made(tmp_path / "file" / "folder", model)
+    with pytest.raises(StoreError, match="Protocol not known"):
+        made("nosuch://place", model)
+
+
+def test_what_is_listed_is_complete(model, tmp_path, monkeypatch):
+    """Stopped between the two files, a context is not there, and can be made again."""
+    store = made(tmp_path, model)
+    plain = tensor_file.write
+
+    def stops(*words):
+        plain(*words)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tensor_file, "write", stops)
+    with pytest.raises(KeyboardInterrupt):
+        add(store, model, TEXT)
+    monkeypatch.undo()
+    assert made(tmp_path, model).entries() == []
+    name, _ = add(store, model, TEXT)
+    assert [entry.id for entry in store.entries()] == [name]
