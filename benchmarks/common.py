@@ -3,20 +3,64 @@
 import argparse
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lkv.errors import LkvError, PolicyMismatchError
 from lkv.evals.roster import Roster
 from lkv.methods.budget import Uniform
 from lkv.methods.build import Method, make_method
 from lkv.methods.catalogue import FULL
 from lkv.methods.selection import LearnedScores
-from lkv.models import default_policy
+from lkv.models import DEFAULT, default_policy, load_model, load_policy
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 
 _FOLDERS = ("data", "out")
 RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is measured: with its policy, and called as on the hub."""
+
+    model: Any
+    tokenizer: Any
+    policy: Policy
+    name: str
+
+    def results(self, kind: str) -> Path:
+        """Where results of this `kind` go: each model but the embedded one has files of its own."""
+        short = self.name.rpartition("/")[2].lower()
+        return RESULTS / (f"{kind}.json" if short == DEFAULT else f"{kind}-{short}.json")
+
+
+def add_subject(parser: argparse.ArgumentParser) -> None:
+    """--model, --policy and --dtype, as every benchmark of several models takes them."""
+    parser.add_argument("--model", default=None, help="folder, GGUF file or hub id (default: the embedded model)")
+    parser.add_argument("--policy", type=Path, default=None, help="folder (default: the one shipped for the model)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+
+
+def subject_of(options: argparse.Namespace) -> Subject:
+    """The model and policy that the options name; `options.model` becomes what the hub calls it."""
+    model, tokenizer = load_model(options.model or DEFAULT, getattr(torch, options.dtype))
+    policy = load_policy(options.policy) if options.policy else default_policy(model)
+    known = policy.card.get("hub") or [Path(options.model or DEFAULT).name]
+    if options.model:
+        options.model = known[0]
+    return Subject(model, tokenizer, policy, known[0])
+
+
+def per_length(tokens: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
+    """How many samples each length gets: one number for all of them, or one each. Raises LkvError for another count."""
+    if len(counts) not in (1, len(tokens)):
+        raise LkvError(f"{len(counts)} numbers for {len(tokens)} lengths; give one, or one for each length.")
+    return dict(zip(tokens, counts if len(counts) > 1 else [*counts] * len(tokens), strict=True))
 
 
 def methods_of(names: Sequence[str], policy: Policy, retention: float, model: Any = None) -> list[Method]:
@@ -31,12 +75,12 @@ def methods_of(names: Sequence[str], policy: Policy, retention: float, model: An
 def rosters_of(
     model: Any, tokenizer: Any, names: Sequence[str], retentions: Sequence[float], policy: Policy
 ) -> dict[str, Roster]:
-    """The methods `names` under `policy`, and LKV with the paper's own scorer (k as cached, no other term), by what is
-    put behind their names."""
-    return {
-        "": Roster(model, tokenizer, names, retentions, policy),
-        "-paper": Roster(model, tokenizer, ["lkv"], retentions, default_policy(paper=True)),
-    }
+    """The methods `names` under `policy` and, where a policy of it is shipped for the model, LKV with the paper's own
+    scorer (k as cached, no other term), by what is put behind their names."""
+    rosters = {"": Roster(model, tokenizer, names, retentions, policy)}
+    with suppress(PolicyMismatchError):
+        rosters["-paper"] = Roster(model, tokenizer, ["lkv"], retentions, default_policy(model, paper=True))
+    return rosters
 
 
 def rows_of(rosters: dict[str, Roster], ids: list[int], prompt: list[PromptLayer]) -> list[tuple[str, float, Method]]:

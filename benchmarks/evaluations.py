@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.common import RESULTS
 from lkv.errors import ReportError
 from lkv.journal import FIDELITY
+from lkv.models import DEFAULT
 from lkv.report.names import CATEGORIES, FULL
 from lkv.report.reading import Results, read_results
 from lkv.report.scores import Pair, Scores, Unit, pairs_of
@@ -77,6 +78,8 @@ def _command(results: Results) -> str:
     header = results.header
     words = ["lkv", "eval", header["suite"], "--data", "EVAL_FOLDER", "--methods", *header["methods"], "--retention"]
     words += [*map(str, header["retentions"]), "--protocol", header["protocol"], "--dtype", header["dtype"]]
+    if header["model"] != DEFAULT:
+        words += ["--model", header["model"]]
     tasks = list(dict.fromkeys(sample.task for sample in results.samples))
     if set(tasks) < {task for names in CATEGORIES[header["suite"]].values() for task in names}:
         words += ["--tasks", *tasks]

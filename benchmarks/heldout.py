@@ -21,6 +21,7 @@ from lkv.training.data.sample import Continuation, Sample, tokenize
 
 CONTINUATIONS = 4
 LONGEST = 160
+_LONG = 8000  # tokens, beyond which single texts are too short and others go before them
 _LONGBENCH = ("narrativeqa", "qasper", "multifieldqa_en", "gov_report", "musique", "2wikimqa")
 TASKS = ("prose QA", "multi-hop QA", "stories", "meetings", "code", "needles")
 
@@ -116,6 +117,17 @@ class HeldOut:
         self._prose = [p.text for p in sources.tales(folder / "fairytaleqa_val.jsonl.gz")]
         self._tokenizer, self._seed = tokenizer, seed
 
+    def _after_others(self, context: str, task: str, rng: random.Random, tokens: int) -> str:
+        """`context` behind other texts of its task, as many as make `tokens` tokens by the tokenizer."""
+        others: list[str] = []
+        room = tokens - len(encode(self._tokenizer, context))
+        while room > tokens // 20 and len(others) < 100:
+            other, _ = self._build[task](rng, tokens)
+            ids = encode(self._tokenizer, other)
+            others.append(other if len(ids) <= room else other[: len(other) * room // len(ids)])
+            room -= len(ids)
+        return "\n\n".join([*others, context])
+
     def case(self, task: str, number: int, tokens: int | None = None) -> Case:
         """A context of about `tokens` tokens (1,000 to 2,000 unless given) with what is asked of it."""
         rng = random.Random(f"{self._seed}-{task}-{number}" + (f"-{tokens}" if tokens else ""))
@@ -130,5 +142,7 @@ class HeldOut:
                 asked.append((prefix + target, len(prefix)))
             return Case(item.ids, asked)
         context, continuations = self._build[task](rng, tokens)
+        if tokens > _LONG:
+            context = self._after_others(context, task, rng, tokens)
         tokenized = tokenize(Sample(task, context, tuple(continuations)), self._tokenizer, longest, LONGEST)
         return Case(tokenized.context, tokenized.continuations)

@@ -1,6 +1,7 @@
 """Fidelity by length, retention and task: KL(full || compressed) and top-1 agreement of every method of one table.
 
 python -m benchmarks.length --data FOLDER    (FOLDER is the evaluation folder; writes length.json)
+python -m benchmarks.length --data FOLDER --model NAME --tokens 2000 16000 32000 --contexts 3 3 1    (length-NAME.json)
 
 References are the gold answers, the text that follows, and the model's own answer from its full cache.
 """
@@ -13,15 +14,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, command_of, rosters_of, rows_of, settings_of
+from benchmarks.common import add_subject, command_of, per_length, rosters_of, rows_of, settings_of, subject_of
 from benchmarks.heldout import HeldOut
 from lkv.config import asdict
 from lkv.evals.compare import Comparison
 from lkv.evals.roster import Roster
 from lkv.journal import Done, resumable
 from lkv.methods.catalogue import FULL
-from lkv.models import default_policy, load_default
-from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.report.figures import new_figure, save_figure
 from lkv.report.names import label
@@ -38,31 +37,34 @@ _UNIT = "nats a token, KL(full || compressed)"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--policy", type=Path, default=None, help="folder (default: the one shipped)")
+    add_subject(parser)
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 2000, 4000, 7800])
     parser.add_argument("--retention", type=float, nargs="+", default=[0.3, 0.15, 0.1, 0.05])
-    parser.add_argument("--contexts", type=int, default=3, help="contexts a task and length")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[3], help="contexts a task, for each length or all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "length.json")
+    parser.add_argument("--out", type=Path, default=None, help="(default: benchmarks/results/length[-MODEL].json)")
     options = parser.parse_args()
-    model, tokenizer = load_default(getattr(torch, options.dtype))
-    policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
-    rosters = rosters_of(model, tokenizer, options.methods, options.retention, policy)
-    heldout = HeldOut(options.data, tokenizer, options.seed)
-    settings = settings_of(options) | {"policy": policy.digest()}
-    settings.pop("contexts")  # more of them go on where fewer ended
-    with resumable(options.out.with_suffix(".jsonl"), settings) as done:
-        cases = [(n, t, task) for n in range(options.contexts) for t in sorted(options.tokens) for task in TASKS]
+    contexts = per_length(options.tokens, options.contexts)
+    subject = subject_of(options)
+    model = subject.model
+    out = options.out or subject.results("length")
+    rosters = rosters_of(model, subject.tokenizer, options.methods, options.retention, subject.policy)
+    heldout = HeldOut(options.data, subject.tokenizer, options.seed)
+    settings = settings_of(options) | {"policy": subject.policy.digest()}
+    for more in ("contexts", "tokens"):  # more of them go on where fewer ended
+        settings.pop(more)
+    with resumable(out.with_suffix(".jsonl"), settings) as done:
+        most = range(max(contexts.values()))
+        cases = [(n, t, task) for n in most for t in sorted(contexts) for task in TASKS if n < contexts[t]]
         for number, tokens, task in tqdm(cases, desc="length"):
             key = f"{task}-{tokens}-{number}"
             if key not in done:
                 ids, asked = heldout.case(task, number, tokens)
                 done.add(key, measure(model, rosters, ids, asked))
-        rows = summarise(done, cases)
-        write_results(options.out, "length", rows, options.seed, command_of("benchmarks.length", options))
-    draw(rows, options.out.parent / "small" / f"{options.out.stem}.png")
+        rows = [{"model": subject.name, **row} for row in summarise(done, cases)]
+        write_results(out, "length", rows, options.seed, command_of("benchmarks.length", options))
+    draw(rows, out.parent / "small" / f"{out.stem}.png")
 
 
 @torch.no_grad()
@@ -143,7 +145,8 @@ def draw(rows: Sequence[dict], path: Path) -> None:
         axes.set_xscale("log")
         axes.set_yscale("log")
     left.set_ylabel("KL(full || compressed), nats a token")
-    finish(figure, [left, right], "SmolLM2-135M-Instruct: fidelity by length and by retention, 95% intervals")
+    model = rows[0]["model"].rpartition("/")[2]
+    finish(figure, [left, right], f"{model}: fidelity by length and by retention, 95% intervals")
     save_figure(figure, path)
 
 

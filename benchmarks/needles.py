@@ -1,6 +1,7 @@
 """Needles in real prose by length and retention, question unknown at compression.
 
-python -m benchmarks.needles --data FOLDER    (FOLDER holds PaulGrahamEssays_49.json.gz)
+python -m benchmarks.needles --data FOLDER    (FOLDER holds PaulGrahamEssays_49.json.gz; writes needles.json)
+python -m benchmarks.needles --data FOLDER --model NAME --tokens 2000 16000 --samples 10 4    (needles-NAME.json)
 """
 
 import argparse
@@ -11,12 +12,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, command_of, rosters_of, rows_of, settings_of
+from benchmarks.common import add_subject, command_of, per_length, rosters_of, rows_of, settings_of, subject_of
 from lkv.evals.compare import Comparison
 from lkv.evals.needles import make_needles
 from lkv.journal import Done, resumable
-from lkv.models import default_policy, load_default
-from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.prompts import question_ids
 from lkv.results import write_results
@@ -29,24 +28,29 @@ NEEDLES = (1, 4)  # hidden in a text, of which one is asked for
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--policy", type=Path, default=None)
+    add_subject(parser)
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 2000, 4000, 7800])
-    parser.add_argument("--samples", type=int, default=10, help="samples a length and number of needles")
+    parser.add_argument(
+        "--samples", type=int, nargs="+", default=[10], help="a number of needles, for each length or all"
+    )
     parser.add_argument("--retention", type=float, nargs="+", default=[0.15, 0.05])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "needles.json")
+    parser.add_argument("--out", type=Path, default=None, help="(default: benchmarks/results/needles[-MODEL].json)")
     options = parser.parse_args()
-    model, tokenizer = load_default(getattr(torch, options.dtype))
-    policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
-    rosters = rosters_of(model, tokenizer, options.methods, options.retention, policy)
+    samples = per_length(options.tokens, options.samples)
+    subject = subject_of(options)
+    model, tokenizer = subject.model, subject.tokenizer
+    out = options.out or subject.results("needles")
+    rosters = rosters_of(model, tokenizer, options.methods, options.retention, subject.policy)
     essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
     prose = [essays["text"].replace("\n", " ")]
-    settings = settings_of(options) | {"policy": policy.digest()}
-    settings.pop("samples")  # more of them go on where fewer ended
-    cases = [(t, n, s) for s in range(options.samples) for t in sorted(options.tokens) for n in NEEDLES]
-    with resumable(options.out.with_suffix(".jsonl"), settings) as done:
+    settings = settings_of(options) | {"policy": subject.policy.digest()}
+    for more in ("samples", "tokens"):  # more of them go on where fewer ended
+        settings.pop(more)
+    most = range(max(samples.values()))
+    cases = [(t, n, s) for s in most for t in sorted(samples) for n in NEEDLES if s < samples[t]]
+    with resumable(out.with_suffix(".jsonl"), settings) as done:
         for tokens, needles, sample in tqdm(cases, desc="needles"):
             key = f"{tokens}-{needles}-{sample}"
             if key in done:
@@ -59,8 +63,8 @@ def main() -> None:
             answers = run.answers(question_ids(tokenizer, item.question), 24, last=True)
             correct = [item.answer in tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
             done.add(key, {"rows": [row[:2] for row in ready], "found": correct, "realised": kept})
-        rows = summarise(done, cases, options.dtype)
-        write_results(options.out, "needles", rows, options.seed, command_of("benchmarks.needles", options))
+        rows = [{"model": subject.name, **row} for row in summarise(done, cases, options.dtype)]
+        write_results(out, "needles", rows, options.seed, command_of("benchmarks.needles", options))
 
 
 def summarise(done: Done, cases: list[tuple[int, int, int]], dtype: str) -> list[dict]:

@@ -59,12 +59,31 @@ def section() -> str:
             "the paper's own scorer.",
             *_length(),
             *(_needles() if rows("needles", method="lkv-paper") else []),
+            *(part for name in _others() for part in _other(name)),
         ]
     )
 
 
-def _length() -> list[str]:
-    measured = _complete(rows("length", task="all"))
+def _others() -> list[str]:
+    """The models beside the embedded one that result files are of, as these are named after them."""
+    return sorted(path.stem.removeprefix("length-") for path in RESULTS.glob("length-*.json"))
+
+
+def _other(name: str) -> list[str]:
+    """A part of its own for another model: fidelity by length, RULER, needles, whatever there is."""
+    title = rows(f"length-{name}")[0]["model"].rpartition("/")[2]
+    able = rows(f"ruler-{name}", task=_ABLE)
+    lead = f"RULER: mean score over the tasks in which {title}'s full cache reaches 50"
+    return [
+        f"### {title}",
+        *_length(f"length-{name}"),
+        *(_ruler(able, lead, f"ruler-{name}.json") if able else []),
+        *_needles(f"needles-{name}"),
+    ]
+
+
+def _length(name: str = "length") -> list[str]:
+    measured = _complete(rows(name, task="all"))
     if not measured:
         return []
     parts = []
@@ -73,10 +92,10 @@ def _length() -> list[str]:
         if retention not in (0.15, 0.05):
             continue
         by = {(row["method"], row["tokens"]): row for row in measured if row["retention"] == retention}
-        contexts = min(row["contexts"] for row in by.values())
+        contexts = [row["contexts"] for row in by.values()]
         parts += [
             f"KL(full \\|\\| compressed) and top-1 agreement by length at R = {retention:g}: code, LongBench texts, "
-            f"multi-hop facts, meetings, stories; {contexts} contexts a length (`length.json`).",
+            f"multi-hop facts, meetings, stories; {_range(contexts)} contexts a length (`{name}.json`).",
             table(
                 ("", *(f"{tokens:,} tokens" for tokens in lengths)),
                 (
@@ -93,7 +112,12 @@ def _length() -> list[str]:
                 ),
             ),
         ]
-    return [*parts, "![length](benchmarks/results/small/length.png)"]
+    return [*parts, f"![{name}](benchmarks/results/small/{name}.png)"]
+
+
+def _range(counts: Iterable[int]) -> str:
+    low, high = min(counts := list(counts)), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _complete(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -102,15 +126,15 @@ def _complete(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in measured if row["contexts"] == most[row["tokens"]]]
 
 
-def _needles() -> list[str]:
-    measured = rows("needles", needles=4)
+def _needles(name: str = "needles") -> list[str]:
+    measured = rows(name, needles=4)
     if not measured:
         return []
     lengths = sorted({row["tokens"] for row in measured})
     kinds = dict.fromkeys((row["method"], row["retention"]) for row in measured)
     by = {(row["method"], row["retention"], row["tokens"]): row for row in measured}
     return [
-        f"One of four needles in real prose, share found of {measured[0]['n']} (`needles.json`).",
+        f"One of four needles in real prose, share measured of {_range(row['n'] for row in measured)} (`{name}.json`).",
         table(
             ("", "R", *(f"{tokens:,} tokens" for tokens in lengths)),
             (

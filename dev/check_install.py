@@ -3,6 +3,8 @@
     python dev/check_install.py WHEEL [EXTRA ...]        (make test-install builds the wheel and runs all)
 
 Environments lie in a temporary folder, one at a time, and are removed. Versions are those of constraints.txt.
+MODEL_GGUF=FILE names another model's GGUF file, MODEL_HUB what the hub calls it: its shipped policy is tried as well,
+by the extra gguf.
 """
 
 import os
@@ -53,9 +55,36 @@ with subprocess.Popen(command) as server:
     finally:
         server.terminate()
 """
+# A model as it may have been before it was quantised: weights anywhere within a step of 4 bits, as bfloat16, saved
+# in a folder that is called as on the hub. The weights alone can tell which policy is for it.
+UNQUANTISED = """
+import sys, torch, lkv
+model, tokenizer = lkv.load_model(sys.argv[1])
+torch.manual_seed(0)
+with torch.no_grad():
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            groups = weight.float().reshape(-1, 32)
+            step = (groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True)) / 15
+            weight.copy_((groups + step * (torch.rand_like(groups) - 0.5)).reshape(weight.shape))
+model.config.name_or_path = ""
+model.bfloat16().save_pretrained(sys.argv[2])
+tokenizer.save_pretrained(sys.argv[2])
+"""
 ASK = ["lkv", "ask", "text.txt", "What is it about?", "--max-new-tokens", "8"]
 TRAIN = ["lkv", "train", "--preset", "cpu", "--model", "tiny", "--data", "data", "--out", "run", "--steps", "2"]
 RULER = ["lkv", "eval", "ruler", "--tasks", "niah_single_1", "--lengths", "1500", "--samples", "1", "--data", "data"]
+
+
+def as_on_the_hub(source: str, hub: str) -> list[list[str]]:
+    """What shows that a policy made for a quantised copy serves the weights that the hub has."""
+    return [
+        ["python", "-c", UNQUANTISED, source, hub],
+        ["lkv", "policies", "--model", hub],
+        [*ASK, "--model", hub],
+    ]
+
+
 # What is run for each extra; "" is the package by itself.
 FEATURES = {
     "": [
@@ -65,7 +94,7 @@ FEATURES = {
         ["lkv", "inspect"],
         [*ASK, "--model", "tiny", "--method", "knorm"],
     ],
-    "default-model": [ASK],
+    "default-model": [ASK, *as_on_the_hub("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct")],
     "gguf": [[*ASK, "--model", "model.gguf"]],
     "train": [[*TRAIN, "--min-tokens", "60", "--max-tokens", "120"]],
     "quantization": [["python", "-c", EIGHT_BITS]],
@@ -74,6 +103,9 @@ FEATURES = {
     "serve": [["python", "-c", SERVE]],
     "evals": [[*RULER, "--methods", "knorm", "--model", "tiny", "--out", "ruler.jsonl"]],
 }
+if "MODEL_GGUF" in os.environ:
+    second = str(Path(os.environ["MODEL_GGUF"]).resolve())
+    FEATURES["gguf"] += [[*ASK, "--model", second], *as_on_the_hub(second, os.environ["MODEL_HUB"])]
 # kvpress allows the oldest transformers alone.
 CONSTRAINTS = {"kvpress": "constraints-oldest.txt"}
 
@@ -93,7 +125,8 @@ def check(wheel: Path, extra: str, folder: Path) -> None:
     what = f"{wheel}[{extra}]" if extra else str(wheel)
     subprocess.run([bin_ / "pip", "install", "-q", "-c", constraints, what], check=True)
     prepare(folder, bin_, extra)
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"LKV_CACHE": str(folder / "cache")}
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env |= {"LKV_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     for command in FEATURES[extra]:
         subprocess.run([bin_ / command[0], *command[1:]], cwd=folder, env=env, check=True)
 

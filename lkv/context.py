@@ -190,15 +190,15 @@ class Context:
         """Write the compressed context to one safetensors file. Raises ContextFileError if that fails; an older file
         at `path` then stays as it was."""
         path, cache = path_of(path, ContextFileError, "the context's place"), self._ragged()
-        if len(cache.ragged) < len(cache.layers):
-            raise CacheError("contexts of models with sliding layers cannot be saved yet; compress the text each time.")
         if cache.ragged[0].kept.shape[1] != cache.spec.kv_heads:
             raise CacheError(
                 "this process holds a share of the heads only; save the context from a model in one piece."
             )
         with self._turn:
             states = [layer.state() for layer in cache.ragged]
+            sliding = cache.sliding_state()
         tensors = {f"{name}.{index}": tensor for index, state in enumerate(states) for name, tensor in state.items()}
+        tensors |= sliding
         tensors["ids"] = torch.tensor(self.ids, dtype=torch.int32, device="cpu")
         context_file.write(path, tensors, {"model": asdict(cache.spec), **self.about})
 
@@ -223,11 +223,14 @@ class Context:
                 )
             kept_about = _checked_about(about)
             ids = _checked_ids(tensors.pop("ids"), vocabulary)
+            sliding = {name: tensors.pop(name) for name in list(tensors) if name.startswith("sliding_")}
             states = _by_layer(tensors, spec.layers)
             cache = RaggedCache(model, method=Method(about["method"], _Loaded(), _Loaded()))
+            like = model.get_input_embeddings().weight[:0]
             for layer, state in zip(cache.ragged, states, strict=True):
                 check_state(state, len(ids), spec)
-                layer.restore(state, model.get_input_embeddings().weight[:0])
+                layer.restore(state, like)
+            cache.restore_sliding(sliding, len(ids), like)
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, QuantizationError) as error:
             raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
         cache.ids = torch.tensor([ids], device=device_of(model))

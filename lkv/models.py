@@ -25,6 +25,7 @@ from lkv.errors import DefaultModelError, PolicyFileError, PolicyMismatchError
 from lkv.extras import require
 from lkv.files import path_of
 from lkv.fingerprint import differs
+from lkv.host.attention import attach
 from lkv.methods.catalogue import METHODS, needs_policy
 from lkv.policy import Policy
 from lkv.policy_file import is_policy
@@ -72,25 +73,40 @@ def load_default(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     return _load(folder, dtype)
 
 
-def default_policy(paper: bool = False) -> Policy:
-    """The policy shipped with the package for the embedded default model; `paper`: the one whose scorer is the
-    paper's."""
-    return Policy.from_pretrained(Path(__file__).parent / "policies" / (f"{DEFAULT}-paper" if paper else DEFAULT))
+def default_policy(model: Any = DEFAULT, paper: bool = False) -> Policy:
+    """The policy shipped for `model`: a model, which is known by its weights, or a name that `lkv policies` lists, its
+    own or the model's on the hub. `paper`: the one whose scorer is the paper's.
+
+    Raises PolicyMismatchError where there is none.
+    """
+    if not isinstance(model, str):
+        return policy_for(attach(model).spec, paper)
+    for entry in shipped():
+        names = (entry.name.removesuffix("-paper"), *entry.hub_names)
+        if entry.is_papers == paper and model.lower() in map(str.lower, names):
+            return Policy.from_pretrained(entry.folder)
+    raise PolicyMismatchError(_none_for(repr(model)))
 
 
-def policy_for(spec: ModelSpec) -> Policy:
-    """The policy shipped for the model that `spec` describes.
+def policy_for(spec: ModelSpec, paper: bool = False) -> Policy:
+    """The policy shipped for the model that `spec` describes; `paper` as in `default_policy`.
 
     Raises PolicyMismatchError where there is none; it names the methods that need none, and how to train one.
     """
     for entry in shipped():
-        if not entry.is_papers and differs(entry.spec, spec) is None:
+        if entry.is_papers == paper and differs(entry.spec, spec) is None:
             return Policy.from_pretrained(entry.folder)
-    free = ", ".join(name for name in METHODS if not needs_policy(name))
     raise PolicyMismatchError(
-        f"no policy is shipped for this model ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads; "
-        f"`lkv policies` lists those that are): give your own, use a method that needs none ({free}), or train one "
-        "with `lkv train --model NAME --data FOLDER --out FOLDER`."
+        _none_for(f"this model ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)")
+    )
+
+
+def _none_for(model: str) -> str:
+    free = ", ".join(name for name in METHODS if not needs_policy(name))
+    return (
+        f"no policy is shipped for {model}; `lkv policies` lists those that are: give your own, use a method that "
+        f"needs none ({free}), or train one with `lkv train --model NAME --data FOLDER --out FOLDER`, which `lkv "
+        "policies --model NAME` estimates the time of."
     )
 
 

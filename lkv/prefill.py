@@ -1,6 +1,6 @@
 """A prompt read once with the full cache: its k and v (and q) serve the distillation and every method compared."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lkv.errors import UnsupportedModelError
-from lkv.host.attention import AttachedModel, attach
-from lkv.host.hooks import Cache, HookedLayer
+from lkv.host.attention import attach
+from lkv.host.hooks import Cache, HookedLayer, WindowLayer
 from lkv.host.rotation import Rotation
 
 
@@ -66,37 +66,47 @@ class PromptLayer:
         return replace(self, key=self.key[rows, :, tokens], value=self.value[rows, :, tokens], queries=queries)
 
 
+class PromptLayers(list[PromptLayer]):
+    """The full-attention layers of a prompt that was read, in their order.
+
+    `windows`: what the sliding layers hold of it, an entry a layer of the model with None for the others; empty where
+    the model has none.
+    """
+
+    def __init__(self, layers: Iterable[PromptLayer] = (), windows: Sequence[WindowLayer | None] = ()):
+        super().__init__(layers)
+        self.windows = tuple(windows)
+
+    def followed_by(self, layers: Sequence[HookedLayer]) -> list[Any]:
+        """The layers of a cache for what comes after it: `layers` for those of full attention, and copies of windows
+        that any number of rows may go on from."""
+        full = iter(layers)
+        return [next(full) if window is None else window.fork() for window in self.windows or [None] * len(layers)]
+
+
+def as_prompt(prompt: Sequence[PromptLayer]) -> PromptLayers:
+    """`prompt`, which may be a plain list where there are no sliding layers."""
+    return prompt if isinstance(prompt, PromptLayers) else PromptLayers(prompt)
+
+
 def precise(x: Tensor) -> Tensor:
     """`x` in float32 or better: in 16 bits the scores of many tokens would be equal."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def read_prompt(model: Any, ids: Tensor, queries: bool | int = False) -> list[PromptLayer]:
+@torch.no_grad()
+def read_prompt(model: Any, ids: Tensor, queries: bool | int = False) -> PromptLayers:
     """What the layers of `model` hold after reading `ids` [B, T]; the output head is not computed.
 
     `queries`: whether to keep them, or how many of the last ones (all of a long prompt outweigh its k and v).
-    Raises UnsupportedModelError for a model with sliding layers.
     """
     attached = attach(model)
-    if any(window is not None for window in attached.windows):
-        raise UnsupportedModelError(
-            f"{attached.spec.architecture} has sliding layers: training and comparing methods work with models whose "
-            "layers all have full attention; compress() and RaggedCache work with this one."
-        )
-    return _captured(model, attached, ids, queries)
-
-
-def read_full_layers(model: Any, ids: Tensor, queries: bool | int = False) -> list[PromptLayer]:
-    """What the full-attention layers of `model` hold after reading `ids` [B, T]."""
-    return _captured(model, attach(model), ids, queries)
-
-
-@torch.no_grad()
-def _captured(model: Any, attached: AttachedModel, ids: Tensor, queries: bool | int) -> list[PromptLayer]:
-    layers = [_CapturingLayer(queries) for _ in attached.windows]
+    layers = [_CapturingLayer(queries) if window is None else WindowLayer(window) for window in attached.windows]
     model.base_model(input_ids=ids, past_key_values=Cache(layers=[*layers]), use_cache=True)
-    full = [layer.captured for layer, window in zip(layers, attached.windows, strict=True) if window is None]
-    return [replace(layer, rotation=attached.rotation) for layer in full]
+    full = [layer.captured for layer in layers if isinstance(layer, _CapturingLayer)]
+    windows = [layer if isinstance(layer, WindowLayer) else None for layer in layers]
+    turned = (replace(layer, rotation=turn) for layer, turn in zip(full, attached.rotations, strict=True))
+    return PromptLayers(turned, windows if any(windows) else ())
 
 
 class FrozenLayer(HookedLayer):

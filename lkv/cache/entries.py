@@ -125,14 +125,14 @@ class Entries:
         """The scores of the entries of one head's `span`, with what depends on where the text ends now."""
         assert spans.scores is not None and spans.positions is not None
         plan, (key, value) = self._layer.plan, (spans.k[None, None, span], spans.v[None, None, span])
-        prompt = PromptLayer(key, value, scale, length=self.length, rotation=plan.rotation)
+        prompt = PromptLayer(key, value, scale, length=self.length, rotation=self._layer.rotation)
         entries = Arrived(prompt, spans.positions[span], spans.scores[span])
         return plan.method.selector.at_eviction(self._layer.index, head, entries)
 
     def _arrival_scores(self, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """What of the scores [B, H, n] of new tokens is final now. Rows without padding go together, others alone."""
         index, plan = self._layer.index, self._layer.plan
-        selector, whole = plan.method.selector, PromptLayer(key, value, scale, rotation=plan.rotation)
+        selector, whole = plan.method.selector, PromptLayer(key, value, scale, rotation=self._layer.rotation)
         if not any(self.padding):
             return selector.on_arrival(index, replace(whole, start=self.length))
         rows = [

@@ -128,7 +128,7 @@ class RaggedLayer(HookedLayer):
         out, plan, total = stock(), self._layer.plan, key.shape[2]
         prompt = plan.prompt_tokens or total
         queries = self._unread.queries_with(query) if plan.method.selector.reads_queries else None
-        whole = PromptLayer(key, value, scale, queries, rotation=plan.rotation)
+        whole = PromptLayer(key, value, scale, queries, rotation=self._layer.rotation)
         if total < prompt:
             self._unread = Unread(whole)
             return out

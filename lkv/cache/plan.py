@@ -31,7 +31,7 @@ class Plan:
     streaming: bool = False
     decode_eviction: bool = False
     bits: int | None = None
-    rotation: Rotation | None = None
+    rotations: tuple[Rotation | None, ...] = ()
 
     def __post_init__(self) -> None:
         for name, flag in (("streaming", self.streaming), ("decode_eviction", self.decode_eviction)):
@@ -122,6 +122,11 @@ class Layer:
     index: int
     plan: Plan
     shared: Shared
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """The layer's RoPE, None where LKV cannot undo it."""
+        return self.plan.rotations[self.index]
 
 
 def mean(counts: Tensor) -> int:

@@ -18,7 +18,7 @@ from lkv.methods.build import Method, make_method
 from lkv.methods.catalogue import find, needs_policy, needs_second_pass
 from lkv.models import load_policy, policy_for
 from lkv.policy import Policy
-from lkv.prefill import PromptLayer
+from lkv.prefill import PromptLayer, as_prompt
 
 
 class RaggedCache(Cache):
@@ -74,7 +74,9 @@ class RaggedCache(Cache):
                 f"lkv.compress(..., method={method.name!r})."
             )
         self.amount, self.policy = method.amount, method.policy
-        self.plan = Plan(method, self.amount, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotation)
+        self.plan = Plan(
+            method, self.amount, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotations
+        )
         if getattr(model.generation_config, "prefill_chunk_size", None):
             self.plan.check_announced()
         shared = Shared(self.spec.layers - 1)
@@ -173,8 +175,34 @@ class RaggedCache(Cache):
 
     def fill(self, prompt: list[PromptLayer]) -> None:
         """Take over a prompt that was read before (`prefill.read_prompt`): one prefill serves many methods."""
+        layers = as_prompt(prompt).followed_by(self.ragged)
+        if len(layers) != len(self.layers):
+            raise CacheError(
+                "the prompt was given without what the sliding layers hold; give what read_prompt returned."
+            )
+        self.layers = layers
+        self._windows = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
         for layer, whole in zip(self.ragged, prompt, strict=True):
             layer.fill(whole)
+
+    def sliding_state(self) -> dict[str, Tensor]:
+        """k and v [B, H, T, d] of the last tokens in each sliding layer, for `restore_sliding`."""
+        states = enumerate(layer.state() for layer in self._windows)
+        return {f"{name}.{index}": tensor for index, state in states for name, tensor in state.items()}
+
+    def restore_sliding(self, state: dict[str, Tensor], tokens: int, like: Tensor) -> None:
+        """Take up what `sliding_state` gave after `tokens` tokens, on the device and in the dtype of `like`.
+
+        Raises KeyError or ValueError for what no such layers of this model held.
+        """
+        if len(state) != 2 * len(self._windows):
+            raise ValueError(f"it has {len(state)} tensors of {len(self._windows)} sliding layers")
+        for index, layer in enumerate(self._windows):
+            shape = (1, self.spec.kv_heads, min(tokens, layer.sliding_window - 1), self.spec.head_dim)
+            own = {name: state[f"{name}.{index}"] for name in ("sliding_k", "sliding_v")}
+            if any(tuple(x.shape) != shape or not x.is_floating_point() for x in own.values()):
+                raise ValueError(f"k and v of its sliding layer {index} are not {shape}")
+            layer.restore(own, tokens, like)
 
     def fork(self) -> "RaggedCache":
         """A copy that goes on independently."""

@@ -5,19 +5,55 @@ from typing import Any
 
 from lkv.shipped import Shipped, shipped
 
+_TRAIN = "lkv train --preset cpu --model {} --data FOLDER --out FOLDER"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command has no options."""
+    """The options of the command."""
+    parser.add_argument(
+        "--model", default=None, help="tell what there is for this folder, GGUF file or hub id (default: list all)"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
-    """A paragraph a policy, then what there is for other models."""
+    """A paragraph a policy, then what there is for other models; or what there is for one model."""
+    if options.model:
+        print(_for_model(options.model))
+        return
     for policy in shipped():
         print("\n".join(_lines(policy)) + "\n")
     print(
-        "Other models: `lkv methods` lists the methods that need no policy; "
-        "`lkv train --model NAME --data FOLDER --out FOLDER` trains one."
+        f"Other models: `lkv methods` lists the methods that need no policy; `{_TRAIN.format('NAME')}` trains one; "
+        "`lkv policies --model NAME` tells how long that takes."
     )
+
+
+def _for_model(name: str) -> str:
+    """What there is for a model, which is loaded: a policy knows it by its weights."""
+    from lkv.fingerprint import differs
+    from lkv.host.attention import attach
+    from lkv.methods.catalogue import METHODS, needs_policy
+    from lkv.models import load_model
+
+    model, _ = load_model(name)
+    spec = attach(model).spec
+    found = [policy for policy in shipped() if differs(policy.spec, spec) is None]
+    if found:
+        return "\n\n".join("\n".join(_lines(policy)) for policy in found)
+    lines = [
+        f"No policy is shipped for {name} ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads).",
+        f"  methods   these need none: {', '.join(method for method in METHODS if not needs_policy(method))}",
+        f"  training  `{_TRAIN.format(name)}`, {_training_times(model)}",
+    ]
+    return "\n".join(lines)
+
+
+def _training_times(model: Any) -> str:
+    from lkv.config import PRESETS
+    from lkv.training.estimate import training_time
+
+    times = {preset: training_time(model, PRESETS[preset]) for preset in ("cpu", "paper")}
+    return f"{times['cpu']} on this machine as it is now ({times['paper']} with --preset paper)"
 
 
 def _lines(policy: Shipped) -> list[str]:
@@ -26,7 +62,7 @@ def _lines(policy: Shipped) -> list[str]:
         policy.name,
         f"  model     {', '.join(policy.hub_names) or card.get('model', 'not told')}, in any storage "
         f"({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)",
-        f"  trained   on texts of up to {card['trained_tokens']:,} tokens, at R {_retentions(card)}",
+        f"  trained   on texts of up to {card.get('trained_tokens', 0):,} tokens, at R {_retentions(card)}",
         *(f"  fidelity  {_fidelity(row)}" for row in card.get("fidelity", [])),
     ]
 

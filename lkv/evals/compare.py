@@ -1,6 +1,7 @@
 """Several methods on one prompt, from one prefill, through the real cache."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from lkv.host.attention import device_of
 from lkv.host.stock import cut_to
 from lkv.methods.build import Method, side_by_side
 from lkv.ops.fidelity import agrees, kl
-from lkv.prefill import PromptLayer
+from lkv.prefill import PromptLayer, PromptLayers, as_prompt
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Comparison:
         self._model, self._ids, self._rows = model, list(ids), len(methods)
         self._prompt_tokens = len(ids)
         self._cache = RaggedCache(model, method=side_by_side(methods))
-        self._cache.fill([_repeat(layer, self._rows) for layer in prompt])
+        self._cache.fill(PromptLayers((_repeat(layer, self._rows) for layer in prompt), as_prompt(prompt).windows))
 
     def held(self) -> list[int]:
         """Entries that each method kept of the prompt, over all layers and heads."""
@@ -91,11 +92,8 @@ class Comparison:
         `last`: nothing is asked afterwards, so that methods whose answers have ended can be dropped, which saves time.
         """
         ids = [self._ids + question] * self._rows
-        try:
-            return greedy(self._model, ids, max_new_tokens, stops, self._cache, dropping=last)
-        finally:
-            if not last:
-                self._rewind()
+        with self._working_cache(last) as cache:
+            return greedy(self._model, ids, max_new_tokens, stops, cache, dropping=last)
 
     def fidelity(self, continuation: list[int], skip: int) -> list[Fidelity]:
         """Each method against the first one, over the tokens of `continuation` from `skip` on."""
@@ -113,18 +111,27 @@ class Comparison:
         head = self._model.get_output_embeddings()
         handle = head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
         try:
-            out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=targets)
+            with self._working_cache() as cache:
+                out = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=targets)
         finally:
             handle.remove()
-            self._rewind()
         return Predictions(out.logits[:, -targets:], hidden[0][:, -targets:])
 
     def _batch(self, ids: list[int]) -> Tensor:
         device = device_of(self._model)
         return torch.tensor([ids], device=device).expand(self._rows, -1)
 
-    def _rewind(self) -> None:
-        cut_to(self._cache, len(self._ids))
+    @contextmanager
+    def _working_cache(self, last: bool = False) -> Iterator[RaggedCache]:
+        """The cache, cut back afterwards unless this is its `last` use; a copy where it cannot be cut back."""
+        if not self._cache.rewindable:
+            yield self._cache.fork()
+            return
+        try:
+            yield self._cache
+        finally:
+            if not last:
+                cut_to(self._cache, len(self._ids))
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from lkv.host.attention import attach, device_of, evaluation_mode
 from lkv.host.stock import commit_of
 from lkv.journal import FIDELITY, FORMAT
 from lkv.policy import Policy
-from lkv.prefill import PromptLayer, read_prompt
+from lkv.prefill import PromptLayer, PromptLayers, read_prompt
 from lkv.prompts import encode
 from lkv.results import provenance
 
@@ -166,7 +166,7 @@ class _Run:
             part = rows[start : start + at_once]
             run = Comparison(self._model, given.context, prompt, [row.method for row in part])
             if start + at_once >= len(rows):
-                prompt = []  # the full cache's row has its own copy
+                prompt = PromptLayers()  # the full cache's row has its own copy
             run.read(given.question[:-1])
             close: list[Fidelity] | None = None
             if reference:

@@ -18,7 +18,7 @@ from lkv.config import ModelSpec
 from lkv.errors import CacheError, UnsupportedModelError
 from lkv.host.generation import announce_ids
 from lkv.host.hooks import HOOK
-from lkv.host.rotation import Rotation, rotation_of
+from lkv.host.rotation import Rotation, rotations_of
 from lkv.host.spec import inspect_model, layer_windows, local_heads
 
 _PREFIX = "lkv_"
@@ -32,13 +32,14 @@ class AttachedModel:
     """What LKV read of a model that it is attached to.
 
     `windows`: the sliding window of each layer, None where a layer is evicted from; `heads`: the KV heads computed in
-    this process; `rotation`: the model's RoPE, None where LKV cannot undo it; `config`: its configuration object.
+    this process; `rotations`: the RoPE of each layer that is evicted from, None where LKV cannot undo it; `config`: its
+    configuration object.
     """
 
     spec: ModelSpec
     windows: tuple[int | None, ...]
     heads: slice
-    rotation: Rotation | None
+    rotations: tuple[Rotation | None, ...]
     config: Any
 
 
@@ -51,7 +52,7 @@ def attach(model: Any) -> AttachedModel:
     if attached is None or attached.config is not model.config:
         spec = inspect_model(model)
         attached = AttachedModel(
-            spec, tuple(layer_windows(model)), local_heads(model), rotation_of(model), model.config
+            spec, tuple(layer_windows(model)), local_heads(model), rotations_of(model), model.config
         )
     _let_in(model)
     setattr(model, _ATTACHED, attached)
@@ -92,12 +93,12 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Any,
+    attention_mask: Any,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    # Models name the dropout; libraries that wrap every registered attention function give it by its place.
-    stock = partial(_stock(base, module), module, query, key, value, mask, dropout=dropout, **kwargs)
+    # Models name the dropout, some the mask too; libraries that wrap every attention function give it by its place.
+    stock = partial(_stock(base, module), module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     hook = getattr(key, HOOK, None)
     if hook is None:
@@ -106,7 +107,7 @@ def _attention(
     owner = hook.__self__.model_config
     if owner is not None and getattr(module, "config", owner) is not owner:
         raise CacheError("this cache was made for another model; make one with RaggedCache(model, ...) for this model.")
-    return _hooked(hook, query, key, value, mask, scale, lambda: stock()[0]), None
+    return _hooked(hook, query, key, value, attention_mask, scale, lambda: stock()[0]), None
 
 
 @torch.compiler.disable

@@ -1,6 +1,8 @@
 """A model's fingerprint: directions of stretches of rows from the matrices of its first, middle and last layer.
 
 Rows are read from whatever holds them: plain tensors, DTensors, and the packed tensors of torchao and bitsandbytes.
+What reads a norm is taken together with that norm: AWQ and SmoothQuant, which many quantised files were made with, move
+factors of the columns from the one to the other and leave the model as it is.
 """
 
 import re
@@ -8,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from lkv.fingerprint import encode
@@ -17,27 +19,58 @@ _ROWS = 2  # stretches of each matrix
 # Short and aligned: within a block of columns that share a scale the direction is the same before it is applied.
 _WIDTH = 64
 _VALUES = 4  # single values of each matrix, for policies saved before
+# The matrices of a layer that read a norm's output, and the names that this norm may have.
+_READERS = (
+    (re.compile(r"self_attn\.(q|k|v|qkv)_proj\.weight$"), ("input_layernorm",)),
+    (re.compile(r"mlp\.(gate|up|gate_up)_proj\.weight$"), ("pre_feedforward_layernorm", "post_attention_layernorm")),
+)
 
 
-def read_directions(weights: Mapping[str, Tensor], layers: int) -> tuple[str, ...]:
+@torch.no_grad()
+def read_norms(decoder: nn.Module, layers: int) -> dict[str, Tensor]:
+    """What the norms of the sampled layers multiply their input by: [columns] by the norm's name within the decoder."""
+    wanted = {name for _, names in _READERS for name in names}
+    found = {}
+    for name, norm in decoder.named_modules():
+        weight = getattr(norm, "weight", None)
+        if name.rpartition(".")[2] not in wanted or _layer(name) not in _sampled(layers):
+            continue
+        if not isinstance(weight, Tensor) or weight.ndim != 1 or getattr(weight, "device_mesh", None) is not None:
+            continue
+        # Asked of the norm itself: some multiply by 1 + weight. Of mean 0 and variance 1, for all kinds of norms.
+        probe = torch.ones_like(weight)
+        probe[1::2] = -1
+        found[name] = (norm.forward(probe) - norm.forward(-probe)) / 2 * probe
+    return found
+
+
+def read_directions(
+    weights: Mapping[str, Tensor], layers: int, norms: Mapping[str, Tensor] | None = None
+) -> tuple[str, ...]:
     """The fingerprint of the decoder's `weights` by name, as `lkv.fingerprint.agreement` compares it.
 
-    Matrices in a form that cannot be read as rows are left out: nothing is left of a model that has only such.
-    Under tensor parallelism every process of the group must call this.
+    `norms` is what `read_norms` gives. Matrices in a form that cannot be read as rows are left out: nothing is left of
+    a model that has only such. Under tensor parallelism every process of the group must call this.
     """
+    norms = norms or {}
     places: list[str] = []
     parts: list[Tensor] = []
     for name, weight in _matrices(weights, layers):
         height, columns = _shape(weight)
+        norm = _norm_before(name, norms)
         wanted = [height * (number + 1) // (_ROWS + 1) for number in range(_ROWS)]
         rows = _rows(weight, wanted)
         if rows is None:
             continue
         for number, row in enumerate(wanted):
             start = _start(columns, number)
-            part = rows[number, start : start + _WIDTH]
-            places.append(f"{name}[{row}, {start}:{start + len(part)}]")
-            parts.append(part.float().to(parts[0].device if parts else part.device))
+            part = rows[number, start : start + _WIDTH].float()
+            place = _short(name)
+            if norm is not None:
+                part = part * norms[norm][start : start + _WIDTH].to(part)
+                place += f" * {norm.rpartition('.')[2]}"
+            places.append(f"{place}[{row}, {start}:{start + len(part)}]")
+            parts.append(part.to(parts[0].device if parts else part.device))
     # One copy from the device for all of them.
     values = torch.cat(parts).tolist() if parts else []
     directions = []
@@ -60,14 +93,38 @@ def read_values(weights: Mapping[str, Tensor], layers: int) -> tuple[float, ...]
 
 
 def _matrices(weights: Mapping[str, Tensor], layers: int, plain: bool = False) -> Iterable[tuple[str, Tensor]]:
-    """(name within the decoder, matrix) of the sampled layers, in the order of their names."""
-    wanted = {0, layers // 2, layers - 1}
-    for full_name, weight in sorted(weights.items()):
-        name = re.search(r"(?:^|\.)((\d+)\..+)", full_name)
-        if not name or int(name[2]) not in wanted or len(_shape(weight)) != 2:
+    """(name, matrix) of the sampled layers, in the order of their names."""
+    for name, weight in sorted(weights.items()):
+        if _layer(name) not in _sampled(layers) or len(_shape(weight)) != 2:
             continue
         if weight.is_floating_point() or (not plain and _kind(weight) in ("Params4bit", "Int8Params")):
-            yield name[1], weight
+            yield name, weight
+
+
+def _sampled(layers: int) -> set[int]:
+    return {0, layers // 2, layers - 1}
+
+
+def _layer(name: str) -> int | None:
+    """The layer that a module or parameter belongs to, by its name."""
+    found = re.search(r"(?:^|\.)(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def _short(name: str) -> str:
+    """A parameter's name from its layer's number on."""
+    return re.sub(r"^(?:.*?\.)?(?=\d+\.)", "", name)
+
+
+def _norm_before(name: str, norms: Mapping[str, Tensor]) -> str | None:
+    """The one of `norms` whose output the matrix `name` reads, where that is known."""
+    for matrix, possible in _READERS:
+        if found := matrix.search(name):
+            layer = name[: found.start()]
+            # Without a norm before the attention, those of the layer follow what they are named after.
+            here = [layer + norm for norm in possible if layer + "input_layernorm" in norms and layer + norm in norms]
+            return here[0] if here else None
+    return None
 
 
 def _kind(weight: Tensor) -> str:

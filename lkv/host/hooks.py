@@ -92,6 +92,10 @@ class WindowLayer(DynamicSlidingWindowLayer):
     """transformers' own layer for sliding attention: the last tokens, whole, beside layers that are evicted from."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        rows = key_states.shape[0]
+        if self.keys is not None and self.values is not None and len(self.keys) == 1 < rows:
+            # One text that goes on in several rows.
+            self.keys, self.values = self.keys.expand(rows, -1, -1, -1), self.values.expand(rows, -1, -1, -1)
         seen = super().update(key_states, value_states, *args, **kwargs)
         # What is kept is a view of all that was seen; after a long prompt that would hold the whole prompt.
         if key_states.shape[2] > self.sliding_window and self.keys is not None and self.values is not None:
@@ -105,6 +109,18 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def fork(self) -> "WindowLayer":
         """A copy that goes on independently; what it holds is replaced, never written to."""
         return copy.copy(self)
+
+    def state(self) -> dict[str, Tensor]:
+        """k and v [B, H, T, d] of the last tokens."""
+        if self.keys is None or self.values is None:
+            raise CacheError("there is no text in a sliding layer to save; read one first.")
+        return {"sliding_k": self.keys, "sliding_v": self.values}
+
+    def restore(self, state: dict[str, Tensor], tokens: int, like: Tensor) -> None:
+        """Take up what `state` gave after `tokens` tokens, on the device and in the dtype of `like`."""
+        self.lazy_initialization(like, like)
+        self.keys, self.values = state["sliding_k"].to(like), state["sliding_v"].to(like)
+        self.cumulative_length = tokens
 
     def nbytes(self) -> int:
         """Bytes of the k and v held."""

@@ -1,4 +1,4 @@
-"""The rotary embedding of a transformers model, applied, averaged and undone."""
+"""The rotary embedding of a transformers model, applied, averaged and undone; layer by layer, for some have none."""
 
 import copy
 import sys
@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from lkv.errors import UnsupportedModelError
-from lkv.host.spec import full_attention_modules
+from lkv.host.spec import full_attention_modules, layer_windows
+
+_PROBE_TOKENS = 16
+_STILL, _UNDONE = 0.03, 0.2  # variation taken for none, of the size of k and of the variation before
 
 
 class Rotation:
@@ -28,6 +32,8 @@ class Rotation:
                 "Qwen3, Mistral, Phi-3 or Gemma-3, or another method."
             )
         self._apply, self._rotary = turn, rotary
+        # Some attention modules themselves give `turn` the part of a head that is rotated, others leave it to `turn`.
+        self._parted = hasattr(module, "rotary_ndims")
         self._kind = {"layer_type": "full_attention"} if "layer_type" in signature(rotary.forward).parameters else {}
         self._last: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.probed = False  # whether the model's own queries were seen to be rotated so in every layer
@@ -45,7 +51,10 @@ class Rotation:
         return self._turned(torch.eye(dim, dtype=like.dtype, device=like.device)[None, None], cos, sin)[0, 0]
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._apply(x, x[:, :1], cos, sin)[0]
+        if not self._parted:
+            return self._apply(x, x[:, :1], cos, sin)[0]
+        part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        return torch.cat([self._apply(part, part[:, :1], cos, sin)[0], rest], -1)
 
     def _tables(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
         """cos and sin [1, end - start, d]; the layers of one prompt ask for the same ones, so the last two are kept."""
@@ -64,9 +73,56 @@ class Rotation:
         return cos.to(like.device), sin.to(like.device)
 
 
-def rotation_of(model: Any) -> Rotation | None:
-    """The model's `Rotation`, or None for a model that has none that LKV can undo."""
+class NoRotation(Rotation):
+    """Of a layer that turns neither q nor k."""
+
+    def __init__(self) -> None:
+        self.probed = True
+
+    def undone(self, x: Tensor, start: int = 0) -> Tensor:
+        return x
+
+    def mean(self, like: Tensor, start: int, end: int) -> Tensor:
+        return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+
+
+def rotations_of(model: Any) -> tuple[Rotation | None, ...]:
+    """The `Rotation` of each full-attention layer, None for those whose rotation LKV cannot undo."""
+    windows = layer_windows(model)
+    layers = windows.count(None)
     try:
-        return Rotation(model)
+        whole = Rotation(model)
     except UnsupportedModelError:
-        return None
+        return (None,) * layers
+    text = model.config.get_text_config(decoder=True)
+    # Models that mix kinds of layers may leave those unrotated that see everything.
+    if layers == len(windows) and not hasattr(text, "no_rope_layers"):
+        return (whole,) * layers
+    return tuple(_found(whole, key) for key in _repeated_keys(model))
+
+
+def _found(whole: Rotation, key: Tensor) -> Rotation | None:
+    """What a layer does whose k [1, H, T, d] of one token over and over this is: equal everywhere before RoPE."""
+    if _variation(key) <= _STILL * float(key.norm()):
+        return NoRotation()
+    return whole if _variation(whole.undone(key)) <= _UNDONE * _variation(key) else None
+
+
+def _variation(key: Tensor) -> float:
+    return float((key - key.mean(2, keepdim=True)).norm())
+
+
+@torch.no_grad()
+def _repeated_keys(model: Any) -> list[Tensor]:
+    """k [1, H, T, d] of each full-attention layer for one token over and over, in float32 or better."""
+    token = model.config.get_text_config(decoder=True).vocab_size // 2
+    ids = torch.full((1, _PROBE_TOKENS), token, device=model.get_input_embeddings().weight.device)
+    cache, training = DynamicCache(), model.training
+    model.eval()
+    try:
+        model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    finally:
+        model.train(training)
+    held = zip(cache.layers, layer_windows(model), strict=True)
+    keys: list[Tensor] = [getattr(layer, "keys") for layer, window in held if window is None]  # noqa: B009
+    return [key.to(torch.promote_types(key.dtype, torch.float32)) for key in keys]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lkv.config import ModelSpec
 from lkv.errors import UnsupportedModelError
-from lkv.host.fingerprint import read_directions, read_values
+from lkv.host.fingerprint import read_directions, read_norms, read_values
 
 _KINDS = ("full_attention", "sliding_attention")
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
@@ -55,6 +55,7 @@ def inspect_model(model: Any) -> ModelSpec:
     local_heads(model)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     rope = getattr(text, "rope_parameters", None) or {}
+    decoder, depth = model.get_decoder(), text.num_hidden_layers
     return ModelSpec(
         architecture=name,
         layers=windows.count(None),
@@ -63,8 +64,8 @@ def inspect_model(model: Any) -> ModelSpec:
         head_dim=head_dim,
         rope=", ".join(f"{key} {rope[key]}" for key in sorted(rope) if rope[key] is not None),
         max_positions=limit,
-        weights=read_values(weights, text.num_hidden_layers),
-        directions=read_directions(dict(model.get_decoder().named_parameters()), text.num_hidden_layers),
+        weights=read_values(weights, depth),
+        directions=read_directions(dict(decoder.named_parameters()), depth, read_norms(decoder, depth)),
     )
 
 

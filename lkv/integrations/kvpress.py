@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lkv.errors import IntegrationError, UnsupportedModelError
-from lkv.host.rotation import Rotation, rotation_of
+from lkv.host.rotation import Rotation, rotations_of
 from lkv.host.spec import inspect_model, layer_windows
 from lkv.methods.budget import LearnedBudget
 from lkv.methods.selection import LearnedScores
@@ -33,13 +33,13 @@ class _Places:
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        self.rotation: Rotation | None = None
+        self.rotations: tuple[Rotation | None, ...] = ()
         self._index: dict[int, int] = {}
 
     def enter(self, model: Any) -> None:
         """Raises PolicyMismatchError unless the policy was trained for `model`."""
         self.policy.check_model(inspect_model(model))
-        self.rotation = rotation_of(model)
+        self.rotations = rotations_of(model)
         self.policy = self.policy.on(model.device)
         full = [number for number, window in enumerate(layer_windows(model)) if window is None]
         self._index = {number: index for index, number in enumerate(full)}
@@ -78,8 +78,9 @@ class LKVScorerPress(ScorerPress):
     ) -> Tensor:
         """Scores [B, H, T] for `keys` and `values` [B, H, T, d] after RoPE."""
         scale = getattr(module, "scaling", keys.shape[-1] ** -0.5)
-        prompt = PromptLayer(keys, values, scale, rotation=self._places.rotation)
-        return self._selector.scores(self._places.of(module), prompt)
+        layer = self._places.of(module)
+        prompt = PromptLayer(keys, values, scale, rotation=self._places.rotations[layer])
+        return self._selector.scores(layer, prompt)
 
     def compress(
         self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: Any

@@ -10,7 +10,7 @@ from lkv.errors import CacheError, PromptError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache
 from lkv.methods.selection import GivenScores, Selector
-from lkv.prefill import FrozenLayer, PromptLayer
+from lkv.prefill import FrozenLayer, PromptLayer, as_prompt
 from lkv.prompts import question_ids
 
 _REQUEST = "Repeat the previous context exactly."
@@ -70,7 +70,7 @@ def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[Promp
         model.base_model(
             input_ids=torch.tensor([replay], device=device),
             position_ids=torch.arange(len(ids), end, device=device)[None],
-            past_key_values=Cache(layers=[*layers]),
+            past_key_values=Cache(layers=as_prompt(prompt).followed_by(layers)),
             use_cache=True,
         )
     return torch.stack([layer.scores for layer in layers])

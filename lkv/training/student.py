@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lkv.host.hooks import Cache
 from lkv.ops.soft_mask_attention import soft_mask_attention
-from lkv.prefill import FrozenLayer, PromptLayer
+from lkv.prefill import FrozenLayer, PromptLayer, as_prompt
 
 
 class FrozenPrompt(Cache):
@@ -24,7 +24,8 @@ class FrozenPrompt(Cache):
 
     def __init__(self, prompt: list[PromptLayer], log_mask: Tensor | None = None):
         masks: Any = [None] * len(prompt) if log_mask is None else log_mask
-        super().__init__(layers=[_MaskedLayer(layer, mask) for layer, mask in zip(prompt, masks, strict=True)])
+        layers = [_MaskedLayer(layer, mask) for layer, mask in zip(prompt, masks, strict=True)]
+        super().__init__(layers=as_prompt(prompt).followed_by(layers))
 
 
 class _MaskedLayer(FrozenLayer):

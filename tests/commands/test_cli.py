@@ -85,7 +85,7 @@ def test_ask_mistakes_are_one_sentence(tmp_path, capsys, change, message):
         (["--method", "duo"], "the method 'duo' needs --pattern FILE"),
         (["--method", "duo", "--pattern", "nowhere.tsv"], "nowhere.tsv cannot be read"),
         (["--method", "knorm", "--pattern", "nowhere.tsv"], "takes no --pattern"),
-        ([], "no policy is shipped for this model (LlamaForCausalLM, 3 layers of 2 KV heads;"),
+        ([], "no policy is shipped for this model (LlamaForCausalLM, 3 layers of 2 KV heads);"),
     ],
 )
 def test_methods_without_what_they_need_are_one_sentence(tmp_path, model_folder, capsys, change, message):

@@ -3,7 +3,10 @@
 import copy
 import sys
 import warnings
+from base64 import b64decode
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import gguf
 import pytest
@@ -12,11 +15,12 @@ from torch import Tensor, nn
 
 from lkv.config import asdict, from_dict, replace
 from lkv.errors import PolicyMismatchError
-from lkv.fingerprint import ONE_MODEL, agreement, differs
-from lkv.host.fingerprint import read_directions
+from lkv.fingerprint import ONE_MODEL, agreement, differs, encode
+from lkv.host.fingerprint import read_directions, read_norms
 from lkv.host.spec import inspect_model
 from lkv.models import default_policy, load_default
 from lkv.policy import Policy
+from lkv.shipped import shipped
 from tests.conftest import tiny_llama
 
 NF4 = (
@@ -64,6 +68,16 @@ def tuned(share: float):
     return lambda weight: weight + share * weight.std() * torch.randn_like(weight)
 
 
+def adapted(share: float):
+    """A product of two thin matrices added, of `share` of the size of the weights."""
+
+    def store(weight: Tensor) -> Tensor:
+        update = torch.randn(weight.shape[0], 4) @ torch.randn(4, weight.shape[1])
+        return weight + share * weight.norm() / update.norm() * update
+
+    return store
+
+
 # The least cosine to the shipped policy's fingerprint that is asked of each way to store the model.
 COPIES = {
     "bf16": (lambda weight: weight.bfloat16(), 0.9999),
@@ -79,52 +93,124 @@ COPIES = {
     "original in nf4": (lambda weight: normal_float(original(weight)), 0.985),
     "original in int4": (lambda weight: grouped(4)(original(weight)), 0.97),
     "light fine-tune": (tuned(0.1), 0.98),
+    "low-rank adapter merged": (adapted(0.15), 0.97),
 }
+
+
+class Sampled(NamedTuple):
+    """The matrices of the embedded model that the fingerprint is read from, and the norms before them, by name."""
+
+    matrices: dict[str, Tensor]
+    norms: dict[str, Tensor]
+
+    def directions(self, store: Callable[[Tensor], Tensor] = lambda weight: weight) -> tuple[str, ...]:
+        """Of a copy whose matrices are stored by `store`."""
+        return read_directions({name: store(weight) for name, weight in self.matrices.items()}, 30, self.norms)
 
 
 @pytest.fixture(scope="module")
 def sampled():
-    """The matrices of the embedded model that the fingerprint is read from, by name."""
     decoder = load_default()[0].get_decoder()
     wanted = ("layers.0.", "layers.15.", "layers.29.")
-    return {
+    matrices = {
         name: weight.detach()
         for name, weight in decoder.named_parameters()
         if weight.ndim == 2 and name.startswith(wanted)
     }
+    return Sampled(matrices, read_norms(decoder, 30))
 
 
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_of_the_embedded_model_are_one_model_by_a_margin(sampled, way):
     torch.manual_seed(0)
     store, least = COPIES[way]
-    cosine = agreement(default_policy().spec.directions, read_directions({n: store(w) for n, w in sampled.items()}, 30))
+    cosine = agreement(default_policy().spec.directions, sampled.directions(store))
     assert cosine > least > ONE_MODEL + 0.05
+
+
+def test_factors_moved_between_a_norm_and_its_readers_leave_the_model_one(sampled):
+    """As AWQ and SmoothQuant move them before they round: whole columns grow or shrink several times."""
+    torch.manual_seed(0)
+    factors = {name: (0.7 * torch.randn_like(gain)).exp() for name, gain in sampled.norms.items()}
+    norms = {name: gain / factors[name] for name, gain in sampled.norms.items()}
+
+    def moved(name: str, weight: Tensor) -> Tensor:
+        layer, _, part = name.partition(".self_attn." if "self_attn" in name else ".mlp.")
+        norm = layer + (".input_layernorm" if "self_attn" in name else ".post_attention_layernorm")
+        return weight if part in ("o_proj.weight", "down_proj.weight") else weight * factors[norm]
+
+    matrices = {name: moved(name, weight) for name, weight in sampled.matrices.items()}
+    shipped = default_policy().spec.directions
+    assert agreement(shipped, Sampled(matrices, norms).directions()) > 0.999
+    assert agreement(shipped, Sampled(matrices, norms).directions(in_gguf("Q4_0"))) > ONE_MODEL + 0.05
+    # Without the norms it would be another model.
+    assert agreement(read_directions(sampled.matrices, 30), read_directions(matrices, 30)) < ONE_MODEL
+
+
+def test_norms_are_asked_what_they_multiply_by(model):
+    decoder = model.get_decoder()
+    plain = decoder.layers[1].input_layernorm
+    torch.nn.init.uniform_(plain.weight, 0.1, 3.0)
+
+    class OnePlus(type(plain)):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.rms_norm(x, x.shape[-1:]) * (1 + self.weight)
+
+    centred = OnePlus(32).to(torch.float64)
+    centred.weight.data.uniform_(-0.5, 0.5)
+    shifted = nn.LayerNorm(32, dtype=torch.float64)
+    torch.nn.init.normal_(shifted.weight)
+    torch.nn.init.normal_(shifted.bias)
+    decoder.layers[0].input_layernorm, decoder.layers[2].input_layernorm = centred, shifted
+    found = read_norms(decoder, 3)
+    torch.testing.assert_close(found["layers.1.input_layernorm"], plain.weight.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["layers.0.input_layernorm"], 1 + centred.weight.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["layers.2.input_layernorm"], shifted.weight.detach(), rtol=1e-4, atol=1e-5)
+    assert set(found) == {
+        f"layers.{n}.{norm}" for n in range(3) for norm in ("input_layernorm", "post_attention_layernorm")
+    }
 
 
 def test_a_model_that_moved_far_is_another(sampled):
     torch.manual_seed(0)
-    own, shipped = read_directions(sampled, 30), default_policy().spec
+    own, shipped = sampled.directions(), default_policy().spec
     assert agreement(shipped.directions, own) > 0.9999
-    spec = replace(shipped, directions=read_directions({n: tuned(0.6)(w) for n, w in sampled.items()}, 30))
+    spec = replace(shipped, directions=sampled.directions(tuned(0.6)))
     assert 0.7 < agreement(own, spec.directions) < ONE_MODEL - 0.05
     assert "other weights of the same architecture (rows agree to a cosine of 0.8" in differs(shipped, spec)
 
 
-def test_none_of_a_thousand_random_models_of_the_same_shape_passes(sampled):
-    own, shapes = default_policy().spec.directions, {name: weight.shape for name, weight in sampled.items()}
-    generator = torch.Generator().manual_seed(0)
-    # Rows are read by their place alone: views of a pool of random numbers stand for whole matrices.
-    pool = torch.randn(2_000_000, generator=generator)
+def test_policies_saved_before_norms_were_read_know_their_model(sampled):
+    """By what reads no norm: o_proj and down_proj."""
+    shipped = default_policy().spec
+    before = replace(shipped, directions=read_directions(sampled.matrices, 30))
+    copy, other = (replace(shipped, directions=sampled.directions(store)) for store in (in_gguf("Q4_0"), tuned(0.6)))
+    assert len(set(before.directions) & set(shipped.directions)) == 12
+    assert differs(before, copy) is None and differs(copy, before) is None
+    assert "other weights" in differs(before, other)
+
+
+@pytest.mark.parametrize("entry", shipped(), ids=lambda entry: entry.name)
+def test_every_shipped_policy_knows_its_model_with_the_norms_and_no_other(entry):
+    """Noise of 4 bits passes with room to spare; none of a thousand random models of the same shape comes near."""
+    own = entry.spec.directions
+    places = [text.rpartition(" ")[0] for text in own]
+    assert sum("_layernorm[" in place for place in places) == 30 and len(own) == 42
+    values = torch.stack([torch.frombuffer(bytearray(b64decode(text.split()[-1])), dtype=torch.int8) for text in own])
+    values, generator = values.float(), torch.Generator().manual_seed(0)
+
+    def directions(rows: Tensor) -> list[str]:
+        return [encode(place, row) for place, row in zip(places, rows.tolist(), strict=True)]
+
+    step = values.unflatten(1, (-1, 32)).abs().amax(2, keepdim=True).expand(-1, -1, 32).flatten(1) / 7
+    noised = values + step * (torch.rand(values.shape, generator=generator) - 0.5)
+    assert agreement(own, directions(noised)) > ONE_MODEL + 0.08
+    # A random model may even have the norms of the true one: what it has not is the rest of the direction.
+    size = values.abs()
     worst = 0.0
     for _ in range(1000):
-        starts = torch.randint(0, 1_000_000, (len(shapes),), generator=generator).tolist()
-        model = {
-            name: pool[start : start + shape.numel()].view(shape)
-            for (name, shape), start in zip(shapes.items(), starts, strict=True)
-        }
-        worst = max(worst, abs(agreement(own, read_directions(model, 30))))
-    assert worst < 0.15
+        worst = max(worst, abs(agreement(own, directions(size * torch.randn(values.shape, generator=generator)))))
+    assert worst < 0.25 < ONE_MODEL / 3
 
 
 def test_none_of_the_small_random_models_passes(model):

@@ -5,13 +5,20 @@ import torch
 import transformers
 from transformers import DynamicCache
 
+from lkv import context_file
 from lkv.cache.ragged import RaggedCache
-from lkv.context import compress
-from lkv.errors import CacheError, UnsupportedModelError
+from lkv.config import TrainingConfig
+from lkv.context import Context, compress
+from lkv.errors import CacheError, ContextFileError, UnsupportedModelError
+from lkv.evals.compare import Comparison
+from lkv.evals.roster import Roster
 from lkv.host.attention import ALL_ATTENTION_FUNCTIONS, attach
 from lkv.host.spec import layer_windows
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
+from lkv.training.data.sample import TokenizedSample
+from lkv.training.distillation import SampleDistillation, hard_mask
+from lkv.training.trainer import Trainer
 from tests.cache.test_generation import METHOD, ids, padded, score
 from tests.test_compression import TEXT, Words
 
@@ -103,10 +110,109 @@ def test_sliding_layers_hold_their_window_and_answers_start_afresh():
     assert context.nbytes() - held == 2 * 2 * 2 * 11 * 8 * 8  # 2 layers, k and v, 2 heads, the window but one token
     with pytest.raises(CacheError, match="go on with a fork"):
         context.cache.rewind()
-    with pytest.raises(CacheError, match="sliding layers cannot be saved yet"):
-        context.save("nowhere.kv")
-    with pytest.raises(UnsupportedModelError, match="has sliding layers: training"):
-        read_prompt(model, ids(1, 20))
+    with pytest.raises(CacheError, match="without what the sliding layers hold"):
+        RaggedCache(model, policy).fill(list(read_prompt(model, ids(1, 20))))
+
+
+def test_contexts_with_sliding_layers_are_saved_and_asked_again(tmp_path):
+    model = build("Gemma3")
+    policy = Policy(attach(model).spec).requires_grad_(False)
+    for text, name in ((TEXT, "long.kv"), ("word1 word2 word3 word4 word5 word6", "shorter-than-the-window.kv")):
+        context = compress(model, Words(), text, retention=0.5, policy=policy)
+        context.save(tmp_path / name)
+        again = Context.load(tmp_path / name, model, Words())
+        expected, _ = context.predict("what is one ?", "so it is")
+        assert torch.equal(again.predict("what is one ?", "so it is")[0], expected)
+        assert again.ask("what is one ?", 20, eos_token_id=None) == context.ask("what is one ?", 20, eos_token_id=None)
+        assert again.nbytes() <= context.nbytes()
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "another"])
+def test_damaged_sliding_layers_are_one_sentence(tmp_path, damage):
+    model = build("Gemma3")
+    context = compress(model, Words(), TEXT, retention=0.3, policy=Policy(attach(model).spec).requires_grad_(False))
+    context.save(tmp_path / "text.kv")
+    tensors, about = context_file.read(tmp_path / "text.kv")
+    if damage == "missing":
+        del tensors["sliding_v.1"]
+    elif damage == "shape":
+        tensors["sliding_k.0"] = tensors["sliding_k.0"][:, :, 1:].clone()
+    else:
+        tensors["sliding_k.2"] = tensors.pop("sliding_k.1")
+    context_file.write(tmp_path / "text.kv", tensors, about)
+    with pytest.raises(ContextFileError, match="does not hold a whole context"):
+        Context.load(tmp_path / "text.kv", model, Words())
+
+
+def train_item(number: int) -> TokenizedSample:
+    return TokenizedSample("random", ids(1, 40, number)[0].tolist(), [(ids(1, 9, number + 50)[0].tolist(), 4)] * 2)
+
+
+@pytest.mark.parametrize("tokens", [40, 7])
+def test_teacher_and_student_of_a_model_with_sliding_layers(tokens):
+    """The teacher is the stock model over the whole text, the hard-masked student what the cache computes."""
+    model = build("Gemma3")
+    torch.manual_seed(3)
+    policy = Policy(attach(model).spec).requires_grad_(False)
+    text, continuations = ids(1, tokens), [(ids(1, 20, 1)[0].tolist(), 4), (ids(1, 15, 2)[0].tolist(), 0)]
+    run = SampleDistillation(model, TokenizedSample("random", text[0].tolist(), continuations))
+    whole = [torch.cat([text, torch.tensor([row])], 1) for row, _ in continuations]
+    starts = [tokens + max(0, skip - 1) for _, skip in continuations]
+    stock = [model(row, use_cache=False).logits[0, start:-1] for row, start in zip(whole, starts, strict=True)]
+    assert_rows(run.run(None).log_probs, stock)
+    student = run.run(hard_mask(policy, run.scores(policy), 0.5, 2))
+    cached = []
+    for (row, _), start in zip(continuations, starts, strict=True):
+        cache = RaggedCache(model, policy, retention=0.5)
+        model(text, past_key_values=cache, use_cache=True)
+        logits = model(torch.tensor([row]), past_key_values=cache, use_cache=True).logits[0]
+        cached.append(logits[start - tokens : -1])
+    assert_rows(student.log_probs, cached)
+
+
+def assert_rows(found: torch.Tensor, logits: list[torch.Tensor]) -> None:
+    expected = torch.log_softmax(torch.cat(logits).float(), -1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_policy_for_a_model_with_sliding_layers_is_trained_saved_and_used(tmp_path):
+    model = build("Gemma3", torch.float32)
+    config = TrainingConfig(
+        steps=3, batch=2, warmup=1, evaluate_every=3, min_tokens=30, max_tokens=40, key="unrotated",
+        attention="learned", position=True,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    policy = Policy(attach(model).spec, None, config.inputs)
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    Trainer(model, policy, config, train_item, [train_item(99)], tmp_path).run()
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad.isfinite().all() and not torch.equal(parameter, before[name]), name
+    policy.save_pretrained(tmp_path / "policy")
+    context = compress(model, Words(), TEXT, retention=0.3, policy=tmp_path / "policy")
+    again = compress(model, Words(), TEXT, retention=0.3, policy=policy)
+    assert torch.equal(context.predict("so ?", "it is")[0], again.predict("so ?", "it is")[0])
+    assert context.realised_retention() == pytest.approx(0.3, abs=0.02)
+
+
+@torch.no_grad()
+def test_methods_are_compared_and_kvzip_reads_twice_on_a_model_with_sliding_layers():
+    model, text = build("Gemma3"), ids(1, 60)
+    policy = Policy(attach(model).spec).requires_grad_(False)
+    roster = Roster(model, Words(), ["lkv", "kvzip", "knorm"], [0.3], policy)
+    prompt = read_prompt(model, text, queries=True)
+    rows, skipped = roster.for_prompt(text[0].tolist(), prompt)
+    run = Comparison(model, text[0].tolist(), prompt, [row.method for row in rows])
+    continuation = ids(1, 20, 1)
+    found = run.predict(continuation[0].tolist(), 5)
+    assert torch.equal(run.predict(continuation[0].tolist(), 5).logits, found.logits) and not skipped
+    stock = model(torch.cat([text, continuation], 1)).logits[:, 64:-1]
+    torch.testing.assert_close(found.logits[:1], stock, atol=1e-6, rtol=1e-6)
+    for place, row in enumerate(rows[1:], 1):
+        cache = RaggedCache(model, method=row.method)
+        model(text, past_key_values=cache, use_cache=True)
+        alone = model(continuation[:, :-1], past_key_values=cache, use_cache=True).logits[:, 4:]
+        torch.testing.assert_close(found.logits[place : place + 1], alone, atol=1e-6, rtol=1e-6)
+    assert len(run.answers([5, 6], 6)) == len(rows)
 
 
 def test_what_would_be_computed_wrongly_is_refused():

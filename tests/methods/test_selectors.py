@@ -1,6 +1,7 @@
 """Every selector against its definition written out in float64, and its eviction against the masked stock model."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import PromptError, UnsupportedModelError
+from lkv.host.attention import attach
 from lkv.host.spec import output_projections
 from lkv.methods.budget import PerHead, Uniform
 from lkv.methods.build import Method, make_method
@@ -27,7 +29,7 @@ from lkv.methods.selection import (
     StreamingLLM,
 )
 from lkv.methods.selection.criticalkv import staged_ranks
-from lkv.prefill import PromptLayer, read_full_layers, read_prompt
+from lkv.prefill import PromptLayer, read_prompt
 from tests.cache.test_generation import RATIOS, ids, padded
 from tests.conftest import tiny_llama
 from tests.host.test_models import FAMILIES, build
@@ -209,12 +211,12 @@ def test_queries_are_rotated_back_in_every_family(family, rope):
     selector, text = ExpectedAttention(model), ids(1, 12)
 
     def rotated(text: Tensor) -> Tensor:
-        return read_full_layers(model, text, queries=True)[0].query
+        return read_prompt(model, text, queries=True)[0].query
 
     alone = torch.cat([rotated(text[:, t : t + 1]) for t in range(12)], 2)
     # YaRN scales the rotated queries, at position 0 too.
     plain = alone / getattr(model.model.rotary_emb, "attention_scaling", 1.0)
-    torch.testing.assert_close(selector._rotation.undone(rotated(text)), plain, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(selector._rotations[0].undone(rotated(text)), plain, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -234,18 +236,39 @@ def test_the_model_is_asked_once_how_it_rotates():
     model, calls = tiny_llama(), []
     model.model.register_forward_pre_hook(lambda *_: calls.append(1))
     first, second = ExpectedAttention(model), ExpectedAttention(model, value_norm=False)
-    assert len(calls) == 1 and first._rotation is second._rotation
+    assert len(calls) == 1 and first._rotations == second._rotations
 
 
-def test_a_model_with_layers_without_rope_is_refused():
+@torch.no_grad()
+def test_layers_without_rope_are_taken_as_they_are():
     config = transformers.SmolLM3Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=67, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         no_rope_layers=[1, 1, 1, 0],
     )  # fmt: skip
     torch.manual_seed(0)
-    with pytest.raises(UnsupportedModelError, match="SmolLM3ForCausalLM rotates the queries of some layers"):
-        ExpectedAttention(transformers.SmolLM3ForCausalLM(config).eval())
+    model = transformers.SmolLM3ForCausalLM(config).eval()
+    prompt = read_prompt(model, ids(1, 20), queries=True)
+    turned = [not torch.equal(layer.known_rotation.undone(layer.key), layer.key) for layer in prompt]
+    assert turned == [True, True, True, False]
+    # Nothing is to be turned ahead either: what is expected are the queries as they are.
+    query = prompt[3].query[:, :, 4:].unflatten(1, (2, 2))
+    mean = query.mean(3, keepdim=True)
+    spread = (query - mean).transpose(-1, -2) @ (query - mean) / query.shape[3]
+    key, scale = prompt[3].key[:, :, None, 4:], prompt[3].scale
+    logits = (key @ mean.transpose(-1, -2))[..., 0] * scale + ((key @ spread) * key).sum(-1) * scale**2 / 2
+    expected = torch.softmax(logits, -1).mean(2) * prompt[3].value[:, :, 4:].norm(dim=-1)
+    torch.testing.assert_close(ExpectedAttention(model).scores(3, prompt[3])[..., 4:], expected)
+
+
+def test_a_model_whose_queries_are_turned_in_another_way_is_refused(monkeypatch):
+    model = build("Llama")
+    module = sys.modules[type(model).__module__]
+    turn = module.apply_rotary_pos_emb
+    attach(model)
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, cos, sin: turn(q, k, cos, -sin))
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM rotates the queries of some layers"):
+        ExpectedAttention(model)
 
 
 @settings(max_examples=15)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from lkv.errors import UnsupportedModelError
 from lkv.host.attention import attach, evaluation_mode
-from lkv.host.rotation import Rotation
+from lkv.host.rotation import NoRotation, Rotation
 from lkv.methods.selection.base import Selector, check_sinks, precise
-from lkv.prefill import PromptLayer, read_full_layers
+from lkv.prefill import PromptLayer, read_prompt
 
 _PROBE_TOKENS = 16
 _PROBE_TOLERANCE = 0.2
@@ -32,10 +32,9 @@ class ExpectedAttention(Selector):
     def __init__(self, model: Any, future: int = 512, sinks: int = 4, covariance: bool = True, value_norm: bool = True):
         self.sinks = sinks
         self._future, self._covariance, self._value_norm = future, covariance, value_norm
-        self._rotation = attach(model).rotation or Rotation(model)
-        if not self._rotation.probed:
+        self._rotations = [rotation or Rotation(model) for rotation in attach(model).rotations]
+        if not all(rotation.probed for rotation in self._rotations):
             self._probe(model)
-            self._rotation.probed = True
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
@@ -43,8 +42,9 @@ class ExpectedAttention(Selector):
         heads, tokens = key.shape[1:3]
         rotated = prompt.query
         check_sinks(self, tokens, self.sinks)
-        ahead = self._rotation.mean(precise(rotated), tokens, tokens + self._future)
-        seen = self._rotation.undone(precise(rotated))[:, :, self.sinks :] @ ahead
+        rotation = self._rotations[layer]
+        ahead = rotation.mean(precise(rotated), tokens, tokens + self._future)
+        seen = rotation.undone(precise(rotated))[:, :, self.sinks :] @ ahead
         mean = seen.mean(2, keepdim=True)
         keys = precise(key[:, :, None, self.sinks :])
         logits = (keys @ mean.unflatten(1, (heads, -1)).transpose(-1, -2)).squeeze(-1) * scale
@@ -62,21 +62,24 @@ class ExpectedAttention(Selector):
     def _probe(self, model: Any) -> None:
         """One token over and over has the same query everywhere before RoPE, in every layer: rotated back it must too.
 
-        Layers without RoPE, or with another kind than the model's module says, would give wrong scores in silence.
+        Layers with another kind of RoPE than the model's module says would give wrong scores in silence.
         Seen once a model.
         """
         token = model.config.get_text_config(decoder=True).vocab_size // 2
         with evaluation_mode(model):
             ids = torch.full((1, _PROBE_TOKENS), token, device=model.device)
-            layers = read_full_layers(model, ids, queries=True)
-        for layer in layers:
+            layers = read_prompt(model, ids, queries=True)
+        for rotation, layer in zip(self._rotations, layers, strict=True):
             rotated = precise(layer.query)
-            if not _variation(self._rotation.undone(rotated)) <= _PROBE_TOLERANCE * _variation(rotated):
+            if isinstance(rotation, NoRotation):
+                continue
+            if not _variation(rotation.undone(rotated)) <= _PROBE_TOLERANCE * _variation(rotated):
                 raise UnsupportedModelError(
                     f"{type(model).__name__} rotates the queries of some layers in a way that ExpectedAttention cannot "
-                    "undo, or not at all; use a model with RoPE in every layer, such as Llama or Qwen3, or another "
-                    "method."
+                    "undo; use a model with RoPE, such as Llama or Qwen3, or another method."
                 )
+        for rotation in self._rotations:
+            rotation.probed = True
 
 
 def _variation(query: Tensor) -> float:
