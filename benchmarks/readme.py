@@ -1,9 +1,10 @@
-"""The README's section of results and docs/paper-scorer.md, written from the result files and nothing else.
+"""The README's section of results, docs/results.md and docs/paper-scorer.md, written from the result files alone.
 
-python -m benchmarks.readme
+python -m benchmarks.readme [--check]
 """
 
 import json
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,12 +13,13 @@ from lkv.report.names import label, part_label
 
 README = RESULTS.parents[1] / "README.md"
 EARLIER = README.parent / "docs" / "paper-scorer.md"
+RESULTS_PAGE = README.parent / "docs" / "results.md"
 TITLE = "## What it keeps of the model\n\n"
 _HEAD = """# Measured with the paper's scorer
 
 These tables were made with the policy `smollm2-135m-instruct-paper`, whose LKV-T reads k as cached and nothing else, as
 the paper has it. It was trained on texts of up to 4,096 tokens and fails beyond them; the policy shipped as the default
-since then is measured in the [README](../README.md). "LKV" means the paper's scorer throughout this page.
+since then is measured in [Results](results.md). "LKV" means the paper's scorer throughout this page.
 
 """
 _ABLE = "full >= 50"
@@ -50,18 +52,99 @@ def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
 
 
 def section() -> str:
-    """The text between the section's title and the next one."""
+    """The README's section: three small tables, each with its command."""
     return "\n\n".join(
         [
-            "SmolLM2-135M-Instruct, the question unknown at compression. Each figure comes from a file under "
-            "`benchmarks/results/`, which names its command, machine and seed; intervals are 95%. "
-            "[docs/paper-scorer.md](docs/paper-scorer.md) has RULER, LongBench, the ablation and more, measured with "
-            "the paper's own scorer.",
-            *_length(),
-            *(_needles() if rows("needles", method="lkv-paper") else []),
-            *(part for name in _others() for part in _other(name)),
+            "SmolLM2-135M-Instruct, the question unknown at compression, R = 0.15; 95% intervals. All figures come "
+            "from `benchmarks/results/`, whose files name command, machine and seed. More lengths, methods and R: "
+            "[results](docs/results.md).",
+            *_short_length(),
+            *_short_ruler(),
+            *_short_costs(),
         ]
     )
+
+
+def _short_length() -> list[str]:
+    """KL by length of LKV and those closest to it, at R = 0.15."""
+    found = _complete(rows("length", task="all"))
+    by = {(row["method"], row["tokens"]): row for row in found if row["retention"] == 0.15}
+    if not by:
+        return []
+    lengths = sorted({tokens for _, tokens in by})
+    return [
+        "**Fidelity by length**: KL(full \\|\\| compressed) in nats a token (`python -m benchmarks.length`).",
+        table(
+            ("", *(f"{tokens:,} tokens" for tokens in lengths)),
+            (
+                [_name(m), *(interval(by[m, t]) if (m, t) in by else "cannot run" for t in lengths)]
+                for m in ("lkv", "kvzip", "lkv-h+expected", "snapkv")
+            ),
+        ),
+    ]
+
+
+def _short_ruler() -> list[str]:
+    """RULER's retrieval tasks at both lengths."""
+    found = rows("ruler_retrieval", task="all")
+    if not found:
+        return []
+    by = {(row["method"], row["tokens"]): row for row in found}
+    lengths = sorted({tokens for _, tokens in by})
+    whose = "" if _is_new("ruler_retrieval") else ", measured with the paper's scorer"
+    return [
+        f"**RULER**, five retrieval tasks, score of 100, {by['full', lengths[0]]['n']} samples a length{whose} "
+        "(`lkv eval ruler`).",
+        table(
+            ("", *(f"{tokens:,} tokens" for tokens in lengths)),
+            (
+                [_name(m), *(interval(by[m, t], digits=1) for t in lengths)]
+                for m in ("full", "lkv", "kvzip", "snapkv")
+                if (m, lengths[0]) in by
+            ),
+        ),
+    ]
+
+
+def _is_new(name: str) -> bool:
+    """Whether a file holds the policy that is the default now: those before it were measured until 21 November 2026."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["date"] > "2026-11-21"
+
+
+def _short_costs() -> list[str]:
+    """Bytes and times of LKV at 4,096 tokens, by those of the full cache."""
+    wanted: dict[str, Any] = {"method": "lkv", "tokens": 4096}
+    lines = [
+        ["bytes of k and v held, slack included", f"{row['value']:.3f}", "`python -m benchmarks.prefill`"]
+        for row in rows("cache_bytes", **wanted)
+    ]
+    lines += [
+        ["prefill with eviction", interval(row), "`python -m benchmarks.prefill`"] for row in rows("prefill", **wanted)
+    ]
+    for what, name in (("attention", "decoding, attention alone"), ("token", "decoding, a whole token")):
+        lines += [
+            [f"{name}, 1 thread", interval(row), "`python -m benchmarks.decode`"]
+            for row in rows("decode", dtype="float32", what=what, threads=1, **wanted)
+        ]
+    if not lines:
+        return []
+    return [
+        "**Memory and speed** on a CPU at 4,096 tokens, by the full cache's.",
+        table(("", "of the full cache's", "command"), lines),
+    ]
+
+
+def results_page() -> str:
+    """The whole of docs/results.md."""
+    lead = (
+        "SmolLM2-135M-Instruct with the shipped policy, the question unknown at compression; intervals are 95%. Each "
+        "figure comes from a file under `benchmarks/results/`, which names its command, machine and seed. [Measured "
+        "with the paper's scorer](paper-scorer.md) has RULER, LongBench, the ablation and more."
+    )
+    parts = ["# Results", lead, *_length(), *(_needles() if rows("needles", method="lkv-paper") else [])]
+    parts += [part for name in _others() for part in _other(name)]
+    return "\n\n".join(part.replace("](benchmarks/", "](../benchmarks/") for part in parts) + "\n"
 
 
 def _others() -> list[str]:
@@ -277,7 +360,7 @@ def _longbench(measured: list[dict[str, Any]]) -> list[str]:
         f"A sample of LongBench: the mean over its 16 tasks, {measured[0]['n']} samples in all, cut to the model's 8k "
         "tokens (`longbench.json`). KL and agreement are those of the right answer.",
         table(
-            ("", "score", "less LKV", "KL", "top-1 agreement"),
+            ("", "score", "minus LKV", "KL", "top-1 agreement"),
             ([f"**{label(r['method'])}**" if r["method"] == "lkv" else label(r["method"]), *cells(r)] for r in ordered),
         ),
     ]
@@ -291,7 +374,7 @@ def _ruler(measured: list[dict[str, Any]], lead: str, source: str) -> list[str]:
         dict.fromkeys(row["method"] for row in measured),
         key=lambda m: -max(by[m, t]["value"] for t in lengths if (m, t) in by),
     )
-    head = [f"{length:,} {what}" for length in lengths for what in ("tokens", "less LKV", "kept")]
+    head = [f"{length:,} {what}" for length in lengths for what in ("tokens", "minus LKV", "kept")]
     samples = ", ".join(f"{by['full', length]['n']} samples at {length:,}" for length in lengths)
 
     def cells(row: dict[str, Any] | None) -> list[str]:
@@ -317,9 +400,17 @@ def main() -> None:
     text = README.read_text(encoding="utf-8")
     start = text.index(TITLE) + len(TITLE)
     end = text.index("\n## ", start)
-    README.write_text(text[:start] + section() + "\n" + text[end:], encoding="utf-8")
-    EARLIER.parent.mkdir(exist_ok=True)
-    EARLIER.write_text(earlier(), encoding="utf-8")
+    pages = {
+        README: text[:start] + section() + "\n" + text[end:],
+        EARLIER: earlier(),
+        RESULTS_PAGE: results_page(),
+    }
+    if "--check" in sys.argv:
+        if stale := [path.name for path, page in pages.items() if path.read_text(encoding="utf-8") != page]:
+            sys.exit(f"{', '.join(stale)} tell other figures than the files: run python -m benchmarks.readme")
+        return
+    for path, page in pages.items():
+        path.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ FEATURES = {
         ["lkv", "methods"],
         ["lkv", "policies"],
         ["lkv", "inspect"],
+        ["lkv", "doctor"],
         [*ASK, "--model", "tiny", "--method", "knorm"],
     ],
     "default-model": [ASK, *as_on_the_hub("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct")],
@@ -99,6 +100,7 @@ FEATURES = {
     "train": [[*TRAIN, "--min-tokens", "60", "--max-tokens", "120"]],
     "quantization": [["python", "-c", EIGHT_BITS]],
     "kvpress": [["python", "-c", "import lkv.integrations.kvpress"]],
+    "documents": [["lkv", "ask", "page.html", "What is it about?", "--model", "tiny", "--method", "knorm"]],
     "plots": [["lkv", "inspect", "--figure", "budgets.png"]],
     "serve": [["python", "-c", SERVE]],
     "evals": [[*RULER, "--methods", "knorm", "--model", "tiny", "--out", "ruler.jsonl"]],
@@ -135,6 +137,7 @@ def prepare(folder: Path, bin_: Path, extra: str) -> None:
     """The files that features read: a tiny model, a text, data to train on, a GGUF file."""
     text = "The harbour of Old Quay was built by Ada Brooks in the year of the great storm. "
     (folder / "text.txt").write_text(text * 20)
+    (folder / "page.html").write_text(f"<html><body><p>{text * 5}</p></body></html>")
     (folder / "data").mkdir()
     (folder / "data" / "prose.txt").write_text("\n\n".join(text * 5 for _ in range(40)))
     subprocess.run([sys.executable, "-c", TINY], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from lkv.cache.ragged import RaggedCache
     from lkv.chat import Chat
     from lkv.context import Context, compress
+    from lkv.hub import push_to_hub
     from lkv.methods.budget import Budget
     from lkv.methods.build import Method
+    from lkv.methods.catalogue import register_method
     from lkv.methods.selection import Selector
     from lkv.models import default_policy, load_default, load_model, policy_for
     from lkv.policy import Policy
@@ -32,6 +34,8 @@ _HOMES = {
     "load_default": "lkv.models",
     "load_model": "lkv.models",
     "policy_for": "lkv.models",
+    "push_to_hub": "lkv.hub",
+    "register_method": "lkv.methods.catalogue",
 }
 __all__ = [
     "Budget",
@@ -48,6 +52,8 @@ __all__ = [
     "load_default",
     "load_model",
     "policy_for",
+    "push_to_hub",
+    "register_method",
 ]
 
 

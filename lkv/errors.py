@@ -85,6 +85,10 @@ class BusyError(LkvError):
     """An engine or a server has as many requests as it takes; ask again later."""
 
 
+class DocumentError(LkvError):
+    """A document cannot be read as text."""
+
+
 class EvaluationError(LkvError):
     """A benchmark is asked for something that it cannot give."""
 

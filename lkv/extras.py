@@ -14,6 +14,7 @@ EXTRAS = {
     "plots": ("matplotlib",),
     "serve": ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "fsspec"),
     "ray": ("ray", "fastapi", "uvicorn", "prometheus_client", "python_multipart", "fsspec"),
+    "documents": ("inscriptis", "pypdf"),
     "evals": ("accelerate", "wonderwords", "pyarrow", "rouge"),
 }
 

@@ -57,7 +57,7 @@ class RaggedCache(Cache):
         cache never holds more than that and one part; later parts see what was kept of the earlier ones.
         `decode_eviction`: what is generated is evicted from as well, whenever a layer's slack has run out.
         `bits`: hold what is kept of the prompt in 8 or 4 bits a value (needs torchao); what follows stays as it is.
-        `pattern`: DuoAttention's alphas [L][H], for the rule "duo" (`budget.read_pattern`, `budget.estimate_pattern`).
+        `pattern`: DuoAttention's alphas `[L][H]`, for the rule "duo" (`budget.read_pattern` or `estimate_pattern`).
 
         Raises RetentionError, PolicyMismatchError, UnsupportedModelError, CacheError, BudgetError (a pattern of another
         shape) or LkvError (unknown method).
@@ -237,7 +237,7 @@ class RaggedCache(Cache):
             layer.crop(layer.prompt_length - layer.get_seq_length())
 
     def kept(self) -> list[list[int]]:
-        """Entries that eviction left to each head, [L][H], summed over the batch."""
+        """Entries that eviction left to each head, `[L][H]`, summed over the batch."""
         return [layer.kept.sum(0).tolist() for layer in self.ragged]
 
     def realised_retention(self) -> float:

@@ -1,58 +1,172 @@
-"""lkv ask: a question about a text file, answered from a compressed cache."""
+"""lkv ask: questions about a document, answered from a compressed cache."""
 
 import argparse
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lkv.commands.options import add_model, add_policy, add_revision, positive
+from lkv.commands.options import add_device, add_dtype, add_model, add_policy, add_revision, positive
 from lkv.errors import LkvError, check_retention
+
+if TYPE_CHECKING:
+    from lkv.context import Context
+
+_PART = 1024  # tokens that streaming reads at a time, unless --chunk says otherwise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("file", type=Path)
-    parser.add_argument("question")
-    parser.add_argument("--retention", type=float, default=0.15, help="share of the cache to keep, in (0, 1]")
-    parser.add_argument("--method", default="lkv", help="a name that `lkv methods` lists, or full")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="FILE QUESTION",
+        help="text, Markdown, HTML or PDF, or - for stdin (none with --load); then questions, or none for a chat",
+    )
+    parser.add_argument("--retention", type=float, default=None, help="share of the cache to keep (default: 0.15)")
+    parser.add_argument("--method", default=None, help="a name that `lkv methods` lists, or full (default: lkv)")
     add_model(parser)
     add_revision(parser)
     add_policy(parser)
+    add_dtype(parser)
+    add_device(parser)
     parser.add_argument("--pattern", type=Path, default=None, help="DuoAttention's full_attention_heads.tsv (rule duo)")
+    parser.add_argument("--chunk", type=positive, default=None, help="read the text in parts of that many tokens")
+    parser.add_argument("--streaming", action="store_true", help="evict after every part: for texts too long to hold")
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=None, help="hold what is kept in so many bits")
+    parser.add_argument("--save", type=Path, default=None, help="write the compressed text to this file")
+    parser.add_argument("--load", type=Path, default=None, help="go on from a file of --save, instead of FILE")
     parser.add_argument("--max-new-tokens", type=positive, default=None, help="(default: 128 at most)")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read the text, compress it, and stream the answer; raises LkvError for what the user can mend."""
-    from lkv.context import check_text, compress
-    from lkv.host.attention import attach
-    from lkv.methods.budget import read_pattern
-    from lkv.methods.catalogue import FULL, find
-    from lkv.models import DEFAULT, load_model, load_policy
+    """Read and compress the document, or load it, then answer; raises LkvError for what the user can mend."""
+    from lkv.context import check_text
+    from lkv.files import check_place
 
-    try:
-        text = options.file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LkvError(f"{options.file} cannot be read as text ({error}); give a UTF-8 text file.") from error
-    check_retention(options.retention)
-    duo = options.method != FULL and find(options.method).rule == "duo"
+    _check(options)
+    questions = options.words[0 if options.load else 1 :]
+    for question in questions:
+        check_text(question, "the question", "ask something about the text")
+    if options.save:
+        check_place(options.save, LkvError, "the compressed text")
+    context = _loaded(options) if options.load else _compressed(options)
+    if options.save:
+        context.save(options.save)
+        print(f"[saved to {options.save}, {options.save.stat().st_size / 1e6:.1f} MB]", file=sys.stderr)
+    asked = questions or ([] if options.save and not sys.stdin.isatty() else _typed())
+    for question in asked:
+        if len(questions) > 1:
+            print(f"\n> {question}", flush=True)
+        context.ask(question, options.max_new_tokens, stream=True)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise LkvError for options that do not go together, before anything is loaded."""
+    from lkv.methods.catalogue import FULL, find
+
+    own = ("retention", "method", "policy", "pattern", "chunk", "bits")
+    given = [f"--{name}" for name in own if getattr(options, name) is not None] + ["--streaming"] * options.streaming
+    if options.load and given:
+        raise LkvError(f"what --load reads is compressed already; leave {' and '.join(given)} out.")
+    if not options.load and not options.words:
+        raise LkvError("give a file to read (or - for stdin), or --load with one that --save wrote.")
+    if options.words[:1] == ["-"] and not options.load and not options.words[1:] and not options.save:
+        raise LkvError("with the text on stdin there is no room for a chat there; give the question too.")
+    if options.retention is not None:
+        check_retention(options.retention)
+    duo = options.method not in (None, FULL) and find(options.method).rule == "duo"
     if duo != (options.pattern is not None):
         wanted = "needs --pattern FILE" if duo else "takes no --pattern, which is for the rule duo"
-        raise LkvError(f"the method {options.method!r} {wanted}; `lkv methods` says what each method needs.")
-    check_text(options.question, "the question", "ask something about the text")
+        raise LkvError(f"the method {options.method or 'lkv'!r} {wanted}; `lkv methods` says what each method needs.")
+
+
+def _model(options: argparse.Namespace) -> tuple[Any, Any]:
+    from lkv.commands.options import on_device, torch_dtype
+    from lkv.models import DEFAULT, load_model
+
+    model, tokenizer = load_model(options.model or DEFAULT, torch_dtype(options.dtype), options.revision)
+    return on_device(model, options.device), tokenizer
+
+
+def _loaded(options: argparse.Namespace) -> "Context":
+    from lkv.context import Context
+
+    context = Context.load(options.load, *_model(options))
+    print(f"[{context.tokens:,} tokens loaded; {_held(context)}]", file=sys.stderr)
+    return context
+
+
+def _compressed(options: argparse.Namespace) -> "Context":
+    from lkv.context import compress
+    from lkv.documents import read_document
+    from lkv.host.attention import attach
+    from lkv.methods.budget import read_pattern
+    from lkv.methods.catalogue import FULL
+    from lkv.models import load_policy
+    from lkv.prompts import context_ids
+
+    text = read_document(options.words[0])
     policy = load_policy(options.policy, options.strict, options.policy_revision) if options.policy else None
-    model, tokenizer = load_model(options.model or DEFAULT, revision=options.revision)
+    model, tokenizer = _model(options)
     spec = attach(model).spec
-    extra: dict[str, Any] = {"pattern": read_pattern(options.pattern, spec.layers, spec.kv_heads)} if duo else {}
+    extra: dict[str, Any] = {"bits": options.bits} if options.bits else {}
+    if options.pattern:
+        extra["pattern"] = read_pattern(options.pattern, spec.layers, spec.kv_heads)
+    if options.streaming:
+        extra["streaming"] = True
+    method = options.method or "lkv"
+    retention = None if method == FULL else options.retention or 0.15
+    chunk = options.chunk or (_PART if options.streaming else None)
     started = time.perf_counter()
-    retention = None if options.method == FULL else options.retention
-    context = compress(model, tokenizer, text, options.method, retention, policy, **extra)
+    with _progress(model, len(context_ids(tokenizer, text))):
+        context = compress(model, tokenizer, text, method, retention, policy, chunk=chunk, **extra)
     seconds = time.perf_counter() - started
-    asked = 1.0 if options.method == FULL else options.retention
     print(
-        f"[{context.tokens} tokens read in {seconds:.1f} s; {context.realised_retention():.4f} of the entries kept, "
-        f"{asked:g} asked for; {context.nbytes():,} of {context.full_nbytes():,} bytes of k and v held]",
+        f"[{context.tokens:,} tokens read in {seconds:.1f} s, {context.tokens / seconds:,.0f} a second; "
+        f"{context.realised_retention():.4f} of the entries kept, {retention or 1.0:g} asked for; {_held(context)}]",
         file=sys.stderr,
     )
-    context.ask(options.question, options.max_new_tokens, stream=True)
+    return context
+
+
+def _held(context: "Context") -> str:
+    """Bytes of k and v held of those of the full cache, slack included."""
+    held, full = context.nbytes(), context.full_nbytes()
+    return f"held {held / 1e6:.1f} of {full / 1e6:.1f} MB ({held / full:.3f})"
+
+
+@contextmanager
+def _progress(model: Any, tokens: int) -> Iterator[None]:
+    """A bar of the tokens read, a second and left, while the block reads them; none where stderr is no terminal."""
+    from tqdm import tqdm
+
+    from lkv.host.progress import each_layer
+
+    form = "{desc} {percentage:3.0f}% |{bar}| {n:,.0f} of {total:,} tokens, {rate_fmt}, {remaining} left"
+    with tqdm(total=tokens, desc="reading", unit=" tokens", bar_format=form, leave=False, disable=None) as bar:
+
+        def passed(count: float) -> None:
+            bar.update(min(count, tokens - bar.n))  # a second pass over the text counts no more
+
+        with each_layer(model, passed):
+            yield
+
+
+def _typed() -> Iterator[str]:
+    """Questions typed one after another, until the input ends or an empty line comes from a terminal."""
+    prompt = ""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401 - the arrow keys edit and recall lines
+
+        print("Ask about the text; Ctrl-D ends.", file=sys.stderr)
+        prompt = "> "
+    while True:
+        try:
+            question = input(prompt)
+        except EOFError:
+            return
+        if question.strip():
+            yield question

@@ -8,13 +8,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lkv.commands.options import add_model, add_policy, add_revision, positive
+from lkv.commands.options import add_model, add_policy_revision, add_revision, positive
 from lkv.errors import LkvError, check_retention
 from lkv.evals.example import Example
 from lkv.evals.protocol import PROTOCOLS
 
 SUITES = ("ruler", "longbench")
 _RULER_SAMPLES = 50
+LADDER = [0.5, 0.25, 0.125, 0.0625]
+PRESETS = {"kvpress": [0.9, 0.75, 0.5, 0.25, 0.1]}  # what its leaderboard keeps: 1 - compression_ratio
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_revision(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=None, help="of the model")
-    add_policy(parser)
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        default=None,
+        metavar="[NAME=]PATH",
+        help="folder or hub id (default: the one shipped); several, each with a name, are measured side by side",
+    )
+    add_policy_revision(parser)
+    parser.add_argument(
+        "--no-strict", dest="strict", action="store_false", help="warn, not refuse, if --policy was trained for others"
+    )
+    parser.add_argument(
+        "--ladder", action="store_const", dest="retention", const=LADDER, help="retentions 0.5, 0.25, 0.125, 0.0625"
+    )
+    parser.add_argument("--preset", choices=PRESETS, default=None, help="retentions and protocol of a leaderboard")
     parser.add_argument("--pattern", type=Path, default=None, help="for duo: full_attention_heads.tsv, or a long text")
     parser.add_argument("--seed", type=int, default=0, help="RULER: another seed makes other samples")
     parser.add_argument("--rows-at-once", type=positive, default=64, help="methods x retentions held at a time")
@@ -55,6 +71,10 @@ def run(options: argparse.Namespace) -> None:
     # What is wrong with the command is told before a model is loaded.
     check_place(options.out, LkvError, "the samples")
     tasks = _tasks(options.suite, options.tasks)
+    if options.preset:
+        options.retention, options.protocol = PRESETS[options.preset], options.preset
+    paths = _policies(options.policy)
+    options.methods = _of_each(options.methods, [name for name in paths if name])
     entries = [find(name) for name in options.methods if name != FULL]
     for retention in options.retention:
         check_retention(retention)
@@ -65,15 +85,15 @@ def run(options: argparse.Namespace) -> None:
         )
     examples = _longbench(options, tasks) if options.suite == "longbench" else _ruler(options, tasks)
     needed = any(needs_policy(name) for name in options.methods if name != FULL)
-    policy = None
-    if needed and options.policy:
-        policy = load_policy(options.policy, options.strict, options.policy_revision)
+    revision = options.policy_revision
+    loaded = {name: load_policy(path, options.strict, revision) for name, path in paths.items()} if needed else {}
+    policy = loaded.pop("", None)
     process = Process.current()
     name = options.model or DEFAULT
     model, tokenizer = load_model(name, getattr(torch, options.dtype) if options.dtype else None, options.revision)
     model.to(process.device)
     spec = attach(model).spec
-    if needed and policy is None:
+    if needed and policy is None and not loaded:
         policy = policy_for(spec)
     limit = spec.max_positions
     if options.suite == "ruler" and max(options.lengths) > limit:
@@ -90,6 +110,7 @@ def run(options: argparse.Namespace) -> None:
         options.protocol,
         policy,
         pattern=pattern,
+        policies=loaded,
         model_name=Path(name).name if Path(name).exists() else name,
         seed=options.seed,
         rows_at_once=options.rows_at_once,
@@ -97,6 +118,33 @@ def run(options: argparse.Namespace) -> None:
     if process.rank == 0:
         _print_table(options.out)
     process.end()
+
+
+def _policies(given: Sequence[str] | None) -> dict[str, str]:
+    """Paths by name; one without a name has the name "". Raises LkvError where several are not told apart."""
+    pairs = [("", text) if Path(text).exists() else _split(text) for text in given or ()]
+    named = dict(pairs)
+    if len(named) < len(pairs) or (len(pairs) > 1 and "" in named):
+        raise LkvError("several policies are told apart by names: give --policy first=PATH second=PATH.")
+    if bad := [name for name in named if set(name) & set("@+ ")]:
+        raise LkvError(f"the policy's name {bad[0]!r} holds a space, '@' or '+'; give another.")
+    return named
+
+
+def _split(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    return (name, path) if equals else ("", text)
+
+
+def _of_each(methods: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Methods that read a policy once for each of `names`."""
+    from lkv.methods.catalogue import FULL, needs_policy
+
+    own: list[str] = []
+    for method in methods:
+        several = names and method != FULL and needs_policy(method)
+        own += [f"{method}@{name}" for name in names] if several else [method]
+    return own
 
 
 def _tasks(suite: str, tasks: Sequence[str] | None) -> Sequence[str]:

@@ -1,25 +1,52 @@
-"""lkv inspect: what a policy learned."""
+"""lkv inspect: what a policy learned, or what is kept of a text."""
 
 import argparse
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
-from lkv.commands.options import add_policy_revision
+from lkv.commands.options import add_device, add_dtype, add_model, add_policy, add_revision, positive
+from lkv.errors import LkvError, check_retention
+
+_RIVALS = ("snapkv", "streaming-llm")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("policy", nargs="?", default=None, help="folder or hub id (default: the embedded model's)")
-    add_policy_revision(parser)
-    parser.add_argument("--retention", type=float, default=0.15)
-    parser.add_argument("--figure", type=Path, default=None, help="write the budgets as a picture")
+    parser.add_argument(
+        "what", nargs="?", default=None, help="a text (then a page is written), or a policy (default: the shipped one)"
+    )
+    parser.add_argument("--retention", type=float, default=0.15, help="where the page's slider starts (default: 0.15)")
+    parser.add_argument("--figure", type=Path, default=None, help="write a policy's budgets as a picture")
+    page = parser.add_argument_group("of a text")
+    page.add_argument("--question", action="append", default=[], help="answered by all methods; may be given again")
+    page.add_argument("--method", default="lkv", help="whose choice is shown (default: lkv)")
+    page.add_argument("--against", nargs="*", default=_RIVALS, help=f"rivals (default: {' '.join(_RIVALS)})")
+    page.add_argument("--out", type=Path, default=None, help="the page (default: the text's name with .html)")
+    page.add_argument("--max-new-tokens", type=positive, default=64, help="of an answer (default: 64)")
+    add_model(page)
+    add_revision(page)
+    add_policy(page)
+    add_dtype(page)
+    add_device(page)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the budgets of every head, and draw them where a picture is asked for."""
+    """Print or draw a policy's budgets, or write the page of a text."""
+    check_retention(options.retention)
+    if options.what is not None and (options.what == "-" or Path(options.what).is_file()):
+        _page(options)
+    elif options.question or options.out:
+        raise LkvError(f"questions and pages are of a text, but there is no file {options.what!r}; give one.")
+    else:
+        _budgets(options)
+
+
+def _budgets(options: argparse.Namespace) -> None:
     from lkv.models import DEFAULT, load_policy
 
-    policy = load_policy(options.policy or DEFAULT, revision=options.policy_revision)
+    policy = load_policy(options.what or options.policy or DEFAULT, revision=options.policy_revision)
     ratios = policy.inference_ratios(options.retention)
     print(f"{policy.spec.architecture}: {policy.spec.layers} layers x {policy.spec.kv_heads} KV heads")
     print(f"card: {json.dumps(policy.card)}")
@@ -30,3 +57,47 @@ def run(options: argparse.Namespace) -> None:
 
         draw_budgets(ratios.tolist(), options.retention, options.figure)
         print(f"the picture is in {options.figure}")
+
+
+def _page(options: argparse.Namespace) -> None:
+    from lkv.commands.options import on_device, torch_dtype
+    from lkv.documents import STDIN, read_document
+    from lkv.files import check_place, write_text
+    from lkv.inspection.look import look
+    from lkv.inspection.page import page
+    from lkv.models import DEFAULT, load_model, load_policy
+
+    name = "standard input" if options.what == STDIN else Path(options.what).name
+    out = options.out or Path("stdin.html" if options.what == STDIN else f"{Path(options.what).stem}.html")
+    if out.exists() and options.what != STDIN and out.samefile(options.what):
+        raise LkvError(f"the page would take the place of {out} itself; give another name with --out.")
+    check_place(out, LkvError, "the page")
+    text = read_document(options.what)
+    policy = load_policy(options.policy, options.strict, options.policy_revision) if options.policy else None
+    chosen = options.model or DEFAULT
+    model, tokenizer = load_model(chosen, torch_dtype(options.dtype), options.revision)
+    model = on_device(model, options.device)
+    found = look(model, tokenizer, text, options.method, policy)
+    answers = _answers(options, model, tokenizer, text, policy) if options.question else {}
+    shown = Path(chosen).name if Path(chosen).exists() else chosen
+    write_text(out, page(found, name, shown, options.retention, answers), LkvError, "the page")
+    print(f"[{len(found.pieces):,} tokens in {found.layers} x {found.heads} heads]", file=sys.stderr)
+    print(f"the page is in {out}")
+
+
+def _answers(options: argparse.Namespace, model: Any, tokenizer: Any, text: str, policy: Any) -> dict[str, list[Any]]:
+    """Each question answered by the full cache, the method looked at, and its rivals."""
+    from lkv.context import compress
+    from lkv.inspection.page import Answer
+    from lkv.methods.catalogue import FULL, label, needs_policy
+
+    answers: dict[str, list[Answer]] = {question: [] for question in options.question}
+    for method in dict.fromkeys((FULL, options.method, *options.against)):
+        retention = None if method == FULL else options.retention
+        own = policy if method != FULL and needs_policy(method) else None
+        context = compress(model, tokenizer, text, method, retention, own)
+        shown = "Full cache" if method == FULL else label(method)
+        held = (shown, context.realised_retention(), context.nbytes(), context.full_nbytes())
+        for question, found in answers.items():
+            found.append(Answer(*held, context.ask(question, options.max_new_tokens)))
+    return answers

@@ -11,11 +11,12 @@ from lkv.version import __version__
 
 # Each is a module of this package, with `add_arguments(parser)` and `run(options)`.
 COMMANDS = {
-    "ask": "ask a question about a text file from a compressed cache",
+    "ask": "ask questions about a document from a compressed cache",
     "serve": "serve contexts and chats over an OpenAI-compatible API",
+    "doctor": "say what there is to work with, whether it works, and the mend",
     "methods": "list the methods: what they keep, whose they are, what they need",
     "policies": "list the shipped policies: for which models, how trained, how faithful",
-    "inspect": "show what a policy learned",
+    "inspect": "show what a policy learned, or what is kept of a text",
     "train": "train a policy for a model, or resume the training",
     "eval": "measure methods on RULER or LongBench, or resume a measurement",
     "report": "make tables and figures from result files",
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         try:
-            options = _parser(words).parse_args(words)
+            options = _parsed(words)
             options.run(options)
         finally:
             # Nothing may be left to be written when the interpreter ends: it would print a traceback of its own.
@@ -48,6 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lkv: {error}", file=sys.stderr)
         return _INTERRUPTED if isinstance(error, TrainingStoppedError) else _REFUSED
     return 0
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line; words may stand on both sides of options where a command takes many."""
+    parser = _parser(words)
+    options, rest = parser.parse_known_args(words)
+    if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.words += rest
+    return options
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

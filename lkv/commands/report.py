@@ -15,6 +15,7 @@ from lkv.report.profile import build_prefill, plot_memory, published_prefill, re
 from lkv.report.published import model_of, models, with_published
 from lkv.report.reading import read_results
 from lkv.report.tables import Table
+from lkv.report.training import build_training, plot_training, read_curves
 
 _MATCHING = "matching"
 
@@ -23,6 +24,7 @@ def add_arguments(report: argparse.ArgumentParser) -> None:
     """The options of the command."""
     report.add_argument("files", type=Path, nargs="*", help="what `lkv eval` wrote")
     report.add_argument("--profile", type=Path, help="what `lkv profile` wrote: prefill table and memory figure")
+    report.add_argument("--training", type=Path, nargs="+", help="folders of `lkv train`: their curves, side by side")
     report.add_argument("--table", choices=TABLES, default="main")
     report.add_argument("--format", choices=FORMATS, default="terminal")
     report.add_argument("--out", type=Path, help="write the table here instead of printing it")
@@ -42,9 +44,13 @@ def add_arguments(report: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print or write the table, and draw the figure where one is asked for."""
-    if bool(options.profile) == bool(options.files):
-        raise ReportError("give either result files of `lkv eval`, or --profile with one file of `lkv profile`.")
-    table, figure = _profile(options) if options.profile else _evaluation(options)
+    if bool(options.profile) + bool(options.files) + bool(options.training) != 1:
+        raise ReportError(
+            "give either result files of `lkv eval`, or --profile with one file of `lkv profile`, or --training with "
+            "folders of `lkv train`."
+        )
+    made = _profile if options.profile else _training if options.training else _evaluation
+    table, figure = made(options)
     text = FORMATS[options.format](table)
     if options.out:
         write_text(options.out, text, ReportError, "the table")
@@ -60,7 +66,8 @@ def _evaluation(options: argparse.Namespace) -> tuple[Table, Any]:
     request = Request(tuple(options.methods), tuple(options.retention), options.min_full, options.against)
     table = build(options.table, results, request)
     if options.published:
-        table = with_published(table, _model(options, results.header["model"]), str(results.header["suite"]))
+        measured = str(results.header["model"])
+        table = with_published(table, _model(options, measured), str(results.header["suite"]), measured)
     return table, plot(table) if options.figure else None
 
 
@@ -71,6 +78,11 @@ def _profile(options: argparse.Namespace) -> tuple[Table, Any]:
     if model:
         table = published_prefill(table, model)
     return table, plot_memory(profile, model) if options.figure else None
+
+
+def _training(options: argparse.Namespace) -> tuple[Table, Any]:
+    curves = read_curves(options.training)
+    return build_training(curves), plot_training(curves) if options.figure else None
 
 
 def _model(options: argparse.Namespace, evaluated: str) -> str:

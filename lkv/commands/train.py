@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with data sets, text or code")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the policy")
     parser.add_argument("--init", type=Path, default=None, help="policy or run to start from (preset finish)")
+    parser.add_argument(
+        "--track", nargs="+", default=(), metavar="TRACKER", help="give the curve to tensorboard, wandb, ... as well"
+    )
     types = {f.name: type(getattr(TrainingConfig(), f.name)) for f in fields(TrainingConfig)}
     for name in _OPTIONS:
         choices = HIDDEN_NORMS if name == "hidden_norm" else None
@@ -37,4 +40,6 @@ def run(options: argparse.Namespace) -> None:
 
     chosen = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
     config = replace(PRESETS[options.preset], **chosen)
-    train_policy(config, options.model, options.data, options.out, options.init, options.revision)
+    train_policy(
+        config, options.model, options.data, options.out, options.init, options.revision, trackers=options.track
+    )

@@ -9,13 +9,16 @@ from lkv.files import check_place
 from lkv.journal import Record, append, check_header, read_samples, write_lines
 
 _FREE = ("machine", "date")  # what may differ between the runs that fill one file
+_LISTS, _TABLES, _LATER = ("methods", "retentions"), ("policies",), ("policy", "pattern")
+_GROWING = (*_LISTS, *_TABLES, *_LATER)  # what may grow between them
 
 
 class SharedJournal:
     """Finished samples of one run, one JSON line each after a header that tells the settings.
 
-    A process alone appends to `out` itself. Several write to a part each beside it, which the first process merges into
-    `out` at the end, or when the run is taken up again by any number of processes.
+    A later run may ask for more methods, retentions and policies: a sample then stands again, with more rows, until
+    `finish` leaves the fullest. A process alone appends to `out` itself. Several write to a part each beside it, which
+    the first process merges into `out` at the end, or when the run is taken up again by any number of processes.
     """
 
     def __init__(self, out: Path, header: Record, process: Process):
@@ -24,7 +27,9 @@ class SharedJournal:
         self._path = out if process.size == 1 else _part(out, process.rank)
         check_place(out, DataError, "the samples")
         for path in self._files():
-            check_header(path, read_samples(path)[0] or header, header, _FREE)
+            written = read_samples(path)[0] or header
+            check_header(path, written, header, [*_FREE, *(name for name in _GROWING if _fits(name, written, header))])
+            self._header = _grown(self._header, written)
         process.wait()
         self._merge()
         process.wait()
@@ -50,17 +55,39 @@ class SharedJournal:
         if self._process.rank:
             return
         samples: dict[str, Record] = {}
-        headers = []
         for path in self._files():
-            header, read = read_samples(path)
-            headers += [header] if header is not None else []
-            for sample in read:
-                samples.setdefault(sample["key"], sample)
+            for sample in read_samples(path)[1]:
+                if _rows(sample) >= _rows(samples.get(sample["key"], {})):
+                    samples[sample["key"]] = sample
         rank = {key: number for number, key in enumerate(order)}
         ordered = sorted(samples.values(), key=lambda sample: rank.get(sample["key"], len(rank)))
-        write_lines(self._out, [*(headers or [self._header])[:1], *ordered])
+        write_lines(self._out, [self._header, *ordered])
         for part in _parts(self._out):
             part.unlink()
+
+
+def _rows(sample: Record) -> int:
+    return len(sample.get("rows", ()))
+
+
+def _fits(name: str, written: Record, header: Record) -> bool:
+    """Whether the two runs' settings `name` may stand in one file."""
+    one, other = written.get(name), header.get(name)
+    if name in _LISTS:
+        return True
+    if name in _TABLES:
+        return all(one[key] == other[key] for key in one.keys() & other.keys()) if one and other else True
+    return one == other or one is None or other is None
+
+
+def _grown(header: Record, written: Record) -> Record:
+    """`header` with what an earlier one has beside it; the earlier one's machine and date stay."""
+    both = header | {name: written[name] for name in _FREE if name in written}
+    for name in _LISTS:
+        if name in written and name in header:
+            both[name] = [*dict.fromkeys([*written[name], *header[name]])]
+    both |= {name: {**written[name], **header.get(name, {})} for name in _TABLES if name in written}
+    return both | {name: written[name] for name in _LATER if name in written and header.get(name) is None}
 
 
 def _part(out: Path, rank: int) -> Path:

@@ -1,6 +1,7 @@
 """The rows of a comparison: the full cache, then every method at every retention, all from one prefill."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from lkv.errors import LkvError
 from lkv.host.attention import attach
 from lkv.methods.budget import Amount, Uniform
 from lkv.methods.build import Method, MethodInputs, build_rule, build_selector
-from lkv.methods.catalogue import FULL, find
+from lkv.methods.catalogue import FULL, POLICY, SELECTORS, find, policy_name
 from lkv.methods.selection import Selector, StreamingLLM
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
@@ -46,28 +47,52 @@ class Roster:
         retentions: Sequence[float],
         policy: Policy | None = None,
         pattern: list[list[float]] | None = None,
+        policies: Mapping[str, Policy] | None = None,
     ):
-        """`names` as `lkv methods` lists them or "RULE+SELECTOR"; the full cache is a row of its own and always there.
+        """`names` as `lkv methods` lists them or "RULE+SELECTOR", with "@NAME" behind for the policy `policies[NAME]`
+        instead of `policy`; the full cache is a row of its own and always there.
 
         Raises LkvError for an unknown name, or where a method misses its policy or pattern, PolicyMismatchError for the
         policy of another model, and RetentionError.
         """
         attached = attach(model)
-        if policy is not None:
-            policy.check_model(attached.spec)
-            policy = policy.on(model.device)
+        named: dict[str, Policy | None] = {"": None}
+        for tag, own in [*(policies or {}).items(), *([("", policy)] if policy is not None else [])]:
+            own.check_model(attached.spec)
+            named[tag] = own.on(model.device)
         self._entries = {name: find(name) for name in dict.fromkeys(names) if name != FULL}
+        if unknown := sorted({tag for name in self._entries if (tag := policy_name(name)) not in named}):
+            raise LkvError(f"there is no policy named {', '.join(unknown)}; give it as --policy NAME=PATH.")
         self._inputs = {
-            retention: MethodInputs(
-                Amount(retention), policy, attached.heads, model, attached.spec.layers, pattern, tokenizer, strict=False
+            (retention, tag): MethodInputs(
+                Amount(retention), own, attached.heads, model, attached.spec.layers, pattern, tokenizer, strict=False
             )
             for retention in dict.fromkeys(retentions)
+            for tag, own in named.items()
         }
-        some = next(iter(self._inputs.values()))
-        selectors = dict.fromkeys(entry.selector for entry in self._entries.values())
-        self._selectors = {name: build_selector(name, some) for name in selectors}
-        for entry in self._entries.values():
-            build_rule(entry.rule, some)  # what is missing is missed before the first prompt is read
+        self._retentions = list(dict.fromkeys(retentions))
+        some = self._retentions[0]
+        self._selectors = {
+            place: build_selector(place[0], self._inputs[some, place[1]])
+            for place in dict.fromkeys(self._selector_of(name) for name in self._entries)
+        }
+        for name, entry in self._entries.items():
+            # What is missing is missed before the first prompt is read.
+            build_rule(entry.rule, self._inputs[some, policy_name(name)])
+        self._wanted = {(name, retention) for name in self._entries for retention in self._retentions}
+
+    def _selector_of(self, name: str) -> tuple[str, str]:
+        """Which selector a method has: by its name, and by its policy's where it reads one."""
+        selector = self._entries[name].selector
+        return selector, policy_name(name) if POLICY in SELECTORS[selector].needs else ""
+
+    def only(self, wanted: frozenset[tuple[str, float]]) -> "Roster":
+        """The same with these methods at these retentions alone, and the full cache."""
+        twin = copy.copy(self)
+        twin._wanted = self._wanted & wanted
+        used = {self._selector_of(name) for name, _ in twin._wanted}
+        twin._selectors = {place: selector for place, selector in self._selectors.items() if place in used}
+        return twin
 
     @property
     def names(self) -> list[str]:
@@ -77,12 +102,17 @@ class Roster:
     @property
     def retentions(self) -> list[float]:
         """As they were given, each once."""
-        return list(self._inputs)
+        return list(self._retentions)
+
+    @property
+    def pairs(self) -> frozenset[tuple[str, float]]:
+        """(method, retention) of every row but the full cache's."""
+        return frozenset(self._wanted)
 
     @property
     def size(self) -> int:
         """Rows of a prompt that every method can serve."""
-        return 1 + len(self._entries) * len(self._inputs)
+        return 1 + len(self._wanted)
 
     @property
     def queries_read(self) -> bool | int:
@@ -96,13 +126,16 @@ class Roster:
         ready = {name: _prepared(selector, ids, prompt) for name, selector in self._selectors.items()}
         rows = [ReadyMethod(FULL, 1.0, Method(FULL, Uniform(1.0), StreamingLLM(sinks=0)))]
         skipped = []
-        for retention, inputs in self._inputs.items():
+        for retention in self._retentions:
             for name, entry in self._entries.items():
-                selector, scores = ready[entry.selector]
+                if (name, retention) not in self._wanted:
+                    continue
+                selector, scores = ready[self._selector_of(name)]
                 try:
                     if isinstance(scores, LkvError):
                         raise scores
-                    method = Method(name, build_rule(entry.rule, inputs), selector).for_prompt(ids, prompt)
+                    rule = build_rule(entry.rule, self._inputs[retention, policy_name(name)])
+                    method = Method(name, rule, selector).for_prompt(ids, prompt)
                     method.budget.counts(0, scores)
                 except LkvError as error:
                     skipped.append(Skipped(name, retention, str(error)))

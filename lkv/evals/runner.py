@@ -5,7 +5,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lkv.evals.roster import Roster
 from lkv.host.attention import attach, device_of, evaluation_mode
 from lkv.host.stock import commit_of
 from lkv.journal import FIDELITY, FORMAT
+from lkv.methods.catalogue import FULL
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer, PromptLayers, read_prompt
 from lkv.prompts import encode
@@ -45,6 +46,7 @@ def evaluate(
     policy: Policy | None = None,
     *,
     pattern: list[list[float]] | None = None,
+    policies: Mapping[str, Policy] | None = None,
     model_name: str | None = None,
     seed: int = 0,
     timed: int = 2,
@@ -55,17 +57,18 @@ def evaluate(
     """Measure `methods` at all `retentions`, and the full cache, on every example that `out` does not hold yet.
 
     `out` is a file of JSON lines: a header with the settings, then one line a sample when all its methods are done. An
-    interrupted run goes on where it was; under Accelerate each process takes its share of the samples. `policy` and
-    `pattern` as for RaggedCache, `seed` the one that made the examples. `timed`: on how many samples of each task and
-    length the full cache is timed alone. `rows_at_once`: how many methods times retentions are held beside each other.
-    `make_prompt` and `score` may be others, for another kind of examples.
+    interrupted run goes on where it was, and one that asks for more methods or retentions measures those alone; under
+    Accelerate each process takes its share of the samples. `policy` and `pattern` as for RaggedCache, `policies` by
+    name for methods named "METHOD@NAME", `seed` the one that made the examples. `timed`: on how many samples of each
+    task and length the full cache is timed alone. `rows_at_once`: how many methods times retentions are held beside
+    each other. `make_prompt` and `score` may be others, for another kind of examples.
 
     Raises DataError for no examples, two of one name, examples of several suites, or a file of other settings or texts,
     and LkvError where a method misses what it needs or the policy is another model's. A sample whose prompt cannot be
     made is written without rows, with the reason.
     """
     process = Process.current()
-    roster = Roster(model, tokenizer, methods, retentions, policy, pattern)
+    roster = Roster(model, tokenizer, methods, retentions, policy, pattern, policies)
     named = _by_key(examples)
     header = {
         "format": FORMAT,
@@ -79,6 +82,7 @@ def evaluate(
         "policy": policy.digest() if policy is not None else None,
         "policy_revision": policy.commit if policy is not None else None,
         "pattern": None if pattern is None else _digest(pattern),
+        **({"policies": {name: own.digest() for name, own in policies.items()}} if policies else {}),
         "seed": seed,
         "dtype": str(model.dtype).removeprefix("torch."),
         "lkv": lkv.__version__,
@@ -93,14 +97,15 @@ def evaluate(
                 f"{out} holds the sample {key!r} of another text; give the data that it was made with, or another file."
             )
     with_full = _first_of_each(named, timed)
-    left = _share([key for key in named if key not in journal.done], process)
+    missing = {key: more for key in named if (more := _missing(roster, journal.done.get(key))) is not None}
+    left = _share(list(missing), process)
     prompt_of = partial(
         make_prompt, tokenizer=tokenizer, protocol=protocol, max_positions=attach(model).spec.max_positions
     )
     run = _Run(model, tokenizer, roster, prompt_of, score, rows_at_once)
     with evaluation_mode(model):
         for key in tqdm(left, desc=str(header["suite"]), unit="sample", disable=process.rank > 0):
-            journal.add({"key": key} | run.sample(named[key], key in with_full))
+            journal.add({"key": key} | run.more(named[key], key in with_full, missing[key], journal.done.get(key)))
     journal.finish(list(named))
 
 
@@ -118,6 +123,15 @@ class _Run:
         self._prompt_of, self._score, self._at_once = prompt_of, score, rows_at_once
         self._device = device_of(model)
         self._newline = encode(tokenizer, "\n")[-1:]
+
+    def more(self, example: Example, with_full: bool, roster: Roster, before: dict[str, Any] | None) -> dict[str, Any]:
+        """One line of the file: the rows of `roster`, behind those of the line `before` where there is one."""
+        self._roster = roster
+        line = self.sample(example, with_full and before is None)
+        if before is None:
+            return line
+        new = [row for row in line["rows"] if row["method"] != FULL]
+        return before | {"rows": before["rows"] + new, "skipped": before["skipped"] + line["skipped"]}
 
     @torch.no_grad()
     def sample(self, example: Example, with_full: bool) -> dict[str, Any]:
@@ -231,6 +245,15 @@ class _Run:
         if devices.is_gpu(self._device):
             devices.runtime(self._device).synchronize(self._device)
         return time.perf_counter()
+
+
+def _missing(roster: Roster, line: dict[str, Any] | None) -> Roster | None:
+    """What of the roster a sample's line has not, None where it has all."""
+    if line is None:
+        return roster
+    measured = {(row["method"], row["retention"]) for row in (*line.get("rows", ()), *line.get("skipped", ()))}
+    left = roster.pairs - measured
+    return roster.only(left) if left and not line.get("unusable") else None
 
 
 def _by_key(examples: Iterable[Example]) -> dict[str, Example]:

@@ -2,6 +2,7 @@
 
 `METHODS` holds the names that people use; any rule of `RULES` goes with any selector of `SELECTORS` as "RULE+SELECTOR".
 `register_method` adds to all three, also from other packages (entry points of the group `lkv.methods`).
+"METHOD@NAME" is the method under the policy of that name, where several policies are compared.
 """
 
 from collections.abc import Callable
@@ -129,8 +130,8 @@ def register_method(
     "RULE+SELECTOR". `needs` of the new selector are among POLICY, PATTERN, QUERIES and SECOND_PASS. Raises LkvError for
     a name that is taken, or a part that is not known.
     """
-    if name in METHODS or name == FULL or "+" in name:
-        raise LkvError(f"the method name {name!r} is taken or holds a '+'; give another.")
+    if name in METHODS or name == FULL or "+" in name or "@" in name:
+        raise LkvError(f"the method name {name!r} is taken or holds a '+' or '@'; give another.")
     chosen = {}
     for kind, given, known in (("rule", rule, RULES), ("selector", selector, SELECTORS)):
         if callable(given):
@@ -171,6 +172,7 @@ def find(name: str) -> Entry:
     if not isinstance(name, str):
         raise LkvError(f"method is {name!r}; give a name that `lkv methods` lists.")
     load_plugins()
+    name = name.partition("@")[0]
     if name in METHODS:
         return METHODS[name]
     rule, plus, selector = name.partition("+")
@@ -221,13 +223,20 @@ def label(name: str) -> str:
     known = named_like(name)
     if known is None:
         return name
-    entry = known[1]
-    return entry.label or f"{SELECTORS[entry.selector].label}, {RULES[entry.rule].label} budgets"
+    entry, tag = known[1], policy_name(name)
+    shown = entry.label or f"{SELECTORS[entry.selector].label}, {RULES[entry.rule].label} budgets"
+    return f"{shown} ({tag})" if tag else shown
+
+
+def policy_name(name: str) -> str:
+    """The name of the policy in "METHOD@NAME", "" where it has none."""
+    return name.partition("@")[2]
 
 
 def named_like(name: str) -> tuple[str, Entry] | None:
     """The known name and entry of the method `name` under any of its names, or None for a name that is not known."""
     load_plugins()
+    name = name.partition("@")[0]
     rule, plus, selector = name.partition("+")
     if name in METHODS and not plus:
         return name, METHODS[name]

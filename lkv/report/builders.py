@@ -42,8 +42,19 @@ def build(name: str, results: Results, request: Request) -> Table:
     ]
     title = f"{SUITES.get(scores.suite, scores.suite)}, {table.title}"
     return replace(
-        table, title=title, notes=(*notes, *scores.notes, *table.notes, *results.notes), reference=scores.against
+        table,
+        title=title,
+        notes=(*notes, *scores.notes, *table.notes, *results.notes),
+        reference=scores.against,
+        caption=_caption(str(header["model"]), scores),
     )
+
+
+def _caption(model: str, scores: Scores) -> str:
+    """Model, R and n of a picture."""
+    retentions = retentions_of(scores.pairs)
+    amounts = f"R = {', '.join(f'{r:g}' for r in retentions)}; " if retentions else ""
+    return f"{model}; {amounts}n = {sum(map(len, scores.units.values()))} samples"
 
 
 def _main(results: Results, pairs: Sequence[Pair], request: Request) -> tuple[Table, Scores]:

@@ -25,7 +25,7 @@ def plot_sweep(table: Table) -> Any:
             _curve(axes, row, points, chosen)
     axes.set_xlabel(table.axis)
     axes.set_ylabel(table.value)
-    finish(figure, [axes], table.title)
+    finish(figure, [axes], table.title, table.caption)
     return figure
 
 
@@ -43,7 +43,7 @@ def plot_ruler(table: Table) -> Any:
     for axes, draw in zip(all_axes, panels, strict=True):
         draw(axes)
     all_axes[0].set_ylabel(table.value)
-    finish(figure, all_axes, table.title)
+    finish(figure, all_axes, table.title, table.caption)
     return figure
 
 

@@ -41,9 +41,9 @@ def _points(table: Table) -> Any:
             axes.axvspan(j - 0.5, j + 0.5, color="#F4F4F4", zorder=0)
         axes.set_xlim(-0.5, len(columns) - 0.5)
         axes.set_xticks(range(len(columns)), [column.name for column in columns], rotation=30, ha="right")
-        axes.set_ylabel(table.value)
-        axes.set_title(group, fontsize=10)
-    finish(figure, all_axes, table.title)
+        axes.set_ylabel(table.value or group)
+        axes.set_title(group if table.value else "", fontsize=10)
+    finish(figure, all_axes, table.title, table.caption)
     return figure
 
 

@@ -29,8 +29,12 @@ def model_of(header_model: str) -> str:
     return next((name for name in models() if name in header_model.lower()), next(iter(models())))
 
 
-def with_published(table: Table, model: str, suite: str) -> Table:
-    """`table` with a marked row for each published one, or a note where the paper prints no such numbers."""
+def with_published(table: Table, model: str, suite: str, own: str = "") -> Table:
+    """`table` with a marked row for each published one, or a note where the paper prints no such numbers.
+
+    Rows of another model than `own`, the one that was measured where it is known, name it.
+    """
+    mark = MARK if not own or model in own.lower() else f"{MARK}, {models()[model]}"
     published = numbers().get(table.name, {}).get(model) if suite == "longbench" else None
     if published is None:
         return replace(
@@ -45,7 +49,7 @@ def with_published(table: Table, model: str, suite: str) -> Table:
         group = f"selection: {part_label(combination[1])}" if in_grid and combination else ""
         name = part_label(combination[0]) if in_grid and combination else label(method)
         retention = 1.0 if method == FULL else None if table.name == "sweep" else DEFAULT_RETENTION
-        rows.append(TableRow(method, f"{name} ({MARK})", cells, group, retention, published=True))
+        rows.append(TableRow(method, f"{name} ({mark})", cells, group, retention, published=True))
     # Beside the measured rows of the same group; groups that were not measured come last.
     groups = dict.fromkeys([row.group for row in table.rows] + [row.group for row in rows])
     merged = [row for group in groups for row in [*table.rows, *rows] if row.group == group]

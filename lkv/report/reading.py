@@ -58,6 +58,7 @@ def read_results(paths: Sequence[Path]) -> Results:
     samples: dict[str, MeasuredSample] = {}
     torn, truncated, lost, unusable, doubled = 0, 0, 0, 0, []
     for path in paths:
+        own: set[str] = set()
         lines, cut = read_lines(path, ReportError, "give a file as `lkv eval` wrote it")
         torn += cut
         headers[path] = _header(path, [line for _, line in lines])
@@ -67,11 +68,16 @@ def read_results(paths: Sequence[Path]) -> Results:
                 continue
             sample = _sample(path, number, line)
             if earlier := samples.get(sample.key):
+                # A run that adds methods writes a sample again, with all it has of it; `finish` leaves one line.
+                if sample.key in own and sample.text == earlier.text and sample.rows.keys() > earlier.rows.keys():
+                    samples[sample.key] = sample
+                    continue
                 if sample.text != earlier.text or any(m != FULL for m, _ in earlier.rows.keys() & sample.rows.keys()):
                     doubled.append(f"{sample.key} (again in {path}, line {number})")
                 samples[sample.key] = replace(earlier, rows={**sample.rows, **earlier.rows})
                 continue
             samples[sample.key] = sample
+            own.add(sample.key)
             truncated += bool(line.get("truncated"))
             lost += bool(line.get("answer_lost"))
     _agree(headers)
@@ -92,6 +98,8 @@ def read_results(paths: Sequence[Path]) -> Results:
         notes.append(f'{unusable} more could not be made into a prompt, see "unusable" in the file.')
     if truncated:
         notes.append(f"{truncated} of {len(samples)} contexts were truncated; {lost} of them lost their answer.")
+    policies = {name: digest for header in headers.values() for name, digest in (header.get("policies") or {}).items()}
+    notes += [f"Policy {name}: {str(digest)[:12]}." for name, digest in policies.items()]
     return Results(headers[paths[0]], tuple(samples.values()), tuple(notes))
 
 
@@ -128,6 +136,9 @@ def _agree(headers: Mapping[Path, Mapping[str, Any]]) -> None:
             path: header["versions"][name] for path, header in headers.items() if name in header.get("versions", ())
         }
         apart += _difference(name, given)
+    for name in {name for header in headers.values() for name in header.get("policies") or ()}:
+        tagged = {path: (header.get("policies") or {}).get(name) for path, header in headers.items()}
+        apart += _difference(f"policy {name}", {path: value for path, value in tagged.items() if value is not None})
     if apart:
         raise ReportError(
             f"these files do not belong in one table; they differ in {'; '.join(apart)}. Report them one by one."

@@ -7,6 +7,8 @@ from lkv.methods.catalogue import FULL, METHODS, named_like
 from lkv.report.names import is_lkv
 
 LKV_COLOUR, _BLACK = METHODS["lkv"].colour, "#000000"
+_POLICIES = ((LKV_COLOUR, "o"), ("#8C3D00", "s"), ("#F0A06A", "D"), ("#5E2A00", "^"))  # LKV under several policies
+_COLOURED = 6  # curves that can be told apart by colour
 _GREYS, _MARKERS = ("#7F7F7F", "#A6A6A6", "#595959"), "svd^XP<>hpD*8"  # of methods that the catalogue does not have
 
 
@@ -21,13 +23,14 @@ class Style(NamedTuple):
 
 def styles(methods: Sequence[str]) -> dict[str, Style]:
     """A style for each method, the same in every figure: the full cache black, LKV thick, the others as the catalogue
-    has them."""
-    chosen, unknown = {}, 0
+    has them; beyond six in colour the later ones are grey, told apart by their markers."""
+    chosen, unknown, own, coloured = {}, 0, 0, 0
     for method in dict.fromkeys(methods):
         if method == FULL:
             chosen[method] = Style(_BLACK, "_", 1.4, 1)
         elif is_lkv(method):
-            chosen[method] = Style(LKV_COLOUR, "o", 2.8, 4)
+            chosen[method] = Style(*_POLICIES[own % len(_POLICIES)], 2.8, 4)
+            own, coloured = own + 1, coloured + 1
         else:
             known = named_like(method)
             if known:
@@ -35,6 +38,8 @@ def styles(methods: Sequence[str]) -> dict[str, Style]:
             else:
                 colour, marker = _GREYS[unknown // len(_MARKERS) % len(_GREYS)], _MARKERS[unknown % len(_MARKERS)]
                 unknown += 1
+            coloured += colour not in _GREYS
+            colour = colour if coloured <= _COLOURED else _GREYS[0]
             chosen[method] = Style(colour, marker, 1.4, 2 if colour in _GREYS else 3)
     return chosen
 
@@ -44,8 +49,8 @@ def full_line(style: Style) -> dict[str, Any]:
     return {"color": style.colour, "linestyle": ":", "linewidth": style.width, "zorder": style.order}
 
 
-def finish(figure: Any, all_axes: Sequence[Any], title: str) -> None:
-    """A light grid, no box, one title, one legend below for all axes."""
+def finish(figure: Any, all_axes: Sequence[Any], title: str, caption: str = "") -> None:
+    """A light grid, no box, one title with its caption, one legend below for all axes."""
     for axes in all_axes:
         axes.grid(True, axis="y", color="#DDDDDD", linewidth=0.6)
         axes.set_axisbelow(True)
@@ -58,4 +63,4 @@ def finish(figure: Any, all_axes: Sequence[Any], title: str) -> None:
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
     )
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(f"{title}\n{caption}" if caption else title, fontsize=11)

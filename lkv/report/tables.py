@@ -58,9 +58,10 @@ class Table:
     reference: str = ""  # the method that Cell.difference compares with
     group_title: str = ""
     axis: str = ""  # what the columns' x is
-    value: str = "score"  # what the cells are, with the unit
+    value: str = "score, 0 to 100"  # what the cells are, with the unit
     realised_in_cells: bool = False
     best_in: Mapping[str, int] = field(default_factory=dict)  # a group's own `best`, where groups differ in it
+    caption: str = ""  # what a picture of it is of: model, R, n
 
     def groups(self) -> list[tuple[str, list[TableRow]]]:
         """The rows by group, in order."""

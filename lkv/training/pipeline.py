@@ -1,5 +1,6 @@
 """From a command line's settings to a finished policy: model, data, trainer and card put together."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,24 +28,37 @@ def train_policy(
     out: Path,
     init: Path | None = None,
     revision: str | None = None,
+    trackers: Sequence[Any] = (),
 ) -> Policy:
     """Train a policy, or resume its training, and save it under out/policy. Accelerate spreads it over processes.
 
     `init` is the folder of a policy or of another run whose weights this one starts from; `revision` a commit, tag or
-    branch of a model on the hub. Raises TrainingError where accelerate is missing or `out` takes no files, before
+    branch of a model on the hub. `trackers`: names that Accelerate knows ("tensorboard", "wandb", ...) or trackers of
+    its kind, which are given every step's losses and every evaluation. Raises TrainingError where accelerate or a
+    tracker is missing or `out` takes no files, before
     anything is loaded, and what `Trainer.run` raises.
     """
     try:
         from accelerate import Accelerator
+        from accelerate.tracking import get_available_trackers
     except ImportError as error:
         raise TrainingError(
             f"training needs accelerate, which cannot be imported ({error}); run `pip install 'lkv-cache[train]'`."
         ) from error
+    there = [str(kind) for kind in get_available_trackers()]
+    if missing := [name for name in trackers if isinstance(name, str) and name not in there]:
+        raise TrainingError(
+            f"there is no tracker {missing[0]!r} here; install its package, or leave it out (here: "
+            f"{', '.join(there) or 'none'})."
+        )
     check_folder(out, TrainingError, "the training")
     training = Mixture(data, config.min_tokens, config.max_tokens, config.seed)
     # The same held-out samples for every seed, so that curves of different runs compare.
     held_out = Mixture(data, config.min_tokens, config.max_tokens, validation=True)
-    accelerator = Accelerator()
+    accelerator = Accelerator(log_with=list(trackers) or None, project_dir=out)
+    if trackers:
+        flat = {name: value for name, value in asdict(config).items() if isinstance(value, int | float | str | bool)}
+        accelerator.init_trackers("lkv", config=flat)
     model, tokenizer = load_model(model_name or DEFAULT, getattr(torch, config.dtype), revision)
     model.to(accelerator.device)
     torch.manual_seed(config.seed)
@@ -84,6 +98,8 @@ def train_policy(
         warm_start=warm_start,
     )
     trainer.run()
+    if trackers:
+        accelerator.end_training()
     if accelerator.is_main_process:
         policy.save_pretrained(out / "policy", half=True)
         print(f"the policy is in {out / 'policy'}")

@@ -88,6 +88,7 @@ class Trainer:
                 self._step += 1
                 bar.update()
                 bar.set_postfix({key: f"{value:.3f}" for key, value in losses.items()})
+                self._track({f"train_{key}": value for key, value in losses.items()})
                 last = self._step == self._config.steps
                 if last or self._step % self._config.evaluate_every == 0:
                     self._record(losses)
@@ -109,6 +110,11 @@ class Trainer:
             return wish
         count = torch.tensor(float(wish), device=self._policy.tokens.mean.device)
         return bool(self._accelerator.reduce(count, reduction="sum").item())
+
+    def _track(self, values: dict[str, float]) -> None:
+        """Give `values` to the accelerator's trackers, if it has any."""
+        if self._accelerator is not None:
+            self._accelerator.log(values, step=self._step)
 
     def _tell(self, sentence: str) -> None:
         if self._process[0] == 0:
@@ -191,7 +197,9 @@ class Trainer:
         row: dict[str, Any] = {"step": self._step, "contexts": self._step * self._config.batch}
         row |= {f"train_{key}": round(value, 5) for key, value in losses.items()}
         if self._validation:
-            row |= {f"validation_{key}": round(value, 5) for key, value in self.evaluate().items()}
+            measured = {f"validation_{key}": round(value, 5) for key, value in self.evaluate().items()}
+            self._track(measured)
+            row |= measured
         extend_curve(self._folder, row)
 
     def _save(self) -> None:

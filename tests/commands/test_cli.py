@@ -8,6 +8,7 @@ import torch
 from lkv.commands.main import main
 from lkv.config import PRESETS, replace
 from lkv.policy import Policy
+from lkv.training.pipeline import train_policy
 from tests.conftest import save_model
 from tests.training.test_data import folder  # noqa: F401
 
@@ -43,6 +44,38 @@ def test_train_writes_a_policy_that_asks(model_folder, folder, tmp_path, capsys)
     # Another run in the same folder with other settings is refused; the finished policy stays.
     assert main(arguments(model_folder, folder, out, *SMALL, "--lr", "0.5")) == 2
     assert "other settings" in capsys.readouterr().err
+
+
+def test_trackers_are_given_what_the_curve_holds(model_folder, folder, tmp_path, capsys):  # noqa: F811
+    from accelerate.tracking import GeneralTracker, on_main_process
+
+    class Kept(GeneralTracker):
+        name, requires_logging_directory = "kept", False
+
+        def __init__(self):
+            super().__init__()
+            self.rows, self.ended = [], 0
+
+        @property
+        def tracker(self):
+            return self.rows
+
+        @on_main_process
+        def log(self, values, step=None, **kwargs):
+            self.rows.append((step, values))
+
+        def finish(self):
+            self.ended += 1
+
+    tracker = Kept()
+    config = replace(PRESETS["cpu"], steps=2, min_tokens=60, max_tokens=120, batch=2, validation_samples=1)
+    train_policy(config, str(model_folder), folder, tmp_path / "out", trackers=[tracker])
+    curve = [json.loads(line) for line in (tmp_path / "out" / "curve.jsonl").read_text().splitlines()]
+    assert [step for step, values in tracker.rows if "train_kl" in values] == [1, 2] and tracker.ended == 1
+    for name in ("validation_kl", "validation_agreement"):
+        assert [(step, values[name]) for step, values in tracker.rows if name in values] == [(2, curve[-1][name])]
+    assert main(arguments(model_folder, folder, tmp_path / "none", *SMALL, "--track", "nowhere"))
+    assert "there is no tracker 'nowhere' here" in capsys.readouterr().err
 
 
 def test_a_second_stage_starts_from_the_weights_of_the_first(model_folder, folder, tmp_path, capsys):  # noqa: F811

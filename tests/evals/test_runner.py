@@ -24,10 +24,12 @@ from lkv.evals.runner import _share, evaluate
 from lkv.host.attention import attach
 from lkv.methods import kvzip as second_pass
 from lkv.methods.catalogue import needs_policy, needs_second_pass
-from lkv.methods.selection import LearnedScores
+from lkv.methods.selection import Knorm, LearnedScores
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
+from lkv.report.builders import Request, build
 from lkv.report.reading import read_results
+from lkv.report.style import styles
 from tests.conftest import tiny_llama
 from tests.fake_suite import Letters, make_examples, make_prompt, score
 from tests.second_pass import kvzip
@@ -280,8 +282,10 @@ def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
     examples, out = make_examples(2), tmp_path / "x.jsonl"
     run(model, policy, out, examples)
     before = out.read_text()
-    with pytest.raises(DataError, match=r"settings \(retentions \[0.3\] instead of \[0.5\], seed 0 instead of 4\)"):
-        run(model, policy, out, examples, retentions=[0.5], seed=4)
+    with pytest.raises(DataError, match=r"settings \(seed 0 instead of 4\)"):
+        run(model, policy, out, examples, seed=4)
+    with pytest.raises(DataError, match=r"settings \(policy "):
+        run(model, Policy(policy.spec), out, examples)
     with pytest.raises(DataError, match="sample 'alpha-128-0' of another text"):
         run(model, policy, out, make_examples(2, tokens=95))
     assert out.read_text() == before
@@ -292,6 +296,65 @@ def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
     out.write_bytes(b"\xff\xfe\n")
     with pytest.raises(DataError, match="is no text"):
         run(model, policy, out, examples)
+
+
+def test_what_is_added_to_a_finished_run_is_measured_alone(model, policy, tmp_path, monkeypatch):
+    examples, out = make_examples(2), tmp_path / "x.jsonl"
+    whole = run(model, policy, tmp_path / "whole.jsonl", examples, ["knorm", "snapkv", "lkv"], [0.3, 0.2])[1]
+    # Without a policy first: one that comes later does not make it another run.
+    run(model, None, out, examples, ["knorm"], [0.3])
+    before = [json.loads(line) for line in out.read_text().splitlines()][1:]
+    scored, right = [], Knorm.scores
+    monkeypatch.setattr(Knorm, "scores", lambda *given: scored.append(1) or right(*given))
+    header, lines = run(model, policy, out, examples, ["knorm", "snapkv", "lkv"], [0.3])
+    assert not scored and header["methods"] == ["knorm", "snapkv", "lkv"] and header["policy"] == policy.digest()
+    assert [line["rows"][: len(old["rows"])] for line, old in zip(lines, before, strict=True)] == [
+        old["rows"] for old in before
+    ]
+    header, lines = run(model, policy, out, examples, ["lkv", "snapkv", "knorm"], [0.2])
+    assert scored and header["retentions"] == [0.3, 0.2]
+    for line, wanted in zip(lines, whole, strict=True):
+        found = {(row["method"], row["retention"]): row for row in line["rows"]}
+        assert found == {(row["method"], row["retention"]): row for row in wanted["rows"]}
+        assert len(found) == len(line["rows"]) == 7
+    assert run(model, policy, out, examples, ["knorm"], [0.3]) == (header, lines)
+
+
+def test_a_run_torn_while_it_adds_methods_is_read_and_taken_up(model, policy, tmp_path):
+    examples, out = make_examples(2), tmp_path / "x.jsonl"
+    _, first = run(model, policy, out, examples, ["knorm"])
+    _, both = run(model, policy, tmp_path / "both.jsonl", examples, ["knorm", "snapkv"])
+    with out.open("a") as file:
+        file.write(json.dumps(both[0]) + "\n" + json.dumps(both[1])[:50])
+    samples = read_results([out]).samples
+    assert [len(sample.rows) for sample in samples] == [3, *[2] * (len(first) - 1)]
+    _, lines = run(model, policy, out, examples, ["knorm", "snapkv"])
+    assert [line["rows"] for line in lines] == [line["rows"] for line in both]
+
+
+def test_several_policies_stand_in_one_table(model, policy, tmp_path):
+    torch.manual_seed(9)
+    other = Policy(policy.spec).requires_grad_(False)
+    torch.nn.init.normal_(other.heads.embeddings, std=20.0)
+    examples, out = make_examples(2), tmp_path / "x.jsonl"
+    named = {"one": policy, "two": other}
+    names = ["lkv@one", "lkv@two", "lkv-h+knorm@two", "knorm"]
+    header, lines = run(model, None, out, examples, names, policies=named)
+    assert header["policies"] == {"one": policy.digest(), "two": other.digest()} and header["policy"] is None
+    for tag, own in named.items():
+        _, alone = run(model, own, tmp_path / f"{tag}.jsonl", examples, ["lkv"])
+        for line, wanted in zip(lines, alone, strict=True):
+            (row,) = (row for row in line["rows"] if row["method"] == f"lkv@{tag}")
+            assert row | {"method": "lkv"} == wanted["rows"][1]
+    table = build("main", read_results([out]), Request())
+    assert [row.label for row in table.rows[-2:]] == ["LKV (one)", "LKV (two)"]
+    assert any(note.startswith(f"Policy two: {other.digest()[:12]}") for note in table.notes)
+    looks = styles(["lkv@one", "lkv@two"])
+    assert looks["lkv@one"].marker != looks["lkv@two"].marker
+    with pytest.raises(LkvError, match=r"there is no policy named three; give it as --policy NAME=PATH"):
+        run(model, None, tmp_path / "y.jsonl", examples, ["lkv@three"], policies=named)
+    with pytest.raises(DataError, match=r"settings \(policies"):
+        run(model, None, out, examples, names, policies={"one": other, "two": other})
 
 
 def test_parts_of_any_number_of_processes_are_taken_up(tmp_path):

@@ -8,16 +8,15 @@ import pytest
 ROOT = Path(__file__).parents[2] / "lkv"
 # A file imports only from those above it.
 ORDER = [
-    "errors", "files", "version", "config", "extras", "sampling", "methods.catalogue", "fingerprint", "shipped",
-    "journal", "results", "statistics", "prompts", "tensor_file", "context_file", "policy_file", "devices", "ops",
-    "host", "prefill", "policy", "methods.budget", "methods.selection", "methods.kvzip", "methods.build",
+    "errors", "files", "version", "config", "extras", "documents", "sampling", "methods.catalogue", "fingerprint",
+    "shipped", "journal", "results", "statistics", "prompts", "tensor_file", "context_file", "policy_file", "devices",
+    "ops", "host", "prefill", "policy", "methods.budget", "methods.selection", "methods.kvzip", "methods.build",
     "cache.quantization", "cache.ranking", "cache.spans", "cache.quantized_spans", "cache.plan", "cache.entries",
-    "cache.eviction", "cache.unread", "cache.layer", "conversion", "models", "cache.ids", "cache.ragged",
-    "cache.shared", "answers", "context", "chat", "training.data", "training.estimate", "training.student",
-    "training.distillation",
-    "training.calibration", "training.warm_start", "training.schedule", "training.interruption",
-    "training.checkpoint", "training.trainer", "training.pipeline", "evals", "profiling", "report", "integrations",
-    "serving", "commands",
+    "cache.eviction", "cache.unread", "cache.layer", "conversion", "models", "hub", "doctor", "cache.ids",
+    "cache.ragged", "cache.shared", "answers", "context", "chat", "inspection", "training.data", "training.estimate",
+    "training.student", "training.distillation", "training.calibration", "training.warm_start", "training.schedule",
+    "training.interruption", "training.checkpoint", "training.trainer", "training.pipeline", "evals", "profiling",
+    "report", "integrations", "serving", "commands",
 ]  # fmt: skip
 
 
@@ -81,18 +80,7 @@ def test_backends_do_not_import_each_other():
 
 
 def test_configuration_figures_results_and_report_need_no_torch():
-    light = (
-        "config",
-        "errors",
-        "extras",
-        "files",
-        "fingerprint",
-        "journal",
-        "results",
-        "shipped",
-        "statistics",
-        "version",
-    )
+    light = "config documents errors extras files fingerprint journal results shipped statistics version".split()
     for path in [
         *(ROOT / f"{name}.py" for name in light),
         *ROOT.glob("report/*.py"),

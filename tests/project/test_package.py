@@ -8,21 +8,17 @@ import tarfile
 import tomllib
 import zipfile
 from email.parser import Parser
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
 
 import lkv
+from dev import release
 from lkv.errors import MissingPackageError
 from lkv.extras import EXTRAS, require
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "https://example.org/owner/lkv"
-loader = SourceFileLoader("release", str(ROOT / "dev" / "release.py"))
-release = module_from_spec(spec_from_loader("release", loader))
-loader.exec_module(release)
 
 
 @pytest.fixture(scope="module")

@@ -2,18 +2,52 @@
 
 import re
 
-from benchmarks.readme import EARLIER, README, earlier, section
+import pytest
+
+from benchmarks.readme import EARLIER, README, RESULTS_PAGE, earlier, results_page, section
 from lkv.methods.catalogue import METHODS, RULES, SELECTORS
+
+ROOT = README.parent
+PAGES = [
+    README,
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY")),
+]
 
 
 def test_results_in_the_readme_come_from_the_files():
     assert section() in README.read_text(encoding="utf-8")
     assert EARLIER.read_text(encoding="utf-8") == earlier()
+    assert RESULTS_PAGE.read_text(encoding="utf-8") == results_page()
+    assert "less LKV" not in section() + earlier() + results_page()
 
 
-def test_the_readme_names_every_method_and_no_file_that_is_not_there():
-    text = README.read_text(encoding="utf-8")
+def test_the_readme_stays_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_every_method_is_named_and_no_file_that_is_not_there():
+    text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     for name in (*METHODS, *RULES, *SELECTORS):
-        assert f"`{name}`" in text, f"the README does not name {name}"
-    for path in re.findall(r"`(lkv/[\w/]+(?:\.py)?/?)`", text):
-        assert (README.parent / path).exists(), f"the README names {path}, which is not there"
+        assert f"`{name}`" in text, f"docs/methods.md does not name {name}"
+    for page in PAGES:
+        for path in re.findall(r"`((?:lkv|tests|examples|dev)/[\w/]+(?:\.\w+)?/?)`", page.read_text(encoding="utf-8")):
+            assert (ROOT / path).exists(), f"{page.name} names {path}, which is not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http", "mailto:")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in {slug(title) for title in titles}, f"{page.name}: no section {target}"
+
+
+def slug(title: str) -> str:
+    """The anchor that forges and mkdocs make of a title."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")

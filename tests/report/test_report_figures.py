@@ -42,7 +42,7 @@ def test_the_sweep_plots_the_averages_at_the_realised_retention(tmp_path):
     np.testing.assert_allclose(published.get_xdata(), [0.15, 0.5])  # of its six, those that the table has
     np.testing.assert_allclose(published.get_ydata(), [46.73, 46.99])
     assert published.get_linestyle() == "--" and drawn["LKV"].get_linestyle() == "-"
-    assert axes.get_xlabel() == "retention (kept / all entries)" and axes.get_ylabel() == "score"
+    assert axes.get_xlabel() == "retention (kept / all entries)" and axes.get_ylabel() == "score, 0 to 100"
     assert legend(figure)[:3] == ["Full cache", "SnapKV", "LKV"] and "SnapKV (published)" in legend(figure)
     # LKV is set off, and its band is its interval.
     assert drawn["LKV"].get_color() == LKV_COLOUR and drawn["LKV"].get_linewidth() > drawn["SnapKV"].get_linewidth()
@@ -105,7 +105,7 @@ def test_points_stand_at_their_values_with_their_intervals(tmp_path):
 
 def test_fidelity_has_a_panel_for_each_measure(tmp_path):
     figure = plot(build("fidelity", results_of(tmp_path / "a.jsonl", many()), Request()))
-    assert [axes.get_title() for axes in figure.axes] == ["KL(full || compressed), nats", "top-1 agreement"]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["KL(full || compressed), nats", "top-1 agreement"]
 
 
 def test_the_ablation_is_a_grid_with_its_numbers(tmp_path):

@@ -50,7 +50,7 @@ class Budget(Protocol):
     """A rule that turns the scores of a prompt into token counts."""
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
-        """How many tokens each head of `layer` keeps, [B][H], given its scores [B, H, T]."""
+        """How many tokens each head of `layer` keeps, `[B][H]`, given its scores [B, H, T]."""
         ...
 
 

@@ -1,0 +1,128 @@
+"""What the pages show works as written: every code block of README and docs that can run is run, on a tiny model.
+
+A block behind a comment `<!-- not run: why -->` is not; `<!-- needs: package -->` leaves it out where that is missing.
+Blocks of one page share their names, as a reader's session would.
+"""
+
+import importlib.util
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import lkv.models
+import lkv.shipped
+from lkv.commands.main import COMMANDS, _parsed, main
+from lkv.config import ScorerInputs
+from lkv.conversion import _DONE
+from lkv.host.attention import attach
+from lkv.methods import catalogue
+from lkv.policy import Policy
+from tests.conftest import save_model
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_BLOCK = re.compile(r"(?:<!-- (not run|needs): ([^>]*?) -->\n)?```(python|sh)\n(.*?)```", re.DOTALL)
+_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>a: {% endif %}"
+)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The blocks of a page that are to be run here."""
+    found = []
+    for mark, reason, kind, code in _BLOCK.findall(page.read_text(encoding="utf-8")):
+        missing = mark == "needs" and importlib.util.find_spec(reason.strip()) is None
+        if kind == language and mark != "not run" and not missing:
+            found.append(code)
+    return found
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A folder such as a reader has: a text, and the embedded model and its policy, tiny."""
+    path = tmp_path_factory.mktemp("reader")
+    model_folder = save_model(path / "cache" / lkv.models.DEFAULT, max_position_embeddings=4096)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.chat_template = _TEMPLATE
+    tokenizer.save_pretrained(model_folder)
+    sizes = {file.name: file.stat().st_size for file in model_folder.iterdir()}
+    (model_folder / _DONE).write_text(json.dumps({"files": sizes}))
+    (path / "HuggingFaceTB").mkdir()
+    (path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(model_folder)
+    model, _ = lkv.models._load(model_folder, torch.float32)
+    torch.manual_seed(1)
+    policy = Policy(attach(model).spec, {"trained_tokens": 4096}, ScorerInputs(key="unrotated"))
+    policy.save_pretrained(path / "policies" / lkv.models.DEFAULT)
+    for name in ("book.txt", "README.md"):
+        (path / name).write_text("The harbour of Old Quay was built by Ada Brooks in the year of the great storm. " * 8)
+    return path
+
+
+@pytest.fixture
+def session(reader, monkeypatch):
+    """As if the reader's shell were open in that folder; what a page registers goes when its test ends."""
+    monkeypatch.chdir(reader)
+    monkeypatch.setenv("LKV_CACHE", str(reader / "cache"))
+    monkeypatch.setattr(lkv.shipped, "_POLICIES", reader / "policies")
+    for name in ("METHODS", "RULES", "SELECTORS"):
+        monkeypatch.setattr(catalogue, name, dict(getattr(catalogue, name)))
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: str(page.relative_to(ROOT))
+)
+@pytest.mark.filterwarnings("ignore:unclosed file")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_python_runs_as_it_stands(page, session):
+    names: dict = {}
+    for code in blocks(page, "python"):
+        exec(compile(code, str(page), "exec"), names)
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = [line for code in blocks(page, "sh") for line in code.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("lkv ")]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if commands(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_commands_run_as_they_stand(page, session, capsys, monkeypatch):
+    for words in commands(page):
+        assert main(words) == 0, f"lkv {shlex.join(words)}: {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_that_is_shown_has_its_options(page, capsys):
+    for _, _, kind, code in _BLOCK.findall(page.read_text(encoding="utf-8")):
+        for line in code.splitlines() if kind == "sh" else ():
+            words = shlex.split(line, comments=True)
+            if "lkv" in words and words[-1] != "...":
+                given = words[words.index("lkv") + 1 :]
+                if given and given[0] in COMMANDS:
+                    _parsed(given)  # ends the test where argparse finds a mistake
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="symbolic links")
+def test_the_notebook_runs_and_shows_what_it_says(reader, session):
+    pytest.importorskip("nbclient")
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code), "commit it without outputs"
+    shipped = f"import lkv.shipped, pathlib; lkv.shipped._POLICIES = pathlib.Path({str(reader / 'policies')!r})"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(shipped))
+    NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(reader)}}
+    ).execute()
+    printed = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
+    assert "of the full cache's bytes" in printed
