@@ -1,0 +1,177 @@
+"""Every family of models that LKV is tested with: a tiny random one of each, and the table in docs/models.md.
+
+python -m tests.families    (writes the table)
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
+_START, _END = "<!-- table: python -m tests.families -->\n", "<!-- end of the table -->\n"
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 67, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+_MIXED = {
+    "num_hidden_layers": 4, "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+
+
+@dataclass(frozen=True)
+class Family:
+    """`name` is the prefix of the classes in transformers, `changes` what its tiny model has of its own.
+
+    `layers`: which layers are evicted from. `rotation`: which of these LKV knows the rotary embedding of; without it a
+    policy must read k as cached. `refused`: why it is not served, as the error says it.
+    """
+
+    name: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    config: str = ""
+    layers: str = "all"
+    rotation: str = "yes"
+    refused: str = ""
+    drop: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether this version of transformers has it."""
+        return hasattr(transformers, self._config) and hasattr(transformers, self._model)
+
+    @property
+    def _config(self) -> str:
+        return self.config or f"{self.name}Config"
+
+    @property
+    def _model(self) -> str:
+        return f"{self.name}ForCausalLM" if self.name != "GPT2" else "GPT2LMHeadModel"
+
+    def build(self, dtype: torch.dtype = torch.float64) -> Any:
+        """A tiny random model."""
+        torch.manual_seed(0)
+        settings = {key: value for key, value in (SHAPE | self.changes).items() if key not in self.drop}
+        config = getattr(transformers, self._config)(**settings)
+        model = getattr(transformers, self._model)(config)
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the fused one knows no float64
+        return model.to(dtype).eval()
+
+
+_SLIDING = {"layers": "full attention; sliding ones stay"}
+SERVED = [
+    Family("Llama"),
+    Family("Qwen2"),
+    Family("Qwen3"),
+    Family("Mistral", {"sliding_window": None}),
+    Family("Phi3", {"resid_pdrop": 0.0}),
+    Family("Gemma"),
+    Family("Gemma3", _MIXED | {"query_pre_attn_scalar": 8}, "Gemma3TextConfig", **_SLIDING),
+    Family("Apertus"),
+    Family("Arcee"),
+    Family("BitNet"),
+    Family("Cohere"),
+    Family("Cohere2", _MIXED, **_SLIDING, rotation="layers without one, as it is"),
+    Family("Cwm", _MIXED, **_SLIDING),
+    Family("Dots1", _ROUTED | {"n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": None}),
+    Family("Ernie4_5"),
+    Family("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
+    Family("Exaone4", _MIXED, **_SLIDING, rotation="layers without one, as it is"),
+    Family("FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2}),
+    Family("Glm"),
+    Family("Glm4"),
+    Family("Glm4Moe", _ROUTED | {"n_shared_experts": 1, "first_k_dense_replace": 1}),
+    Family("Granite"),
+    Family("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Family("Helium"),
+    Family("HunYuanDenseV1"),
+    Family("Jais2"),
+    Family("Kolibri1", _MIXED, **_SLIDING, rotation="layers without one, as it is"),
+    Family("HyperCLOVAX"),
+    Family("Mellum"),
+    Family("SolarOpen", _ROUTED),
+    Family("Ministral", _MIXED, **_SLIDING),
+    Family("Ministral3", {"sliding_window": None}),
+    Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    Family("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Family("NanoChat"),
+    Family("Nemotron"),
+    Family("Olmo"),
+    Family("Olmo2"),
+    Family("Olmo3", _MIXED, **_SLIDING),
+    Family("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    Family("Persimmon", drop=("num_key_value_heads",)),
+    Family("Phi"),
+    Family("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    Family("Qwen2Moe", _EXPERTS | {"shared_expert_intermediate_size": 16}),
+    Family("Qwen3Moe", _EXPERTS),
+    Family("SeedOss"),
+    Family(
+        "SmolLM3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}, rotation="layers without one, as it is"
+    ),
+    Family("StableLm"),
+    Family("Starcoder2", {"sliding_window": None}),
+    Family("GPTNeoX", drop=("num_key_value_heads",)),
+    Family(
+        "GPT2",
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512},
+        rotation="none: k as cached",
+        drop=(
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+            "num_key_value_heads",
+            "head_dim",
+        ),
+    ),
+    Family(
+        "OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}, drop=("num_key_value_heads",), rotation="none: k as cached"
+    ),
+    Family("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2}),
+]
+REFUSED = [
+    Family("Youtu", refused="no per-head key-value cache"),
+    Family("VaultGemma", _MIXED | {"query_pre_attn_scalar": 8}, refused="attention sinks or capped attention logits"),
+    Family("Bloom", refused="attention by code of its own"),
+    Family("Mpt", refused="attention by code of its own"),
+    Family(
+        "GptOss",
+        _MIXED | {"num_local_experts": 2, "num_experts_per_tok": 1},
+        refused="attention sinks or capped attention logits",
+    ),
+    Family("Gemma2", _MIXED | {"query_pre_attn_scalar": 8}, refused="attention sinks or capped attention logits"),
+    Family("Llama4", _EXPERTS, "Llama4TextConfig", refused="layers of kind ['chunked_attention']"),
+    Family("DeepseekV3", _ROUTED, refused="no per-head key-value cache"),
+    Family("Qwen3Next", _EXPERTS, refused="layers of kind ['linear_attention']"),
+    Family("CodeGen", refused="attention by code of its own"),
+    Family("GPTJ", refused="attention by code of its own"),
+]
+
+
+def table() -> str:
+    """The families, what is evicted from and how a scorer may read k; then those that are refused, with the reason."""
+    lines = ["| family | evicted from | k un-rotated for the scorer |", "|---|---|---|"]
+    lines += [f"| {family.name} | {family.layers} | {family.rotation} |" for family in SERVED]
+    lines += ["", "| refused | it has |", "|---|---|"]
+    lines += [f"| {family.name} | {family.refused} |" for family in REFUSED]
+    return "\n".join(lines) + "\n"
+
+
+def document() -> str:
+    """docs/models.md with the table of now."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    start, end = text.index(_START) + len(_START), text.index(_END)
+    return text[:start] + table() + text[end:]
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document(), encoding="utf-8")
