@@ -145,7 +145,11 @@ def cache_folder() -> Path:
 def _load(path: str | Path, dtype: torch.dtype | str, revision: str | None = None) -> tuple[Any, Any]:
     hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **hub)
-    return model.eval(), AutoTokenizer.from_pretrained(path, **hub)
+    tokenizer = AutoTokenizer.from_pretrained(path, **hub)
+    # In older versions of transformers a folder without a tokenizer's files gives one of special tokens alone.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError("its tokenizer has no vocabulary")
+    return model.eval(), tokenizer
 
 
 def _converted(file: Path) -> Path:

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -33,9 +34,7 @@ LONGEST = 120.0  # seconds that a piece of work may take on a machine that does 
 
 def killed(work: Work, folder: Path, after: float, begun: Callable[[Path], bool]) -> bool:
     """Begin `work` in a process of its own, kill it `after` seconds from when it has `begun`; whether it worked."""
-    child = os.fork()
-    if not child:
-        _alone(work, folder)
+    child = _begun(work, folder)
     end = time.monotonic() + LONGEST
     while not begun(folder) and time.monotonic() < end:
         if os.waitpid(child, os.WNOHANG)[0]:
@@ -49,15 +48,19 @@ def killed(work: Work, folder: Path, after: float, begun: Callable[[Path], bool]
 
 def ended(work: Work, folder: Path) -> None:
     """`work` in a process of its own, to its end."""
-    child = os.fork()
-    if not child:
-        _alone(work, folder)
+    child = _begun(work, folder)
     status = os.waitpid(child, 0)[1]
     assert status == 0, f"{work.__name__} in {folder} ended with {status}"
 
 
-def _alone(work: Work, folder: Path) -> None:
-    """`work` in a forked process, which never comes back from here."""
+def _begun(work: Work, folder: Path) -> int:
+    """The number of a forked process that does `work`, and nothing after it."""
+    with warnings.catch_warnings():
+        # Python warns of threads that a forked process does not have; the work needs none.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child:
+        return child
     status = 1
     try:
         quiet = os.open(os.devnull, os.O_WRONLY)

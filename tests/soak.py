@@ -56,7 +56,7 @@ def operations(until: float, start: int) -> tuple[Counts, int]:
             counts["caches left off at a tie"] += not self.decided
 
     plan = settings(
-        max_examples=25, stateful_step_count=50, deadline=None, database=None, print_blob=True,
+        max_examples=10, stateful_step_count=50, deadline=None, database=None, print_blob=True,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     while time.monotonic() < until:

@@ -146,10 +146,11 @@ def test_what_was_cut_off_or_fed_by_hand_is_no_reason_to_refuse(model):
     cache.rewind()
     model(ids(6, 4), past_key_values=cache, use_cache=True)
     generate(model, torch.cat([ids(40), ids(6, 4), ids(2, 5)], 1), cache)
-    # New ids alone, with a mask over everything.
-    held = cache.get_seq_length()
-    generate(model, ids(3, 6), cache, attention_mask=torch.ones(1, held + 3, dtype=torch.long))
-    assert cache.get_seq_length() == held + 6
+    # New ids alone, with a mask over everything; older versions cannot do so with any cache.
+    if Version(transformers.__version__) >= Version("5.4"):
+        held = cache.get_seq_length()
+        generate(model, ids(3, 6), cache, attention_mask=torch.ones(1, held + 3, dtype=torch.long))
+        assert cache.get_seq_length() == held + 6
     cache.rewind()
     cache.batch_repeat_interleave(2)
     generate(model, torch.cat([ids(40), ids(2, 5)], 1).repeat(2, 1), cache, num_beams=1)
