@@ -65,5 +65,5 @@ def test_a_model_without_a_policy_is_told_what_there_is_for_it(tmp_path, monkeyp
 
 
 def test_a_model_that_cannot_be_loaded_is_one_sentence(capsys):
-    assert main(["policies", "--model", "no/such/model"]) == 1
+    assert main(["policies", "--model", "no/such/model"]) == 2
     assert "lkv: no model could be loaded from 'no/such/model'" in capsys.readouterr().err
