@@ -200,6 +200,9 @@ class Service:
         Raises PromptError for messages that the model's template refuses, or that are too long; BusyError.
         """
         check_text(messages[-1]["content"], "the question", "ask something")
+        for message in messages[:-1]:
+            # Empty ones do no harm, unlike what no tokenizer can read.
+            check_text(message["content"] + ".", "a message", "give text")
         text = messages_text(self.tokenizer, messages, context is not None)
         ids = encode(self.tokenizer, text)
         if context is None and not getattr(self.tokenizer, "chat_template", None):

@@ -176,7 +176,12 @@ def test_sampling_seeds_and_stops(server, context, expected):
         ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "last message must be one of the user"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "other than text"),
         ({"messages": [{"role": "user", "content": " "}]}, 400, "the question is empty"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "unicode"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "the question is no valid Unicode text"),
+        (
+            {"messages": [{"role": "system", "content": "\ud800"}, {"role": "user", "content": "x"}]},
+            400,
+            "a message is no valid Unicode text",
+        ),
         ({"stop": ["end", ""]}, 400, "none of them empty"),
         ({"model": "gpt-9"}, 404, "no model 'gpt-9' here, only 'tiny'"),
         ({"context": "../../etc/passwd"}, 404, "there is no context"),
