@@ -95,7 +95,7 @@ class QuantizedSpans:
     ) -> Tensor:
         """As `Held.extend`; there are no scores."""
         pools, codes, starts, lens = self.for_codes()
-        if reads_codes(query.device, query.dtype, self.key.width, self.value.width):
+        if self._alike and reads_codes(query.device, query.dtype, self.key.width, self.value.width):
             out = extended(query, key, value, *pools, starts, lens, scale, buffers=buffers, codes=codes)
             self.count(key.shape[2])
             return out
@@ -104,6 +104,12 @@ class QuantizedSpans:
         if query.shape[2] == 1 and query.device.type == "cpu":
             return self._attend_to_codes(query, scale)
         return ragged_attention(query, *self.for_attention(), scale)
+
+    @property
+    def _alike(self) -> bool:
+        """Whether k and v are held in one way, in groups that a kernel can take as blocks; a file may hold others."""
+        ways = {(pool.bits, pool.group) for pool in (self.key, self.value)}
+        return len(ways) == 1 and self.key.group in (16, 32, 64, 128)
 
     def count(self, tokens: int) -> None:
         """Take notice of `tokens` entries appended to the pools that `for_codes` gave."""

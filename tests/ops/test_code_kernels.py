@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lkv.cache.quantization import QuantizedPool
 from lkv.cache.quantized_spans import QuantizedSpans
 from lkv.cache.spans import Spans
 from lkv.errors import BackendError
@@ -127,3 +128,29 @@ def test_a_backend_without_codes_says_so():
     new = [torch.zeros(1, 1, 1, 8, device=DEVICE)] * 2
     with pytest.raises(BackendError, match="'loop' reads no codes"):
         extend(new[0], *new, *pools, starts, lens, 1.0, "loop", codes=codes)
+
+
+@pytest.mark.parametrize("groups", [(32, 16), (24, 24)])
+def test_groups_that_the_kernel_cannot_take_are_restored(groups, monkeypatch):
+    """As a file may hold them."""
+    torch.manual_seed(0)
+    held = quantised([[40, 3]], 2, 8, 8, torch.float32, 8)
+    pools = [pool.unpack() for pool in (held.key, held.value)]
+    key = QuantizedPool.pack(pools[0], 8, groups[0], [40, 3])
+    held = QuantizedSpans(held.lens, key, QuantizedPool.pack(pools[1], 8, groups[1]), held.fresh)
+    monkeypatch.setattr("lkv.cache.quantized_spans.reads_codes", lambda *args: True)
+    query, *new = (torch.randn(1, 2, 2, 8, device=DEVICE) for _ in range(3))
+    right = exact(held, query, new, 0.3)
+    torch.testing.assert_close(held.extend(query, *new, 0.3).double(), right, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("group", [16, 64])
+def test_other_groups(group):
+    """Blocks are at most groups of k."""
+    torch.manual_seed(group)
+    held = quantised([[70, 33], [0, 150]], 3, 24, 40, torch.float32, 4)
+    pools = [pool.unpack() for pool in (held.key, held.value)]
+    key = QuantizedPool.pack(pools[0], 4, group, held.lens.flatten())
+    held = QuantizedSpans(held.lens, key, QuantizedPool.pack(pools[1], 4, group), held.fresh)
+    assert_exact(held, 2, 1, 0.4)
+    assert_exact(held, 2, 2, 0.4)

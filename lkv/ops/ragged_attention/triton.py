@@ -474,9 +474,12 @@ def _launch(
 
 
 def _code_options(launch: Launch, dtype: torch.dtype, bits: int, group: int) -> dict[str, Any]:
-    """How to launch the slice kernel over codes: its blocks are groups of entries."""
-    options = {name: value for name, value in launch.slice_options.items() if name != "BLOCK_N"}
-    return options | {"BITS": bits, "SHARING": group, "HALF": dtype == torch.float16}
+    """How to launch the slice kernel over codes: its blocks are at most groups of entries."""
+    options = launch.slice_options
+    # Codes and what restores them take registers as well.
+    warps = 8 if dtype.itemsize * max(options["BLOCK_D"], options["BLOCK_V"]) >= 512 else 4
+    own = {"BLOCK_N": min(group, options["BLOCK_N"]), "num_warps": max(warps, options["num_warps"])}
+    return options | own | {"BITS": bits, "SHARING": group, "HALF": dtype == torch.float16}
 
 
 def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:

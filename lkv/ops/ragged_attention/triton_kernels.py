@@ -60,14 +60,16 @@ def code_slice_kernel(
     BITS: tl.constexpr,  # noqa: N803
     SHARING: tl.constexpr,  # noqa: N803
     BLOCK_M: tl.constexpr,  # noqa: N803
+    BLOCK_N: tl.constexpr,  # noqa: N803
     BLOCK_D: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
     """As the slice kernel, where the first entries of each span are codes: code * step + least.
 
     `tables` [3, spans]: how many entries of a span are codes, its first one among all codes, its first group of k.
-    SHARING values share a step: entries of one channel in k, channels of one entry in v. Two codes of 4 bits lie in a
-    byte, those of the first half of the channels below; the axes of the blocks are so ordered that they come apart.
+    SHARING values share a step: entries of one channel in k (BLOCK_N divides them), channels of one entry in v. Two
+    codes of 4 bits lie in a byte, those of the first half of the channels below; the axes of the blocks are so ordered
+    that they come apart.
     """
     program, tile = tl.program_id(0), tl.program_id(1)
     all_spans = tl.arange(0, SPANS)
@@ -121,10 +123,10 @@ def code_slice_kernel(
             highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
             weight = tl.zeros([BLOCK_M], tl.float32)
             sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-            # Every block is one group of k, which a slice may begin within.
+            # Every block is of one group of k, within which a slice may begin.
             codes_end = tl.minimum(end, coded)
-            for at in range(begin // SHARING * SHARING, codes_end, SHARING):
-                entry = at + tl.arange(0, SHARING)
+            for at in range(begin // BLOCK_N * BLOCK_N, codes_end, BLOCK_N):
+                entry = at + tl.arange(0, BLOCK_N)
                 inside = (entry >= begin) & (entry < codes_end)
                 code_at = first_code + entry
                 key_here, value_here = inside[None, :] & real[:, None], inside[:, None] & value_real[None, :]
@@ -148,8 +150,8 @@ def code_slice_kernel(
                 ).to(query.dtype)
                 highest, weight, sums = _attended(query, key, value, inside[None, :], scale, highest, weight, sums)
             k_own, v_own = k_pool + start * DIM, v_pool + start * VALUE_DIM
-            for at in range(tl.maximum(begin, coded), end, SHARING):
-                entry = at + tl.arange(0, SHARING)
+            for at in range(tl.maximum(begin, coded), end, BLOCK_N):
+                entry = at + tl.arange(0, BLOCK_N)
                 inside = entry < end
                 key = tl.load(
                     k_own + entry[None, :].to(tl.int64) * DIM + dims[:, None],

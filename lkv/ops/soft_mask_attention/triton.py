@@ -47,13 +47,13 @@ _TILES = {
         Tiles(Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2), 197_000),
         Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), 100_000),
     ),
-    (4, 64): (Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), 100_000),),
-    (4, 128): (
-        # Blackwell's tensor memory has 512 columns, of which the gradient of k would take 704.
-        Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), 164_000, (10,)),
-        Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), 100_000),
+    # Float32 has no tensor cores of full precision: the products take registers, and larger tiles spill them.
+    (4, 64): (
+        Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), 83_000, (8, 10, 12)),
+        Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), 100_000),
     ),
-    (4, 256): (Tiles(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), 100_000),),
+    (4, 128): (Tiles(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 100_000),),
+    (4, 256): (Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 100_000),),
 }
 
 
