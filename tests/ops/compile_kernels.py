@@ -173,13 +173,12 @@ def compiled(arch: int, dim: int, dtype: str) -> list[dict[str, Any]]:
 
 def problems(row: dict[str, Any]) -> list[str]:
     """Why a compiled kernel cannot run on its GPU, or is slower than it must be."""
-    # Spilled registers, in bytes of stack: float32 has no tensor cores of full precision and needs more of them.
-    spilled = 1024 if row["dtype"] == "float32" else 512
     found = {
         "needs more shared memory than there is": row["shared"] > row["limit"],
         "needs more tensor memory than there is": row["tensor_columns"] > TENSOR_COLUMNS,
         "traps": row["traps"] > 0,
-        "spills": row["stack"] > spilled,
+        # Registers that spill, in bytes of stack.
+        "spills": row["stack"] > 512,
         "copies nothing asynchronously": row["kernel"] in SLICES and not row["asynchronous"],
         "has a grid that is too large": row["grid"][1] > 65_535,
     }

@@ -14,7 +14,14 @@ pytest.importorskip("triton")
 # One head size a GPU and precision, the ones nearest to a limit; `python -m tests.ops.compile_kernels` takes all.
 @pytest.mark.parametrize(
     ("arch", "dim", "dtype"),
-    [(100, 128, "float32"), (100, 128, "bfloat16"), (89, 128, "bfloat16"), (90, 256, "bfloat16"), (80, 96, "float16")],
+    [
+        (100, 128, "float32"),
+        (100, 128, "bfloat16"),
+        (89, 128, "bfloat16"),
+        (90, 256, "bfloat16"),
+        (80, 96, "float16"),
+        (80, 256, "float32"),
+    ],
 )
 def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
     """In a process of its own, because here the kernels are interpreted."""

@@ -477,9 +477,10 @@ def _code_options(launch: Launch, dtype: torch.dtype, bits: int, group: int) -> 
     """How to launch the slice kernel over codes: its blocks are at most groups of entries."""
     options = launch.slice_options
     # Codes and what restores them take registers as well.
-    warps = 8 if dtype.itemsize * max(options["BLOCK_D"], options["BLOCK_V"]) >= 512 else 4
-    own = {"BLOCK_N": min(group, options["BLOCK_N"]), "num_warps": max(warps, options["num_warps"])}
-    return options | own | {"BITS": bits, "SHARING": group, "HALF": dtype == torch.float16}
+    wide = dtype.itemsize * max(options["BLOCK_D"], options["BLOCK_V"]) >= 512
+    block_n = min(group, max(16, options["BLOCK_N"] // 2) if wide else options["BLOCK_N"])
+    blocks = {"BLOCK_N": block_n, "num_warps": 8 if wide else options["num_warps"]}
+    return options | blocks | {"BITS": bits, "SHARING": group, "HALF": dtype == torch.float16}
 
 
 def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
