@@ -56,10 +56,11 @@ GPU_MODEL ?= llama-3.2-1b
 gpu-check: install $(QUANTISATION)
 	$(BIN)/python -m dev.gpu_check --model $(GPU_MODEL) --out gpu-results
 
-# Random operations, damaged files, threads, leaks and kills for MINUTES; SEED makes a run again.
+# Random operations, damaged files, threads, leaks and kills for MINUTES; SEED makes a run again, OUT takes
+# the counts elsewhere than into benchmarks/results/soak.json.
 MINUTES ?= 30
 soak: install $(QUANTISATION)
-	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
 
 # Two replicas under Ray Serve, one of them killed: in an environment of its own, as Ray brings a lot.
 RAY := .venv-ray

@@ -1,8 +1,9 @@
 """Hours of what the tests do for seconds: `python -m tests.soak --minutes 30`, or `make soak MINUTES=30`.
 
 All parts take turns. After each turn the counts go to benchmarks/results/soak.json, with machine, versions and the
-seeds of what was run; another run goes on with the next seeds and adds to the counts, as long as machine and versions
-are the same. The first difference found ends it, and the command that finds it again is printed.
+seeds of what was run; another run goes on with the next seeds and adds to the counts, where machine and versions are
+the same, or counts into a file of its own (--out, or OUT=FILE for make). The first difference found ends it, and the
+command that finds it again is printed.
 """
 
 import argparse
@@ -223,14 +224,16 @@ class Tally:
     """The counts so far, one row each in the result file."""
 
     def __init__(self, path: Path, first: int, command: str):
-        """Goes on with what `path` holds, if it was counted on this machine with these versions."""
+        """Goes on with what `path` holds. Raises ValueError where it was counted elsewhere, or with other versions."""
         self.path, self.command, self.first = path, command, first
         self.counts: dict[str, Counts] = {}
         self.seeds: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         same_place = {key: found.get(key) for key in ("machine", "versions")}
-        if found and same_place == {key: provenance(["hypothesis"])[key] for key in same_place}:
+        if found and same_place != {key: provenance(["hypothesis"])[key] for key in same_place}:
+            raise ValueError(f"{path} holds counts of another machine or other versions: name another file with --out")
+        if found:
             self.first = found["seed"]
             for row in found["rows"]:
                 self.counts.setdefault(row["part"], {})[row["unit"]] = row["value"]
@@ -269,7 +272,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # a thread of its own, and the kills fork
-    tally = Tally(options.out, options.seed, "make soak")
+    try:
+        tally = Tally(options.out, options.seed, "make soak")
+    except ValueError as error:
+        parser.error(str(error))
     end = time.monotonic() + 60 * options.minutes
     while time.monotonic() < end:
         left = [name for name in options.parts if not (options.enough and tally.enough(name))]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.inputs import Inputs
 from tests.kills import Kills
-from tests.soak import Tally, fuzz, leaks, threads
+from tests.soak import OUT, PARTS, Tally, fuzz, leaks, threads
 
 
 @pytest.mark.parametrize("part", [fuzz, leaks, threads])
@@ -44,6 +44,13 @@ def test_counts_add_up_over_several_runs(tmp_path):
     assert [(row["value"], row["unit"], row["next_seed"]) for row in document["rows"]] == [
         (101, "kills", 7), (3, "trainings", 7)
     ]  # fmt: skip
-    # What was counted elsewhere is another count.
     path.write_text(json.dumps(document | {"machine": "another"}))
-    assert not Tally(path, 1, "make soak").counts
+    with pytest.raises(ValueError, match="another machine or other versions"):
+        Tally(path, 1, "make soak")
+
+
+def test_the_committed_counts_tell_of_no_difference():
+    rows = json.loads(OUT.read_text(encoding="utf-8"))["rows"]
+    first = {row["part"]: row["value"] for row in reversed(rows)}
+    assert first.keys() == PARTS.keys() and all(row["differences"] == 0 for row in rows)
+    assert all(first[part] >= PARTS[part][2] for part in ("inputs", "kills", "fuzz"))
