@@ -56,11 +56,12 @@ def run(options: argparse.Namespace) -> None:
     if options.save:
         context.save(options.save)
         print(f"[saved to {options.save}, {options.save.stat().st_size / 1e6:.1f} MB]", file=sys.stderr)
-    asked = questions or ([] if options.save and not sys.stdin.isatty() else _typed())
-    for question in asked:
+    for question in questions:
         if len(questions) > 1:
             print(f"\n> {question}", flush=True)
         context.ask(question, options.max_new_tokens, stream=True)
+    if not questions and (not options.save or sys.stdin.isatty()):
+        _talk(context, options.max_new_tokens)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -153,6 +154,22 @@ def _progress(model: Any, tokens: int) -> Iterator[None]:
 
         with each_layer(model, passed):
             yield
+
+
+def _talk(context: "Context", max_new_tokens: int | None) -> None:
+    """A chat: each question follows those before it, where the cache can hold turns."""
+    from lkv.chat import Chat
+    from lkv.errors import CacheError
+
+    try:
+        answers: Chat | Context = Chat(context)
+    except CacheError:
+        answers = context
+        print("[each question starts from the text alone: this cache holds no turns]", file=sys.stderr)
+    for question in _typed():
+        for piece in answers.stream(question, max_new_tokens):
+            print(piece, end="", flush=True)
+        print()
 
 
 def _typed() -> Iterator[str]:

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from lkv.chat import Chat
 from lkv.commands.main import main
 from lkv.context import compress
 from lkv.host.progress import each_layer
@@ -86,7 +87,13 @@ def test_a_text_comes_from_stdin_and_questions_are_typed(folder, asked, monkeypa
     monkeypatch.setattr(sys, "stdin", io.StringIO("When?\n\nWhere?\n"))
     status, out, _ = asked(folder / "text.md")
     assert status == 0 and piped.strip() == answer(folder, "When?")
-    assert out.strip().startswith(answer(folder, "When?")) and out.strip().endswith(answer(folder, "Where?"))
+    model, tokenizer = load_model(str(folder / "model"))
+    chat = Chat(compress(model, tokenizer, TEXT, "knorm", 0.15))
+    turns = [chat.ask(question, 4) for question in ("When?", "Where?")]
+    assert out.split() == " ".join(turns).split()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("When?\n"))
+    status, out, said = asked(folder / "text.md", method="full")
+    assert status == 0 and out.strip() and "each question starts from the text alone" in said
 
 
 def test_parts_streaming_and_types_reach_the_cache(folder, asked):

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from lkv.commands.main import main
+from lkv.commands.eval import PRESETS, _of_each, _policies
+from lkv.commands.main import _parsed, main
 from tests.conftest import save_model
 
 
@@ -53,6 +54,28 @@ def test_longbench_from_local_files_to_a_report(model_folder, tmp_path, capsys):
     assert [float(number) for number in re.findall(r"([\d.]+) @", row)] == pytest.approx(means, abs=0.006)
     assert main(["report", str(out), "--table", "fidelity", "--retention", "0.25"]) == 0
     assert "duo" in capsys.readouterr().out.lower()
+
+
+def test_policies_have_names_of_their_own(capsys, tmp_path):
+    assert _policies(None) == {} and _policies(["runs/mine"]) == {"": "runs/mine"}
+    assert _policies(["a=x/y", "b=hub/id"]) == {"a": "x/y", "b": "hub/id"}
+    (tmp_path / "odd=name").mkdir()
+    assert _policies([str(tmp_path / "odd=name")]) == {"": str(tmp_path / "odd=name")}
+    assert _of_each(["lkv", "knorm", "full", "lkv-h+knorm"], ["a", "b"]) == [
+        "lkv@a", "lkv@b", "knorm", "full", "lkv-h+knorm@a", "lkv-h+knorm@b",
+    ]  # fmt: skip
+    for given in (["a=x", "y"], ["a=x", "a=y"], ["a+b=x", "c=y"]):
+        command = ["eval", "ruler", "--policy", *given, "--out", str(tmp_path / "x.jsonl")]
+        assert main(command) == 2
+        assert "policies are told apart" in (said := capsys.readouterr().err) or "give another" in said
+
+
+def test_ladder_and_preset_stand_for_retentions(tmp_path, capsys):
+    base = ["eval", "ruler", "--out", str(tmp_path / "x.jsonl")]
+    assert _parsed([*base, "--ladder"]).retention == [0.5, 0.25, 0.125, 0.0625]
+    # kvpress's leaderboard names what is evicted.
+    assert [round(1 - kept, 2) for kept in PRESETS["kvpress"]] == [0.1, 0.25, 0.5, 0.75, 0.9]
+    assert _parsed([*base, "--preset", "kvpress"]).preset == "kvpress"
 
 
 def test_ruler_at_two_lengths(model_folder, tmp_path):
