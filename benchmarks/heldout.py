@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lkv.evals.needles import make_needles
 from lkv.prompts import encode, question_ids
-from lkv.training.data import sources
+from lkv.training.data import records, sources
 from lkv.training.data.packing import (
     CHARS_PER_TOKEN,
     CODE_CHARS_PER_TOKEN,
@@ -38,9 +38,9 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
     code = [
         sources.Passage("", row["context"] + row["input"])
         for name in ("lcc", "repobench-p")
-        for row in sources.rows(sample / f"{name}.jsonl.gz")
+        for row in records.rows(sample / f"{name}.jsonl.gz")
     ]
-    prose = [row for name in _LONGBENCH for row in sources.rows(sample / f"{name}.jsonl.gz")]
+    prose = [row for name in _LONGBENCH for row in records.rows(sample / f"{name}.jsonl.gz")]
 
     def prose_qa(rng: random.Random, tokens: int) -> Asked:
         packed = pack(rng, paragraphs, tokens * CHARS_PER_TOKEN, lambda p: len(p.text))

@@ -51,6 +51,8 @@ SCORER_KEYS = ("cached", "unrotated")
 SCORER_ATTENTION = ("none", "learned")
 MAX_KNOTS = 32
 HIDDEN_NORMS = ("relative", "mean", "sum")
+STUDENTS = ("continuation", "full")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class TrainingConfig:
     `key`, `attention`, `position` say what LKV-T reads (see `ScorerInputs`; `position` makes knots up to `max_tokens`).
     `terms_lr` multiplies the rate of the attention's weights and of the position terms, one number a head each.
     `imitated`: on how many contexts a policy that starts from nothing first imitates KVzip (`training.warm_start`).
+
+    `student`: "continuation" computes the rows after the prompt under the mask; "full" all rows, the prompt's too.
 
     Raises TrainingError for a number outside its range.
     """
@@ -105,6 +109,7 @@ class TrainingConfig:
     position: bool = False
     terms_lr: float = 20.0
     imitated: int = 0
+    student: str = "continuation"
 
     @property
     def inputs(self) -> ScorerInputs:
@@ -129,8 +134,56 @@ class TrainingConfig:
                 f"retention_low is {self.retention_low} and retention_high {self.retention_high}; give two numbers "
                 "above 0, the lower one first, or neither."
             )
-        if self.hidden_norm not in HIDDEN_NORMS:
-            raise TrainingError(f"hidden_norm is {self.hidden_norm!r}; give one of {', '.join(HIDDEN_NORMS)}.")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise TrainingError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(known)}.")
+        if not isinstance(self.position, bool):
+            raise TrainingError(f"position is {self.position!r}; give true or false.")
+
+
+# Settings of a few words, and what each of all the settings is.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "hidden_norm": HIDDEN_NORMS,
+    "student": STUDENTS,
+    "dtype": DTYPES,
+    "key": SCORER_KEYS,
+    "attention": SCORER_ATTENTION,
+}
+HELP: dict[str, str] = {
+    "steps": "optimiser steps",
+    "batch": "contexts a step, over all processes",
+    "continuations": "questions, answers and repetitions asked of one context, at most",
+    "lr": "rate of AdamW after the warm-up",
+    "lr_end": "rate at the last step",
+    "warmup": "steps of rising rate",
+    "weight_decay": "of AdamW",
+    "max_grad_norm": "gradients are scaled down to this norm",
+    "tau_start": "temperature of Soft-TopK at the first step",
+    "tau_end": "temperature of Soft-TopK at the last step",
+    "retention_start": "R at the first step",
+    "retention_end": "R at the last step, and the one validated at",
+    "hold": "last share of the steps that keep the final temperature and R",
+    "beta": "weight of the hidden states' loss",
+    "hidden_norm": "what the squared distance of hidden states is divided by",
+    "min_tokens": "tokens of a context, at least",
+    "max_tokens": "tokens of a context, at most",
+    "max_continuation": "tokens of a continuation, at most",
+    "seed": "of data, noise and the policy's first weights",
+    "dtype": "of the frozen model",
+    "checkpoint_every": "steps between checkpoints",
+    "evaluate_every": "steps between validations",
+    "validation_samples": "held-out samples of a validation",
+    "retention_low": "where R is drawn for every continuation: the least",
+    "retention_high": "the greatest R drawn; 0 for the schedule",
+    "retention_power": "a continuation under a drawn R weighs (R / retention_end) to this power",
+    "tokens_a_continuation": "one continuation more for so many tokens beyond 2,000; 0: all contexts get as many",
+    "key": "which k LKV-T reads",
+    "attention": "whether LKV-T has a term for the attention to expect",
+    "position": "whether LKV-T has terms for the position",
+    "terms_lr": "rate of these terms, in multiples of --lr",
+    "student": "rows computed twice: the continuation's, as at inference, or all, as the paper has it literally",
+    "imitated": "contexts on which a policy that starts from nothing first imitates KVzip",
+}
 
 
 _TINY = 1e-12  # stands for "above 0"
@@ -224,4 +277,39 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-__all__ = ["HIDDEN_NORMS", "PRESETS", "ModelSpec", "ScorerInputs", "TrainingConfig", "asdict", "from_dict", "replace"]
+def fitted(config: TrainingConfig, positions: int) -> TrainingConfig:
+    """`config` with contexts and continuations as long as a model of `positions` positions can read, and no longer."""
+    continuation = min(config.max_continuation, max(1, positions // 4))
+    longest = min(config.max_tokens, positions - continuation)
+    return replace(
+        config,
+        max_continuation=continuation,
+        max_tokens=longest,
+        min_tokens=config.min_tokens if config.min_tokens < longest else max(1, longest // 2),
+    )
+
+
+def check_positions(config: TrainingConfig, positions: int) -> None:
+    """Raise TrainingError where a context and its continuation are more than a model of `positions` positions reads."""
+    if config.max_tokens + config.max_continuation > positions:
+        raise TrainingError(
+            f"contexts of up to {config.max_tokens:,} tokens with continuations of up to {config.max_continuation:,} "
+            f"are more than the {positions:,} positions of this model; lower max_tokens or max_continuation, or leave "
+            "out --preset for settings that fit."
+        )
+
+
+__all__ = [
+    "CHOICES",
+    "HELP",
+    "HIDDEN_NORMS",
+    "PRESETS",
+    "ModelSpec",
+    "ScorerInputs",
+    "TrainingConfig",
+    "asdict",
+    "check_positions",
+    "fitted",
+    "from_dict",
+    "replace",
+]

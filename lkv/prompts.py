@@ -7,16 +7,23 @@ from lkv.errors import PromptError
 _CONTEXT, _QUESTION, _ANSWER = "\x02context\x02", "\x02question\x02", "\x02answer\x02"
 
 
-def chat_parts(tokenizer: Any, system: str | None = None, **options: Any) -> tuple[str, str, str]:
+def chat_parts(tokenizer: Any, system: str | None = None) -> tuple[str, str, str]:
     """The chat template around one user turn as (before the context, between context and question, after it).
 
-    `system`: a system prompt before it all. `options` go to the template. A tokenizer without one gets a plain
-    question-and-answer form. Raises PromptError for a template that takes no system prompt.
+    Training, evaluation and use share it, so that an answer begins in one place: templates that can think aloud are
+    told not to, as in kvpress (Qwen3's then ends in an empty `<think></think>` block). `system`: a system prompt before
+    it all. A tokenizer without a template gets a plain question-and-answer form. Raises PromptError for a template that
+    takes no system prompt, or does not carry the turn as it is.
     """
     if not getattr(tokenizer, "chat_template", None):
         return f"{system}\n\n" if system else "", "\n\nQuestion: ", "\nAnswer:"
     turns = [{"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}]
-    text = _templated(tokenizer, _with_system(system, turns), **options)
+    text = _templated(tokenizer, _with_system(system, turns))
+    if text.count(_CONTEXT) != 1 or text.count(_QUESTION) != 1:
+        raise PromptError(
+            "the tokenizer's chat template does not carry the user's text exactly once, so no context can be told from "
+            "its question; give a tokenizer with another template, or with none."
+        )
     before, rest = text.split(_CONTEXT)
     if system and system.strip() not in before:
         raise PromptError("this model's chat template leaves a system prompt out; put it into the text instead.")
@@ -41,9 +48,9 @@ def _with_system(system: str | None, turns: list[dict[str, str]]) -> list[dict[s
     return [{"role": "system", "content": system}, *turns] if system else turns
 
 
-def _templated(tokenizer: Any, turns: list[dict[str, str]], **options: Any) -> str:
+def _templated(tokenizer: Any, turns: list[dict[str, str]]) -> str:
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     # A template refuses by an error of Jinja's, with any words in it.
     except Exception as error:
         roles = ", ".join(turn["role"] for turn in turns)

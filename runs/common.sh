@@ -1,32 +1,45 @@
 # What the scripts for the paper's models share. Each takes the model, llama or qwen, and reads from the environment:
-#   POLICY     folder or hub id of the model's policy
+#   POLICY     folder or hub id of the model's policy   (default: what train.sh left in OUT/training/policy)
 #   PATTERN    for DuoAttention: its official full_attention_heads.tsv (llama), or a long text file to estimate on (qwen)
 #   RULER      folder with RULER's sources: PaulGrahamEssays.json or a folder essays; SQuAD and HotpotQA (else: from the hub)
 #   LONGBENCH  folder with LongBench's files      (default: from the hub)
+#   DATA       folder with the training sets under their official names      (default, and for what it lacks: the hub)
+#   MODEL      the model's folder or hub id       (default: the paper's)
 #   PYTHON     the interpreter                    (default: python of the active environment; after `make`: .venv/bin/python)
 #   LAUNCH     how to start measurements          (default: $PYTHON -m lkv; for several GPUs: accelerate launch -m lkv)
+#   TRAIN      how to start the training          (default: accelerate launch -m lkv)
 #   OUT        where results, tables and figures go (default: runs-local/MODEL in this repository)
+# DATA_OPTIONS, TRAIN_OPTIONS, EVAL_OPTIONS, PROFILE_OPTIONS add options, which win over the scripts' own; LENGTHS and LENGTH
+# are RULER's. The rehearsal (runs/rehearse.py) makes everything small with them.
 # One GPU with 80 GB for each process holds the weights (16 GB) and prompts of about 40k tokens with the methods beside
 # each other; where more is needed, fewer are held at a time. Interrupted runs go on where they were.
 set -euo pipefail
 # Paths are those of the caller's folder.
-for name in POLICY PATTERN TEXT RULER LONGBENCH OUT; do
+for name in POLICY PATTERN TEXT RULER LONGBENCH DATA MODEL OUT; do
     if [[ -e ${!name:-} ]]; then printf -v "$name" %s "$(realpath "${!name}")"; fi
 done
 if [[ -n ${OUT:-} && $OUT != /* ]]; then OUT="$PWD/$OUT"; fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in
-llama) model=meta-llama/Llama-3.1-8B-Instruct short=llama-3.1-8b ;;
-qwen) model=Qwen/Qwen3-8B short=qwen3-8b ;;
+llama) paper=meta-llama/Llama-3.1-8B-Instruct short=llama-3.1-8b ;;
+qwen) paper=Qwen/Qwen3-8B short=qwen3-8b ;;
 *)
     echo "usage: $0 llama|qwen" >&2
     exit 2
     ;;
 esac
+model="${MODEL:-$paper}"
 out="${OUT:-runs-local/$1}"
+policy="${POLICY:-$out/training/policy}"
 python="${PYTHON:-python}"
 read -r -a launch <<<"${LAUNCH:-$python -m lkv}"
-rivals=(snapkv pyramidkv duo adakv-snapkv lkv)
+read -r -a train <<<"${TRAIN:-accelerate launch -m lkv}"
+read -r -a data_options <<<"${DATA_OPTIONS:-}"
+read -r -a train_options <<<"${TRAIN_OPTIONS:-}"
+read -r -a eval_options <<<"${EVAL_OPTIONS:-}"
+read -r -a profile_options <<<"${PROFILE_OPTIONS:-}"
+# PyramidKV and DuoAttention as kvpress has them: those are what the paper measured.
+rivals=(snapkv pyramidkv-kvpress duo-kvpress adakv-snapkv lkv)
 grid=(uniform+snapkv ada+snapkv lkv-h+snapkv uniform+expected ada+expected lkv-h+expected uniform+lkv-t ada+lkv-t lkv-h+lkv-t)
 
 # evaluate SUITE FILE ARGUMENTS...
@@ -34,10 +47,10 @@ evaluate() {
     local data=() pattern=()
     if [[ $1 == longbench && -n ${LONGBENCH:-} ]]; then data=(--data "$LONGBENCH"); fi
     if [[ $1 == ruler && -n ${RULER:-} ]]; then data=(--data "$RULER"); fi
-    if [[ -n ${PATTERN:-} && " $* " == *" duo "* ]]; then pattern=(--pattern "$PATTERN"); fi
+    if [[ -n ${PATTERN:-} && " $* " == *" duo"* ]]; then pattern=(--pattern "$PATTERN" --pattern-by kvpress); fi
     # Before version 4.4, bash takes an empty array for an unset one.
     "${launch[@]}" eval "$1" ${data[@]+"${data[@]}"} ${pattern[@]+"${pattern[@]}"} --model "$model" --dtype bfloat16 \
-        --policy "${POLICY:?the folder or hub id of the policy}" --protocol kvpress --out "$out/$2.jsonl" "${@:3}"
+        --policy "$policy" --protocol kvpress --out "$out/$2.jsonl" "${@:3}" ${eval_options[@]+"${eval_options[@]}"}
 }
 
 # report NAME FILE TABLE ARGUMENTS...

@@ -15,7 +15,7 @@ from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
 from lkv.methods.budget import Amount, check_table
 from lkv.methods.build import Method, make_method
-from lkv.methods.catalogue import find, needs_policy, needs_second_pass
+from lkv.methods.catalogue import needs_pattern, needs_policy, needs_second_pass
 from lkv.models import load_policy, policy_for
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer, as_prompt
@@ -272,7 +272,7 @@ def chosen_method(
     """`method`, built for `model` where it is given by its name; see `RaggedCache` for the arguments and errors."""
     if not isinstance(method, str | Method):
         raise CacheError(f"method is {method!r}; give a name that `lkv methods` lists, or a Method of your own.")
-    if pattern is not None and (isinstance(method, Method) or find(method).rule != "duo"):
+    if pattern is not None and (isinstance(method, Method) or not needs_pattern(method)):
         name = method if isinstance(method, str) else method.name
         raise BudgetError(f"the method {name!r} reads no pattern of retrieval heads: leave it out, or use 'duo'.")
     if isinstance(method, Method):

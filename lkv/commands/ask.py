@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise LkvError for options that do not go together, before anything is loaded."""
-    from lkv.methods.catalogue import FULL, find
+    from lkv.methods.catalogue import FULL, needs_pattern
 
     own = ("retention", "method", "policy", "pattern", "chunk", "bits")
     given = [f"--{name}" for name in own if getattr(options, name) is not None] + ["--streaming"] * options.streaming
@@ -78,7 +78,7 @@ def _check(options: argparse.Namespace) -> None:
         raise LkvError("with the text on stdin there is no room for a chat there; give the question too.")
     if options.retention is not None:
         check_retention(options.retention)
-    duo = options.method not in (None, FULL) and find(options.method).rule == "duo"
+    duo = options.method not in (None, FULL) and needs_pattern(options.method)
     if duo != (options.pattern is not None):
         wanted = "needs --pattern FILE" if duo else "takes no --pattern, which is for the rule duo"
         raise LkvError(f"the method {options.method or 'lkv'!r} {wanted}; `lkv methods` says what each method needs.")

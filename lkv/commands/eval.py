@@ -17,6 +17,8 @@ SUITES = ("ruler", "longbench")
 _RULER_SAMPLES = 50
 LADDER = [0.5, 0.25, 0.125, 0.0625]
 PRESETS = {"kvpress": [0.9, 0.75, 0.5, 0.25, 0.1]}  # what its leaderboard keeps: 1 - compression_ratio
+_PIECE = 4096  # tokens of a piece of the text, for a pattern as kvpress estimates it
+_ESTIMATES = ("attention", "kvpress")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--preset", choices=PRESETS, default=None, help="retentions and protocol of a leaderboard")
     parser.add_argument("--pattern", type=Path, default=None, help="for duo: full_attention_heads.tsv, or a long text")
+    parser.add_argument(
+        "--pattern-by",
+        choices=_ESTIMATES,
+        default=_ESTIMATES[0],
+        help="how a text's pattern is estimated: attention outside the window, or as kvpress does it",
+    )
     parser.add_argument("--seed", type=int, default=0, help="RULER: another seed makes other samples")
     parser.add_argument("--rows-at-once", type=positive, default=64, help="methods x retentions held at a time")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines; a run that was interrupted goes on")
@@ -65,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
     from lkv.evals.runner import evaluate
     from lkv.files import check_place
     from lkv.host.attention import attach
-    from lkv.methods.catalogue import FULL, find, needs_policy
+    from lkv.methods.catalogue import FULL, find, needs_pattern, needs_policy
     from lkv.models import DEFAULT, load_model, load_policy, policy_for
 
     # What is wrong with the command is told before a model is loaded.
@@ -75,10 +83,12 @@ def run(options: argparse.Namespace) -> None:
         options.retention, options.protocol = PRESETS[options.preset], options.preset
     paths = _policies(options.policy)
     options.methods = _of_each(options.methods, [name for name in paths if name])
-    entries = [find(name) for name in options.methods if name != FULL]
+    for name in options.methods:
+        if name != FULL:
+            find(name)
     for retention in options.retention:
         check_retention(retention)
-    if options.pattern is None and any(entry.rule == "duo" for entry in entries):
+    if options.pattern is None and any(needs_pattern(name) for name in options.methods if name != FULL):
         raise LkvError(
             "DuoAttention must know the retrieval heads of the model: give --pattern with a full_attention_heads.tsv, "
             "or with a long text file to estimate them from."
@@ -98,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
     limit = spec.max_positions
     if options.suite == "ruler" and max(options.lengths) > limit:
         raise LkvError(f"a length of {max(options.lengths)} is asked for, but {name} reads {limit} tokens at most.")
-    pattern = _pattern(options.pattern, model, tokenizer) if options.pattern else None
+    pattern = _pattern(options.pattern, model, tokenizer, options.pattern_by) if options.pattern else None
     evaluate(
         model,
         tokenizer,
@@ -190,10 +200,10 @@ def _ruler(options: argparse.Namespace, tasks: Sequence[str]) -> Callable[[Any],
     return make
 
 
-def _pattern(path: Path, model: Any, tokenizer: Any) -> list[list[float]]:
+def _pattern(path: Path, model: Any, tokenizer: Any, by: str) -> list[list[float]]:
     """DuoAttention's alphas from a pattern file, or estimated once on a text."""
     from lkv.host.attention import attach
-    from lkv.methods.budget import estimate_pattern, read_pattern
+    from lkv.methods.budget import estimate_mean_pattern, estimate_pattern, read_pattern
     from lkv.prompts import context_ids
 
     spec = attach(model).spec
@@ -203,7 +213,11 @@ def _pattern(path: Path, model: Any, tokenizer: Any) -> list[list[float]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LkvError(f"{path} cannot be read as text ({error}); give a .tsv file or a UTF-8 text file.") from error
-    return estimate_pattern(model, [context_ids(tokenizer, text)[: spec.max_positions]])
+    ids = context_ids(tokenizer, text)[: spec.max_positions]
+    if by == "attention":
+        return estimate_pattern(model, [ids])
+    # The mean of several texts, as there: pieces of the one that is given.
+    return estimate_mean_pattern(model, [ids[start : start + _PIECE] for start in range(0, len(ids), _PIECE)])
 
 
 def _print_table(path: Path) -> None:

@@ -17,6 +17,7 @@ COMMANDS = {
     "methods": "list the methods: what they keep, whose they are, what they need",
     "policies": "list the shipped policies: for which models, how trained, how faithful",
     "inspect": "show what a policy learned, or what is kept of a text",
+    "data": "build training data, the paper's or your own, and show what was built",
     "train": "train a policy for a model, or resume the training",
     "eval": "measure methods on RULER or LongBench, or resume a measurement",
     "report": "make tables and figures from result files",

@@ -41,7 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-limit", type=float, default=None, help="GiB allowed beside the weights (default: what there is)"
     )
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; a run that was interrupted goes on")
+    parser.add_argument("--out", type=Path, default=None, help="JSON file; a run that was interrupted goes on")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="measure nothing: tell the bytes that follow from the model's shape"
+    )
+    parser.add_argument(
+        "--memory", type=float, default=80.0, help="--dry-run: GiB of the device (default: %(default)g)"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -50,6 +56,10 @@ def run(options: argparse.Namespace) -> None:
 
     # What is wrong with the command is told before a model is made.
     check_retention(options.retention)
+    if options.dry_run:
+        return _predict(options)
+    if options.out is None:
+        raise LkvError("the result needs a place: give --out FILE.json, or --dry-run to measure nothing.")
     for name in options.methods:
         if name != FULL:
             find(name)
@@ -82,6 +92,34 @@ def run(options: argparse.Namespace) -> None:
         _compare_contexts([row for row in rows if row.get("largest")])
         write_results(options.out, "profile", rows, options.seed, _command(options))
     print(f"written to {options.out}")
+
+
+def _predict(options: argparse.Namespace) -> None:
+    """Tell what each length needs by the model's shape, and the longest prompt that the memory has room for."""
+    from lkv.models import DEFAULT, load_config
+    from lkv.profiling.predict import longest, predict
+    from lkv.profiling.shapes import read_config
+    from lkv.shapes import Shape
+
+    if options.memory <= 0:
+        raise LkvError(f"--memory is {options.memory:g}, but it is a size in GiB above 0; give another.")
+    config = read_config(options.config) if options.config else load_config(options.model or DEFAULT)
+    shape, element = Shape.of(config), 4 if options.dtype == "float32" else 2
+    settings: dict[str, Any] = {
+        "retention": options.retention, "element": element, "batch": options.batch, "chunk": options.chunk,
+    }  # fmt: skip
+    print(f"{shape.parameters:,} weights of {element} bytes; GiB, predicted from the shape, nothing measured")
+    heads = ("tokens", "weights", "k, v full", "k, v kept", "activations", "peak full", "peak kept")
+    print("".join(f"{head:>13}" for head in heads))
+    for tokens in dict.fromkeys(options.tokens):
+        row = predict(shape, tokens, **settings)
+        sizes = (row.weights, row.kv_full, row.kv_kept, row.activations, row.peak_full, row.peak_kept)
+        print(f"{tokens:>13,}" + "".join(f"{size / 2**30:>13,.3f}" for size in sizes))
+    most = [longest(shape, options.memory * 2**30, kept, **settings) for kept in (False, True)]
+    print(
+        f"in {options.memory:g} GiB: {most[0]:,} tokens with the full cache, {most[1]:,} at R = {options.retention:g} "
+        "evicting layer by layer"
+    )
 
 
 def _default_device() -> str:

@@ -23,6 +23,9 @@ _MATCHING = "matching"
 def add_arguments(report: argparse.ArgumentParser) -> None:
     """The options of the command."""
     report.add_argument("files", type=Path, nargs="*", help="what `lkv eval` wrote")
+    report.add_argument(
+        "--weights", action="store_true", help="memory figure: with the weights in the peak, as in Fig. 5"
+    )
     report.add_argument("--profile", type=Path, help="what `lkv profile` wrote: prefill table and memory figure")
     report.add_argument("--training", type=Path, nargs="+", help="folders of `lkv train`: their curves, side by side")
     report.add_argument("--table", choices=TABLES, default="main")
@@ -77,7 +80,7 @@ def _profile(options: argparse.Namespace) -> tuple[Table, Any]:
     table = build_prefill(profile)
     if model:
         table = published_prefill(table, model)
-    return table, plot_memory(profile, model) if options.figure else None
+    return table, plot_memory(profile, model, options.weights) if options.figure else None
 
 
 def _training(options: argparse.Namespace) -> tuple[Table, Any]:

@@ -1,34 +1,49 @@
 """lkv train: a policy for a model."""
 
 import argparse
+import tomllib
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from lkv.commands.options import add_model, add_revision, positive
-from lkv.config import HIDDEN_NORMS, PRESETS, TrainingConfig, replace
+from lkv.commands.options import add_model, add_revision
+from lkv.config import CHOICES, HELP, PRESETS, TrainingConfig
+from lkv.errors import TrainingError
 
-_OPTIONS = (
-    "steps", "batch", "continuations", "lr", "lr_end", "warmup", "tau_start", "tau_end", "seed", "min_tokens",
-    "max_tokens", "hidden_norm",
-)  # fmt: skip
+_NAMES = tuple(f.name for f in fields(TrainingConfig))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="paper")
+    """The options of the command: files and folders, then every setting of a training."""
+    parser.add_argument(
+        "--preset",
+        choices=sorted(PRESETS),
+        default=None,
+        help="settings to start from (default: paper on a GPU, else cpu; either cut to what the model can read)",
+    )
     add_model(parser)
     add_revision(parser)
-    parser.add_argument("--data", type=Path, required=True, help="folder with data sets, text or code")
+    data = "what `lkv data build` wrote, or a folder with data sets, own JSON lines, text or code"
+    parser.add_argument("--data", type=Path, required=True, help=data)
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the policy")
     parser.add_argument("--init", type=Path, default=None, help="policy or run to start from (preset finish)")
     parser.add_argument(
         "--track", nargs="+", default=(), metavar="TRACKER", help="give the curve to tensorboard, wandb, ... as well"
     )
-    types = {f.name: type(getattr(TrainingConfig(), f.name)) for f in fields(TrainingConfig)}
-    for name in _OPTIONS:
-        choices = HIDDEN_NORMS if name == "hidden_norm" else None
-        kind = positive if types[name] is int and name != "seed" else types[name]
-        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=None, choices=choices)
+    parser.add_argument("--config", type=Path, default=None, help="TOML file with any of the settings below")
+    settings = parser.add_argument_group("settings", "each also a key of --config; an option takes precedence")
+    for name in _NAMES:
+        _add_setting(settings, name, type(getattr(TrainingConfig(), name)))
+
+
+def _add_setting(group: argparse._ArgumentGroup, name: str, kind: type) -> None:
+    option = "--" + name.replace("_", "-")
+    if kind is bool:
+        group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=HELP[name])
+    elif name in CHOICES:
+        group.add_argument(option, choices=CHOICES[name], default=None, help=HELP[name])
+    else:
+        group.add_argument(option, type=kind, default=None, help=HELP[name], metavar="N" if kind is int else "X")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -36,10 +51,23 @@ def run(options: argparse.Namespace) -> None:
     from lkv.extras import require
 
     require("train", "lkv train")
+    given = _read(options.config) if options.config else {}
+    given |= {name: value for name in _NAMES if (value := getattr(options, name)) is not None}
+    preset = options.preset or given.pop("preset", None)
+    given.pop("preset", None)
+    if preset is not None and preset not in PRESETS:
+        raise TrainingError(f"preset is {preset!r}; give one of {', '.join(sorted(PRESETS))}.")
     from lkv.training.pipeline import train_policy
 
-    chosen = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
-    config = replace(PRESETS[options.preset], **chosen)
-    train_policy(
-        config, options.model, options.data, options.out, options.init, options.revision, trackers=options.track
-    )
+    train_policy(preset, given, options.model, options.data, options.out, options.init, options.revision, options.track)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The settings of a TOML file. Raises TrainingError for one that cannot be read or names others."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"{path} cannot be read as TOML ({error}); write lines such as steps = 1000.") from error
+    if strange := sorted(set(found) - {*_NAMES, "preset"}):
+        raise TrainingError(f"{path} sets {', '.join(strange)}, which is no setting; `lkv train --help` lists them.")
+    return found

@@ -87,7 +87,7 @@ def answer_lost(example: Example, before: list[str], after: list[str]) -> bool:
 def _texts(example: Example, tokenizer: Any, protocol: str) -> tuple[str, str, list[int]]:
     """(text before the context, text after it, ids that the tokenizer puts in front)."""
     if getattr(tokenizer, "chat_template", None) and (protocol == "kvpress" or example.chat):
-        before, _, after = chat_parts(tokenizer, enable_thinking=False)
+        before, _, after = chat_parts(tokenizer)
         first = []
     else:
         before, after = "", "\n" if protocol == "kvpress" else ""

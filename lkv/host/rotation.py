@@ -44,6 +44,10 @@ class Rotation:
         size = cos.square() + sin.square()  # not 1 where the model scales its rotations, as YaRN does
         return self._turned(x, cos / size, -sin / size)
 
+    def applied(self, x: Tensor, start: int = 0) -> Tensor:
+        """x [B, H, T, d] rotated at positions `start` to `start + T - 1`, as the model rotates keys."""
+        return self._turned(x, *self._tables(x, start, start + x.shape[2]))
+
     def mean(self, like: Tensor, start: int, end: int) -> Tensor:
         """The mean of the rotations at positions `start` to `end` - 1, a matrix [d, d] that rows are multiplied by."""
         cos, sin = (table.mean(1, keepdim=True) for table in self._tables(like, start, end))

@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 
 from lkv.errors import LkvError
-from lkv.methods.budget import Ada, Amount, Budget, Contest, Duo, LearnedBudget, Pyramid, Uniform, amount_of
+from lkv.methods.budget import (
+    Ada,
+    Amount,
+    Budget,
+    Contest,
+    Duo,
+    DuoOfHeads,
+    LearnedBudget,
+    Pyramid,
+    PyramidOfKvpress,
+    Uniform,
+    amount_of,
+)
 from lkv.methods.budget.duo import SINKS
 from lkv.methods.catalogue import builder_of, find, needs_policy
 from lkv.methods.kvzip import KVzip
@@ -88,8 +100,10 @@ _HOW = {
 _RULES: dict[str, Callable[[MethodInputs], Budget]] = {
     "uniform": lambda s: Uniform(s.amount),
     "pyramid": lambda s: Pyramid(s.amount, s.need("layers", "pyramid")),
+    "pyramid-kvpress": lambda s: PyramidOfKvpress(s.amount, s.need("layers", "pyramid-kvpress")),
     "ada": lambda s: Ada(s.amount),
     "duo": lambda s: Duo(s.amount, s.need("pattern", "duo"), heads=s.heads, strict=s.strict),
+    "duo-heads": lambda s: DuoOfHeads(s.amount, s.need("pattern", "duo-heads"), heads=s.heads),
     "lkv-h": lambda s: LearnedBudget(s.need("policy", "lkv-h"), s.amount, s.heads),
     "contest": lambda s: Contest(s.amount),
 }
@@ -97,6 +111,7 @@ _SELECTORS: dict[str, Callable[[MethodInputs], Selector]] = {
     "lkv-t": lambda s: LearnedScores(s.need("policy", "lkv-t"), s.heads),
     "snapkv": lambda s: SnapKV(),
     "expected": lambda s: ExpectedAttention(s.need("model", "expected")),
+    "expected-e2": lambda s: ExpectedAttention(s.need("model", "expected-e2"), epsilon=0.01),
     "h2o": lambda s: H2O(),
     "observed": lambda s: H2O(average=True),
     "tova": lambda s: TOVA(),

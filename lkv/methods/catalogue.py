@@ -46,8 +46,14 @@ class Entry:
 RULES = {
     "uniform": Part("every head keeps the same share", "Uniform"),
     "pyramid": Part("lower layers keep more (PyramidKV)", "PyramidKV"),
+    "pyramid-kvpress": Part("lower layers keep more, in long texts (PyramidKV of kvpress)", "PyramidKV of kvpress"),
     "ada": Part("the heads of a layer compete by their scores (AdaKV)", "AdaKV"),
     "duo": Part("retrieval heads keep all, others sinks and recent tokens (DuoAttention)", "DuoAttention", (PATTERN,)),
+    "duo-heads": Part(
+        "the share R of heads keeps all, others sinks and recent tokens (DuoAttention of kvpress)",
+        "DuoAttention of kvpress",
+        (PATTERN,),
+    ),
     "lkv-h": Part("learned budgets (LKV-H)", "LKV-H", (POLICY,)),
     "contest": Part("all heads of all layers compete by their scores", "Global contest"),
 }
@@ -55,6 +61,9 @@ SELECTORS = {
     "lkv-t": Part("learned scores of k and v (LKV-T)", "LKV-T", (POLICY,)),
     "snapkv": Part("attention from the last 64 tokens, smoothed", "SnapKV", (QUERIES,)),
     "expected": Part("attention expected of queries to come", "Expected Attention", (QUERIES,)),
+    "expected-e2": Part(
+        "attention expected of queries to come, plus 0.01", "Expected Attention, epsilon 0.01", (QUERIES,)
+    ),
     "h2o": Part("attention received from all tokens", "H2O", (QUERIES,)),
     "observed": Part("attention received, divided by how many tokens saw it", "Observed Attention", (QUERIES,)),
     "tova": Part("attention from the last token", "TOVA", (QUERIES,)),
@@ -91,6 +100,14 @@ METHODS = {
     "duo": Entry(
         "duo", "duo-window", "Xiao et al. 2024 (DuoAttention)", _ARXIV + "2410.10819", "DuoAttention", marker="P"
     ),
+    "pyramidkv-kvpress": Entry("pyramid-kvpress", "snapkv", "Cai et al. 2024, as kvpress has it", _ARXIV + "2406.02069",
+                               "PyramidKV (kvpress)", marker="^"),
+    "duo-kvpress": Entry("duo-heads", "duo-window", "Xiao et al. 2024, as kvpress has it", _ARXIV + "2410.10819",
+                         "DuoAttention (kvpress)", marker="P"),
+    "expected-e2": Entry("uniform", "expected-e2", "Devoto et al. 2025, epsilon of their evaluations",
+                         _ARXIV + "2510.00636", "Expected Attention, epsilon 0.01", marker="X"),
+    "adakv-expected-e2": Entry("ada", "expected-e2", "Devoto et al. 2025, as they evaluate it", _ARXIV + "2510.00636",
+                               "Ada-Expected Attention, epsilon 0.01", marker="d"),
     "kvzip": Entry("contest", "kvzip", "Kim et al. 2025", _ARXIV + "2505.23416", "KVzip (two passes)", "#009E73", "D"),
     "criticalkv": Entry("uniform", "critical-snapkv", "Feng et al. 2025", _ARXIV + "2502.03805", "CriticalKV",
                         marker=">"),
@@ -198,6 +215,11 @@ def needs(name: str) -> tuple[str, ...]:
     """What the method `name` needs beside k and v."""
     entry = find(name)
     return tuple(dict.fromkeys((*SELECTORS[entry.selector].needs, *RULES[entry.rule].needs)))
+
+
+def needs_pattern(name: str) -> bool:
+    """Whether the method `name` reads DuoAttention's pattern of retrieval heads."""
+    return PATTERN in needs(name)
 
 
 def needs_policy(name: str) -> bool:

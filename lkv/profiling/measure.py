@@ -15,7 +15,7 @@ from lkv.cache.ragged import RaggedCache
 from lkv.errors import LkvError
 from lkv.host.attention import attach
 from lkv.host.stock import kv_nbytes
-from lkv.methods.catalogue import FULL, find
+from lkv.methods.catalogue import FULL, needs_pattern
 from lkv.policy import Policy
 from lkv.profiling.memory import peak_of
 from lkv.results import machine
@@ -168,7 +168,7 @@ class Profiler:
         if method == FULL:
             return DynamicCache()
         settings, pattern = self._settings, None
-        if find(method).rule == "duo":
+        if needs_pattern(method):
             generator = torch.Generator("cpu").manual_seed(settings.seed)
             pattern = torch.rand(self._spec.layers, self._spec.kv_heads, generator=generator, device="cpu").tolist()
         return RaggedCache(
@@ -223,6 +223,7 @@ class Profiler:
             "new_tokens": settings.new_tokens,
             "chunk": settings.chunk,
             "streaming": settings.streaming and method != FULL,
+            "weight_bytes": sum(p.numel() * p.element_size() for p in self._model.parameters()),
         }
         numbers = (
             "realised", "prefill_seconds", "prefill_ratio", "prefill_low", "prefill_high", "decode_ms", "decode_ratio",

@@ -118,14 +118,16 @@ def published_prefill(table: Table, model: str) -> Table:
     return replace(table, rows=(*table.rows, *rows), notes=(*table.notes, *notes))
 
 
-def plot_memory(profile: Profile, published: str = "") -> Any:
+def plot_memory(profile: Profile, published: str = "", weights: bool = False) -> Any:
     """Peak memory where it was measured, and bytes of k and v, over context length; all scales linear, from 0.
 
     `published`: a model of the paper whose published sizes are drawn too, as hollow points, if the profile is of it.
+    `weights`: the peak is that of the whole device, as in the paper's Fig. 5, with the weights in it. A dashed line
+    stands where a method ran out of memory.
     """
     panels = [("kv_bytes", "k and v held")]
     if any(row["peak_bytes"] is not None for row in profile.rows):
-        panels.insert(0, ("peak_bytes", "peak memory"))
+        panels.insert(0, ("peak_bytes", "peak memory, weights included" if weights else "peak memory"))
     figure = new_figure(0.6 + 5.0 * len(panels), 4.6)
     all_axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
     series = _series(profile)
@@ -133,10 +135,11 @@ def plot_memory(profile: Profile, published: str = "") -> Any:
     for axes, (field, title) in zip(all_axes, panels, strict=True):
         comparable = bool(published) and published in profile.model.lower() and field == "kv_bytes"
         points = _published_sizes(published) if comparable else {}
-        most = max([row[field] or 0 for row in profile.rows] + [size for _, size in points.values()])
+        base = _weights(profile) if weights and field == "peak_bytes" else 0
+        most = max([base + (row[field] or 0) for row in profile.rows] + [size for _, size in points.values()])
         unit, scale = next(((name, size) for name, size in _UNITS if most >= size), ("bytes", 1))
         for (method, name), rows in series.items():
-            taken = [(row["tokens"], row[field] / scale) for row in rows if row[field] is not None]
+            taken = [(row["tokens"], (base + row[field]) / scale) for row in rows if row[field] is not None]
             style = chosen[method]
             axes.plot(
                 *zip(*taken, strict=True),
@@ -147,6 +150,8 @@ def plot_memory(profile: Profile, published: str = "") -> Any:
                 linestyle=":" if method == FULL else "-",
                 label=name,
             )
+            for row in (row for row in rows if row.get("failed_at")):
+                axes.axvline(row["failed_at"], color=style.colour, linestyle="--", linewidth=1)
         for method, (tokens, size) in points.items():
             colour = chosen[method].colour if method in chosen else _NEUTRAL
             axes.plot(
@@ -161,6 +166,14 @@ def plot_memory(profile: Profile, published: str = "") -> Any:
         axes.set_ylabel(f"{title} ({unit})")
     finish(figure, all_axes, f"Memory over context length, {profile.model}")
     return figure
+
+
+def _weights(profile: Profile) -> float:
+    """Bytes of the model's weights. Raises ReportError for a profile that does not tell."""
+    size = profile.rows[0].get("weight_bytes")
+    if not isinstance(size, int):
+        raise ReportError("the profile does not tell the bytes of the weights; make it anew with `lkv profile`.")
+    return size
 
 
 def _series(profile: Profile) -> dict[tuple[str, str], list[Mapping[str, Any]]]:

@@ -44,7 +44,8 @@ class TrainingState(NamedTuple):
     def restore(self, folder: Path) -> int:
         """Take up the checkpoint in `folder`; returns its step. Raises TrainingError for one of another training."""
         tensors, metadata = read_checkpoint(folder)
-        saved, asked = json.loads(metadata["config"]), asdict(self.config)
+        # A setting that the checkpoint does not know had its default then.
+        saved, asked = asdict(TrainingConfig()) | json.loads(metadata["config"]), asdict(self.config)
         if apart := [f"{n} {saved.get(n)!r} instead of {asked.get(n)!r}" for n in asked if saved.get(n) != asked[n]]:
             raise TrainingError(
                 f"{folder / CHECKPOINT} belongs to a run with other settings ({', '.join(apart)}); give the "

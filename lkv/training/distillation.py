@@ -15,7 +15,7 @@ from lkv.ops.soft_topk import soft_topk
 from lkv.policy import Policy
 from lkv.prefill import read_prompt
 from lkv.training.data.sample import TokenizedSample
-from lkv.training.student import FrozenPrompt
+from lkv.training.student import FrozenPrompt, MaskedSequence
 
 _EVICTED = -1e4  # a log-mask whose exponential is exactly zero
 
@@ -35,12 +35,17 @@ class Outputs:
 
 
 class SampleDistillation:
-    """Runs teacher and student over the continuations of one sample."""
+    """Runs teacher and student over the continuations of one sample.
 
-    def __init__(self, model: Any, sample: TokenizedSample):
-        self._model = model
+    `whole`: over prompt and continuation together, with the mask in every row's attention, as the paper has it
+    literally; else over the continuation's rows alone, behind the prompt's frozen k and v, as at inference.
+    """
+
+    def __init__(self, model: Any, sample: TokenizedSample, whole: bool = False):
+        self._model, self._whole = model, whole
         device = device_of(model)
-        self.prompt = read_prompt(model, torch.tensor([sample.context], device=device))
+        self._context = torch.tensor([sample.context], device=device)
+        self.prompt = read_prompt(model, self._context)
         self.tokens = len(sample.context)
         width = max(len(ids) for ids, _ in sample.continuations)
         shape = (len(sample.continuations), width)
@@ -58,9 +63,14 @@ class SampleDistillation:
         # Every continuation weighs the same, whatever its length.
         self.weights = scored.to(device)[self._rows]
         self.row_weights = row_weights.to(device)
+        if whole:  # the hidden states of all tokens count, the prompt's too
+            real = torch.cat([row_weights.new_ones(shape[0], self.tokens), (row_weights > 0).float()], 1)
+            self.row_weights = (real / real.sum(1, keepdim=True) / shape[0]).to(device)
 
     def run(self, log_mask: Tensor | None) -> Outputs:
         """Forward of all continuations over the prompt under `log_mask` [L, n, H, T] (None: the full cache)."""
+        if self._whole:
+            return self._run_whole(log_mask)
         positions = torch.arange(self.tokens, self.tokens + self._ids.shape[1], device=self._ids.device)
         out = self._model(
             input_ids=self._ids,
@@ -68,6 +78,19 @@ class SampleDistillation:
             past_key_values=FrozenPrompt(self.prompt, log_mask),
             use_cache=True,
             output_hidden_states=True,
+        )
+        return Outputs(log_softmax(out.logits[self._rows].float(), -1), out.hidden_states[1:])
+
+    def _run_whole(self, log_mask: Tensor | None) -> Outputs:
+        rows, width = self._ids.shape
+        ids = torch.cat([self._context.expand(rows, -1), self._ids], 1)
+        out = self._model(
+            input_ids=ids,
+            position_ids=torch.arange(ids.shape[1], device=ids.device)[None],
+            past_key_values=MaskedSequence(len(self.prompt), log_mask),
+            use_cache=True,
+            output_hidden_states=True,
+            logits_to_keep=width,
         )
         return Outputs(log_softmax(out.logits[self._rows].float(), -1), out.hidden_states[1:])
 

@@ -1,5 +1,7 @@
 """From a command line's settings to a finished policy: model, data, trainer and card put together."""
 
+import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -7,22 +9,95 @@ from typing import Any
 
 import torch
 
-from lkv.config import TrainingConfig, asdict
+from lkv.config import PRESETS, TrainingConfig, asdict, check_positions, fitted, replace
 from lkv.errors import TrainingError
 from lkv.files import check_folder
-from lkv.host.attention import attach
+from lkv.host.attention import attach, device_of
 from lkv.host.stock import commit_of
-from lkv.models import DEFAULT, load_model
+from lkv.models import DEFAULT, load_config, load_model
 from lkv.policy import Policy
+from lkv.shapes import Shape
 from lkv.training.checkpoint import start_from
+from lkv.training.cost import duration, estimate
+from lkv.training.data.built import Built, is_built
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.sample import TokenizedSample, tokenize
 from lkv.training.trainer import Trainer, require_samples
 from lkv.training.warm_start import carry_over, imitate_kvzip
 
+Data = Mixture | Built
+_RATED_TOKENS = 512  # of the text whose reading is timed
+
+
+def plan(config: TrainingConfig, shape: Shape, processes: int) -> list[str]:
+    """What a training will do and read, for people."""
+    ratios = f"R {config.retention_start:g} to {config.retention_end:g}"
+    if config.retention_high:
+        ratios = f"R drawn from {config.retention_low:g} to {config.retention_high:g}"
+    return [
+        f"a policy for a model of {shape.layers} layers, {shape.parameters / 1e9:.2f} billion weights, {config.dtype}",
+        f"{config.steps:,} steps of {config.batch} contexts in {processes} process{'es' if processes > 1 else ''}, "
+        f"{config.min_tokens:,} to {config.max_tokens:,} tokens each; {ratios}, temperature {config.tau_start:g} to "
+        f"{config.tau_end:g}, rate {config.lr:g} to {config.lr_end:g}",
+        estimate(shape, config, processes=processes).line(),
+    ]
+
+
+@torch.no_grad()
+def measured_rate(model: Any, tokens: int) -> float:
+    """Prompt tokens a second of `model`, once it is warm."""
+    ids = torch.ones((1, tokens), dtype=torch.long, device=device_of(model))
+    for _ in range(2):
+        start = time.perf_counter()
+        # A number of the result waits for the device.
+        model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum().item()
+        seconds = time.perf_counter() - start
+    return tokens / seconds
+
+
+def open_data(folder: Path, config: TrainingConfig, validation: bool = False) -> Data:
+    """What is trained on: a folder that `lkv data build` wrote, or one of texts, code and data sets.
+
+    Raises DataError for a folder that holds neither, TrainingError for a built one whose samples are longer than
+    `config` takes: they would lose their ends.
+    """
+    if not is_built(folder):
+        return Mixture(folder, config.min_tokens, config.max_tokens, config.seed, validation)
+    built = Built(folder, config.seed, validation)
+    if built.max_tokens > config.max_tokens + config.max_continuation:
+        raise TrainingError(
+            f"{folder} was built for up to {built.max_tokens:,} tokens, but max_tokens is {config.max_tokens:,}; build "
+            "it with a lower --max-tokens, or raise that of the training."
+        )
+    return built
+
+
+def settings(preset: str | None, given: dict[str, Any], positions: int) -> TrainingConfig:
+    """The settings `given` over those of `preset`, for a model of `positions` positions.
+
+    Without a preset: the paper's on a GPU, else the CPU's, cut to what the model can read. Raises TrainingError for
+    settings that cannot be, and for lengths asked for that the model cannot read.
+    """
+    if preset is None:
+        base = fitted(PRESETS["paper" if torch.cuda.is_available() else "cpu"], positions)
+    else:
+        base = PRESETS[preset]
+    config = over(base, given)
+    check_positions(config, positions)
+    return config
+
+
+def over(base: TrainingConfig, given: dict[str, Any]) -> TrainingConfig:
+    """`base` with `given`; a longest context that is given alone takes the shortest down with it."""
+    most = given.get("max_tokens")
+    if isinstance(most, int) and 0 < most < base.min_tokens and "min_tokens" not in given:
+        given = {**given, "min_tokens": max(1, most // 2)}
+    return replace(base, **given)
+
 
 def train_policy(
-    config: TrainingConfig,
+    preset: str | None,
+    given: dict[str, Any],
     model_name: str | None,
     data: Path,
     out: Path,
@@ -32,11 +107,12 @@ def train_policy(
 ) -> Policy:
     """Train a policy, or resume its training, and save it under out/policy. Accelerate spreads it over processes.
 
-    `init` is the folder of a policy or of another run whose weights this one starts from; `revision` a commit, tag or
-    branch of a model on the hub. `trackers`: names that Accelerate knows ("tensorboard", "wandb", ...) or trackers of
-    its kind, which are given every step's losses and every evaluation. Raises TrainingError where accelerate or a
-    tracker is missing or `out` takes no files, before
-    anything is loaded, and what `Trainer.run` raises.
+    `given` are settings over those of `preset` (see `settings`). `init` is the folder of a policy or of another run
+    whose weights this one starts from; `revision` a commit, tag or branch of a model on the hub. `trackers`: names
+    that Accelerate knows ("tensorboard", "wandb", ...) or trackers of its kind, which are given every step's losses
+    and every evaluation. What will be done and what it costs is told on stderr before it begins. Raises
+    TrainingError where accelerate or a tracker is missing, settings cannot be or `out` takes no files, before the
+    weights are loaded, and what `Trainer.run` raises.
     """
     try:
         from accelerate import Accelerator
@@ -51,21 +127,35 @@ def train_policy(
             f"there is no tracker {missing[0]!r} here; install its package, or leave it out (here: "
             f"{', '.join(there) or 'none'})."
         )
+    over(PRESETS[preset or "paper"], given)  # what is out of its range for any model is told first
     check_folder(out, TrainingError, "the training")
-    training = Mixture(data, config.min_tokens, config.max_tokens, config.seed)
+    shape = Shape.of(load_config(model_name or DEFAULT, revision))
+    config = settings(preset, given, shape.positions)
+    training = open_data(data, config)
     # The same held-out samples for every seed, so that curves of different runs compare.
-    held_out = Mixture(data, config.min_tokens, config.max_tokens, validation=True)
+    held_out = open_data(data, replace(config, seed=0), validation=True)
     accelerator = Accelerator(log_with=list(trackers) or None, project_dir=out)
     if trackers:
         flat = {name: value for name, value in asdict(config).items() if isinstance(value, int | float | str | bool)}
         accelerator.init_trackers("lkv", config=flat)
-    model, tokenizer = load_model(model_name or DEFAULT, getattr(torch, config.dtype), revision)
+    if accelerator.is_main_process:
+        print("\n".join([*training.lines, *plan(config, shape, accelerator.num_processes)]), file=sys.stderr)
+    # The first process of a node reads the disk; the others find the file in memory.
+    with accelerator.local_main_process_first():
+        dtype = getattr(torch, config.dtype)
+        model, tokenizer = load_model(model_name or DEFAULT, dtype, revision, accelerator.device)
     model.to(accelerator.device)
+    if accelerator.is_main_process:
+        rate = measured_rate(model, min(_RATED_TOKENS, config.max_tokens))
+        cost = estimate(shape, config, rate, min(_RATED_TOKENS, config.max_tokens), accelerator.num_processes)
+        print(f"this machine reads {rate:,.0f} tokens a second: {duration(cost.seconds or 0)}", file=sys.stderr)
     torch.manual_seed(config.seed)
     card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
     card["trained_tokens"] = config.max_tokens
     if commit := commit_of(model):
         card["revision"] = commit
+    if isinstance(training, Built):
+        card["decontamination"] = training.manifest["decontamination"]
     policy = Policy(attach(model).spec, card, config.inputs).to(accelerator.device)
     earlier_policy = None
     if init is not None:
@@ -74,7 +164,7 @@ def train_policy(
         earlier = before.get("trained_tokens") or before.get("training", {}).get("max_tokens", 0)
         card["trained_tokens"] = max(config.max_tokens, earlier)
 
-    def sample(mixture: Mixture, index: int) -> TokenizedSample:
+    def sample(mixture: Data, index: int) -> TokenizedSample:
         text = mixture.sample(index, config.continuations, config.tokens_a_continuation)
         return tokenize(text, tokenizer, config.max_tokens, config.max_continuation)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.host.hooks import Cache
+from lkv.host.hooks import Cache, HookedLayer
 from lkv.ops.soft_mask_attention import soft_mask_attention
 from lkv.prefill import FrozenLayer, PromptLayer, as_prompt
 
@@ -44,3 +44,36 @@ class _MaskedLayer(FrozenLayer):
             log_mask = torch.cat([self._log_mask, log_mask[..., :new].to(self._log_mask.dtype)], -1)
         # Under autocast the rotation leaves q and k in float32 beside v in half precision.
         return soft_mask_attention(query.to(v.dtype), k.to(v.dtype), v, log_mask, scale).transpose(1, 2)
+
+
+class MaskedSequence(Cache):
+    """No cache at all, but masks for a forward pass over whole sequences, prompt and continuation together: every query
+    row sees the prompt's tokens under `log_mask` [L, n, H, T] (the literal student of Sec. 3.5; None: plain attention).
+    """
+
+    def __init__(self, layers: int, log_mask: Tensor | None = None):
+        masks: Any = [None] * layers if log_mask is None else log_mask
+        super().__init__(layers=[_SequenceLayer(mask) for mask in masks])
+
+
+class _SequenceLayer(HookedLayer):
+    def __init__(self, log_mask: Tensor | None):
+        super().__init__()
+        self._log_mask = log_mask
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.tag(key_states), value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        if self._log_mask is None:
+            return stock()
+        follows = key.shape[2] - self._log_mask.shape[-1]
+        free = self._log_mask.new_zeros((*self._log_mask.shape[:2], follows))
+        log_mask = torch.cat([self._log_mask, free], -1)
+        out = soft_mask_attention(query.to(value.dtype), key.to(value.dtype), value, log_mask, scale)
+        return out.transpose(1, 2)

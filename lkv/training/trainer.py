@@ -134,7 +134,7 @@ class Trainer:
             sample = self._samples(number)
             if not sample.continuations:
                 continue
-            run = SampleDistillation(self._model, sample)
+            run = SampleDistillation(self._model, sample, self._config.student == "full")
             with torch.no_grad():
                 teacher = run.run(None)
             scores = run.scores(self._policy)

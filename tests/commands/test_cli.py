@@ -68,8 +68,8 @@ def test_trackers_are_given_what_the_curve_holds(model_folder, folder, tmp_path,
             self.ended += 1
 
     tracker = Kept()
-    config = replace(PRESETS["cpu"], steps=2, min_tokens=60, max_tokens=120, batch=2, validation_samples=1)
-    train_policy(config, str(model_folder), folder, tmp_path / "out", trackers=[tracker])
+    given = {"steps": 2, "min_tokens": 60, "max_tokens": 120, "batch": 2, "validation_samples": 1}
+    train_policy("cpu", given, str(model_folder), folder, tmp_path / "out", trackers=[tracker])
     curve = [json.loads(line) for line in (tmp_path / "out" / "curve.jsonl").read_text().splitlines()]
     assert [step for step, values in tracker.rows if "train_kl" in values] == [1, 2] and tracker.ended == 1
     for name in ("validation_kl", "validation_agreement"):
@@ -153,7 +153,7 @@ def test_unreadable_files_are_named(tmp_path, capsys, model_folder):
     assert main(["ask", str(tmp_path / "binary"), "why?"]) == 2
     assert "cannot be read as text" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
-    assert main(arguments(model_folder, tmp_path / "empty", tmp_path / "out")) == 2
+    assert main(arguments(model_folder, tmp_path / "empty", tmp_path / "out", *SMALL)) == 2
     assert "holds no data to train on" in capsys.readouterr().err
 
 

@@ -1,8 +1,10 @@
 """Parity with kvpress: AdaKV and PyramidKV keep what its presses keep, and LKV in its pipeline answers as ours does."""
 
+import sys
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -20,14 +22,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv import default_policy, load_default
 from lkv.cache.ragged import RaggedCache
-from lkv.errors import IntegrationError, PolicyMismatchError, UnsupportedModelError
+from lkv.errors import DataError, IntegrationError, PolicyMismatchError, UnsupportedModelError
 from lkv.host.attention import attach
 from lkv.integrations.kvpress import LKVHeadBudgetPress, LKVScorerPress
-from lkv.methods.budget import Ada, Pyramid, Uniform
+from lkv.methods.budget import Ada, Pyramid, PyramidOfKvpress, Uniform, estimate_mean_pattern
 from lkv.methods.build import Method, make_method
 from lkv.methods.selection import SnapKV
 from lkv.prefill import read_prompt
 from tests.conftest import tiny_llama
+from tests.host.test_models import build
 
 TOKENS = 200
 # kvpress masks by a key on the other side of all queries: it finds none for many queries of few dimensions.
@@ -118,6 +121,70 @@ def test_kvpress_pyramid_is_no_pyramid_on_short_texts():
     theirs = [press.get_layer_budget(SimpleNamespace(config=config, layer_idx=i), 4000) for i in range(4)]
     assert theirs == [600] * 4
     assert [Pyramid(0.15, 4).limits(i, 1, 4000)[0] for i in range(4)] == [1170, 790, 410, 30]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 31, 32])
+@pytest.mark.parametrize("tokens", [40, 64, 500, 4096, 8533, 8534, 16_384, 100_001])
+@pytest.mark.parametrize("retention", [0.1, 0.15, 0.5, 0.9])
+def test_pyramid_of_kvpress_is_kvpress_s_at_every_length(layers, tokens, retention):
+    press, config = kvpress.PyramidKVPress(1 - retention), SimpleNamespace(num_hidden_layers=layers)
+    theirs = [press.get_layer_budget(SimpleNamespace(config=config, layer_idx=i), tokens) for i in range(layers)]
+    assert [PyramidOfKvpress(retention, layers).limits(i, 1, tokens)[0] for i in range(layers)] == theirs
+    if retention == 0.15 and layers == 32:
+        assert (theirs[0] > theirs[-1]) == (tokens >= 8534)
+
+
+@pytest.mark.parametrize("tokens", [300, 500, 900])
+@pytest.mark.parametrize("retention", [0.15, 0.5, 0.85])
+def test_duo_of_heads_keeps_what_kvpress_keeps(retention, tokens):
+    model, ids = tiny_llama(max_position_embeddings=1024), text(4, tokens)
+    pattern = torch.rand(3, 2, generator=torch.Generator().manual_seed(1)).tolist()
+    press = kvpress.DuoAttentionPress(head_compression_ratio=1 - retention)
+    press.load_attention_pattern = lambda model: (128, 256, np.array(pattern))
+    model.set_attn_implementation("sdpa")
+    read_under(model, press, ids)
+    theirs = [[set(range(tokens)) for _ in range(2)] for _ in range(3)]
+    for layer, module in enumerate(model.model.layers):
+        _, heads, masked = module.self_attn.masked_key_indices or ((), torch.zeros(0), torch.zeros(0))
+        for head, token in zip(heads.tolist(), masked.tolist(), strict=True):
+            theirs[layer][head].remove(token)
+    method = make_method("duo-kvpress", retention, pattern=pattern)
+    assert kept_by_ours(tiny_llama(max_position_embeddings=1024), ids, method) == theirs
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_the_quick_pattern_is_kvpress_s(family, monkeypatch):
+    model = build(family)
+    some = [torch.randint(3, 60, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (40, 90)]
+    module = sys.modules["kvpress.presses.duo_attention_press"]
+
+    class Texts:
+        def to_pandas(self):
+            return self
+
+        def sample(self, count, random_state):
+            return {"chapter": self}
+
+        def tolist(self):
+            return some
+
+    class Encoded(dict):
+        def to(self, device):
+            return self
+
+    chapters = Texts()
+    monkeypatch.setattr(module, "load_dataset", lambda *a, **k: chapters)
+    encode = lambda ids, return_tensors: Encoded(input_ids=torch.tensor([ids]))  # noqa: E731
+    monkeypatch.setattr(module.AutoTokenizer, "from_pretrained", lambda name: encode)
+    module.cache.clear()
+    with torch.no_grad():
+        theirs = module.duo_attention_on_the_fly(model, num_samples=2, q_len=50)
+    torch.testing.assert_close(
+        torch.tensor(estimate_mean_pattern(model, some, 50)), torch.tensor(theirs), atol=1e-5, rtol=1e-5,
+        check_dtype=False,
+    )  # fmt: skip
+    with pytest.raises(DataError, match="there is no text"):
+        estimate_mean_pattern(model, [[]])
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

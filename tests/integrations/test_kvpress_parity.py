@@ -142,6 +142,15 @@ def test_expected_attention(kvpress, family, covariance, value_norm):
 
 
 @families
+@pytest.mark.parametrize("epsilon", [0.01, 1.0])
+def test_expected_attention_with_an_epsilon(kvpress, family, epsilon):
+    mine = ours(family, lambda model: ExpectedAttention(model, epsilon=epsilon))
+    equal(mine, theirs(family, kvpress.ExpectedAttentionPress(0.5, epsilon=epsilon)))
+    apart = zip(mine, ours(family, lambda model: ExpectedAttention(model)), strict=True)
+    assert not any(torch.allclose(one[..., 4:], other[..., 4:]) for one, other in apart)
+
+
+@families
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("inner", ["snapkv", "expected", "observed"])
 def test_criticalkv(kvpress, family, ratio, inner):

@@ -9,14 +9,14 @@ ROOT = Path(__file__).parents[2] / "lkv"
 # A file imports only from those above it.
 ORDER = [
     "errors", "files", "version", "config", "extras", "documents", "sampling", "methods.catalogue", "fingerprint",
-    "shipped", "journal", "results", "statistics", "prompts", "tensor_file", "context_file", "policy_file", "devices",
-    "ops", "host", "prefill", "policy", "methods.budget", "methods.selection", "methods.kvzip", "methods.build",
-    "cache.quantization", "cache.ranking", "cache.spans", "cache.quantized_spans", "cache.plan", "cache.entries",
-    "cache.eviction", "cache.unread", "cache.layer", "conversion", "models", "hub", "doctor", "cache.ids",
-    "cache.ragged", "cache.shared", "answers", "context", "chat", "inspection", "training.data", "training.estimate",
-    "training.student", "training.distillation", "training.calibration", "training.warm_start", "training.schedule",
-    "training.interruption", "training.checkpoint", "training.trainer", "training.pipeline", "evals", "profiling",
-    "report", "integrations", "serving", "commands",
+    "shipped", "journal", "results", "statistics", "shapes", "prompts", "tensor_file", "context_file", "policy_file",
+    "devices", "ops", "host", "prefill", "policy", "methods.budget", "methods.selection", "methods.kvzip",
+    "methods.build", "cache.quantization", "cache.ranking", "cache.spans", "cache.quantized_spans", "cache.plan",
+    "cache.entries", "cache.eviction", "cache.unread", "cache.layer", "conversion", "models", "hub", "doctor",
+    "cache.ids", "cache.ragged", "cache.shared", "answers", "context", "chat", "inspection", "training.data",
+    "training.cost", "training.estimate", "training.student", "training.distillation", "training.calibration",
+    "training.warm_start", "training.schedule", "training.interruption", "training.checkpoint", "training.trainer",
+    "training.pipeline", "evals", "profiling", "report", "integrations", "serving", "commands",
 ]  # fmt: skip
 
 

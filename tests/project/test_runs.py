@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from lkv.methods.catalogue import METHODS
 from lkv.methods.selection import SnapKV
 from lkv.prefill import read_prompt
 from lkv.report.names import RULES, SELECTORS, parts
-from runs import budget_policies, small
+from runs import budget_policies, rehearse, small
 from tests.conftest import tiny_llama
 from tests.results import GRID, many, write
 
@@ -91,7 +92,9 @@ def test_shares_are_what_each_head_keeps(model, policy):
         np.testing.assert_allclose(found["adakv-snapkv"][layer], np.array(Ada(0.9).counts(layer, scores)[0]) / 480)
 
 
-@pytest.mark.parametrize("script", sorted(RUNS.glob("*_*.sh")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", [*sorted(RUNS.glob("*_*.sh")), RUNS / "data.sh", RUNS / "train.sh"], ids=lambda path: path.name
+)
 def test_the_scripts_ask_for_what_they_need(script, tmp_path):
     """Each runs to its end with a stand-in for python that writes down how it was called, and `lkv` understands it."""
     log, stand_in = tmp_path / "log", tmp_path / "python"
@@ -100,6 +103,7 @@ def test_the_scripts_ask_for_what_they_need(script, tmp_path):
     stand_in.chmod(0o755)
     environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "POLICY": "org/policy", "PATTERN": "heads.tsv", "TEXT": "a.txt",
+        "TRAIN": "python -m lkv",
     }  # fmt: skip
     for model, name in (("llama", "meta-llama/Llama-3.1-8B-Instruct"), ("qwen", "Qwen/Qwen3-8B")):
         subprocess.run([script, model], env=environment, check=True, cwd=tmp_path)
@@ -109,7 +113,7 @@ def test_the_scripts_ask_for_what_they_need(script, tmp_path):
         for options in understood:
             if options.run.__module__ == "lkv.commands.eval":
                 assert set(options.methods) <= set(METHODS) | {f"{r}+{s}" for r in RULES for s in SELECTORS}
-                assert (options.pattern is not None) == ("duo" in options.methods)
+                assert (options.pattern is not None) == ("duo-kvpress" in options.methods)
         assert understood or f"--text {tmp_path / 'a.txt'}" in said  # a path of the caller's folder
         assert name in said or "--config" in said
         log.unlink()
@@ -119,6 +123,27 @@ def test_the_scripts_ask_for_what_they_need(script, tmp_path):
             assert f"--out {made}" in said
     failed = subprocess.run([script, "gpt"], env=environment, capture_output=True, text=True)
     assert failed.returncode == 2 and "llama|qwen" in failed.stderr
+
+
+def test_everything_is_run_in_its_order():
+    text = (RUNS / "all.sh").read_text()
+    steps = re.search(r"for step in (.*?); do", text)[1].split()
+    assert {f"{step}.sh" for step in steps} == {path.name for path in RUNS.glob("*.sh")} - {"all.sh", "common.sh"}
+    assert steps[:2] == ["data", "train"]
+
+
+@pytest.mark.parametrize("name", rehearse.ARCHITECTURES)
+def test_the_rehearsal_s_models_and_data_are_read_as_real_ones(name, tmp_path, capsys):
+    rehearse.make_data(tmp_path)
+    rehearse.make_model(name, tmp_path / name)
+    settings = rehearse.environment(name, tmp_path)
+    words = ["--model", str(tmp_path / name), "--data", settings["DATA"], "--out", str(tmp_path / "built")]
+    assert lkv(["data", "build", *words, *settings["DATA_OPTIONS"].split()]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"train-hotpotqa +12 +12 +30\.0%", said), said
+    assert (
+        "unrecognised" not in said and json.loads((tmp_path / "built" / "build.json").read_text())["recipe"] == "loom"
+    )
 
 
 def test_budget_policies_are_written(tmp_path, monkeypatch, model, policy):

@@ -9,7 +9,10 @@ import pytest
 from lkv.errors import DataError
 from lkv.training.data import Mixture
 from lkv.training.data.facts import fact, hide
+from lkv.training.data.mixture import split
 from lkv.training.data.sample import Continuation, Sample, tokenize
+from lkv.training.data.sets import read_names, survey
+from lkv.training.data.sources import read_set
 
 
 def write(folder, name, rows):
@@ -20,6 +23,8 @@ def write(folder, name, rows):
 @pytest.fixture
 def folder(tmp_path):
     """A small data folder with made-up rows in the official fields."""
+    tmp_path = tmp_path / "data"
+    tmp_path.mkdir()
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "near", "some", "old", "river"]
     rng = random.Random(0)
 
@@ -143,3 +148,69 @@ def test_tokenized_sample_knows_where_the_target_begins():
     assert "".join(map(chr, asked[:skip])) == "\n\nQuestion: why\nAnswer:"
     assert asked[skip:] == [ord("s"), ord("o"), 0]
     assert (following, none) == ([ord(c) for c in "ghi"], 0)
+
+
+def test_the_held_out_items_are_chosen_by_what_they_say(folder):
+    """Whatever type or file an item comes from: a paragraph of the nested file is held out as that of the flat one."""
+    nested = folder.parent / "official"
+    nested.mkdir()
+    flat = gzip.decompress((folder / "squad_train_subset.jsonl.gz").read_bytes())
+    rows = [json.loads(line) for line in flat.splitlines()]
+    articles = [
+        {"title": row["title"], "paragraphs": [
+            {"context": row["context"],
+             "qas": [{"question": "Another?", "answers": [{"text": row["answers"][0], "answer_start": 0}]}]}]}
+        for row in reversed(rows)
+    ]  # fmt: skip
+    (nested / "train-v1.1.json").write_text(json.dumps({"version": "1.1", "data": articles}))
+    parts = []
+    for path, kind in ((folder / "squad_train_subset.jsonl.gz", folder), (nested / "train-v1.1.json", nested)):
+        items = read_set("squad", [path], kind)
+        assert len(items) == 80
+        parts.append({item.text for item in split(items, True)})
+    assert parts[0] == parts[1] and 0 < len(parts[0]) < 20
+
+
+def test_every_file_is_named_taken_or_left(folder):
+    for name in ("README.md", "dev-v1.1.json", "picture.png", "trec_train_5500.label.gz"):
+        (folder / name).write_bytes(b"")
+    (folder / "mine.jsonl").write_text(
+        '{"context": "The key is in the well.", "question": "Where?", "answer": "there"}\n'
+    )
+    found = survey(folder, ["squad", "hotpotqa", "own", "text", "code"])
+    assert found.taken["own"] == [folder / "mine.jsonl"] and len(found.taken["text"]) == len(found.taken["code"]) == 40
+    assert {path.name: why for path, why in found.left.items()} == {
+        "README.md": "no data",
+        "dev-v1.1.json": "not of a training split",
+        "picture.png": "neither text nor code",
+        "trec_train_5500.label.gz": "of no set that is asked for",
+    }
+    said = "\n".join(found.lines())
+    every = {path for path in folder.rglob("*") if path.is_file()}
+    assert {*found.left, *(path for paths in found.taken.values() for path in paths)} == every
+    assert "squad: squad_train_subset.jsonl.gz" in said and "left, no data: README.md" in said and "and 32 more" in said
+
+
+@pytest.mark.parametrize("name", ["strange.parquet", "questions.json.gz", "rows.jsonl", "all.zip"])
+def test_data_that_is_not_recognised_is_refused(folder, name):
+    (folder / name).write_text('{"passage": "of other columns"}\n')
+    with pytest.raises(DataError, match=rf"holds data that is not recognised: {name}; give the files their official"):
+        Mixture(folder, 100, 400)
+
+
+def test_a_map_of_names_says_what_each_file_is(folder, tmp_path_factory):
+    (folder / "squad_train_subset.jsonl.gz").rename(folder / "strange.jsonl.gz")
+    names = tmp_path_factory.mktemp("map") / "map.json"
+    names.write_text('{"squad": "strange.jsonl.gz"}')
+    mixture = Mixture(folder, 100, 400, names=read_names(names))
+    assert set(mixture.names) == {"squad", "python", "facts"}
+    for text, message in (
+        ('["squad"]', "is no map of names"),
+        ('{"squid": "x"}', "names the set 'squid'; give one of hotpotqa, "),
+        ('{"squad": 3}', "the files of 'squad' must be a name or a list of names"),
+    ):
+        names.write_text(text)
+        with pytest.raises(DataError, match=message):
+            read_names(names)
+    with pytest.raises(DataError, match=r"nothing\.gz, named for the set 'squad', is not there"):
+        Mixture(folder, 100, 400, names={"squad": "nothing.gz"})

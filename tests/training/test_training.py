@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,6 +116,71 @@ def test_student_equals_inference_through_the_cache(model, policy):
         logits = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0]
         rows.append(torch.log_softmax(logits[max(0, skip - 1) : -1].float(), -1))
     torch.testing.assert_close(out.log_probs, torch.cat(rows), atol=1e-6, rtol=1e-6)
+
+
+def test_the_full_student_masks_every_row(model):
+    """Against the stock model with log m of each KV head added to the logits, in float64; the teacher is the same."""
+    item = sample(4)
+    model.set_attn_implementation("eager")
+    log_mask = -torch.rand(2, 2, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 5
+    expected = []
+    for row, (ids, skip) in enumerate(item.continuations):
+        length = 30 + len(ids)
+        bias = torch.full((length, length), -math.inf, dtype=torch.float64).triu(1)[None].repeat(4, 1, 1)
+        bias[:, :, :30] += log_mask[row].repeat_interleave(2, 0)[:, None]
+        logits = model(torch.tensor([item.context + ids]), attention_mask=bias[None]).logits[0]
+        expected.append(torch.log_softmax(logits[30 + max(0, skip - 1) : -1].float(), -1))
+    model.set_attn_implementation("sdpa")
+    attach(model)
+    run, half = SampleDistillation(model, item, whole=True), SampleDistillation(model, item)
+    torch.testing.assert_close(run.run(None).log_probs, half.run(None).log_probs)
+    out = run.run(log_mask.expand(3, -1, -1, -1))
+    torch.testing.assert_close(out.log_probs, torch.cat(expected))
+    assert out.hidden[0].shape[1] == 30 + 9 and run.row_weights.sum() == pytest.approx(1.0)
+    assert not torch.allclose(half.run(log_mask.expand(3, -1, -1, -1)).log_probs, out.log_probs)
+
+
+def test_the_full_student_learns(tmp_path):
+    run, policy = trainer(tmp_path, replace(CONFIG, student="full"))
+    before = policy.tokens.output.detach().clone()
+    run.run()
+    assert not torch.equal(policy.tokens.output, before)
+    assert math.isfinite(json.loads((tmp_path / "curve.jsonl").read_text().splitlines()[-1])["train_kl"])
+
+
+TWO = """
+import sys, torch
+sys.path.insert(0, {root!r})
+from accelerate import Accelerator
+from pathlib import Path
+from tests.training.test_training import CONFIG, trainer
+run, policy = trainer(Path({folder!r}), CONFIG, accelerator=Accelerator(cpu=True))
+run.run()
+if torch.distributed.get_rank() == 0:
+    torch.save(policy.state_dict(), {folder!r} + "/two.pt")
+"""
+
+
+def test_two_processes_train_as_one_that_accumulates_twice_as_much(tmp_path):
+    """The contexts of a step are shared out; each process adds up the gradients of its own before they are summed."""
+    one, policy = trainer(tmp_path / "one")
+    one.run()
+    (tmp_path / "two").mkdir()
+    script = tmp_path / "two.py"
+    root = str(Path(__file__).parents[2])
+    script.write_text(TWO.format(root=root, folder=str(tmp_path / "two")))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(launch, env=environment, cwd=root, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    both = torch.load(tmp_path / "two" / "two.pt", weights_only=True)
+    for name, value in policy.state_dict().items():
+        torch.testing.assert_close(both[name], value, atol=1e-6, rtol=1e-5)
+    curves = [
+        [json.loads(line) for line in (tmp_path / name / "curve.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    assert [row["train_kl"] for row in curves[0]] == pytest.approx([row["train_kl"] for row in curves[1]], abs=2e-5)
 
 
 def test_losses_are_the_papers_formulas(model):

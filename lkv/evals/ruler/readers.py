@@ -1,14 +1,11 @@
 """Questions with their documents from SQuAD's and HotpotQA's files: JSON, JSON lines (gzip) and Parquet."""
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lkv.errors import DataError
-from lkv.training.data.sources import rows
+from lkv.training.data.records import document, field, pair, records, text
 
 
 class Question(NamedTuple):
@@ -56,11 +53,11 @@ def read_hotpot(path: Path) -> QuestionSet:
 def read_text(path: Path) -> str:
     """A text file, or the field "text" of a JSON file; gzip by the name's ending. Raises DataError."""
     if ".json" in path.name:
-        return _field(_whole(path), "text", str, str(path))
-    data = _bytes(path)
-    if b"\0" in data:
+        return field(document(path), "text", str, str(path))
+    plain = text(path)
+    if "\0" in plain:
         raise DataError(f"{path} is no UTF-8 text (it holds null bytes); give a text file.")
-    return data.decode("utf-8", errors="replace")
+    return plain
 
 
 def _collect(path: Path, questions: Iterator[_Raw]) -> QuestionSet:
@@ -81,126 +78,48 @@ def _collect(path: Path, questions: Iterator[_Raw]) -> QuestionSet:
 
 
 def _squad_articles(path: Path) -> Iterator[_Raw]:
-    for a, article in enumerate(_field(_whole(path), "data", list, str(path)), 1):
+    for a, article in enumerate(field(document(path), "data", list, str(path)), 1):
         at = f"{path}, article {a}"
-        paragraphs = _field(article, "paragraphs", list, at)
-        given_with = tuple(_field(p, "context", str, f"{at}, paragraph {i}") for i, p in enumerate(paragraphs, 1))
+        paragraphs = field(article, "paragraphs", list, at)
+        given_with = tuple(field(p, "context", str, f"{at}, paragraph {i}") for i, p in enumerate(paragraphs, 1))
         for i, (context, paragraph) in enumerate(zip(given_with, paragraphs, strict=True), 1):
-            for q, entry in enumerate(_field(paragraph, "qas", list, f"{at}, paragraph {i}"), 1):
+            for q, entry in enumerate(field(paragraph, "qas", list, f"{at}, paragraph {i}"), 1):
                 where = f"{at}, paragraph {i}, question {q}"
-                given = [_field(answer, "text", str, where) for answer in _field(entry, "answers", list, where)]
+                given = [field(answer, "text", str, where) for answer in field(entry, "answers", list, where)]
                 answers = () if entry.get("is_impossible") else tuple(dict.fromkeys(given))
-                yield _Raw(_field(entry, "question", str, where), answers, (context,), given_with)
+                yield _Raw(field(entry, "question", str, where), answers, (context,), given_with)
 
 
 def _squad_rows(path: Path) -> Iterator[_Raw]:
     table = [
-        (where, _field(row, "title", str, where), _field(row, "context", str, where), row)
-        for where, row in _records(path)
+        (where, field(row, "title", str, where), field(row, "context", str, where), row) for where, row in records(path)
     ]
     articles: dict[str, dict[str, None]] = {}
     for _, title, context, _ in table:
         articles.setdefault(title, {})[context] = None
     for where, title, context, row in table:
-        given = _field(_field(row, "answers", dict, where), "text", list, where)
-        text = _field(row, "question", str, where)
+        given = field(field(row, "answers", dict, where), "text", list, where)
+        text = field(row, "question", str, where)
         yield _Raw(text, tuple(dict.fromkeys(given)), (context,), tuple(articles[title]))
 
 
 def _hotpot(path: Path) -> Iterator[_Raw]:
-    for where, row in _records(path):
+    for where, row in records(path):
         facts, context = row.get("supporting_facts"), row.get("context")
         # Parquet rows hold columns where the official file holds pairs.
         if isinstance(facts, dict) and isinstance(context, dict):
-            titles = set(_field(facts, "title", list, where))
+            titles = set(field(facts, "title", list, where))
             paragraphs = list(
-                zip(_field(context, "title", list, where), _field(context, "sentences", list, where), strict=True)
+                zip(field(context, "title", list, where), field(context, "sentences", list, where), strict=True)
             )
         else:
-            titles = {
-                _pair(fact, "supporting_facts", where)[0] for fact in _field(row, "supporting_facts", list, where)
-            }
-            paragraphs = [_pair(entry, "context", where) for entry in _field(row, "context", list, where)]
+            titles = {pair(fact, "supporting_facts", where)[0] for fact in field(row, "supporting_facts", list, where)}
+            paragraphs = [pair(entry, "context", where) for entry in field(row, "context", list, where)]
         texts = {title: f"{title}\n{''.join(lines)}" for title, lines in paragraphs}
-        answer = _field(row, "answer", str, where)
+        answer = field(row, "answer", str, where)
         yield _Raw(
-            text=_field(row, "question", str, where),
+            text=field(row, "question", str, where),
             answers=(answer,) if titles and titles <= texts.keys() else (),
             needed=tuple(texts[title] for title in texts if title in titles),
             documents=tuple(texts.values()),
         )
-
-
-def _pair(value: Any, name: str, where: str) -> tuple[Any, Any]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise DataError(f"{where}: field {name!r} must hold pairs, but has {value!r:.60}.")
-    return value[0], value[1]
-
-
-def _field(row: Any, name: str, kind: type, where: str) -> Any:
-    value = row.get(name) if isinstance(row, dict) else None
-    if not isinstance(value, kind):
-        state = "is missing" if value is None else f"is not a {kind.__name__}"
-        raise DataError(f"{where}: field {name!r} {state}; give the official file of the data set.")
-    return value
-
-
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows with the place of each, whatever the format."""
-    if path.suffix == ".parquet":
-        for i, row in enumerate(_parquet(path), 1):
-            yield f"{path}, row {i}", row
-    elif path.name.endswith(".jsonl.gz"):
-        _check(path)
-        try:
-            for i, row in enumerate(rows(path), 1):
-                yield f"{path}, line {i}", _object(row, f"{path}, line {i}")
-        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-            raise DataError(f"{path} is not a readable gzip file ({error}).") from error
-    else:
-        whole = _whole(path)
-        if not isinstance(whole, list):
-            raise DataError(f"{path} must hold a JSON list of questions, but holds a {type(whole).__name__}.")
-        for i, row in enumerate(whole, 1):
-            yield f"{path}, entry {i}", _object(row, f"{path}, entry {i}")
-
-
-def _object(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise DataError(
-            f"{where}: not a JSON object but a {type(row).__name__}; give the official file of the data set."
-        )
-    return row
-
-
-def _parquet(path: Path) -> list[dict[str, Any]]:
-    _check(path)
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise DataError(f"{path} needs the package pyarrow; run `pip install lkv-cache[evals]`.") from error
-    try:
-        return parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a readable Parquet file ({error}).") from error
-
-
-def _whole(path: Path) -> Any:
-    try:
-        return json.loads(_bytes(path))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON ({error}).") from error
-
-
-def _bytes(path: Path) -> bytes:
-    _check(path)
-    try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if path.suffix == ".gz" else data
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read ({error}).") from error
-
-
-def _check(path: Path) -> None:
-    if not path.is_file():
-        raise DataError(f"there is no file {path}; give the path of the official file.")

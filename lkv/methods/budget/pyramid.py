@@ -45,3 +45,31 @@ class Pyramid(FixedBudget):
         for layer in by_fraction[: total - sum(counts)]:
             counts[layer] += 1
         return counts
+
+
+class PyramidOfKvpress(FixedBudget):
+    """PyramidKV as kvpress has it, which the LKV paper measured (App. D).
+
+    The last layer keeps R T / `beta`, and the first as much above the mean as the last is below it, but no more than
+    T - `window`; each layer's count is rounded by itself. Where the last would keep less than `window`, all layers keep
+    the same: below `window` `beta` / R tokens (8,534 at R = 0.15) it is SnapKV with uniform budgets.
+    """
+
+    def __init__(self, retention: float | Amount, layers: int, window: int = 64, beta: int = 20):
+        """`layers`: those evicted from; `window`: of SnapKV. Raises BudgetError and RetentionError."""
+        if min(layers, window, beta) < 1:
+            raise BudgetError(f"layers {layers}, window {window} and beta {beta} must all be 1 or more.")
+        self._amount, self._layers, self._window, self._beta = amount_of(retention), layers, window, beta
+
+    def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
+        return [min(tokens, self._count(layer, tokens)) / max(1, tokens)] * heads
+
+    def _count(self, layer: int, tokens: int) -> int:
+        mean = tokens * self._amount.of(tokens)
+        last, most = mean / self._beta, tokens - self._window
+        first = 2 * mean - last
+        if first >= most:
+            first, last = most, 2 * mean - most
+        if not tokens >= first >= last >= self._window:
+            return max(1, round(mean))
+        return round(first - layer * (first - last) / max(1, self._layers - 1))

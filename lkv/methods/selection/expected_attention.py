@@ -21,7 +21,9 @@ class ExpectedAttention(Selector):
 
     The queries to come are taken to be normal, with the mean and covariance of the prompt's before RoPE, rotated by the
     mean rotation of their positions. The first `sinks` tokens are always kept and are left out of all statistics.
-    `covariance` False takes the mean alone; `value_norm` False gives the attention alone, as `CriticalKV` needs it.
+    `epsilon` is added before the norm of v weighs: it orders tokens of no expected attention (0.01 in kvpress's
+    evaluations under AdaKV). `covariance` False takes the mean alone; `value_norm` False gives the attention alone, as
+    `CriticalKV` needs it.
 
     The tokens of a prompt are taken to stand at positions 0 to T - 1. Raises UnsupportedModelError for a model whose
     queries cannot be rotated back, and PromptError for a prompt of no more than `sinks` tokens.
@@ -29,9 +31,17 @@ class ExpectedAttention(Selector):
 
     reads_queries = True
 
-    def __init__(self, model: Any, future: int = 512, sinks: int = 4, covariance: bool = True, value_norm: bool = True):
+    def __init__(
+        self,
+        model: Any,
+        future: int = 512,
+        sinks: int = 4,
+        covariance: bool = True,
+        value_norm: bool = True,
+        epsilon: float = 0.0,
+    ):
         self.sinks = sinks
-        self._future, self._covariance, self._value_norm = future, covariance, value_norm
+        self._future, self._covariance, self._value_norm, self._epsilon = future, covariance, value_norm, epsilon
         self._rotations = [rotation or Rotation(model) for rotation in attach(model).rotations]
         if not all(rotation.probed for rotation in self._rotations):
             self._probe(model)
@@ -55,7 +65,7 @@ class ExpectedAttention(Selector):
             logits += ((keys @ spread) * keys).sum(-1) * (scale**2 / 2)
         expected = torch.softmax(logits, -1).mean(2)
         if self._value_norm:
-            expected = expected * torch.linalg.vector_norm(precise(value[:, :, self.sinks :]), dim=-1)
+            expected = (expected + self._epsilon) * torch.linalg.vector_norm(precise(value[:, :, self.sinks :]), dim=-1)
         first = (expected.max() + 1).expand(*expected.shape[:2], self.sinks)
         return torch.cat([first, expected], -1)
 

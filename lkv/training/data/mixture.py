@@ -1,19 +1,17 @@
-"""The training mixture ("Loom", App. C.2), packed to a target length instead of filtered by it.
+"""Our own mixture, recipe "wide": more kinds of text than the paper's Loom (`loom.py`), packed to a target length.
 
-The paper's table cannot be taken literally (8-shot SQuAD has ~1.7k tokens, 5-shot TREC ~130), so short items are packed
-with others until the drawn length is reached. Sample i is a function of (seed, i) alone: a resumed run sees the same.
+Short items are packed with others until the drawn length is reached. Sample i is a function of (seed, i) alone: a
+resumed run sees the same.
 """
 
 import hashlib
 import math
 import random
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lkv.errors import DataError
-from lkv.training.data import sources
 from lkv.training.data.facts import fact, hide
 from lkv.training.data.packing import (
     CHARS_PER_TOKEN,
@@ -28,56 +26,64 @@ from lkv.training.data.packing import (
     window_start,
 )
 from lkv.training.data.sample import Continuation, Sample
-from lkv.training.data.sources import Meeting, Passage, Puzzle
+from lkv.training.data.sets import SETS, Names, survey
+from lkv.training.data.sources import Asked, Meeting, Passage, Puzzle, identity, read_set, standard_library
 
 T = TypeVar("T")
 _VALIDATION_SHARE = 20  # one item in 20 is held out
 
 
-# Where each source's text comes from, for the card of a policy trained on it.
-_ORIGINS = {
-    "squad": "SQuAD v1.1 train (CC BY-SA 4.0)",
-    "multihop": "HotpotQA (CC BY-SA 4.0), 2WikiMultihopQA (Apache-2.0), MuSiQue (CC BY 4.0), train splits",
-    "stories": "FairytaleQA train (Apache-2.0), SQuALITY train (CC BY 4.0)",
-    "papers": "COVID-QA (Apache-2.0)",
-    "meetings": "QMSum train (MIT)",
-    "dialogues": "MTS-Dialog train (CC BY 4.0)",
-    "exam": "MMLU dev and test (MIT)",
-    "prose": "WikiText-2 validation (CC BY-SA 3.0); text files of the data folder",
-    "code": "React Native sources in Java, C++ and C# (MIT); source files of the data folder",
+# Of what sets each part is made.
+_PARTS: dict[str, tuple[str, ...]] = {
+    "squad": ("squad",),
+    "multihop": ("hotpotqa", "2wiki", "musique"),
+    "stories": ("fairytaleqa", "squality", "own"),
+    "papers": ("covidqa",),
+    "meetings": ("qmsum",),
+    "dialogues": ("mts_dialog",),
+    "exam": ("mmlu",),
+    "prose": ("wikitext2", "text"),
+    "code": ("the_stack", "code"),
+}
+_MADE = {
     "python": "Python standard library (PSF)",
     "facts": "invented facts in the prose, stories and papers above",
 }
 
 
 class Mixture:
-    """Samples of every source found in `folder` (its README's file names, plain text, code)."""
+    """Samples of every source found in `folder`: public sets under their official names, own data, text and code."""
 
-    def __init__(self, folder: Path, min_tokens: int, max_tokens: int, seed: int = 0, validation: bool = False):
-        """`validation` draws from the items that training never sees. Raises DataError if nothing is found."""
-        if not folder.is_dir():
-            raise DataError(f"there is no data folder {folder}; give --data a folder with text, code or data sets.")
+    def __init__(
+        self,
+        folder: Path,
+        min_tokens: int,
+        max_tokens: int,
+        seed: int = 0,
+        validation: bool = False,
+        checked: Callable[[str, list[Any]], list[Any]] = lambda name, items: items,
+        names: Names | None = None,
+    ):
+        """`validation` draws from the items that training never sees; `checked` gives the items of a set that may be
+        used; `names` are the files of sets whose names are others. Raises DataError if nothing is found."""
+        self.survey = survey(folder, [name for names_ in _PARTS.values() for name in names_], names)
         self._bounds = (min_tokens, max_tokens)
         self._seed = f"{seed}-{'validation' if validation else 'train'}"
+        self.items: dict[str, int] = {}
 
-        def part(*readers: Callable[[Path], Iterable[T]]) -> list[T]:
-            everything = [item for read in readers for item in _read(read, folder)]
-            chosen = [item for item in everything if _held_out(item) == validation]
-            # A handful of texts may all have fallen on one side: then the first one alone is held out.
-            if len(everything) > 1 and len(chosen) in (0, len(everything)):
-                chosen = everything[:1] if validation else everything[1:]
-            return chosen
+        def part(*names: str) -> list[Any]:
+            found: list[Any] = []
+            for name in names:
+                own = read_set(name, self.survey.taken.get(name, []), folder)
+                self.items |= {name: len(own)} if own else {}
+                found += checked(name, own)
+            return split(found, validation)
 
-        self._squad = part(sources.squad)
-        self._puzzles = part(sources.multihop)
-        self._stories = part(sources.stories)
-        self._papers = part(sources.papers)
-        self._meetings = part(sources.meetings)
-        self._dialogues = part(sources.dialogues)
-        self._exam = part(sources.exam)
-        self._prose = part(sources.wikipedia, sources.plain_text)
-        self._code = part(sources.code)
-        self._python = part(lambda _: sources.standard_library())
+        self._squad, self._puzzles, self._stories = (part(*_PARTS[name]) for name in ("squad", "multihop", "stories"))
+        self._papers, self._meetings = part(*_PARTS["papers"]), part(*_PARTS["meetings"])
+        self._dialogues, self._exam = part(*_PARTS["dialogues"]), part(*_PARTS["exam"])
+        self._prose, self._code = part(*_PARTS["prose"]), part(*_PARTS["code"])
+        self._python = split(standard_library(), validation)
         texts = [*self._prose, *self._stories, *self._papers]
         self._texts = texts or self._squad
         recipes: list[tuple[str, float, Callable, Sequence[Any]]] = [
@@ -116,9 +122,20 @@ class Mixture:
         return Sample(name, context, tuple(asked))
 
     @property
+    def lines(self) -> list[str]:
+        """What is trained on and what is left, for people."""
+        return self.survey.lines()
+
+    @property
     def origins(self) -> dict[str, str]:
         """Sources in use, each with its data sets and their licences."""
-        return {name: _ORIGINS[name] for name in self.names}
+        sets = self.survey.taken
+        said = {
+            name: ", ".join(f"{SETS[own].title} ({SETS[own].licence})" for own in _PARTS[name] if own in sets)
+            for name in self.names
+            if name not in _MADE
+        }
+        return {name: said.get(name) or _MADE[name] for name in self.names}
 
     @property
     def names(self) -> list[str]:
@@ -170,11 +187,11 @@ class Mixture:
         asked = [Continuation(f'Summarize the dialogue that starts with: "{opening}"', item.questions[0][1])]
         return "\n\n".join(p.text for p in packed), asked
 
-    def _exam_sample(self, rng: random.Random, items: Sequence[tuple[str, str]], tokens: float):
-        shots = pack(rng, items, tokens * CHARS_PER_TOKEN, lambda qa: len(qa[0]) + len(qa[1]) + 20)
-        question, answer = rng.choice(items)
-        context = "\n\n".join(f"Question: {q}\nAnswer: {a}" for q, a in shots)
-        return context, [Continuation(None, f"\n\nQuestion: {question}\nAnswer: {answer}")]
+    def _exam_sample(self, rng: random.Random, items: Sequence[Asked], tokens: float):
+        shots = pack(rng, items, tokens * CHARS_PER_TOKEN, lambda qa: len(qa.question) + len(qa.answer) + 20)
+        asked = rng.choice(items)
+        context = "\n\n".join(f"Question: {q}\nAnswer: {a}" for q, a, _ in shots)
+        return context, [Continuation(None, f"\n\nQuestion: {asked.question}\nAnswer: {asked.answer}")]
 
     def _code_sample(self, rng: random.Random, items: Sequence[Passage], tokens: float):
         texts = [f"{p.title}\n{p.text}" for p in rng.sample(items, min(3 + int(tokens) // 2000, len(items)))]
@@ -188,17 +205,15 @@ class Mixture:
         return hide(rng, text, [sentence for sentence, _, _ in facts]), asked
 
 
-def _read(read: Callable[[Path], Iterable[T]], folder: Path) -> list[T]:
-    """What `read` finds in `folder`. Raises DataError for files that are not in their data set's form."""
-    try:
-        return list(read(folder))
-    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        what = getattr(read, "__name__", "a data set")
-        raise DataError(
-            f"the files of {what!r} in {folder} are not as that data set has them ({type(error).__name__}: {error}); "
-            "get them again, or take them out."
-        ) from error
+def split(items: Sequence[T], validation: bool) -> list[T]:
+    """The items that training never sees, or the others: decided by what each says, so by no order and no file."""
+    chosen = [item for item in items if _held_out(item) == validation]
+    # A handful of texts may all have fallen on one side: then the first one alone is held out.
+    if len(items) > 1 and len(chosen) in (0, len(items)):
+        chosen = list(items[:1] if validation else items[1:])
+    return chosen
 
 
-def _held_out(item: object) -> bool:
-    return int.from_bytes(hashlib.blake2b(repr(item).encode(), digest_size=4).digest(), "big") % _VALIDATION_SHARE == 0
+def _held_out(item: Any) -> bool:
+    digest = hashlib.blake2b(identity(item).encode(errors="surrogatepass"), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % _VALIDATION_SHARE == 0

@@ -1,24 +1,20 @@
-"""Readers of the public data sets behind the training mixture. Each yields plain passages with their questions.
+"""Readers of the public data sets behind the training recipes: files or rows of the hub in, plain items out.
 
-A passage is (title, text, [(question, answer), ...]); a questionless source has an empty list. Files that are absent
-yield nothing, so any folder with some of them, or with plain text and code, can be trained on.
+A row's columns decide how it is read: the set's own files and the hub's Parquet have different ones. `READERS` has one
+reader a set, from (place, row) pairs to items; sets whose files are no rows have one in `FILES`.
 """
 
-import csv
-import gzip
-import io
 import json
 import re
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lkv.errors import DataError
+from lkv.training.data.records import Row, document, field, pair, records, text
 
-CODE_ENDINGS = {".py", ".java", ".cpp", ".cc", ".c", ".h", ".cs", ".js", ".ts", ".go", ".rs"}
 _PIECE_CHARS = 12_000
-TEXT_ENDINGS = {".txt", ".md", ".rst"}
+Placed = Iterable[tuple[str, Row]]
 
 
 class Passage(NamedTuple):
@@ -38,84 +34,6 @@ class Puzzle(NamedTuple):
     needed: frozenset[int]
 
 
-def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a gzipped JSON-lines file; DataError names the file and line of one that cannot be read."""
-    if not path.is_file():
-        return
-    number = 1
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        try:
-            for line in file:
-                yield json.loads(line)
-                number += 1
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path} is not a readable gzip file ({error}); get it again.") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number}: not a JSON object ({error}).") from error
-
-
-def squad(folder: Path) -> list[Passage]:
-    """SQuAD v1.1 train: paragraphs, each with all its questions."""
-    grouped: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for row in rows(folder / "squad_train_subset.jsonl.gz"):
-        grouped.setdefault((row["title"] or "", row["context"]), []).append((row["question"], row["answers"][0]))
-    return [Passage(title.replace("_", " "), text, tuple(qa)) for (title, text), qa in grouped.items()]
-
-
-def hotpot_like(path: Path) -> Iterator[Puzzle]:
-    """Questions over titled paragraphs in HotpotQA's fields."""
-    for row in rows(path):
-        titles = {title for title, _ in row["supporting_facts"]}
-        passages = tuple(Passage(title, "".join(lines)) for title, lines in row["context"])
-        needed = frozenset(i for i, passage in enumerate(passages) if passage.title in titles)
-        yield Puzzle(row["question"], row["answer"], passages, needed)
-
-
-def multihop(folder: Path) -> list[Puzzle]:
-    """HotpotQA, 2WikiMultihopQA and MuSiQue train questions with their paragraphs."""
-    puzzles = list(hotpot_like(folder / "hotpotqa_train_200.jsonl.gz"))
-    puzzles += hotpot_like(folder / "2wiki_train_500.jsonl.gz")
-    for row in rows(folder / "musique_train_100.jsonl.gz"):
-        passages = tuple(Passage(p["title"], p["paragraph_text"]) for p in row["paragraphs"])
-        needed = frozenset(i for i, p in enumerate(row["paragraphs"]) if p["is_supporting"])
-        puzzles.append(Puzzle(row["question"], row["answer"], passages, needed))
-    return puzzles
-
-
-def stories(folder: Path) -> list[Passage]:
-    """FairytaleQA (whole tales with questions) and SQuALITY (long stories with questions)."""
-    passages = list(tales(folder / "fairytaleqa_train.jsonl.gz"))
-    for row in rows(folder / "squality_train.jsonl.gz"):
-        text = re.sub(r"\n\s*\n?", "\n", row["document"]).strip()
-        asked = [q for q in row["questions"] if q["responses"]]
-        qa = tuple((q["question_text"], q["responses"][0]["response_text"]) for q in asked)
-        passages.append(Passage("", text, qa))
-    return passages
-
-
-def tales(path: Path) -> Iterator[Passage]:
-    """FairytaleQA: whole tales with questions."""
-    for row in rows(path):
-        yield Passage(
-            row["name"], row["story"], tuple((q["question"], q["answers"][0]) for q in row["qas"] if q["answers"])
-        )
-
-
-def squad_format(path: Path) -> Iterator[Passage]:
-    """Paragraphs with extractive questions in SQuAD's nested JSON (gzip)."""
-    if path.is_file():
-        for article in json.loads(gzip.decompress(path.read_bytes()))["data"]:
-            for p in article["paragraphs"]:
-                yield Passage(
-                    "", p["context"], tuple((q["question"], q["answers"][0]["text"]) for q in p["qas"] if q["answers"])
-                )
-
-
-def papers(folder: Path) -> list[Passage]:
-    """COVID-QA: scientific papers with extractive questions."""
-    return list(squad_format(folder / "covidqa_200423.json.gz"))
-
-
 class Meeting(NamedTuple):
     """A transcript, turn by turn, with queries: (query, answer, first turn, last turn)."""
 
@@ -123,54 +41,273 @@ class Meeting(NamedTuple):
     queries: tuple[tuple[str, str, int, int], ...]
 
 
-def meetings(folder: Path, name: str = "qmsum_train.jsonl.gz") -> list[Meeting]:
-    """QMSum meeting transcripts with their specific queries."""
-    transcripts = []
-    for row in rows(folder / name):
-        turns = tuple(f"{t['speaker']}: {t['content']}" for t in row["meeting_transcripts"])
+class Asked(NamedTuple):
+    """A short question with its answer, of a kind: MMLU's subject, or TREC."""
+
+    question: str
+    answer: str
+    kind: str = ""
+
+
+Item = Passage | Puzzle | Meeting | Asked
+
+
+def texts_of(item: Item) -> list[str]:
+    """What an item says, piece by piece: what is told apart for the held-out split, and compared to evaluated texts."""
+    if isinstance(item, Puzzle):
+        return [item.question, *(passage.text for passage in item.passages)]
+    if isinstance(item, Meeting):
+        return ["\n".join(item.turns), *(query for query, *_ in item.queries)]
+    if isinstance(item, Asked):
+        return [item.question]
+    return [item.text, *(question for question, _ in item.questions)]
+
+
+def identity(item: Item) -> str:
+    """What makes an item itself, whatever type holds it: its question, or its text."""
+    return texts_of(item)[0]
+
+
+def read_set(name: str, paths: Iterable[Path], folder: Path) -> list[Item]:
+    """All items of the set `name` from its files, in their order. Raises DataError with the file, and the place and the
+    field where they are known."""
+    items: list[Item] = []
+    for path in paths:
+        try:
+            items += _read(name, path, folder)
+        except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(
+                f"{path} is not as the data set {name!r} has it ({type(error).__name__}: {error}); get it again, or "
+                "take it out."
+            ) from error
+    return items
+
+
+def _read(name: str, path: Path, folder: Path) -> Iterable[Item]:
+    bare = path.name.removesuffix(".gz")
+    if name in FILES:
+        return FILES[name](path, folder)
+    if name in ("squad", "covidqa"):
+        return squad(_squad_rows(path))
+    if bare.endswith(".src.cleaned"):
+        return multi_news(_paired(path))
+    return trec(_labelled(path)) if bare.endswith(".label") else READERS[name](records(path))
+
+
+def squad(placed: Placed) -> Iterator[Passage]:
+    """Paragraphs, each with all its questions; answers are a list, or the hub's columns."""
+    grouped: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for place, row in placed:
+        given = field(row, "answers", (list, dict), place)
+        answers = field(given, "text", list, place) if isinstance(given, dict) else given
+        key = (row.get("title") or "", field(row, "context", str, place))
+        grouped.setdefault(key, [])
+        if answers:
+            grouped[key].append((field(row, "question", str, place), answers[0]))
+    for (title, paragraph), asked in grouped.items():
+        yield Passage(title.replace("_", " "), paragraph, tuple(asked))
+
+
+def _squad_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Rows of SQuAD's nested JSON, or of the flat forms."""
+    if not path.name.removesuffix(".gz").endswith(".json"):
+        yield from records(path)
+        return
+    for a, article in enumerate(field(document(path), "data", list, str(path)), 1):
+        for p, paragraph in enumerate(field(article, "paragraphs", list, f"{path}, article {a}"), 1):
+            place = f"{path}, article {a}, paragraph {p}"
+            shared = {"title": article.get("title"), "context": field(paragraph, "context", str, place)}
+            for q in field(paragraph, "qas", list, place):
+                answers = [field(answer, "text", str, place) for answer in field(q, "answers", list, place)]
+                yield place, {**shared, "question": field(q, "question", str, place), "answers": answers}
+
+
+def squad_format(path: Path) -> Iterator[Passage]:
+    """Paragraphs with extractive questions in SQuAD's nested JSON."""
+    yield from squad(_squad_rows(path))
+
+
+def hotpot(placed: Placed) -> Iterator[Puzzle]:
+    """Questions over titled paragraphs: HotpotQA's pairs (2WikiMultihopQA's too), or the hub's columns."""
+    for place, row in placed:
+        facts = field(row, "supporting_facts", (list, dict), place)
+        context = field(row, "context", (list, dict), place)
+        if isinstance(facts, dict) and isinstance(context, dict):
+            titles = set(field(facts, "title", list, place))
+            both = field(context, "title", list, place), field(context, "sentences", list, place)
+            paragraphs = list(zip(*both, strict=True))
+        else:
+            titles = {pair(fact, "supporting_facts", place)[0] for fact in facts}
+            paragraphs = [pair(entry, "context", place) for entry in context]
+        passages = tuple(Passage(title, "".join(lines)) for title, lines in paragraphs)
+        needed = frozenset(i for i, passage in enumerate(passages) if passage.title in titles)
+        yield Puzzle(field(row, "question", str, place), field(row, "answer", str, place), passages, needed)
+
+
+def hotpot_like(path: Path) -> Iterator[Puzzle]:
+    """Questions over titled paragraphs in HotpotQA's fields."""
+    yield from hotpot(records(path))
+
+
+def musique(placed: Placed) -> Iterator[Puzzle]:
+    """MuSiQue's questions over twenty paragraphs."""
+    for place, row in placed:
+        paragraphs = field(row, "paragraphs", list, place)
+        passages = tuple(Passage(p["title"], p["paragraph_text"]) for p in paragraphs)
+        needed = frozenset(i for i, p in enumerate(paragraphs) if p["is_supporting"])
+        yield Puzzle(field(row, "question", str, place), field(row, "answer", str, place), passages, needed)
+
+
+def fairytale(placed: Placed) -> Iterator[Passage]:
+    """FairytaleQA's whole tales with questions."""
+    for place, row in placed:
+        asked = [q for q in field(row, "qas", list, place) if q["answers"]]
+        qa = tuple((q["question"], q["answers"][0]) for q in asked)
+        yield Passage(field(row, "name", str, place), field(row, "story", str, place), qa)
+
+
+def tales(path: Path) -> Iterator[Passage]:
+    """FairytaleQA: whole tales with questions."""
+    yield from fairytale(records(path))
+
+
+def squality(placed: Placed) -> Iterator[Passage]:
+    """SQuALITY's long stories with questions."""
+    for place, row in placed:
+        story = re.sub(r"\n\s*\n?", "\n", field(row, "document", str, place)).strip()
+        asked = [q for q in field(row, "questions", list, place) if q["responses"]]
+        yield Passage("", story, tuple((q["question_text"], q["responses"][0]["response_text"]) for q in asked))
+
+
+def narrativeqa(placed: Placed) -> Iterator[Passage]:
+    """NarrativeQA's whole stories with their questions, from the hub's rows of one question each; FairytaleQA's form
+    stands in for it where there is no story of NarrativeQA's."""
+    stories: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    for place, row in placed:
+        if "qas" in row:
+            yield from fairytale([(place, row)])
+            continue
+        whole = field(row, "document", dict, place)
+        if not (answers := field(row, "answers", list, place)):
+            continue
+        key = field(whole, "id", str, place)
+        if key not in stories:
+            stories[key] = (field(whole, "text", str, place), [])
+        question = field(field(row, "question", dict, place), "text", str, place)
+        stories[key][1].append((question, field(answers[0], "text", str, place)))
+    for story, asked in stories.values():
+        yield Passage("", story, tuple(asked))
+
+
+def multi_news(placed: Placed) -> Iterator[Passage]:
+    """Multi-News: the articles of one event, and their summary."""
+    for place, row in placed:
+        articles = field(row, "document", str, place).replace("NEWLINE_CHAR", "\n")
+        parts = [part.strip() for part in re.split(r"\|\|\|\|\|", articles) if part.strip()]
+        summary = field(row, "summary", str, place).removeprefix("\u2013").strip()
+        if parts and summary:
+            yield Passage("", "\n\n".join(parts), (("Write a one-page summary of all the news.", summary),))
+
+
+def _paired(path: Path) -> Iterator[tuple[str, Row]]:
+    """Multi-News' own pair of files, line by line."""
+    other = path.with_name(path.name.replace(".src.cleaned", ".tgt"))
+    articles, summaries = text(path).splitlines(), text(other).splitlines()
+    if len(articles) != len(summaries):
+        raise DataError(f"{path} has {len(articles)} lines and {other.name} {len(summaries)}; fetch both again.")
+    for i, (article, summary) in enumerate(zip(articles, summaries, strict=True), 1):
+        yield f"{path}, line {i}", {"document": article, "summary": summary}
+
+
+def meetings_of(placed: Placed) -> Iterator[Meeting]:
+    """QMSum's meeting transcripts with their specific queries."""
+    for place, row in placed:
+        turns = tuple(f"{t['speaker']}: {t['content']}" for t in field(row, "meeting_transcripts", list, place))
         queries = []
-        for q in row["specific_query_list"]:
+        for q in field(row, "specific_query_list", list, place):
             spans = [(int(a), int(b)) for a, b in q["relevant_text_span"]]
             if spans:
                 queries.append((q["query"], q["answer"], min(a for a, _ in spans), max(b for _, b in spans)))
-        transcripts.append(Meeting(turns, tuple(queries)))
-    return transcripts
+        yield Meeting(turns, tuple(queries))
 
 
-def dialogues(folder: Path) -> list[Passage]:
+def meetings(folder: Path, name: str = "qmsum_train.jsonl.gz") -> list[Meeting]:
+    """The meetings of one file."""
+    return list(meetings_of(records(folder / name)))
+
+
+def mts_dialog(placed: Placed) -> Iterator[Passage]:
     """MTS-Dialog: doctor-patient dialogues, each with the note that summarises it."""
-    path = folder / "mts_dialog_train.csv.gz"
-    if not path.is_file():
-        return []
-    rows = csv.DictReader(io.StringIO(gzip.decompress(path.read_bytes()).decode("utf-8")))
-    return [Passage("", row["dialogue"], ((row["section_header"], row["section_text"]),)) for row in rows]
+    for place, row in placed:
+        note = (field(row, "section_header", str, place), field(row, "section_text", str, place))
+        yield Passage("", field(row, "dialogue", str, place), (note,))
 
 
-def exam(folder: Path) -> list[tuple[str, str]]:
-    """MMLU questions as (question with its choices, answer)."""
-    questions = []
-    for row in rows(folder / "mmlu_dev_test.jsonl.gz"):
-        choices = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
-        answer = row["choices"]["ABCD".index(row["answer"])]
-        questions.append((f"{row['question']}\n{choices}", f"{row['answer']}. {answer}"))
-    return questions
+def mmlu(placed: Placed) -> Iterator[Asked]:
+    """MMLU's questions with their choices; rows that name a split other than the training ones are left out."""
+    for place, row in placed:
+        if row.get("split", "dev") not in MMLU_SPLITS:
+            continue
+        choices = field(row, "choices", list, place)
+        answer = field(row, "answer", (int, str), place)
+        number = "ABCD".index(answer) if isinstance(answer, str) else answer
+        listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", choices, strict=True))
+        question = f"{field(row, 'question', str, place)}\n{listed}"
+        yield Asked(question, f"{'ABCD'[number]}. {choices[number]}", row.get("subject") or "")
 
 
-def wikipedia(folder: Path) -> list[Passage]:
-    """WikiText-2 articles."""
-    path = folder / "wikitext2_valid.txt.gz"
-    if not path.is_file():
-        return []
-    text = gzip.decompress(path.read_bytes()).decode("utf-8").replace(" @-@ ", "-").replace(" @,@ ", ",")
-    text = text.replace(" @.@ ", ".").replace("<unk>", "it")
-    parts = re.split(r"\n = ([^=\n]+) = \n", text)
-    return [Passage(title.strip(), body.strip()) for title, body in zip(parts[1::2], parts[2::2], strict=True)]
+MMLU_SPLITS = ("auxiliary_train", "dev")
 
 
-def code(folder: Path) -> list[Passage]:
-    """Source files: Java, C++ and C# of the training folder, and the folder's own source files."""
-    passages = [Passage(row["path"], row["code"]) for row in rows(folder / "code_java_cpp_csharp.jsonl.gz")]
-    return passages + list(_files(folder, CODE_ENDINGS))
+def trec(placed: Placed) -> Iterator[Asked]:
+    """TREC's questions with their fine classes, by name or by the hub's numbers."""
+    for place, row in placed:
+        label = field(row, "fine_label", (int, str), place)
+        answer = TREC_CLASSES[label] if isinstance(label, int) else label
+        yield Asked(field(row, "text", str, place), answer, "TREC")
+
+
+# In the order of the hub's numbers.
+TREC_CLASSES = """
+ABBR:abb ABBR:exp ENTY:animal ENTY:body ENTY:color ENTY:cremat ENTY:currency ENTY:dismed ENTY:event ENTY:food
+ENTY:instru ENTY:lang ENTY:letter ENTY:other ENTY:plant ENTY:product ENTY:religion ENTY:sport ENTY:substance
+ENTY:symbol ENTY:techmeth ENTY:termeq ENTY:veh ENTY:word DESC:def DESC:desc DESC:manner DESC:reason HUM:gr HUM:ind
+HUM:title HUM:desc LOC:city LOC:country LOC:mount LOC:other LOC:state NUM:code NUM:count NUM:date NUM:dist NUM:money
+NUM:ord NUM:other NUM:period NUM:perc NUM:speed NUM:temp NUM:volsize NUM:weight
+""".split()
+
+
+def _labelled(path: Path) -> Iterator[tuple[str, Row]]:
+    """TREC's own file: a class and a question a line, in Latin-1; lines without a known class are left out."""
+    for i, line in enumerate(text(path, "latin-1").splitlines(), 1):
+        label, _, question = line.partition(" ")
+        if label in TREC_CLASSES and question.strip():
+            yield f"{path}, line {i}", {"text": question.strip(), "fine_label": label}
+
+
+def code(placed: Placed) -> Iterator[Passage]:
+    """Source files: The Stack's columns, or {path, code}."""
+    for place, row in placed:
+        path = row.get("max_stars_repo_path") or row.get("path") or ""
+        yield Passage(path, field(row, "content" if "content" in row else "code", str, place))
+
+
+def own(placed: Placed) -> Iterator[Passage]:
+    """The user's JSON lines: {context, question, answer}, or {text}."""
+    for place, row in placed:
+        if "text" in row:
+            yield Passage("", field(row, "text", str, place))
+        else:
+            asked = (field(row, "question", str, place), field(row, "answer", str, place))
+            yield Passage("", field(row, "context", str, place), (asked,))
+
+
+def wikitext(path: Path, folder: Path) -> Iterator[Passage]:
+    """WikiText-2's articles."""
+    whole = text(path).replace(" @-@ ", "-").replace(" @,@ ", ",").replace(" @.@ ", ".").replace("<unk>", "it")
+    parts = re.split(r"\n = ([^=\n]+) = \n", whole)
+    for title, body in zip(parts[1::2], parts[2::2], strict=True):
+        yield Passage(title.strip(), body.strip())
 
 
 def standard_library() -> list[Passage]:
@@ -185,15 +322,16 @@ def standard_library() -> list[Passage]:
     ]
 
 
-def plain_text(folder: Path) -> list[Passage]:
-    """The folder's own text files."""
-    return list(_files(folder, TEXT_ENDINGS))
+def pieces(path: Path, folder: Path) -> Iterator[Passage]:
+    """A plain file in pieces, so that one long book can serve both for training and for validation."""
+    whole = text(path)
+    for start in range(0, len(whole), _PIECE_CHARS):
+        yield Passage(str(path.relative_to(folder)), whole[start : start + _PIECE_CHARS])
 
 
-def _files(folder: Path, endings: set[str]) -> Iterator[Passage]:
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in endings and path.is_file() and not path.name.startswith("README"):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            # Pieces, so that one long book can serve both for training and for validation.
-            for start in range(0, len(text), _PIECE_CHARS):
-                yield Passage(str(path.relative_to(folder)), text[start : start + _PIECE_CHARS])
+READERS: dict[str, Callable[[Placed], Iterable[Any]]] = {
+    "hotpotqa": hotpot, "2wiki": hotpot, "musique": musique, "squad": squad, "covidqa": squad,
+    "fairytaleqa": fairytale, "squality": squality, "narrativeqa": narrativeqa, "multi_news": multi_news,
+    "qmsum": meetings_of, "mts_dialog": mts_dialog, "mmlu": mmlu, "trec": trec, "the_stack": code, "own": own,
+}  # fmt: skip
+FILES: dict[str, Callable[[Path, Path], Iterable[Any]]] = {"wikitext2": wikitext, "text": pieces, "code": pieces}

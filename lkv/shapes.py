@@ -1,0 +1,80 @@
+"""The shape of a decoder, from its configuration alone, and what its parts weigh and compute; no torch here."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lkv.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder as most families build it: attention with grouped heads, a gated MLP, two norms a layer."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    positions: int
+    query_norms: bool = False  # a norm over each head's queries and one over its keys, as in Qwen3
+    biased: bool = False  # biases of the q, k and v projections, as in Qwen2
+
+    @classmethod
+    def of(cls, config: Any) -> "Shape":
+        """The shape that a transformers configuration states; UnsupportedModelError for one that lacks a field."""
+        text = config.get_text_config(decoder=True)
+        try:
+            return cls._of(config, text)
+        except AttributeError as error:
+            raise UnsupportedModelError(
+                f"the model's configuration has no {error.name!r}, so what it costs cannot be told; give a decoder of "
+                "full attention such as Llama, Mistral or Qwen."
+            ) from error
+
+    @classmethod
+    def _of(cls, config: Any, text: Any) -> "Shape":
+        kind = text.model_type
+        return cls(
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            intermediate=text.intermediate_size,
+            heads=text.num_attention_heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            vocabulary=text.vocab_size,
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
+            positions=text.max_position_embeddings,
+            query_norms=kind.startswith("qwen3"),
+            biased=kind.startswith("qwen2") or bool(getattr(text, "attention_bias", False)),
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer."""
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (2 * wide + 2 * narrow) + (wide + 2 * narrow if self.biased else 0)
+        norms = 2 * self.hidden + (2 * self.head_dim if self.query_norms else 0)
+        return attention + 3 * self.hidden * self.intermediate + norms
+
+    @property
+    def parameters(self) -> int:
+        """All weights; a tied embedding counts once."""
+        return (
+            self.layers * self.layer_parameters + self.hidden + (1 if self.tied else 2) * self.hidden * self.vocabulary
+        )
+
+    def kv_bytes(self, tokens: float, element: int) -> float:
+        """Bytes of k and v of `tokens` tokens in every head, of `element` bytes a number."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * tokens * element
+
+    def forward_flops(self, tokens: float, seen: float = 0.0, logits: float = 0.0) -> float:
+        """Of a causal forward pass over `tokens` tokens after `seen` others, with logits for `logits` of them.
+
+        Two a weight and token; of attention, two products of every head over all pairs.
+        """
+        linear = 2 * self.layers * self.layer_parameters * tokens + 2 * self.hidden * self.vocabulary * logits
+        pairs = tokens * seen + tokens * (tokens + 1) / 2
+        return linear + 4 * self.layers * self.heads * self.head_dim * pairs

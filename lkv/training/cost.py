@@ -1,0 +1,81 @@
+"""What a training will cost, from the model's shape and one measured rate; nothing is run here and torch not loaded."""
+
+import math
+from dataclasses import dataclass
+
+from lkv.config import TrainingConfig
+from lkv.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Contexts and tokens that a training reads, the floating-point operations, and the seconds they take."""
+
+    contexts: int
+    tokens: float
+    flops: float
+    seconds: float | None = None
+
+    def line(self) -> str:
+        """For people; hours where a rate is known."""
+        read = f"{self.contexts:,} contexts, about {self.tokens / 1e6:,.1f} million tokens, {self.flops:.1e} operations"
+        return read if self.seconds is None else f"{read}, {duration(self.seconds)}"
+
+
+def estimate(
+    shape: Shape,
+    config: TrainingConfig,
+    tokens_per_second: float | None = None,
+    measured_at: int = 2048,
+    processes: int = 1,
+    context_tokens: float | None = None,
+) -> Estimate:
+    """The cost of training a policy for a model of `shape` by `config`.
+
+    `tokens_per_second` is the model's measured prefill rate at prompts of `measured_at` tokens in one process; None
+    leaves the seconds open. `context_tokens` is the mean length of a context; else that of log-uniform lengths, as the
+    recipes draw them. Operations: the prompt once; its continuations once by the teacher, and by the student forward
+    and back to the scores (the frozen weights need no gradient of their own).
+    """
+    tokens = context_tokens or mean_length(config.min_tokens, config.max_tokens)
+    rows, length = _continuations(config, tokens), min(config.max_continuation, _TYPICAL)
+    once = shape.forward_flops(length, seen=tokens, logits=length)
+    if config.student == "full":
+        once = shape.forward_flops(tokens + length, logits=length)
+    read = shape.forward_flops(tokens) + rows * once * (_TEACHER + _STUDENT) + _scores(shape, tokens)
+    contexts = config.steps * config.batch
+    validated = (config.steps // config.evaluate_every) * config.validation_samples
+    flops = contexts * read + validated * (shape.forward_flops(tokens) + 2 * rows * once)
+    seconds = None
+    if tokens_per_second:
+        rate = shape.forward_flops(measured_at) / measured_at * tokens_per_second
+        seconds = flops / rate / processes
+    return Estimate(contexts, contexts * (tokens + rows * length), flops, seconds)
+
+
+_TYPICAL = 120  # tokens of a continuation: most answers are short, what is left of `max_continuation` is padding
+_TEACHER, _STUDENT = 1, 3  # a backward pass through frozen weights: one product a layer for the hidden states, one more
+# for attention than forward has, and the activations once
+
+
+def mean_length(least: float, most: float) -> float:
+    """The mean of lengths drawn log-uniformly between two bounds."""
+    return least if most <= least else (most - least) / math.log(most / least)
+
+
+def _continuations(config: TrainingConfig, tokens: float) -> float:
+    if not config.tokens_a_continuation:
+        return config.continuations
+    return min(config.continuations, 2 + max(0.0, tokens - 2000) / config.tokens_a_continuation)
+
+
+def _scores(shape: Shape, tokens: float) -> float:
+    """LKV-T over the prompt, forward and back: its MLP of 2d to d to 1 a head."""
+    return 3 * 2 * shape.layers * shape.kv_heads * tokens * (2 * shape.head_dim**2 + shape.head_dim)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 90:
+        return f"about {seconds:.0f} s"
+    return f"about {seconds / 60:.0f} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"

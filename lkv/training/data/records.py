@@ -1,0 +1,119 @@
+"""Rows of data files as people have them: JSON, JSON lines, Parquet, CSV, gzip; each with its place, for messages."""
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lkv.errors import DataError
+
+Row = dict[str, Any]
+_BATCH = 64  # rows of a Parquet file at a time: one row can hold a whole book
+
+
+def records(path: Path) -> Iterator[tuple[str, Row]]:
+    """(place, row) of a file by its ending: .parquet, .csv, .jsonl, or .json holding a list; .gz around the last three.
+
+    Raises DataError naming the file and the place of what cannot be read.
+    """
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".parquet"):
+        for i, row in enumerate(_parquet(path), 1):
+            yield f"{path}, row {i}", row
+    elif name.endswith(".csv"):
+        for i, row in enumerate(csv.DictReader(io.StringIO(text(path))), 1):
+            yield f"{path}, row {i}", row
+    elif name.endswith(".jsonl"):
+        for i, row in enumerate(rows(path), 1):
+            yield f"{path}, line {i}", _object(row, f"{path}, line {i}")
+    else:
+        whole = document(path)
+        if not isinstance(whole, list):
+            raise DataError(f"{path} must hold a JSON list of questions, but holds a {type(whole).__name__}.")
+        for i, row in enumerate(whole, 1):
+            yield f"{path}, entry {i}", _object(row, f"{path}, entry {i}")
+
+
+def rows(path: Path) -> Iterator[Row]:
+    """Objects of a JSON-lines file, gzipped or not; DataError names the file and line of one that cannot be read."""
+    _check(path)
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise DataError(f"{path}, line {number}: not a JSON object ({error}).") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is not a readable gzip file ({error}).") from error
+
+
+def document(path: Path) -> Any:
+    """The whole of a JSON file, gzipped or not."""
+    try:
+        return json.loads(_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error}).") from error
+
+
+def text(path: Path, encoding: str = "utf-8") -> str:
+    """The text of a file, gzipped or not; bytes that are no text are replaced."""
+    return _bytes(path).decode(encoding, errors="replace")
+
+
+def field(row: Any, name: str, kind: type | tuple[type, ...], place: str) -> Any:
+    """row[name], a value of `kind`. Raises DataError where it is missing or of another kind."""
+    value = row.get(name) if isinstance(row, dict) else None
+    if not isinstance(value, kind):
+        wanted = " or a ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        state = "is missing" if value is None else f"is not a {wanted}"
+        raise DataError(f"{place}: field {name!r} {state}; give the official file of the data set.")
+    return value
+
+
+def pair(value: Any, name: str, place: str) -> tuple[Any, Any]:
+    """The two items of an entry of the field `name`."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise DataError(f"{place}: field {name!r} must hold pairs, but has {value!r:.60}.")
+    return value[0], value[1]
+
+
+def _object(row: Any, place: str) -> Row:
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{place}: not a JSON object but a {type(row).__name__}; give the official file of the data set."
+        )
+    return row
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    _check(path)
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise DataError(f"{path} needs the package pyarrow; run `pip install lkv-cache[evals]`.") from error
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(_BATCH):
+                yield from batch.to_pylist()
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable Parquet file ({error}).") from error
+
+
+def _bytes(path: Path) -> bytes:
+    _check(path)
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.suffix == ".gz" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read ({error}).") from error
+
+
+def _check(path: Path) -> None:
+    if not path.is_file():
+        raise DataError(f"there is no file {path}; give the path of the official file.")

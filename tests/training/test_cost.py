@@ -1,0 +1,157 @@
+"""What a training costs and which settings fit a model: against counted weights and operations."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from lkv.commands.main import main
+from lkv.config import HELP, PRESETS, TrainingConfig, check_positions, fitted, replace
+from lkv.errors import TrainingError, UnsupportedModelError
+from lkv.models import load_model
+from lkv.profiling.shapes import SHAPES, read_config
+from lkv.shapes import Shape
+from lkv.training.cost import duration, estimate, mean_length
+from lkv.training.pipeline import measured_rate, settings
+from tests.conftest import save_model, tiny_llama
+from tests.training.test_data import folder  # noqa: F401
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_weights_are_those_that_transformers_makes(name):
+    config = read_config(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert Shape.of(config).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("seen", [0, 40])
+def test_operations_are_those_that_pytorch_counts(seen):
+    model = tiny_llama(dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    shape, ids = Shape.of(model.config), torch.randint(3, 60, (1, 24))
+    cache = model(torch.randint(3, 60, (1, seen)), use_cache=True).past_key_values if seen else None
+    with FlopCounterMode(display=False) as counted:
+        model(ids, past_key_values=cache)
+    # Eager attention computes the pairs that it then masks.
+    masked = 4 * shape.layers * shape.heads * shape.head_dim * (24 * 24 - 24 * 25 / 2)
+    norms = 2 * shape.layers * 2 * shape.hidden * 24  # weights that multiply without a matrix product
+    assert counted.get_total_flops() == shape.forward_flops(24, seen, logits=24) + masked - norms
+
+
+def test_seconds_follow_from_the_measured_rate():
+    shape = Shape.of(read_config("llama-3.1-8b"))
+    config = replace(PRESETS["paper"], evaluate_every=2000)
+    one = estimate(shape, config, 5000.0, measured_at=2048)
+    assert one.contexts == 64_000 and one.seconds and one.flops > 64_000 * shape.forward_flops(6733)
+    # By hand: a prompt of the mean length, one continuation of 120 tokens read once and three times.
+    tokens = mean_length(2000, 16_000)
+    assert tokens == pytest.approx(14_000 / 2.0794415, rel=1e-6)
+    scores = 6 * 32 * 8 * tokens * (2 * 128**2 + 128)
+    by_hand = shape.forward_flops(tokens) + 4 * shape.forward_flops(120, tokens, 120) + scores
+    assert one.flops == pytest.approx(64_000 * by_hand)
+    assert one.seconds == pytest.approx(one.flops / (shape.forward_flops(2048) / 2048 * 5000))
+    assert estimate(shape, config, 10_000.0, processes=8).seconds == pytest.approx(one.seconds / 16)
+    assert (
+        estimate(shape, config).seconds is None
+        and "hours" in one.line()
+        and "hours" not in estimate(shape, config).line()
+    )
+    assert estimate(shape, PRESETS["paper"]).flops > one.flops  # validations
+    assert [duration(s) for s in (30, 600, 36_000)] == ["about 30 s", "about 10 minutes", "about 10.0 hours"]
+
+
+def test_the_rate_is_measured():
+    model = tiny_llama(dtype=torch.float32)
+    assert 0 < measured_rate(model, 64) < 1e9
+
+
+def test_a_configuration_without_a_field_is_named():
+    with pytest.raises(UnsupportedModelError, match="has no 'intermediate_size'"):
+        Shape.of(GPT2Config())
+
+
+def test_every_setting_is_told():
+    assert set(HELP) == set(TrainingConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("positions", [512, 2048, 8192, 131_072])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_settings_without_a_preset_fit_any_model(positions, preset):
+    config = fitted(PRESETS[preset], positions)
+    check_positions(config, positions)
+    assert config.min_tokens <= config.max_tokens
+    if positions == 131_072:
+        assert config == PRESETS[preset]
+
+
+def test_lengths_beyond_the_positions_are_refused():
+    assert settings(None, {}, 8192).max_tokens + settings(None, {}, 8192).max_continuation <= 8192
+    assert settings(None, {"max_tokens": 100}, 512).min_tokens == 50
+    for preset, given in (("paper", {}), (None, {"max_tokens": 8100}), ("cpu", {"max_continuation": 512})):
+        with pytest.raises(TrainingError, match="are more than the 8,192 positions of this model"):
+            settings(preset, given, 8192)
+
+
+def train(model, data, out, *more):
+    return main(["train", "--model", str(model), "--data", str(data), "--out", str(out), *more])
+
+
+def test_settings_come_from_a_file_and_options_win(tmp_path, folder, capsys):  # noqa: F811
+    model = save_model(tmp_path / "model")
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "preset = 'cpu'\nsteps = 9\nmax_tokens = 120\nmin_tokens = 60\nbatch = 2\nbeta = 0.25\nposition = true\n"
+        "checkpoint_every = 1\nmax_continuation = 60\nvalidation_samples = 2\ndtype = 'float32'\n"
+    )
+    assert train(model, folder, tmp_path / "out", "--config", str(file), "--steps", "2", "--no-position") == 0
+    said = json.loads((tmp_path / "out" / "policy" / "config.json").read_text())["card"]["training"]
+    assert (said["steps"], said["beta"], said["position"], said["lr"]) == (2, 0.25, False, PRESETS["cpu"].lr)
+    told = capsys.readouterr().err
+    assert "2 steps of 2 contexts in 1 process, 60 to 120 tokens each; R drawn from 0.03 to 0.5" in told
+    assert "4 contexts, about 0.0 million tokens" in told and "tokens a second: about" in told
+    assert "squad: squad_train_subset.jsonl.gz" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stpes = 3", "sets stpes, which is no setting"),
+        ("steps = ", "cannot be read as TOML"),
+        ("preset = 'big'", "preset is 'big'; give one of cpu, finish, paper"),
+        ("steps = 2.5", "steps is 2.5, but it is a whole number of at least 1"),
+        ("dtype = 'int8'", "dtype is 'int8'; give one of float32, bfloat16, float16"),
+        ("position = 1", "position is 1; give true or false"),
+        ("lr = nan", "lr is nan, but it is a number"),
+    ],
+)
+def test_a_file_of_settings_that_cannot_be_is_named_before_the_model_loads(tmp_path, capsys, text, message):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert train("no/such", tmp_path, tmp_path / "out", "--config", str(file)) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+def test_lengths_are_checked_against_the_model_before_its_weights_load(tmp_path, folder, capsys):  # noqa: F811
+    model = save_model(tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"not read")
+    assert train(model, folder, tmp_path / "out", "--preset", "paper") == 2
+    assert "are more than the 512 positions of this model" in capsys.readouterr().err
+
+
+def test_weights_go_straight_to_their_device(tmp_path, monkeypatch):
+    """Eight processes of a node would else hold eight copies of the weights on the CPU first."""
+    saved, asked = save_model(tmp_path / "model"), []
+    load = AutoModelForCausalLM.from_pretrained
+
+    def watched(path, device_map=None, **options):
+        asked.append(device_map)
+        return load(path, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
+    for device in (None, torch.device("cpu"), torch.device("cuda", 3)):
+        load_model(str(saved), torch.float32, device=device)
+    assert asked == [None, None, {"": torch.device("cuda", 3)}]

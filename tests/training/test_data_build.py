@@ -1,0 +1,481 @@
+"""Training data built into a folder: ratios, bounds, resuming, the hub's rows, decontamination."""
+
+import gzip
+import json
+import random
+
+import pytest
+
+from lkv.commands.main import main
+from lkv.errors import DataError
+from lkv.training.data import build as building
+from lkv.training.data.build import Builder, _wanted, read_manifest, stats
+from lkv.training.data.built import Built
+from lkv.training.data.hub import fetch
+from lkv.training.data.loom import RATIOS, Loom
+from lkv.training.data.overlap import Overlap
+from lkv.training.data.recipes import Settings, build
+from lkv.training.data.records import records
+from lkv.training.data.sample import Continuation, Sample
+from lkv.training.data.sets import SETS, set_of
+from lkv.training.data.sources import READERS, TREC_CLASSES, Asked, Passage, Puzzle, read_set
+
+WORDS = [
+    f"{a}{b}" for a in ("river", "tower", "garden", "letter", "market", "silver", "winter") for b in "abcdefghijkl"
+]
+
+
+def prose(rng, words):
+    return " ".join(rng.choice(WORDS) for _ in range(words)) + "."
+
+
+class Tokens:
+    """A tokenizer of one token a word, with a template around a turn."""
+
+    eos_token_id = 0
+    chat_template = "turns"
+    bos_token_id = None
+
+    def __len__(self):
+        return 1000
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [len(word) for word in text.split()]}
+
+    def apply_chat_template(self, messages, **options):
+        return f"<user> {messages[0]['content']} </user> <assistant> "
+
+
+def rows_of(name, count=30):
+    """Made-up rows in the columns that the hub has."""
+    rng = random.Random(name)
+    for i in range(count):
+        if name == "hotpotqa":
+            titles = [f"Title {i} {j}" for j in range(10)]
+            yield {
+                "id": str(i),
+                "question": f"Who built tower {i}?",
+                "answer": f"Mason {i}",
+                "type": "bridge",
+                "level": "hard",
+                "supporting_facts": {"title": titles[1:3], "sent_id": [0, 1]},
+                "context": {"title": titles, "sentences": [[prose(rng, 20), f" Mason {i}."] for _ in titles]},
+            }
+        elif name == "multi_news":
+            articles = [prose(rng, 60).replace(". ", ". NEWLINE_CHAR ") for _ in range(3)]
+            yield {"document": " ||||| ".join(articles), "summary": "\u2013 " + prose(rng, 30)}
+        elif name == "the_stack":
+            language = ("py", "java", "cpp", "cs")[i % 4]
+            yield {
+                "content": "\n".join(f"value_{k} = {i} + {k}" for k in range(60)),
+                "size": 7,
+                "lang": "X",
+                "hexsha": "0",
+                "max_stars_repo_path": f"src/file{i}.{language}",
+                "max_stars_repo_licenses": ["MIT"],
+            }
+        elif name == "squad":
+            yield {
+                "id": str(i),
+                "title": f"T_{i // 3}",
+                "context": f"{prose(rng, 80)} Key {i}.",
+                "question": f"Which key {i}?",
+                "answers": {"text": [f"Key {i}"], "answer_start": [3]},
+            }
+        elif name == "trec":
+            yield {"text": f"What is the {rng.choice(WORDS)} of {i} ?", "coarse_label": 1, "fine_label": i % 50}
+        elif name == "mmlu":
+            yield {
+                "question": f"How many are {i} and {i}?",
+                "subject": "sums",
+                "choices": ["1", "2", "3", str(2 * i)],
+                "answer": 3,
+            }
+        else:
+            story = prose(random.Random(i // 2), 900)
+            yield {
+                "document": {"id": f"d{i // 2}", "kind": "gutenberg", "text": story, "summary": {"text": "short"}},
+                "question": {"text": f"Who left the {story.split()[i]}?", "tokens": ["Who"]},
+                "answers": [{"text": f"the keeper {i}", "tokens": ["the"]}, {"text": "nobody", "tokens": ["nobody"]}],
+            }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The seven sets as the hub lays them out: Parquet in folders, SQuAD and TREC under their own official names."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    root = tmp_path_factory.mktemp("sets")
+    places = {
+        "hotpotqa": "hotpot/fullwiki/train-00000-of-00002.parquet",
+        "multi_news": "multi_news/default/train/0000.parquet",
+        "the_stack": "the-stack/data/python/data-00000-of-00144.parquet",
+        "mmlu": "mmlu/all/auxiliary_train-00000-of-00001.parquet",
+        "narrativeqa": "narrativeqa/data/train-00000-of-00024.parquet",
+    }  # fmt: skip
+    for name, place in places.items():
+        (root / place).parent.mkdir(parents=True)
+        parquet.write_table(pa.Table.from_pylist(list(rows_of(name))), root / place)
+    articles = [
+        {"title": row["title"], "paragraphs": [{"context": row["context"], "qas": [
+            {"question": row["question"], "answers": [{"text": row["answers"]["text"][0]}]}]}]}
+        for row in rows_of("squad")
+    ]  # fmt: skip
+    (root / "train-v1.1.json").write_text(json.dumps({"data": articles, "version": "1.1"}))
+    lines = "".join(f"{TREC_CLASSES[row['fine_label']]} {row['text']}\n" for row in rows_of("trec"))
+    (root / "train_5500.label.gz").write_bytes(
+        gzip.compress((lines + "NUM:How bad line\nDESC:def caf\xe9 ?\n").encode("latin-1"))
+    )
+    return root
+
+
+def settings(out, folder, **changes):
+    given = {"recipe": "loom", "data": folder, "samples": 40, "held_out": 10, "min_tokens": 200, "max_tokens": 900}
+    return Settings(out=out, **(given | changes))
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def lines_of(folder, side="train"):
+    return [
+        json.loads(line) for path in sorted(folder.glob(f"{side}-*.jsonl")) for line in path.read_text().splitlines()
+    ]
+
+
+@pytest.mark.parametrize("name", RATIOS)
+def test_the_hub_s_rows_and_the_official_files_are_the_same_items(name, folder):
+    every = [path for path in folder.rglob("*") if path.is_file()]
+    found = [path for path in every if set_of(path.relative_to(folder)) == name]
+    local = read_set(name, found, folder)
+    streamed = list(READERS[name]((str(i), row) for i, row in enumerate(rows_of(name))))
+    assert local[: len(streamed)] == streamed and len(streamed) == (15 if name == "narrativeqa" else 30)
+    if name == "trec":
+        assert local[-1] == Asked("café ?", "DESC:def", "TREC") and len(local) == 31
+    if name == "multi_news":
+        assert "NEWLINE_CHAR" not in local[0].text and "|||||" not in local[0].text
+        assert not local[0].questions[0][1].startswith("\u2013")
+    if name == "hotpotqa":
+        assert isinstance(local[0], Puzzle) and local[0].needed == {1, 2}
+
+
+def test_ratios_are_the_paper_s():
+    assert sum(RATIOS.values()) == 100
+    for samples in (2000, 23_000, 37):
+        loom = Loom({name: [] for name in RATIOS}, {}, (2000, 16_000), 0)
+        found = _wanted(loom.shares(), samples)
+        assert sum(found.values()) == samples
+        assert all(abs(found[name] - samples * ratio / 100) < 1 for name, ratio in RATIOS.items())
+
+
+def test_a_build_has_its_ratios_and_bounds_and_is_the_same_twice(tmp_path, folder, capsys):
+    tokenizer = Tokens()
+    for out in ("one", "two"):
+        build(settings(tmp_path / out, folder), tokenizer, "words")
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    build(settings(tmp_path / "other", folder, seed=1), tokenizer, "words")
+    assert files(tmp_path / "one") != files(tmp_path / "other")
+    rows = lines_of(tmp_path / "one")
+    assert len(rows) == 40 and not (tmp_path / "one" / "progress.json").exists()
+    for name, ratio in RATIOS.items():
+        assert sum(row["source"] == name for row in rows) == round(40 * ratio / 100)
+    for row in rows:
+        asked = row["continuations"][0]
+        ids = len(f"<user> {row['context']}".split())
+        after = (
+            len(f"{asked['question']} </user> <assistant> {asked['target']}".split()) + 1
+            if asked["question"]
+            else len(asked["target"].split())
+        )
+        assert row["tokens"] == ids + after and 200 <= row["tokens"] <= 900
+        if row["source"] in ("hotpotqa", "squad"):
+            assert asked["target"] in row["context"]
+    said = capsys.readouterr().err
+    assert "squad: train-v1.1.json" in said
+    told = "\n".join(stats(tmp_path / "one"))
+    assert "train-hotpotqa" in told and "30.0%" in told and "CC BY-SA 4.0" in told
+
+
+def test_held_out_items_are_in_no_training_sample(tmp_path, folder):
+    build(settings(tmp_path, folder), Tokens(), "words")
+    asked = [
+        {tuple(own.values()) for row in lines_of(tmp_path, side) for own in row["continuations"]}
+        for side in ("train", "heldout")
+    ]
+    # One held-out question of TREC makes no long context.
+    assert 5 <= len(lines_of(tmp_path, "heldout")) <= 10 and not asked[0] & asked[1]
+
+
+def test_the_literal_recipe_says_what_its_filter_leaves(tmp_path, folder):
+    manifest = build(
+        settings(tmp_path, folder, recipe="loom-literal", min_tokens=200, max_tokens=400), Tokens(), "words"
+    )
+    streams = manifest["streams"]
+    # Five short questions never have 200 words; each item serves once.
+    assert streams["train-trec"]["samples"] == 0 and streams["train-trec"]["rejected"] == {
+        "too short": streams["train-trec"]["candidates"]
+    }
+    assert 0 < streams["train-hotpotqa"]["samples"] <= streams["train-hotpotqa"]["wanted"] == 12
+    for row in lines_of(tmp_path):
+        if row["source"] == "hotpotqa":
+            assert row["context"].count("Title") == 10
+        if row["source"] == "squad":
+            assert row["context"].count("Passage:") == 9
+    assert "too short" in "\n".join(stats(tmp_path))
+
+
+class Counted:
+    """A recipe of numbered samples, which stops a build where it is told to."""
+
+    def __init__(self, stop=None):
+        self.stop, self.asked = stop, 0
+
+    def shares(self):
+        return {"a": 0.5, "b": 0.5}
+
+    def candidates(self, source, wanted):
+        return 10 * wanted
+
+    def candidate(self, source, number):
+        self.asked += 1
+        if self.asked == self.stop:
+            raise OSError("out of order")
+        return Sample(source, f"{source} {number} " + "word " * (number % 7), (Continuation("what", f"{number}"),))
+
+
+def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "_SHARD", 8)
+    plan = {"recipe": "counted", "seed": 0}
+    bounds = (8, 12)
+    Builder(tmp_path / "whole", plan, Tokens(), bounds).build({"train": (Counted(), 50)})
+    for stop in (1, 30, 70):
+        out = tmp_path / f"stopped{stop}"
+        with pytest.raises(OSError, match="out of order"):
+            Builder(out, plan, Tokens(), bounds).build({"train": (Counted(stop), 50)})
+        if stop > 1:
+            with pytest.raises(DataError, match="is not finished; run its `lkv data build` again"):
+                read_manifest(out)
+        recipe = Counted()
+        Builder(out, plan, Tokens(), bounds).build({"train": (recipe, 50)})
+        assert files(out) == files(tmp_path / "whole")
+        assert stop < 70 or recipe.asked < 120  # what was there is not made again
+    idle = Counted(1)  # a finished build is not made again
+    Builder(tmp_path / "whole", plan, Tokens(), bounds).build({"train": (idle, 50)})
+    with pytest.raises(DataError, match=r"belongs to a build with other settings \(seed\)"):
+        Builder(tmp_path / "whole", plan | {"seed": 1}, Tokens(), bounds)
+    (tmp_path / "stopped1" / "build.json").unlink()
+    (tmp_path / "stopped1" / "progress.json").write_text(
+        json.dumps({"plan": plan, "streams": {"x": {"next": 1, "odd": 2}}})
+    )
+    with pytest.raises(DataError, match="is no progress of a build; delete it"):
+        Builder(tmp_path / "stopped1", plan, Tokens(), bounds)
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "_SHARD", 8)
+    written = building.write_text
+    plan = {"recipe": "counted", "seed": 0}
+
+    def full(path, *rest):
+        if path.name == "train-a-0002.jsonl":
+            raise DataError("no space left on device")
+        written(path, *rest)
+
+    monkeypatch.setattr(building, "write_text", full)
+    with pytest.raises(DataError, match="no space left"):
+        Builder(tmp_path / "out", plan, Tokens(), (1, 99)).build({"train": (Counted(), 50)})
+    assert {"train-a-0000.jsonl", "train-a-0001.jsonl", "progress.json"} == set(files(tmp_path / "out"))
+    monkeypatch.setattr(building, "write_text", written)
+    Builder(tmp_path / "out", plan, Tokens(), (1, 99)).build({"train": (Counted(), 50)})
+    assert len(lines_of(tmp_path / "out")) == 50
+
+
+def test_built_samples_are_read_in_an_order_of_their_own(tmp_path, folder):
+    build(settings(tmp_path, folder), Tokens(), "words")
+    built = Built(tmp_path, seed=3)
+    first = [built.sample(i, 1).context for i in range(40)]
+    again = [built.sample(i, 1).context for i in range(40, 80)]
+    written = [row["context"] for row in lines_of(tmp_path)]
+    assert sorted(first) == sorted(again) == sorted(written) and first != again and first != written
+    assert first == [Built(tmp_path, seed=3).sample(i, 1).context for i in range(40)]
+    assert len(built.sample(0, 3).continuations) == 3 and len(Built(tmp_path, validation=True)) >= 5
+    assert built.origins["squad"] == "SQuAD v1.1 train (CC BY-SA 4.0)" and built.max_tokens == 900
+    next(tmp_path.glob("train-squad-*.jsonl")).write_text("")
+    with pytest.raises(DataError, match="holds 36 of 40 samples; build it again"):
+        Built(tmp_path)
+
+
+class Stream(list):
+    """Rows as `datasets` streams them, breaking after some."""
+
+    def __init__(self, rows, stop=None):
+        super().__init__(rows)
+        self.stop = stop
+
+    def skip(self, count):
+        return Stream(self[count:], self.stop and self.stop - count)
+
+    def __iter__(self):
+        for i, row in enumerate(super().__iter__()):
+            if i == self.stop:
+                raise ConnectionError("the line went dead")
+            yield row
+
+
+def test_a_fetch_goes_on_where_it_broke_and_takes_named_splits_alone(tmp_path):
+    asked = []
+
+    def load(repository, stop=None, **options):
+        asked.append((repository, options))
+        return Stream(rows_of("mmlu", 40), stop)
+
+    with pytest.raises(
+        DataError,
+        match=r"MMLU auxiliary_train and dev cannot be fetched from cais/mmlu .* went dead.* all/auxiliary_train",
+    ):
+        fetch("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=25, **o))
+    path, commit = fetch("mmlu", tmp_path, 60, load=load)
+    assert commit == SETS["mmlu"].hub.revision and len(commit) == 40
+    assert [options["split"] for _, options in asked] == ["auxiliary_train", "auxiliary_train", "dev"]
+    assert all(o == {"split": o["split"], "name": "all", "revision": commit, "streaming": True} for _, o in asked)
+    assert [row for _, row in records(path)] == [*list(rows_of("mmlu", 40))[:30]] * 2
+    assert fetch("mmlu", tmp_path, 60, load=None)[0] == path  # nothing is fetched again
+    path, _ = fetch("the_stack", tmp_path, 8, load=lambda *a, **o: Stream(rows_of("the_stack")))
+    assert all(
+        set(row) == {"content", "max_stars_repo_path", "max_stars_repo_licenses", "lang"} for _, row in records(path)
+    )
+    path, _ = fetch("narrativeqa", tmp_path, 4, load=lambda *a, **o: Stream(rows_of("narrativeqa")))
+    assert [bool(row["document"]["text"]) for _, row in records(path)] == [True, False, True, False]
+
+
+def test_datasets_streams_what_is_read(tmp_path, folder):
+    """The real library over the fixtures' Parquet, as it streams the hub's."""
+    datasets = pytest.importorskip("datasets")
+
+    def load(repository, split, revision, streaming, **options):
+        file = next((folder / "hotpot").rglob("*.parquet"))
+        return datasets.load_dataset(
+            "parquet", data_files={split: str(file)}, split=split, streaming=streaming, cache_dir=str(tmp_path)
+        )
+
+    path, _ = fetch("hotpotqa", tmp_path / "out", 12, load=load)
+    assert [row for _, row in records(path)] == list(rows_of("hotpotqa"))[:12]
+
+
+def test_a_build_from_the_hub_alone(tmp_path):
+    names = {hub.repository: name for name, own in SETS.items() if (hub := own.hub)}
+
+    def load(repository, **options):
+        assert options["streaming"] and len(options["revision"]) == 40
+        return Stream(rows_of(names[repository]))
+
+    lock = tmp_path / "lock.json"
+    lock.write_text(
+        json.dumps({"sources": {name: {"commit": "a" * 40} if name == "multi_news" else {} for name in RATIOS}})
+    )
+    made = build(settings(tmp_path / "out", None, lock=lock), Tokens(), "words", load)
+    assert made["sources"]["multi_news"]["commit"] == "a" * 40
+    assert made["sources"]["squad"]["from"].startswith("rajpurkar/squad at 7b6d24c4")
+    assert len(lines_of(tmp_path / "out")) == 40
+
+
+def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
+    rng = random.Random(5)
+    shared, apart = prose(rng, 60), prose(rng, 60)
+    file = tmp_path / "eval.jsonl.gz"
+    rows = [
+        {
+            "context": f"Before. {shared.upper()} After.",
+            "answers": ["x"],
+            "input": "Who was it that saw the old keeper?",
+        }
+    ]
+    file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    overlap = Overlap([file])
+    assert overlap.share(shared) == 1.0 and overlap.share(apart) == 0.0 and overlap.share("too short") == 0.0
+    quote = " ".join(apart.split()[:40] + shared.split()[:20])
+    grams = [tuple(quote.lower().rstrip(".").split()[i : i + 13]) for i in range(60 - 12)]
+    known = {tuple(shared.lower().rstrip(".").split()[i : i + 13]) for i in range(60 - 12)}
+    assert (
+        overlap.share(quote) == pytest.approx(sum(g in known for g in grams) / len(grams))
+        and 0 < overlap.share(quote) < 0.2
+    )
+    items = [
+        Passage("", apart),
+        Passage("", shared),
+        Passage("", quote),
+        Passage("", apart[::-1], (("who was it that saw the old keeper", "x"),)),
+    ]
+    kept, found = overlap.clean(items)
+    assert kept == items[:1] and (found.compared, found.shared, found.dropped) == (4, 3, 3)
+    squad = list(rows_of("squad"))
+    (tmp_path / "squad.json").write_text(json.dumps([{"paragraph": row["context"]} for row in squad[:4]]))
+    made = build(settings(tmp_path / "out", folder, against=(tmp_path / "squad.json",)), Tokens(), "words")
+    assert made["sources"]["squad"]["dropped"] == 4 and made["sources"]["hotpotqa"]["dropped"] == 0
+    assert set(made["decontamination"]["files"]) == {"squad.json"}
+    text = "".join(row["context"] for row in lines_of(tmp_path / "out"))
+    assert not any(row["context"] in text for row in squad[:4]) and any(row["context"] in text for row in squad[4:])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.jsonl", None, "there is no file"),
+        ("half.jsonl", b'{"context": "a"}\n{"con', "line 2: not a JSON object"),
+        ("x.zip", b"PK nothing", "cannot be read"),
+        ("x.json", b"[[[", "is not JSON"),
+        ("empty.txt", b"  \n", "holds no text to compare with"),
+        ("x.parquet", b"PAR1 no more", "is not a readable Parquet file"),
+    ],
+)
+def test_an_evaluation_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        Overlap([tmp_path / name])
+
+
+def test_other_columns_are_named(tmp_path, folder):
+    (tmp_path / "hotpot_train_v1.1.json").write_text(json.dumps([{"query": "Who?"}]))
+    with pytest.raises(DataError, match=r"hotpot_train_v1\.1\.json, entry 1: field 'supporting_facts' is missing"):
+        build(settings(tmp_path / "out", tmp_path), Tokens(), "words")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--min-tokens", "900", "--max-tokens", "100"], "--min-tokens 900 is not below --max-tokens 100"),
+        (["--share", "0"], "--share is 0.0, but it is above 0 and at most 1"),
+        (["--recipe", "wide"], "reads a folder of your own; name it with --data"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.setattr("lkv.models.load_tokenizer", lambda name: Tokens())
+    assert main(["data", "build", "--out", str(tmp_path / "out"), *words]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_the_command_builds_and_tells(tmp_path, folder, monkeypatch, capsys):
+    monkeypatch.setattr("lkv.models.load_tokenizer", lambda name: Tokens())
+    out = str(tmp_path / "out")
+    words = ["--samples", "20", "--held-out", "5", "--min-tokens", "200", "--max-tokens", "900", "--model", "mine"]
+    assert main(["data", "build", "--data", str(folder), "--out", out, *words]) == 0
+    first = capsys.readouterr().out
+    assert main(["data", "stats", out]) == 0
+    assert capsys.readouterr().out == first and "lengths counted" in first
+    assert main(["data", "stats", str(tmp_path)]) == 2
+    assert "there is no file" in capsys.readouterr().err
+
+
+def test_the_wide_recipe_is_our_own_mixture(tmp_path, folder):
+    sets = tmp_path / "sets"
+    sets.mkdir()
+    (sets / "train-v1.1.json").write_bytes((folder / "train-v1.1.json").read_bytes())
+    (sets / "book.txt").write_text(prose(random.Random(1), 9000))
+    for out in ("one", "two"):
+        made = build(settings(tmp_path / out, sets, recipe="wide", samples=12, held_out=4), Tokens(), "words")
+    assert files(tmp_path / "one") == files(tmp_path / "two") and set(made["sources"]) == {"squad", "text"}
+    assert all(200 <= row["tokens"] <= 900 and len(row["continuations"]) >= 2 for row in lines_of(tmp_path / "one"))
