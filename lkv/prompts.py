@@ -58,8 +58,17 @@ def _templated(tokenizer: Any, turns: list[dict[str, str]]) -> str:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of `text` without added special tokens (the template already holds them)."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    """Token ids of `text` without added special tokens (the template already holds them).
+
+    Raises PromptError where the tokenizer has no tokens for it.
+    """
+    try:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    # Tokenizers raise nothing more precise.
+    except Exception as error:
+        raise PromptError(
+            f"the tokenizer cannot read the text ({error}); its files may be damaged: fetch the model again."
+        ) from error
 
 
 def first_ids(tokenizer: Any) -> list[int]:

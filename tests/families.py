@@ -41,10 +41,13 @@ class Family:
     rotation: str = "yes"
     refused: str = ""
     drop: tuple[str, ...] = ()
+    newer: bool = False  # whether the oldest version of transformers supported cannot run it with LKV
 
     @property
     def known(self) -> bool:
         """Whether this version of transformers has it."""
+        if self.newer and transformers.__version__.startswith("5.2."):
+            return False
         return hasattr(transformers, self._config) and hasattr(transformers, self._model)
 
     @property
@@ -103,14 +106,14 @@ SERVED = [
     Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     Family("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Family("NanoChat"),
-    Family("Nemotron"),
+    Family("Nemotron", newer=True),
     Family("Olmo"),
     Family("Olmo2"),
     Family("Olmo3", _MIXED, **_SLIDING),
     Family("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     Family("Persimmon", drop=("num_key_value_heads",)),
     Family("Phi"),
-    Family("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    Family("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, newer=True),
     Family("Qwen2Moe", _EXPERTS | {"shared_expert_intermediate_size": 16}),
     Family("Qwen3Moe", _EXPERTS),
     Family("SeedOss"),

@@ -96,6 +96,7 @@ def commands(page: Path) -> list[list[str]]:
 )
 def test_commands_run_as_they_stand(page, session, capsys, monkeypatch):
     for words in commands(page):
+        assert words[0] != "serve", "a server does not end: mark the block as not run"
         assert main(words) == 0, f"lkv {shlex.join(words)}: {capsys.readouterr().err}"
 
 

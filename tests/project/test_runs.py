@@ -66,7 +66,7 @@ def test_small_measures_and_reports_everything(tmp_path):
                  "longbench_main", "longbench_tasks", "longbench_fidelity"):  # fmt: skip
         assert {f"{name}.{ending}" for ending in ("md", "csv", "tex", "png")} <= names
     assert "KVzip (two passes)" in (tmp_path / "ruler_ruler.md").read_text()
-    assert "(published)" in (tmp_path / "longbench_main.md").read_text()
+    assert "(published, Llama-3.1-8B-Instruct)" in (tmp_path / "longbench_main.md").read_text()
 
 
 def test_small_stops_at_the_first_failure(tmp_path):
