@@ -50,9 +50,9 @@ def _for_model(name: str) -> str:
 
 def _training_times(model: Any) -> str:
     from lkv.config import PRESETS
-    from lkv.training.estimate import training_time
+    from lkv.training.pipeline import time_here
 
-    times = {preset: training_time(model, PRESETS[preset]) for preset in ("cpu", "paper")}
+    times = {preset: time_here(model, PRESETS[preset]) for preset in ("cpu", "paper")}
     return f"{times['cpu']} on this machine as it is now ({times['paper']} with --preset paper)"
 
 

@@ -43,6 +43,14 @@ def plan(config: TrainingConfig, shape: Shape, processes: int) -> list[str]:
     ]
 
 
+def time_here(model: Any, config: TrainingConfig) -> str:
+    """How long a training of `model` would take in one process on this machine as it is now, for people."""
+    shape = Shape.of(model.config)
+    config = fitted(config, shape.positions)
+    tokens = min(_RATED_TOKENS, config.max_tokens)
+    return duration(estimate(shape, config, measured_rate(model, tokens), tokens).seconds or 0)
+
+
 @torch.no_grad()
 def measured_rate(model: Any, tokens: int) -> float:
     """Prompt tokens a second of `model`, once it is warm."""

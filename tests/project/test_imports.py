@@ -14,7 +14,7 @@ ORDER = [
     "methods.build", "cache.quantization", "cache.ranking", "cache.spans", "cache.quantized_spans", "cache.plan",
     "cache.entries", "cache.eviction", "cache.unread", "cache.layer", "conversion", "models", "hub", "doctor",
     "cache.ids", "cache.ragged", "cache.shared", "answers", "context", "chat", "inspection", "training.data",
-    "training.cost", "training.estimate", "training.student", "training.distillation", "training.calibration",
+    "training.cost", "training.student", "training.distillation", "training.calibration",
     "training.warm_start", "training.schedule", "training.interruption", "training.checkpoint", "training.trainer",
     "training.pipeline", "evals", "profiling", "report", "integrations", "serving", "commands",
 ]  # fmt: skip
