@@ -9,7 +9,7 @@ from lkv.config import ScorerInputs
 from lkv.context import Context, compress
 from lkv.host.attention import attach
 from lkv.host.spec import inspect_model
-from lkv.methods.catalogue import METHODS, find
+from lkv.methods.catalogue import METHODS, find, needs_pattern
 from lkv.models import default_policy
 from lkv.policy import Policy
 from lkv.profiling.measure import Profiler, Settings
@@ -31,7 +31,7 @@ def small():
 
 
 @pytest.mark.parametrize(
-    "method", sorted(name for name in METHODS if find(name).selector != "kvzip" and find(name).rule != "duo")
+    "method", sorted(name for name in METHODS if find(name).selector != "kvzip" and not needs_pattern(name))
 )
 @torch.no_grad()
 def test_every_method_under_another_default_device(small, method):

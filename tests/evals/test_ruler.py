@@ -320,7 +320,7 @@ def test_the_chat_template_has_its_room(sources):
         def __call__(self, text, add_special_tokens=True):
             return words(text)
 
-        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt, enable_thinking):
             assert not tokenize and add_generation_prompt
             return "\n".join(["system"] * 70) + f" user {messages[0]['content']} end assistant "
 

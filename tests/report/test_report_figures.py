@@ -197,10 +197,10 @@ def test_the_peak_can_hold_the_weights_as_the_paper_draws_it(tmp_path):
     rows[2] = rows[2] | {"failed_at": 4608}
     figure = plot_memory(read_profile(profile_file(tmp_path / "p.json", rows)), weights=True)
     peak, held = figure.axes
-    assert "weights included" in peak.get_ylabel() and "weights" not in held.get_ylabel()
+    assert "weights included" in peak.get_ylabel() and held.get_ylabel() == "k and v held (MiB)"
     drawn = {line.get_label(): list(line.get_ydata()) for line in peak.lines}
     assert drawn["Full cache"] == [19.0, 20.0] and drawn["LKV"] == [17.0, 18.0]
-    assert {line.get_label(): list(line.get_ydata()) for line in held.lines}["Full cache"] == [0.125, 0.5]
+    assert {line.get_label(): list(line.get_ydata()) for line in held.lines}["Full cache"] == [128.0, 512.0]
     assert [list(line.get_xdata()) for line in peak.lines if line.get_linestyle() == "--"] == [[4608, 4608]]
     with pytest.raises(ReportError, match="does not tell the bytes of the weights"):
         plot_memory(read_profile(profile_file(tmp_path / "old.json", ROWS)), weights=True)
