@@ -89,32 +89,44 @@ def load_config(name: str = DEFAULT, revision: str | None = None) -> Any:
     """The configuration of a model that `load_model` knows by this name, without its weights (the embedded default and
     GGUF files are converted first). Raises what `load_model` does."""
     name = _checked(name, revision)
-    if (name == DEFAULT and not is_complete(cache_folder() / DEFAULT)) or is_gguf(name):
+    if _unconverted(name):
         return load_model(name)[0].config
-    path = cache_folder() / DEFAULT if name == DEFAULT else name
-    try:
-        return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
-    except Exception as error:
-        raise DefaultModelError(
-            f"no model could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
-            f"file, or {DEFAULT!r} ({(str(error).strip() or type(error).__name__).splitlines()[0]})."
-        ) from error
+    return _read(
+        AutoConfig,
+        name,
+        revision,
+        f"no model could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
+        f"file, or {DEFAULT!r}",
+    )
 
 
 def load_tokenizer(name: str = DEFAULT, revision: str | None = None) -> Any:
     """The tokenizer of a model that `load_model` knows by this name, without its weights (the embedded default and GGUF
     files are converted first). Raises what `load_model` does."""
     name = _checked(name, revision)
-    if (name == DEFAULT and not is_complete(cache_folder() / DEFAULT)) or is_gguf(name):
+    if _unconverted(name):
         return load_model(name)[1]
+    return _read(
+        AutoTokenizer,
+        name,
+        revision,
+        f"no tokenizer could be loaded from {name!r}; give a local folder, a hub id, a GGUF file, or {DEFAULT!r}",
+    )
+
+
+def _unconverted(name: str) -> bool:
+    """Whether only the conversion of its weights gives the files that transformers reads."""
+    return (name == DEFAULT and not is_complete(cache_folder() / DEFAULT)) or is_gguf(name)
+
+
+def _read(kind: Any, name: str, revision: str | None, problem: str) -> Any:
+    """What the auto class `kind` reads of a model. Raises DefaultModelError with `problem` and the cause."""
     path = cache_folder() / DEFAULT if name == DEFAULT else name
     try:
-        return AutoTokenizer.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
+        return kind.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
     except Exception as error:
-        raise DefaultModelError(
-            f"no tokenizer could be loaded from {name!r}; give a local folder, a hub id, a GGUF file, or {DEFAULT!r} "
-            f"({(str(error).strip() or type(error).__name__).splitlines()[0]})."
-        ) from error
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DefaultModelError(f"{problem} ({cause}).") from error
 
 
 def default_policy(model: Any = DEFAULT, paper: bool = False) -> Policy:
