@@ -31,10 +31,15 @@ def attend_masked(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
 
 def weighted(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Means [..., Tq, dv] of `value` [..., Tk, dv] under the softmax of `scores` [..., Tq, Tk], and the log-sum-exp
-    [..., Tq] of these; 0 and -inf for a row of -inf. Changes `scores`."""
-    lse = torch.logsumexp(scores, -1)
-    base = lse.where(lse > -torch.inf, 0.0)
-    return torch.matmul(scores.sub_(base[..., None]).exp_(), value), lse
+    [..., Tq] of these; 0 and -inf for a row of -inf, or without keys."""
+    if not scores.shape[-1]:
+        return torch.matmul(scores, value), scores.new_full(scores.shape[:-1], -torch.inf)
+    # PyTorch's softmax is one pass; the largest weight is e^(largest score - lse).
+    weights, top = torch.softmax(scores, -1), scores.amax(-1)
+    hidden = top == -torch.inf
+    weights.masked_fill_(hidden[..., None], 0.0)
+    lse = (top - weights.amax(-1).log()).masked_fill_(hidden, -torch.inf)
+    return torch.matmul(weights, value), lse
 
 
 def exact(x: Tensor) -> Tensor:
