@@ -23,6 +23,7 @@ since then is measured in [Results](results.md). "LKV" means the paper's scorer 
 
 """
 _ABLE = "full >= 50"
+_SERVING = "`python -m benchmarks.serving`"
 NAMES = {
     "lkv": "**LKV**",
     "lkv-t": "LKV-T, uniform budgets",
@@ -144,7 +145,39 @@ def results_page() -> str:
     )
     parts = ["# Results", lead, *_length(), *(_needles() if rows("needles", method="lkv-paper") else [])]
     parts += [part for name in _others() for part in _other(name)]
+    parts += _serving()
     return "\n\n".join(part.replace("](benchmarks/", "](../benchmarks/") for part in parts) + "\n"
+
+
+def _serving() -> list[str]:
+    """Requests at once over a few contexts, by concurrency, and what the contexts take."""
+    by = {(row["what"], row["method"]): row for row in rows("serving") if "concurrency" not in row}
+    if not by:
+        return []
+    rate, size, load, same = (by[what, "lkv"] for what in ("throughput", "memory", "loading", "same memory"))
+    seen = {
+        (row["method"], row["concurrency"], row.get("statistic", "rate")): row["value"]
+        for row in rows("serving")
+        if "concurrency" in row
+    }
+    methods, concurrency = ("lkv", "full"), sorted({clients for _, clients, _ in seen})
+    return [
+        "## Serving",
+        f"Questions about 4 texts of {rate['tokens']:,} tokens at R = {rate['retention']:g}, answers of at most 32 "
+        f"tokens, on two cores ({_SERVING}, `serving.json`): 16 requests at once give "
+        f"{interval(rate, digits=2)} times the tokens a second of one after another "
+        f"({rate['equal']} of {rate['answers']} answers equal). The contexts "
+        f"hold {size['value']:.3f} of the full caches' bytes, loading one is {load['value']:.0f} times as fast as "
+        f"compressing it, and where memory holds little more than one full cache there are {interval(same, digits=2)} "
+        "times the requests a second of full caches.",
+        table(
+            ("at once", *(f"{_name(m)}, {what}" for m in methods for what in ("tokens/s", "p50, s", "p95, s"))),
+            (
+                [str(n), *(f"{seen[m, n, key]:.1f}" for m in methods for key in ("rate", "p50", "p95"))]
+                for n in concurrency
+            ),
+        ),
+    ]
 
 
 def _others() -> list[str]:
