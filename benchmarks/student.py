@@ -1,61 +1,126 @@
-"""The student over the continuation alone against the literal one over the whole sequence: contexts a second.
+"""The student over the continuation alone against the literal one over the whole sequence (Sec. 3.5).
 
-python -m benchmarks.student    (writes student.json)
+python -m benchmarks.student --data TRAIN_FOLDER    (writes student.json)
 
-One training step's work on one context: prompt, teacher, student and the way back, with the embedded model.
+Contexts a second: one training step's work on one context, prompt, teacher, student and the way back, with the embedded
+model. Fidelity for equal samples: policies trained from the same start on the same contexts with the same noise by
+either student, and their KL to the full cache on contexts that neither saw.
 """
 
 import argparse
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.common import RESULTS, command_of
+from lkv.config import TrainingConfig
 from lkv.host.attention import attach
 from lkv.models import default_policy, load_default
+from lkv.policy import Policy
 from lkv.results import write_results
 from lkv.statistics import bootstrap
-from lkv.training.data.sample import TokenizedSample
-from lkv.training.distillation import SampleDistillation, gumbel, soft_mask
+from lkv.training.data.mixture import Mixture
+from lkv.training.data.sample import TokenizedSample, tokenize
+from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
+from lkv.training.trainer import Trainer
 
 _TARGET = 120  # tokens of a continuation
+_RETENTION = 0.15
+STUDENTS = ("continuation", "full")
 
 
-def step(model, policy, sample: TokenizedSample, whole: bool) -> float:
+def step(model: Any, policy: Policy, sample: TokenizedSample, whole: bool) -> float:
     """Seconds of one context."""
     started = time.perf_counter()
-    run = SampleDistillation(model, sample, whole)
+    run = SampleDistillation(model, sample, whole=whole)
     with torch.no_grad():
         teacher = run.run(None)
     scores = run.scores(policy)
     noise = gumbel((1, *scores.shape), torch.Generator().manual_seed(0), scores.device)
-    student = run.run(soft_mask(policy, scores, 0.15, 0.1, noise))
+    student = run.run(soft_mask(policy, scores, _RETENTION, 0.1, noise))
     (run.kl(teacher, student) + 0.5 * run.hidden_distance(teacher, student, "relative")).backward()
     return time.perf_counter() - started
 
 
+def speed(model: Any, tokens: int, repeats: int) -> dict[str, Any]:
+    """The row of one length."""
+    policy = default_policy(paper=True).requires_grad_(True)
+    ids = torch.randint(100, 40_000, (tokens + _TARGET,), generator=torch.Generator().manual_seed(0)).tolist()
+    sample = TokenizedSample("random", ids[:tokens], [(ids[tokens:], 20)])
+    step(model, policy, sample, False)  # what is made at the first call is not timed
+    seconds = [[step(model, policy, sample, whole) for whole in (True, False)] for _ in range(repeats)]
+    row = {"method": "continuation", "baseline": "full", "tokens": tokens, "unit": "contexts a second, ratio"}
+    fastest = {"seconds": min(short for _, short in seconds), "seconds_full": min(full for full, _ in seconds)}
+    return row | bootstrap([[full / short] for full, short in seconds])._asdict() | fastest
+
+
+def trained(model: Any, samples: Any, config: TrainingConfig) -> Policy:
+    """A policy trained from the same start whatever the student."""
+    torch.manual_seed(0)
+    policy = Policy(attach(model).spec)
+    with tempfile.TemporaryDirectory() as folder:
+        return Trainer(model, policy, config, samples, [], Path(folder)).run()
+
+
+@torch.no_grad()
+def divergences(model: Any, policy: Policy, held_out: list[TokenizedSample]) -> list[float]:
+    """KL to the full cache of each sample, nats a token."""
+    found = []
+    for sample in held_out:
+        run = SampleDistillation(model, sample)
+        mask = hard_mask(policy, run.scores(policy), _RETENTION, len(sample.continuations))
+        found.append(float(run.kl(run.run(None), run.run(mask))))
+    return found
+
+
+def fidelity(model: Any, tokenizer: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of both students, and of their difference over the same samples."""
+    bounds = (options.context_tokens // 2, options.context_tokens)
+    sides = [Mixture(options.data, *bounds, validation=validation) for validation in (False, True)]
+
+    def read(side: int, number: int) -> TokenizedSample:
+        return tokenize(sides[side].sample(number, 1), tokenizer, options.context_tokens, _TARGET)
+
+    held_out = [own for own in (read(1, number) for number in range(options.held_out)) if own.continuations]
+    found = {}
+    for student in STUDENTS:
+        config = TrainingConfig(
+            steps=options.steps, batch=2, lr=5e-3, lr_end=1e-3, warmup=2, tau_start=0.5, tau_end=0.1,
+            retention_start=0.3, retention_end=_RETENTION, min_tokens=bounds[0], max_tokens=bounds[1],
+            max_continuation=_TARGET, checkpoint_every=options.steps, dtype="float32", student=student,
+        )  # fmt: skip
+        found[student] = divergences(model, trained(model, lambda number: read(0, number), config), held_out)
+    about = {"contexts": 2 * options.steps, "retention": _RETENTION, "unit": "KL(full || compressed), nats a token"}
+    rows = [{"method": name} | about | bootstrap([[value] for value in own])._asdict() for name, own in found.items()]
+    apart = [[a - b] for a, b in zip(found["continuation"], found["full"], strict=True)]
+    return [*rows, {"method": "continuation", "baseline": "full"} | about | bootstrap(apart)._asdict()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of training data")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=16, help="of two contexts each, by either student")
+    parser.add_argument("--context-tokens", type=int, default=800, help="of these contexts, at most")
+    parser.add_argument("--held-out", type=int, default=16, help="contexts that fidelity is measured on")
     parser.add_argument("--out", type=Path, default=RESULTS / "student.json")
     options = parser.parse_args()
-    model, policy = load_default(torch.float32)[0].requires_grad_(False), default_policy(paper=True)
-    attach(model)
+    model, tokenizer = load_default(torch.float32)
+    attach(model.requires_grad_(False))
     rows = []
     for tokens in options.tokens:
-        ids = torch.randint(100, 40_000, (tokens + _TARGET,), generator=torch.Generator().manual_seed(0)).tolist()
-        sample = TokenizedSample("random", ids[:tokens], [(ids[tokens:], 20)])
-        seconds = [[step(model, policy, sample, whole) for whole in (True, False)] for _ in range(options.repeats)]
-        ratio = bootstrap([[full / short] for full, short in seconds])
-        row = {"method": "continuation", "baseline": "full", "tokens": tokens, "unit": "contexts a second, ratio"}
-        rows.append(row | ratio._asdict() | {"seconds": min(short for _, short in seconds)})
-        print(
-            f"{tokens:6} {ratio.value:.2f} times as many contexts a second [{ratio.low:.2f}, {ratio.high:.2f}]",
-            flush=True,
-        )
-    write_results(options.out, "student", rows, 0, command_of("benchmarks.student", options))
+        rows.append(speed(model, tokens, options.repeats))
+        print("{tokens:6} {value:.2f} times as many contexts a second [{low:.2f}, {high:.2f}]".format(**rows[-1]))
+    for row in fidelity(model, tokenizer, options):
+        rows.append(row)
+        against = f" minus {row['baseline']}" if "baseline" in row else ""
+        print(f"{row['method']}{against}: KL {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", flush=True)
+    command = command_of("benchmarks.student", options).replace("EVAL_FOLDER", "TRAIN_FOLDER")
+    write_results(options.out, "student", rows, 0, command)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ MAX_KNOTS = 32
 HIDDEN_NORMS = ("relative", "mean", "sum")
 STUDENTS = ("continuation", "full")
 DTYPES = ("float32", "bfloat16", "float16")
+SPREADS = ("no", "devices", "processes")  # of a model in training
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class TrainingConfig:
     `imitated`: on how many contexts a policy that starts from nothing first imitates KVzip (`training.warm_start`).
 
     `student`: "continuation" computes the rows after the prompt under the mask; "full" all rows, the prompt's too.
+    `contexts_per_forward`: contexts of similar length that share their forward passes, at most; the gradients stay
+    those of one by one.
 
     Raises TrainingError for a number outside its range.
     """
@@ -110,6 +113,7 @@ class TrainingConfig:
     terms_lr: float = 20.0
     imitated: int = 0
     student: str = "continuation"
+    contexts_per_forward: int = 1
 
     @property
     def inputs(self) -> ScorerInputs:
@@ -137,6 +141,11 @@ class TrainingConfig:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise TrainingError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(known)}.")
+        if self.student == "full" and self.contexts_per_forward > 1:
+            raise TrainingError(
+                f"contexts_per_forward is {self.contexts_per_forward} and student 'full', which reads each context by "
+                "itself; give 1, or student 'continuation'."
+            )
         if not isinstance(self.position, bool):
             raise TrainingError(f"position is {self.position!r}; give true or false.")
 
@@ -182,6 +191,7 @@ HELP: dict[str, str] = {
     "position": "whether LKV-T has terms for the position",
     "terms_lr": "rate of these terms, in multiples of --lr",
     "student": "rows computed twice: the continuation's, as at inference, or all, as the paper has it literally",
+    "contexts_per_forward": "contexts of similar length that share their forward passes, at most",
     "imitated": "contexts on which a policy that starts from nothing first imitates KVzip",
 }
 
@@ -198,7 +208,7 @@ _RANGES: dict[str, tuple[type, float, float]] = {
     **dict.fromkeys(("tokens_a_continuation", "imitated"), (int, 0, math.inf)),
     **dict.fromkeys(("retention_start", "retention_end"), (float, _TINY, 1)),
     "hold": (float, 0, 0.99),
-    "continuations": (int, 1, 1024),
+    **dict.fromkeys(("continuations", "contexts_per_forward"), (int, 1, 1024)),
     "seed": (int, 0, 2**32 - 1),
 }
 
@@ -304,6 +314,7 @@ __all__ = [
     "HELP",
     "HIDDEN_NORMS",
     "PRESETS",
+    "SPREADS",
     "ModelSpec",
     "ScorerInputs",
     "TrainingConfig",

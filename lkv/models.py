@@ -40,13 +40,14 @@ def load_model(
     name: str = DEFAULT,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
 ) -> tuple[Any, Any]:
     """(model, tokenizer) for the embedded default, a GGUF file, a local folder or a hub id; the model is in eval mode.
 
     A GGUF file is converted once, into the cache folder. `dtype` defaults to the one the weights are stored in;
     `revision` is a commit, tag or branch on the hub; `device` takes the weights straight from the file, with no copy on
-    the CPU in between (accelerate does it; None: the CPU). No code of the model's own is run and no pickle is read.
+    the CPU in between (accelerate does it; None: the CPU; "auto": over all GPUs). No code of the model's own is run and
+    no pickle is read.
     Raises DefaultModelError where there is no such model, ModelFileError for a GGUF file that cannot be converted.
     """
     name = _checked(name, revision)
@@ -199,10 +200,12 @@ def cache_folder() -> Path:
 
 
 def _load(
-    path: str | Path, dtype: torch.dtype | str, revision: str | None = None, device: torch.device | None = None
+    path: str | Path, dtype: torch.dtype | str, revision: str | None = None, device: torch.device | str | None = None
 ) -> tuple[Any, Any]:
     hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
-    there = {"device_map": {"": device}} if device is not None and device.type != "cpu" else {}
+    there: dict[str, Any] = {"device_map": device} if isinstance(device, str) else {}
+    if isinstance(device, torch.device) and device.type != "cpu":
+        there = {"device_map": {"": device}}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **there, **hub)
     tokenizer = AutoTokenizer.from_pretrained(path, **hub)
     # In older versions of transformers a folder without a tokenizer's files gives one of special tokens alone.

@@ -128,7 +128,8 @@ class TokenScores(nn.Module):
 
     def content(self, prompt: PromptLayer, layer: int, tokens: Tensor) -> Tensor:
         """The content term alone for the `tokens` [n] (indices) of one layer: [B, H, n]."""
-        content = self.scorer(layer).content
+        device = prompt.key.device
+        content, tokens = self.scorer(layer, device=device).content, tokens.to(device)
         return content_scores(content, self.read_key(prompt)[:, :, tokens], prompt.value[:, :, tokens])
 
 

@@ -35,6 +35,22 @@ class Shipped:
         return self.card.get("hub", [])
 
 
+def checked_line(card: dict[str, Any]) -> str:
+    """A sentence on what a card says of overlap between training data and evaluated texts."""
+    checked = card.get("decontamination")
+    if not checked:
+        return "not compared with evaluated texts"
+    sets = checked["sets"]
+    over = {name: own["overlapping"] for name, own in sets.items() if own["overlapping"]}
+    found = f" ({', '.join(f'{name} {count:,}' for name, count in over.items())})" if over else ""
+    fate = "and were left out" if checked["removed"] else "and were trained on"
+    return (
+        f"{sum(own['compared'] for own in sets.values()):,} items of {len(sets)} sets compared with "
+        f"{len(checked['files'])} evaluation files: {sum(over.values()):,} share {checked['share']:.0%} or more of a "
+        f"piece's {checked['n']}-grams{found} {fate}"
+    )
+
+
 def shipped() -> list[Shipped]:
     """All shipped policies, in the order of their names."""
     policies = []

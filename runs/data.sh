@@ -8,5 +8,6 @@ if [[ -n ${LONGBENCH:-} ]]; then against=(--against "$LONGBENCH"/*.jsonl* "$LONG
 for i in "${!against[@]}"; do # a pattern without a file stands for itself
     if [[ ${against[i]} != --against && ! -f ${against[i]} ]]; then unset "against[$i]"; fi
 done
+if [[ ${#against[@]} == 1 ]]; then against=(); fi
 "$python" -m lkv data build --recipe loom --model "$model" ${local_data[@]+"${local_data[@]}"} \
     ${against[@]+"${against[@]}"} ${data_options[@]+"${data_options[@]}"} --out "$out/data"

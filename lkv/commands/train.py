@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lkv.commands.options import add_model, add_revision
-from lkv.config import CHOICES, HELP, PRESETS, TrainingConfig
+from lkv.config import CHOICES, HELP, PRESETS, SPREADS, TrainingConfig
 from lkv.errors import TrainingError
 
 _NAMES = tuple(f.name for f in fields(TrainingConfig))
@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--init", type=Path, default=None, help="policy or run to start from (preset finish)")
     parser.add_argument(
         "--track", nargs="+", default=(), metavar="TRACKER", help="give the curve to tensorboard, wandb, ... as well"
+    )
+    parser.add_argument(
+        "--spread",
+        choices=SPREADS,
+        default=SPREADS[0],
+        help="a model larger than one GPU: over all devices of one process, or shared out over the processes",
     )
     parser.add_argument("--config", type=Path, default=None, help="TOML file with any of the settings below")
     settings = parser.add_argument_group("settings", "each also a key of --config; an option takes precedence")
@@ -59,7 +65,10 @@ def run(options: argparse.Namespace) -> None:
         raise TrainingError(f"preset is {preset!r}; give one of {', '.join(sorted(PRESETS))}.")
     from lkv.training.pipeline import train_policy
 
-    train_policy(preset, given, options.model, options.data, options.out, options.init, options.revision, options.track)
+    train_policy(
+        preset, given, options.model, options.data, options.out, options.init, options.revision, options.track,
+        options.spread,
+    )  # fmt: skip
 
 
 def _read(path: Path) -> dict[str, Any]:

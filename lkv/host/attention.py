@@ -43,14 +43,15 @@ class AttachedModel:
     config: Any
 
 
-def attach(model: Any) -> AttachedModel:
+def attach(model: Any, spec: ModelSpec | None = None) -> AttachedModel:
     """Let LKV caches work in `model`, whatever attention implementation it has; other caches behave as before.
 
-    Idempotent; the model is read once. Raises UnsupportedModelError where eviction cannot work.
+    Idempotent; the model is read once. `spec` tells what it is where its weights are not here to be read. Raises
+    UnsupportedModelError where eviction cannot work.
     """
     attached = getattr(model, _ATTACHED, None)
     if attached is None or attached.config is not model.config:
-        spec = inspect_model(model)
+        spec = spec or inspect_model(model)
         attached = AttachedModel(
             spec, tuple(layer_windows(model)), local_heads(model), rotations_of(model), model.config
         )

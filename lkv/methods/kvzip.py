@@ -73,7 +73,7 @@ def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[Promp
             past_key_values=Cache(layers=as_prompt(prompt).followed_by(layers)),
             use_cache=True,
         )
-    return torch.stack([layer.scores for layer in layers])
+    return torch.stack([layer.scores.to(device) for layer in layers])
 
 
 class KVzip(Selector):

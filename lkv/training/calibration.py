@@ -28,8 +28,8 @@ def calibrate(model: Any, policy: Policy, texts: Sequence[list[int]]) -> None:
             inputs[layer].add(torch.cat([tokens.read_key(part), part.value], -1)[0], square=False)
             if learned:
                 queries[layer].add(part.known_rotation.undone(precise(part.query))[0, :, _SINKS:], square=True)
-    tokens.mean.copy_(torch.stack([moments.mean for moments in inputs]))
-    tokens.std.copy_(torch.stack([moments.variance.clamp(min=1e-6).sqrt() for moments in inputs]))
+    tokens.mean.copy_(torch.stack([moments.mean.to(tokens.mean) for moments in inputs]))
+    tokens.std.copy_(torch.stack([moments.variance.clamp(min=1e-6).sqrt().to(tokens.std) for moments in inputs]))
     if learned:
         for layer, moments in enumerate(queries):
             group = (policy.spec.kv_heads, -1)
@@ -85,23 +85,24 @@ def _scale_attention(model: Any, policy: Policy, texts: Sequence[list[int]]) -> 
     for prompt in _prompts(model, policy, texts, False):
         for layer, part in enumerate(prompt):
             ahead = part.known_rotation.mean(precise(part.key), part.end, part.end + FUTURE)
-            sums[layer] += _log_denominators(policy, layer, part, ahead) / len(texts)
+            sums[layer] += _log_denominators(policy, layer, part, ahead).to(sums) / len(texts)
     tokens.normaliser.copy_(sums)
     for prompt in _prompts(model, policy, texts, False):
         for layer, part in enumerate(prompt):
-            term = tokens.scorer(layer).attention
+            term = tokens.scorer(layer, device=part.key.device).attention
             assert term is not None
             ahead = part.known_rotation.mean(precise(part.key), part.end, part.end + FUTURE)
             scores = attention_scores(term, part.key, part.value, ahead, part.scale)
-            spreads[layer] += scores[0, :, _SINKS:].std(-1) / len(texts)
+            spreads[layer] += scores[0, :, _SINKS:].std(-1).to(spreads) / len(texts)
     tokens.attention_weight.copy_(_DEVIATION / spreads.clamp(min=1e-3))
 
 
 def _log_denominators(policy: Policy, layer: int, part: PromptLayer, ahead: Tensor) -> Tensor:
     """log of the mean over tokens of E[exp(q k)], [H, G]: the softmax's denominator a token."""
-    tokens = policy.tokens
-    mean = tokens.query_mean[layer] @ ahead * part.scale
-    spread = ahead.T @ tokens.query_spread[layer] * part.scale
+    term = policy.tokens.scorer(layer, device=part.key.device).attention
+    assert term is not None
+    mean = term.mean @ ahead * part.scale
+    spread = ahead.T @ term.spread * part.scale
     key = precise(part.key)[0, :, _SINKS:]
     logits = key @ mean.transpose(-1, -2) + (key @ spread).square().sum(-1, keepdim=True) / 2
     return logits.logsumexp(1) - math.log(key.shape[1])

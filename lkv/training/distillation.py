@@ -1,12 +1,13 @@
-"""Teacher and student over the continuations of one sample: what the losses of Sec. 3.5 compare."""
+"""Teacher and student over the continuations of samples: what the losses of Sec. 3.5 compare."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax
+from torch.nn.functional import log_softmax, pad
 
 from lkv.host.attention import device_of
 from lkv.methods.budget import LearnedBudget
@@ -28,54 +29,71 @@ def gumbel(shape: Iterable[int], generator: torch.Generator, device: torch.devic
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the continuations of one sample gave: log-probabilities [N, V] of the target rows and hidden states."""
+    """What the continuations gave: log-probabilities [N, V] of the target rows and hidden states."""
 
     log_probs: Tensor
     hidden: tuple[Tensor, ...]
 
 
 class SampleDistillation:
-    """Runs teacher and student over the continuations of one sample.
+    """Runs teacher and student over the continuations of samples that share their forward passes.
 
-    `whole`: over prompt and continuation together, with the mask in every row's attention, as the paper has it
-    literally; else over the continuation's rows alone, behind the prompt's frozen k and v, as at inference.
+    Contexts of different lengths are filled up at their ends with tokens that nothing attends to; losses are summed
+    over the samples, each of which has those that it has alone. `whole`, for one sample: over prompt and continuation
+    together, with the mask in every row's attention, as the paper has it literally; else over the continuation's rows
+    alone, behind the prompt's frozen k and v, as at inference.
     """
 
-    def __init__(self, model: Any, sample: TokenizedSample, whole: bool = False):
+    def __init__(self, model: Any, *samples: TokenizedSample, whole: bool = False):
+        if whole and len(samples) > 1:
+            raise ValueError(f"{len(samples)} samples are given, but the whole sequence is read one by one.")
         self._model, self._whole = model, whole
-        device = device_of(model)
-        self._context = torch.tensor([sample.context], device=device)
-        self.prompt = read_prompt(model, self._context)
-        self.tokens = len(sample.context)
-        width = max(len(ids) for ids, _ in sample.continuations)
-        shape = (len(sample.continuations), width)
+        self._device = device_of(model)
+        self.lengths = [len(sample.context) for sample in samples]
+        contexts = torch.zeros((len(samples), max(self.lengths)), dtype=torch.long, device="cpu")
+        for row, sample in enumerate(samples):
+            contexts[row, : len(sample.context)] = torch.tensor(sample.context, device="cpu")
+        self._contexts = contexts.to(self._device)
+        self.prompt = read_prompt(model, self._contexts)
+        self._lay_out([(own, *asked) for own, sample in enumerate(samples) for asked in sample.continuations])
+        if whole:  # the hidden states of all tokens count, the prompt's too
+            real = (self.row_weights > 0).float()
+            real = torch.cat([real.new_ones(len(real), self.lengths[0]), real], 1)
+            self.row_weights = real / real.sum(1, keepdim=True) / len(real)
+
+    def _lay_out(self, asked: Sequence[tuple[int, list[int], int]]) -> None:
+        """Make rows of the continuations `asked`: (the sample's number, ids, how many precede the target)."""
+        shape = (len(asked), max(len(tokens) for _, tokens, _ in asked))
         ids = torch.zeros(shape, dtype=torch.long, device="cpu")
         scored, row_weights = torch.zeros(shape, device="cpu"), torch.zeros(shape, device="cpu")
-        for row, (tokens, skip) in enumerate(sample.continuations):
+        counts = Counter(own for own, _, _ in asked)
+        self.counts = [counts[own] for own in range(len(self.lengths))]
+        for row, (own, tokens, skip) in enumerate(asked):
             ids[row, : len(tokens)] = torch.tensor(tokens, device="cpu")
-            row_weights[row, : len(tokens)] = 1.0 / len(tokens) / shape[0]
+            row_weights[row, : len(tokens)] = 1.0 / len(tokens) / counts[own]
             # Row i predicts token i + 1: the targets are predicted by rows skip - 1 .. len - 2.
             first = max(0, skip - 1)
-            scored[row, first : len(tokens) - 1] = 1.0 / (len(tokens) - 1 - first) / shape[0]
-        self._ids = ids.to(device)
-        self._rows = scored.to(device) > 0
+            scored[row, first : len(tokens) - 1] = 1.0 / (len(tokens) - 1 - first) / counts[own]
+        self._ids = ids.to(self._device)
+        self._rows = scored.to(self._device) > 0
         self._continuation = self._rows.nonzero()[:, 0]  # which one each target row belongs to
-        # Every continuation weighs the same, whatever its length.
-        self.weights = scored.to(device)[self._rows]
-        self.row_weights = row_weights.to(device)
-        if whole:  # the hidden states of all tokens count, the prompt's too
-            real = torch.cat([row_weights.new_ones(shape[0], self.tokens), (row_weights > 0).float()], 1)
-            self.row_weights = (real / real.sum(1, keepdim=True) / shape[0]).to(device)
+        # Every continuation of a sample weighs the same, whatever its length.
+        self.weights = scored.to(self._device)[self._rows]
+        self.row_weights = row_weights.to(self._device)
+        self._owners = torch.tensor([own for own, _, _ in asked], device=self._device)
 
     def run(self, log_mask: Tensor | None) -> Outputs:
         """Forward of all continuations over the prompt under `log_mask` [L, n, H, T] (None: the full cache)."""
         if self._whole:
             return self._run_whole(log_mask)
-        positions = torch.arange(self.tokens, self.tokens + self._ids.shape[1], device=self._ids.device)
+        alone = len(self.lengths) == 1
+        if log_mask is None and not alone:
+            log_mask = self._unmasked()
+        starts = torch.tensor(self.lengths, device=self._device)[self._owners[:1] if alone else self._owners]
         out = self._model(
             input_ids=self._ids,
-            position_ids=positions[None],
-            past_key_values=FrozenPrompt(self.prompt, log_mask),
+            position_ids=starts[:, None] + torch.arange(self._ids.shape[1], device=self._device),
+            past_key_values=FrozenPrompt(self.prompt, log_mask, None if alone else self._owners),
             use_cache=True,
             output_hidden_states=True,
         )
@@ -83,7 +101,7 @@ class SampleDistillation:
 
     def _run_whole(self, log_mask: Tensor | None) -> Outputs:
         rows, width = self._ids.shape
-        ids = torch.cat([self._context.expand(rows, -1), self._ids], 1)
+        ids = torch.cat([self._contexts.expand(rows, -1), self._ids], 1)
         out = self._model(
             input_ids=ids,
             position_ids=torch.arange(ids.shape[1], device=ids.device)[None],
@@ -94,9 +112,22 @@ class SampleDistillation:
         )
         return Outputs(log_softmax(out.logits[self._rows].float(), -1), out.hidden_states[1:])
 
-    def scores(self, policy: Policy) -> Tensor:
-        """LKV-T scores u [L, H, T] of the prompt."""
-        return torch.cat([policy.tokens(prompt, layer) for layer, prompt in enumerate(self.prompt)])
+    def scores(self, policy: Policy, number: int = 0) -> Tensor:
+        """LKV-T scores u [L, H, T] of the prompt of sample `number`."""
+        row, tokens = slice(number, number + 1), slice(0, self.lengths[number])
+        parts = (policy.tokens(prompt.part(row, tokens), layer) for layer, prompt in enumerate(self.prompt))
+        return torch.cat([part.to(self._device) for part in parts])
+
+    def joined(self, masks: Sequence[Tensor]) -> Tensor:
+        """The log-masks [L, n_i, H, T_i] of all samples as one [L, n, H, T]: what fills up a context is evicted."""
+        longest = max(self.lengths)
+        return torch.cat([pad(mask, (0, longest - mask.shape[-1]), value=_EVICTED) for mask in masks], 1)
+
+    def _unmasked(self) -> Tensor:
+        """The teacher's: all tokens of each continuation's own context."""
+        heads = self.prompt[0].key.shape[1]
+        shapes = [(len(self.prompt), n, heads, t) for n, t in zip(self.counts, self.lengths, strict=True)]
+        return self.joined([torch.zeros(shape, device=self._device) for shape in shapes])
 
     def kl(self, teacher: Outputs, student: Outputs, weight: Tensor | None = None) -> Tensor:
         """D_KL(P_T || P_S): mean over target tokens, then over continuations, of which each counts `weight` [n]."""
@@ -111,6 +142,8 @@ class SampleDistillation:
         """1/L sum_l ||H_T - H_S||^2, averaged over tokens; `norm` as in `TrainingConfig.hidden_norm`."""
         total = self.row_weights.new_zeros(())
         for target, hidden in zip(teacher.hidden, student.hidden, strict=True):
+            # Layers may lie on other devices than the losses.
+            hidden, target = hidden.to(total.device), target.to(total.device)
             squared = (hidden.float() - target.float()).square().sum(-1)
             if norm == "relative":
                 squared = squared / target.float().square().sum(-1).clamp(min=1e-12)

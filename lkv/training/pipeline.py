@@ -14,7 +14,7 @@ from lkv.errors import TrainingError
 from lkv.files import check_folder
 from lkv.host.attention import attach, device_of
 from lkv.host.stock import commit_of
-from lkv.models import DEFAULT, load_config, load_model
+from lkv.models import DEFAULT, load_config
 from lkv.policy import Policy
 from lkv.shapes import Shape
 from lkv.training.checkpoint import start_from
@@ -22,6 +22,7 @@ from lkv.training.cost import duration, estimate
 from lkv.training.data.built import Built, is_built
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.sample import TokenizedSample, tokenize
+from lkv.training.placing import place
 from lkv.training.trainer import Trainer, require_samples
 from lkv.training.warm_start import carry_over, imitate_kvzip
 
@@ -112,15 +113,16 @@ def train_policy(
     init: Path | None = None,
     revision: str | None = None,
     trackers: Sequence[Any] = (),
+    spread: str = "no",
 ) -> Policy:
     """Train a policy, or resume its training, and save it under out/policy. Accelerate spreads it over processes.
 
     `given` are settings over those of `preset` (see `settings`). `init` is the folder of a policy or of another run
     whose weights this one starts from; `revision` a commit, tag or branch of a model on the hub. `trackers`: names
     that Accelerate knows ("tensorboard", "wandb", ...) or trackers of its kind, which are given every step's losses
-    and every evaluation. What will be done and what it costs is told on stderr before it begins. Raises
-    TrainingError where accelerate or a tracker is missing, settings cannot be or `out` takes no files, before the
-    weights are loaded, and what `Trainer.run` raises.
+    and every evaluation. `spread` is for a model larger than one GPU (see `placing.place`). What will be done and what
+    it costs is told on stderr before it begins. Raises TrainingError where accelerate or a tracker is missing, settings
+    cannot be or `out` takes no files, before the weights are loaded, and what `place` and `Trainer.run` raise.
     """
     try:
         from accelerate import Accelerator
@@ -148,13 +150,11 @@ def train_policy(
         accelerator.init_trackers("lkv", config=flat)
     if accelerator.is_main_process:
         print("\n".join([*training.lines, *plan(config, shape, accelerator.num_processes)]), file=sys.stderr)
-    # The first process of a node reads the disk; the others find the file in memory.
-    with accelerator.local_main_process_first():
-        dtype = getattr(torch, config.dtype)
-        model, tokenizer = load_model(model_name or DEFAULT, dtype, revision, accelerator.device)
-    model.to(accelerator.device)
-    if accelerator.is_main_process:
+    model, tokenizer = place(model_name or DEFAULT, getattr(torch, config.dtype), revision, spread, accelerator)
+    rate = 0.0
+    if accelerator.is_main_process or spread == "processes":
         rate = measured_rate(model, min(_RATED_TOKENS, config.max_tokens))
+    if accelerator.is_main_process:
         cost = estimate(shape, config, rate, min(_RATED_TOKENS, config.max_tokens), accelerator.num_processes)
         print(f"this machine reads {rate:,.0f} tokens a second: {duration(cost.seconds or 0)}", file=sys.stderr)
     torch.manual_seed(config.seed)
@@ -163,8 +163,8 @@ def train_policy(
     if commit := commit_of(model):
         card["revision"] = commit
     if isinstance(training, Built):
-        card["decontamination"] = training.manifest["decontamination"]
-    policy = Policy(attach(model).spec, card, config.inputs).to(accelerator.device)
+        card["decontamination"] = training.decontamination
+    policy = Policy(attach(model).spec, card, config.inputs).to(device_of(model))
     earlier_policy = None
     if init is not None:
         before, earlier_policy = start_from(policy, init)
@@ -194,6 +194,7 @@ def train_policy(
         accelerator,
         calibrated=init is not None and earlier_policy is None,
         warm_start=warm_start,
+        sharded=spread == "processes",
     )
     trainer.run()
     if trackers:

@@ -19,31 +19,38 @@ class FrozenPrompt(Cache):
     """A cache holding the full k and v [1, H, T, d] of a prompt, layer by layer, for continuations of any number.
 
     `log_mask` [L, n, H, T] weighs the prompt's tokens for each of n continuations (None: the full cache). Own tokens
-    of a continuation are not masked. For one forward pass: what it appends is not stored.
+    of a continuation are not masked. Of several prompts, [C, H, T, d], `owners` [n] says which one each continuation
+    follows. For one forward pass: what it appends is not stored.
     """
 
-    def __init__(self, prompt: list[PromptLayer], log_mask: Tensor | None = None):
+    def __init__(self, prompt: list[PromptLayer], log_mask: Tensor | None = None, owners: Tensor | None = None):
         masks: Any = [None] * len(prompt) if log_mask is None else log_mask
-        layers = [_MaskedLayer(layer, mask) for layer, mask in zip(prompt, masks, strict=True)]
+        layers = [_MaskedLayer(layer, mask, owners) for layer, mask in zip(prompt, masks, strict=True)]
         super().__init__(layers=as_prompt(prompt).followed_by(layers))
 
 
 class _MaskedLayer(FrozenLayer):
-    def __init__(self, prompt: PromptLayer, log_mask: Tensor | None):
+    def __init__(self, prompt: PromptLayer, log_mask: Tensor | None, owners: Tensor | None):
         super().__init__(prompt)
-        self._log_mask = log_mask
+        self._log_mask, self._owners = log_mask, owners
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
         rows, heads, new, _ = key.shape
-        k = torch.cat([self._prompt.key.expand(rows, -1, -1, -1), key], 2)
-        v = torch.cat([self._prompt.value.expand(rows, -1, -1, -1), value], 2)
+        k = torch.cat([self._of_rows(self._prompt.key, rows), key], 2)
+        v = torch.cat([self._of_rows(self._prompt.value, rows), value], 2)
         log_mask = k.new_zeros((rows, heads, k.shape[2]), dtype=torch.float32)
         if self._log_mask is not None:
-            log_mask = torch.cat([self._log_mask, log_mask[..., :new].to(self._log_mask.dtype)], -1)
+            # A model may be spread over devices: the masks of all layers are made on one.
+            given = self._log_mask.to(k.device)
+            log_mask = torch.cat([given, log_mask[..., :new].to(given.dtype)], -1)
         # Under autocast the rotation leaves q and k in float32 beside v in half precision.
         return soft_mask_attention(query.to(v.dtype), k.to(v.dtype), v, log_mask, scale).transpose(1, 2)
+
+    def _of_rows(self, x: Tensor, rows: int) -> Tensor:
+        """The prompt's x for each of `rows` continuations."""
+        return x.expand(rows, -1, -1, -1) if self._owners is None else x[self._owners.to(x.device)]
 
 
 class MaskedSequence(Cache):

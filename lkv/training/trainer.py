@@ -16,9 +16,10 @@ from lkv.policy import Policy
 from lkv.training.calibration import calibrate
 from lkv.training.checkpoint import CHECKPOINT, TrainingState, extend_curve, read_curve
 from lkv.training.data.sample import TokenizedSample
-from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
+from lkv.training.distillation import SampleDistillation, hard_mask
 from lkv.training.interruption import first_interrupt
-from lkv.training.schedule import draw_retentions, schedule, weights
+from lkv.training.losses import check_sharing, grouped, losses
+from lkv.training.schedule import schedule
 
 CALIBRATION_SAMPLES, _CALIBRATION_TOKENS = 8, 2000
 
@@ -37,15 +38,19 @@ class Trainer:
         accelerator: Any = None,
         calibrated: bool = False,
         warm_start: Callable[[], Any] | None = None,
+        sharded: bool = False,
     ):
         """`samples(i)` gives training sample i. `folder` takes checkpoint, curve and the finished policy.
 
         `calibrated`: the policy already holds its input statistics (it starts from another run). `warm_start` is
-        called once, after they are measured.
+        called once, after they are measured. `sharded`: the model's weights are shared out over the processes, which
+        therefore make the same forward passes at the same time. Raises TrainingError for settings and a model that do
+        not go together.
         """
         self._model, self._policy, self._config = model, policy, config
         self._samples, self._validation, self._folder = samples, validation, folder
         self._accelerator, self._calibrated, self._warm_start = accelerator, calibrated, warm_start
+        self._sharded = sharded
         self._process = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
         self._parameters = dict(policy.named_parameters())
         terms = {f"tokens.{name}" for name in ("attention_weight", "start", "end")}
@@ -60,6 +65,7 @@ class Trainer:
             betas=(0.9, 0.98),
         )
         self._state, self._step = TrainingState(config, policy, self._optimizer), 0
+        check_sharing(config, model, self._process[1] if sharded else 1)
 
     def run(self) -> Policy:
         """Train to the end, resuming a checkpoint in the folder. Returns the policy.
@@ -84,14 +90,14 @@ class Trainer:
                 self._save()
             bar = tqdm(total=self._config.steps, initial=self._step, desc="training", disable=self._process[0] != 0)
             while self._step < self._config.steps:
-                losses = self._train_step()
+                means = self._train_step()
                 self._step += 1
                 bar.update()
-                bar.set_postfix({key: f"{value:.3f}" for key, value in losses.items()})
-                self._track({f"train_{key}": value for key, value in losses.items()})
+                bar.set_postfix({key: f"{value:.3f}" for key, value in means.items()})
+                self._track({f"train_{key}": value for key, value in means.items()})
                 last = self._step == self._config.steps
                 if last or self._step % self._config.evaluate_every == 0:
-                    self._record(losses)
+                    self._record(means)
                 stopped = not last and self._agreed(interrupted.is_set())
                 if last or stopped or self._step % self._config.checkpoint_every == 0:
                     self._save()
@@ -126,28 +132,17 @@ class Trainer:
             group["lr"] = now.lr * group["rate"]
         self._optimizer.zero_grad(set_to_none=True)
         rank, count = self._process
+        first = self._step * self._config.batch
+        numbers = range(first + rank, first + self._config.batch, count)
         sums = {"kl": 0.0, "hidden": 0.0}
         broken = ""
-        for index in range(rank, self._config.batch, count):
-            number = self._step * self._config.batch + index
-            generator = torch.Generator("cpu").manual_seed(self._config.seed * 1_000_003 + number)
-            sample = self._samples(number)
-            if not sample.continuations:
-                continue
-            run = SampleDistillation(self._model, sample, self._config.student == "full")
-            with torch.no_grad():
-                teacher = run.run(None)
-            scores = run.scores(self._policy)
-            rows = len(sample.continuations)
-            noise = gumbel((rows, *scores.shape), generator, scores.device)
-            retention = draw_retentions(self._config, rows, now.retention, generator)
-            student = run.run(soft_mask(self._policy, scores, retention.to(scores.device), now.tau, noise))
-            kl = run.kl(teacher, student, weights(self._config, retention).to(scores.device))
-            hidden = run.hidden_distance(teacher, student, self._config.hidden_norm)
+        own = [(number, self._samples(number)) for number in numbers]
+        for group in grouped(own, self._config.contexts_per_forward, self._sharded):
+            kl, hidden = losses(self._model, self._policy, group, self._config, now)
             loss = (kl + self._config.beta * hidden) / self._config.batch
-            if not loss.isfinite():
-                broken = f"{loss.item()} at step {self._step} (sample {number}, source {sample.source!r})"
-                break
+            if not broken and not loss.isfinite():
+                broken = f"{loss.item()} at step {self._step} ({group.named})"
+            # Even then: the other processes of a sharded model wait for this one.
             loss.backward()
             sums["kl"] += kl.item() / self._config.batch
             sums["hidden"] += hidden.item() / self._config.batch
@@ -191,13 +186,14 @@ class Trainer:
                     means[name + end] = means.get(name + end, 0.0) + float(value) / len(self._validation)
         return means
 
-    def _record(self, losses: dict[str, float]) -> None:
+    def _record(self, means: dict[str, float]) -> None:
+        measured = self.evaluate() if self._validation and (self._sharded or self._process[0] == 0) else {}
         if self._process[0] != 0:
             return
         row: dict[str, Any] = {"step": self._step, "contexts": self._step * self._config.batch}
-        row |= {f"train_{key}": round(value, 5) for key, value in losses.items()}
-        if self._validation:
-            measured = {f"validation_{key}": round(value, 5) for key, value in self.evaluate().items()}
+        row |= {f"train_{key}": round(value, 5) for key, value in means.items()}
+        if measured:
+            measured = {f"validation_{key}": round(value, 5) for key, value in measured.items()}
             self._track(measured)
             row |= measured
         extend_curve(self._folder, row)
@@ -208,7 +204,7 @@ class Trainer:
 
 
 def require_samples(samples: list[TokenizedSample]) -> list[TokenizedSample]:
-    """Raise DataError unless some sample has a continuation to learn from."""
-    if not any(sample.continuations for sample in samples):
+    """The samples that have continuations to learn from. Raises DataError where none has."""
+    if samples and not any(sample.continuations for sample in samples):
         raise DataError("no sample has a continuation to learn from; give longer texts, or lower --min-tokens.")
-    return samples
+    return [sample for sample in samples if sample.continuations]

@@ -38,14 +38,14 @@ def carry_over(
         ids = samples(number).context[:_LONGEST]
         prompt = read_prompt(model, torch.tensor([ids], device=policy.tokens.mean.device))
         with torch.no_grad():
-            target = torch.cat([earlier.tokens(part, layer) for layer, part in enumerate(prompt)])
+            target = _together([earlier.tokens(part, layer) for layer, part in enumerate(prompt)], policy)
             target = _standard(target)
         for group in optimizer.param_groups:
             group["lr"] = _RATE * (1 - number / contexts)
         for _ in range(_STEPS):
             chosen = torch.randperm(len(ids), generator=generator, device="cpu")[:_TOKENS].to(target.device)
             optimizer.zero_grad()
-            scores = torch.cat([policy.tokens.content(part, layer, chosen) for layer, part in enumerate(prompt)])
+            scores = _together([policy.tokens.content(p, i, chosen) for i, p in enumerate(prompt)], policy)
             wanted = target[..., chosen] * _DEVIATION
             loss = (scores - scores.mean(-1, keepdim=True) - wanted + wanted.mean(-1, keepdim=True)).square().mean()
             loss.backward()
@@ -76,7 +76,7 @@ def imitate_kvzip(
     for turn in range(turns):
         ids = samples(turn * count + index).context[:_LONGEST]
         prompt = read_prompt(model, torch.tensor([ids], device=device))
-        table = replay_scores(model, tokenizer, ids, prompt)
+        table = replay_scores(model, tokenizer, ids, prompt).to(device)
         for number, retention in enumerate(_RETENTIONS):
             counts = [GlobalTopK(table, retention).counts(layer, table)[0] for layer in range(len(prompt))]
             shares[number] += torch.tensor(counts, device=device) / len(ids) / turns
@@ -85,7 +85,7 @@ def imitate_kvzip(
             group["lr"] = _RATE * (1 - turn / turns)
         for _ in range(_STEPS):
             optimizer.zero_grad()
-            scores = torch.cat([policy.tokens(part, layer) for layer, part in enumerate(prompt)])
+            scores = _together([policy.tokens(part, layer) for layer, part in enumerate(prompt)], policy)
             loss = (scores - scores.mean(-1, keepdim=True) - target).square().mean()
             loss.backward()
             _average(accelerator, [parameter.grad for parameter in policy.tokens.parameters()])
@@ -111,6 +111,11 @@ def _fit_heads(heads: HeadScores, shares: Tensor, policy: Policy) -> None:
         optimizer.zero_grad()
         torch.nn.functional.binary_cross_entropy(policy.ratios(retentions).clamp(1e-6, 1 - 1e-6), wanted).backward()
         optimizer.step()
+
+
+def _together(parts: list[Tensor], policy: Policy) -> Tensor:
+    """What the layers gave, each on its own device, where the policy lies."""
+    return torch.cat([part.to(policy.tokens.mean.device) for part in parts])
 
 
 def _standard(scores: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ ORDER = [
     "cache.entries", "cache.eviction", "cache.unread", "cache.layer", "conversion", "models", "hub", "doctor",
     "cache.ids", "cache.ragged", "cache.shared", "answers", "context", "chat", "inspection", "training.data",
     "training.cost", "training.student", "training.distillation", "training.calibration",
-    "training.warm_start", "training.schedule", "training.interruption", "training.checkpoint", "training.trainer",
-    "training.pipeline", "evals", "profiling", "report", "integrations", "serving", "commands",
+    "training.warm_start", "training.schedule", "training.losses", "training.interruption", "training.checkpoint",
+    "training.trainer", "training.placing", "training.pipeline", "evals", "profiling", "report",
+    "integrations", "serving", "commands",
 ]  # fmt: skip
 
 

@@ -49,6 +49,19 @@ class Built:
         """Sources with their data sets and licences, for a policy's card."""
         return {name: f"{own['title']} ({own['licence']})" for name, own in self.manifest["sources"].items()}
 
+    @property
+    def decontamination(self) -> dict[str, Any] | None:
+        """What was compared with which evaluated texts, for a policy's card; None where nothing was."""
+        checked = self.manifest["decontamination"]
+        if checked is None:
+            return None
+        sets = {
+            name: {"compared": own["compared"], "shared": own["shared"], "overlapping": own["dropped"]}
+            for name, own in self.manifest["sources"].items()
+            if "compared" in own
+        }
+        return {**checked, "removed": True, "sets": sets}
+
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
         """Sample number `index`; where it has fewer than `continuations`, it is asked to repeat parts of its text."""
         epoch, place = divmod(index, len(self._places))

@@ -1,0 +1,251 @@
+"""Contexts that share passes, models over several devices, weights shared out over processes: the same training."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lkv.config import ScorerInputs, TrainingConfig, replace
+from lkv.errors import TrainingError
+from lkv.host.attention import attach
+from lkv.host.spec import inspect_model
+from lkv.models import load_model
+from lkv.policy import Policy
+from lkv.training.calibration import calibrate
+from lkv.training.data.sample import TokenizedSample
+from lkv.training.distillation import SampleDistillation, hard_mask
+from lkv.training.losses import check_sharing, grouped, losses
+from lkv.training.placing import place
+from lkv.training.schedule import schedule
+from lkv.training.trainer import Trainer
+from tests.conftest import save_model, tiny_llama
+from tests.training.test_training import CONFIG, sample
+
+LENGTHS = (40, 31, 36, 33, 70, 12)
+ALL_INPUTS = ScorerInputs("unrotated", "learned", 8)
+
+
+def uneven(number: int) -> TokenizedSample:
+    """Samples of unequal contexts, the third of them without anything to learn from."""
+    own = sample(number, LENGTHS[number % len(LENGTHS)])
+    return own if number % len(LENGTHS) != 2 else TokenizedSample("random", own.context, [])
+
+
+def numbered():
+    return [(number, uneven(number)) for number in range(len(LENGTHS))]
+
+
+def policy_of(model, inputs=ALL_INPUTS):
+    torch.manual_seed(1)
+    policy = Policy(inspect_model(model), inputs=inputs)
+    torch.nn.init.normal_(policy.heads.embeddings, std=2.0)
+    for parameter in policy.tokens.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return policy
+
+
+def gradients(model, policy, most, config=CONFIG):
+    """Losses and gradients summed over all groups of `most` contexts."""
+    policy.zero_grad()
+    sums = torch.zeros(2)
+    for group in grouped(numbered(), most):
+        found = losses(model, policy, group, config, schedule(config, 3))
+        sum(found).backward()
+        sums += torch.tensor([float(loss.detach()) for loss in found])
+    return sums, {name: value.grad.clone() for name, value in policy.named_parameters() if value.grad is not None}
+
+
+def test_contexts_of_similar_length_share_a_pass():
+    lengths = lambda most: [  # noqa: E731
+        [len(own.context) for _, own in group.numbered] for group in grouped(numbered(), most)
+    ]
+    assert lengths(1) == [[40], [31], [33], [70], [12]]
+    assert lengths(2) == [[70], [40, 33], [31], [12]]
+    assert lengths(8) == [[70], [40, 33, 31], [12]]
+    kept = grouped(numbered(), 1, sharded=True)
+    assert [group.counted for group in kept] == [True] * 5 + [False] and kept[-1].named == "sample 2, source 'random'"
+
+
+@pytest.mark.parametrize("settings", [{}, {"retention_low": 0.1, "retention_high": 0.4, "continuations": 2}])
+def test_gradients_are_those_of_one_by_one(settings):
+    """Contexts are filled up, yet nothing of a sample's losses and gradients depends on its neighbours."""
+    model = attached()
+    policy, config = policy_of(model).double(), replace(CONFIG, **settings)
+    alone, expected = gradients(model, policy, 1, config)
+    for most in (2, 8):
+        together, found = gradients(model, policy, most, config)
+        torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
+        for name, value in expected.items():
+            assert float(value.abs().max()) > 0
+            torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-7 * float(value.abs().max()))
+
+
+def attached(dtype=torch.float64):
+    model = tiny_llama(dtype=dtype).requires_grad_(False)
+    attach(model)
+    return model
+
+
+def test_what_fills_a_context_up_is_never_seen():
+    """Teacher and hard-masked student of the shorter one beside a longer one, row by row."""
+    model = attached()
+    policy = policy_of(model, ScorerInputs())
+    short, long = sample(1, 25), sample(2, 33)
+    both = SampleDistillation(model, long, short)
+    masks = [hard_mask(policy, both.scores(policy, own), 0.3, 2) for own in (0, 1)]
+    for mask, part in ((None, None), (both.joined(masks), masks[1])):
+        alone, together = SampleDistillation(model, short).run(part), both.run(mask)
+        torch.testing.assert_close(together.log_probs[-len(alone.log_probs) :], alone.log_probs)
+    with pytest.raises(ValueError, match="read one by one"):
+        SampleDistillation(model, long, short, whole=True)
+
+
+def test_a_training_in_groups_is_the_one_of_single_contexts(tmp_path):
+    states = []
+    for most in (1, 3):
+        model = tiny_llama(dtype=torch.float64)
+        policy = policy_of(model, ScorerInputs()).double()
+        config = replace(CONFIG, batch=4, steps=3, contexts_per_forward=most)
+        states.append(Trainer(model, policy, config, uneven, [sample(99)], tmp_path / str(most)).run().state_dict())
+    assert all(torch.allclose(states[0][name], states[1][name], rtol=1e-6, atol=1e-9) for name in states[0])
+    assert not torch.equal(states[0]["tokens.output"], policy_of(tiny_llama()).state_dict()["tokens.output"])
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_a_step_accumulates_the_gradient_of_the_mean_loss(tmp_path, most):
+    """Against one backward pass through the mean of all losses of the step."""
+    model = attached()
+    policy = policy_of(model).double()
+    config = replace(CONFIG, batch=6, contexts_per_forward=most, max_grad_norm=1e6)
+    now = schedule(config, 0)
+    each = [losses(model, policy, group, config, now) for group in grouped(numbered(), 1)]
+    (sum(kl + config.beta * hidden for kl, hidden in each) / 6).backward()
+    expected = {name: value.grad.clone() for name, value in policy.named_parameters() if value.grad is not None}
+    Trainer(model, policy, config, uneven, [], tmp_path)._train_step()
+    fresh = policy_of(model).double()
+    for name, value in policy.named_parameters():
+        torch.testing.assert_close(value.grad, expected[name], rtol=1e-6, atol=1e-9)
+        assert not torch.equal(value, dict(fresh.named_parameters())[name])
+
+
+def test_what_cannot_share_a_pass_is_refused(tmp_path):
+    with pytest.raises(TrainingError, match=r"contexts_per_forward is 2 and student 'full'.*; give 1"):
+        TrainingConfig(contexts_per_forward=2, student="full")
+    stretched = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model, config = tiny_llama(rope_parameters=stretched), replace(CONFIG, contexts_per_forward=2)
+    with pytest.raises(TrainingError, match=r"depends on the longest text.*; give 1"):
+        Trainer(model, policy_of(model, ScorerInputs()), config, sample, [], tmp_path)
+
+
+def test_a_model_over_two_devices_gives_the_same_training():
+    """`device_map` puts layers on two devices; the policy lies on the first."""
+    from tests.fake_gpu.build import compiler
+
+    accelerate = pytest.importorskip("accelerate")
+    if compiler() is None:
+        pytest.skip("there is no C++ compiler to build the fake GPU with")
+    from tests.fake_gpu.device import load
+
+    load()
+    base = attached(torch.float32)
+    first = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), "fake:0")
+    places = first | dict.fromkeys(("model.layers.1", "model.layers.2", "model.norm", "lm_head"), "fake:1")
+    split = accelerate.dispatch_model(copy.deepcopy(base), places, main_device="fake:0", force_hooks=True)
+    attach(split)
+    texts = [sample(number, 50).context for number in range(4)]
+    found = []
+    # Autograd has a thread for each device that was there at its first use, which may have been before.
+    with torch.autograd.set_multithreading_enabled(False):
+        for model, device in ((base, "cpu"), (split, "fake:0")):
+            policy = policy_of(base).to(device)
+            calibrate(model, policy, texts)
+            measured = policy.state_dict()
+            found.append((*gradients(model, policy, 2), measured))
+    layers = SampleDistillation(split, sample(0)).prompt
+    assert [str(layer.key.device) for layer in layers] == ["fake:0", "fake:1", "fake:1"]
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=0)
+    for own in (1, 2):
+        assert set(found[1][own]) == set(found[0][own])
+        for name, value in found[0][own].items():
+            scale = max(1e-6, float(value.abs().max()))
+            torch.testing.assert_close(found[1][own][name].cpu(), value, rtol=1e-3, atol=1e-4 * scale)
+            assert found[1][own][name].device == torch.device("fake:0")
+
+
+SHARED = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from accelerate import Accelerator
+import lkv.training.placing as placing
+from lkv.config import ScorerInputs, replace
+from lkv.policy import Policy
+from lkv.training.trainer import Trainer
+from tests.training.test_sharing import CONFIG, uneven
+from tests.training.test_training import sample
+
+accelerator = Accelerator(cpu=True)
+rank = accelerator.process_index
+loads = []
+load = placing.load_model
+placing.load_model = lambda *a: loads.append(a) or load(*a)
+model, _ = placing.place({model!r}, torch.float32, None, "processes", accelerator)
+assert len(loads) == (rank == 0), loads
+local = sum(p.to_local().numel() for p in model.parameters() if hasattr(p, "to_local"))
+whole = sum(p.numel() for p in model.parameters() if hasattr(p, "to_local"))
+assert local * 2 == whole > 0, (local, whole)
+from lkv.host.attention import attach
+torch.manual_seed(1)
+policy = Policy(attach(model).spec)
+config, folder = replace(CONFIG, batch=6), Path({folder!r})
+Trainer(model, policy, config, uneven, [sample(1000)], folder, accelerator, sharded=True).run()
+if rank == 0:
+    torch.save(policy.state_dict(), folder / "shared.pt")
+"""
+
+
+def test_weights_shared_out_over_two_processes_train_the_same(tmp_path):
+    """FSDP over two processes, of which the first alone loads the model, against one process with the whole model."""
+    pytest.importorskip("accelerate")
+    folder = save_model(tmp_path / "model")
+    model, _ = load_model(str(folder), torch.float32)
+    torch.manual_seed(1)
+    policy = Policy(attach(model).spec)
+    Trainer(model, policy, replace(CONFIG, batch=6), uneven, [sample(1000)], tmp_path / "one").run()
+    (tmp_path / "two").mkdir()
+    root, script = str(Path(__file__).parents[2]), tmp_path / "two.py"
+    script.write_text(SHARED.format(root=root, folder=str(tmp_path / "two"), model=str(folder)))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(launch, env=environment, cwd=root, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    shared = torch.load(tmp_path / "two" / "shared.pt", weights_only=True)
+    for name, value in policy.state_dict().items():
+        torch.testing.assert_close(shared[name], value, atol=1e-6, rtol=1e-5)
+    assert (tmp_path / "two" / "curve.jsonl").is_file()
+
+
+def test_a_model_is_placed_or_the_processes_that_it_needs_are_told(tmp_path, monkeypatch):
+    folder, accelerator = str(save_model(tmp_path / "model")), SimpleNamespace(num_processes=1)
+    with pytest.raises(TrainingError, match=r"as there is one; start several with `accelerate launch"):
+        place(folder, torch.float32, None, "processes", accelerator)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(TrainingError, match="leaves none to a second process of the machine; start one"):
+        place(folder, torch.float32, None, "devices", accelerator)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+
+    spread, _ = place(folder, torch.float32, None, "devices", Accelerator(cpu=True))
+    whole, _ = load_model(folder, torch.float32)
+    ids = torch.tensor([[5, 9, 30]])
+    assert torch.equal(spread(ids).logits, whole(ids).logits)
+    with pytest.raises(TrainingError, match=r"5 contexts a step cannot be shared out evenly among 2"):
+        check_sharing(replace(CONFIG, batch=5), whole, 2)
+    with pytest.raises(TrainingError, match="contexts_per_forward is 1 where the model's weights are shared out"):
+        check_sharing(replace(CONFIG, contexts_per_forward=2), whole, 2)
