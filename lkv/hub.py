@@ -7,6 +7,7 @@ from typing import Any
 
 from lkv.errors import PolicyFileError
 from lkv.policy import Policy
+from lkv.shipped import checked_line
 
 _CARD = "README.md"
 
@@ -54,6 +55,7 @@ def model_card(policy: Policy, name: str) -> str:
         "## Training",
         f"Texts of up to {card['trained_tokens']:,} tokens." if "trained_tokens" in card else "Lengths are not told.",
         *(f"* {source}: {origin}" for source, origin in card.get("data", {}).items()),
+        f"Overlap with evaluated texts: {checked_line(card)}.",
         "## Fidelity to the full cache",
         *(_fidelity(card["fidelity"]) if card.get("fidelity") else ["Not measured yet."]),
         "## Settings",

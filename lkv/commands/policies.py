@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from lkv.shipped import Shipped, shipped
+from lkv.shipped import Shipped, checked_line, shipped
 
 _TRAIN = "lkv train --preset cpu --model {} --data FOLDER --out FOLDER"
 
@@ -63,6 +63,7 @@ def _lines(policy: Shipped) -> list[str]:
         f"  model     {', '.join(policy.hub_names) or card.get('model', 'not told')}, in any storage "
         f"({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)",
         f"  trained   on texts of up to {card.get('trained_tokens', 0):,} tokens, at R {_retentions(card)}",
+        f"  overlap   {checked_line(card)}",
         *(f"  fidelity  {_fidelity(row)}" for row in card.get("fidelity", [])),
     ]
 

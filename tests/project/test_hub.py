@@ -50,6 +50,7 @@ def test_the_page_of_the_shipped_policy_has_its_figures():
     page = model_card(lkv.default_policy(), "owner/mine")
     front = yaml.safe_load(page.split("---")[1])
     assert front["base_model"] == ["HuggingFaceTB/SmolLM2-135M-Instruct"] and "lkv" in front["tags"]
+    assert "evaluation files: " in page and "13-grams" in page
     for row in lkv.default_policy().card["fidelity"]:
         assert f"| {row['retention']:g} | {row['kl']:.3f} | {row['agreement']:.3f} |" in page
 

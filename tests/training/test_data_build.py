@@ -8,6 +8,7 @@ import pytest
 
 from lkv.commands.main import main
 from lkv.errors import DataError
+from lkv.shipped import checked_line
 from lkv.training.data import build as building
 from lkv.training.data.build import Builder, _wanted, read_manifest, stats
 from lkv.training.data.built import Built
@@ -415,6 +416,10 @@ def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
     made = build(settings(tmp_path / "out", folder, against=(tmp_path / "squad.json",)), Tokens(), "words")
     assert made["sources"]["squad"]["dropped"] == 4 and made["sources"]["hotpotqa"]["dropped"] == 0
     assert set(made["decontamination"]["files"]) == {"squad.json"}
+    card = {"decontamination": Built(tmp_path / "out").decontamination}
+    assert card["decontamination"]["removed"] and card["decontamination"]["sets"]["squad"]["overlapping"] == 4
+    assert "compared with 1 evaluation files: 4 share 10% or more of a piece's 13-grams (squad 4)" in checked_line(card)
+    assert checked_line(card).endswith("and were left out") and checked_line({}) == "not compared with evaluated texts"
     text = "".join(row["context"] for row in lines_of(tmp_path / "out"))
     assert not any(row["context"] in text for row in squad[:4]) and any(row["context"] in text for row in squad[4:])
 

@@ -1,0 +1,96 @@
+"""What the data of the shipped policies shares with evaluated texts, by the package's own n-grams.
+
+python -m benchmarks.overlap --data TRAIN_FOLDER --against EVAL_FOLDER    (writes overlap.json; --cards: the cards too)
+
+The policies were trained on the recipe `wide` of that folder, before there was a check: nothing was left out. What they
+learned from MMLU included its test questions, which today's reader leaves; they are compared here too.
+"""
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS
+from lkv.policy import Policy
+from lkv.results import write_results
+from lkv.shipped import checked_line, shipped
+from lkv.training.data.mixture import Mixture
+from lkv.training.data.overlap import SHARE, N, Overlap
+from lkv.training.data.records import records
+from lkv.training.data.sets import SETS
+from lkv.training.data.sources import mmlu, standard_library, texts_of
+
+_TEST_TOO = "mmlu"
+
+
+def trained_on(folder: Path) -> dict[str, list[Any]]:
+    """The items of every set of the folder that the policies were trained on."""
+    found: dict[str, list[Any]] = {}
+
+    def seen(name: str, items: list[Any]) -> list[Any]:
+        if items:
+            found[name] = items
+        return items
+
+    mixture = Mixture(folder, 500, 8000, checked=seen)
+    rows = [pair for path in mixture.survey.taken.get(_TEST_TOO, ()) for pair in records(path)]
+    found[_TEST_TOO] = list(mmlu((place, {**row, "split": "dev"}) for place, row in rows))
+    return found | {"python": standard_library()}
+
+
+def compared(name: str, items: list[Any], overlap: Overlap, each: dict[str, Overlap]) -> dict[str, Any]:
+    """A row: how many items of a set overlap, and with which files."""
+    kept, found = overlap.clean(items)
+    left = {id(item) for item in kept}
+    files = Counter(
+        file
+        for item in items
+        if id(item) not in left
+        for file, own in each.items()
+        if max(map(own.share, texts_of(item))) >= SHARE
+    )
+    return {
+        "set": name,
+        "title": SETS[name].title if name in SETS else "Python standard library",
+        "n": found.compared,
+        "shared": found.shared,
+        "value": found.dropped,
+        "unit": f"items of which a piece shares {SHARE:.0%} of its {N}-grams",
+        "files": dict(sorted(files.items())),
+    }
+
+
+def write_cards(files: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    """Tell it in the cards of the shipped policies, whose parameters stay bit for bit the same."""
+    sets = {row["set"]: {"compared": row["n"], "shared": row["shared"], "overlapping": row["value"]} for row in rows}
+    for entry in shipped():
+        policy = Policy.from_pretrained(entry.folder)
+        before = policy.digest()
+        policy.card["decontamination"] = {"n": N, "share": SHARE, "files": files, "removed": False, "sets": sets}
+        policy.save_pretrained(entry.folder, half=True)
+        assert Policy.from_pretrained(entry.folder).digest() == before
+        print(f"{entry.name}: {checked_line(policy.card)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder that the policies were trained on")
+    parser.add_argument("--against", type=Path, required=True, help="folder of evaluation files")
+    parser.add_argument("--cards", action="store_true", help="write it into the cards of the shipped policies")
+    parser.add_argument("--out", type=Path, default=RESULTS / "overlap.json")
+    options = parser.parse_args()
+    paths = sorted(path for path in options.against.rglob("*") if path.is_file())
+    overlap, each = Overlap(paths), {path.name: Overlap([path]) for path in paths}
+    rows = []
+    for name, items in trained_on(options.data).items():
+        rows.append(compared(name, items, overlap, each))
+        print(f"{name:12} {rows[-1]['value']:5,} of {rows[-1]['n']:6,} {rows[-1]['files']}", flush=True)
+    command = "python -m benchmarks.overlap --data TRAIN_FOLDER --against EVAL_FOLDER"
+    write_results(options.out, "overlap", rows, 0, command, {"evaluated": overlap.files})
+    if options.cards:
+        write_cards(overlap.files, rows)
+
+
+if __name__ == "__main__":
+    main()
