@@ -120,6 +120,7 @@ def run(options: argparse.Namespace) -> None:
         options.protocol,
         policy,
         pattern=pattern,
+        pattern_from=_pattern_from(options.pattern, options.pattern_by) if options.pattern else None,
         policies=loaded,
         model_name=Path(name).name if Path(name).exists() else name,
         seed=options.seed,
@@ -218,6 +219,14 @@ def _pattern(path: Path, model: Any, tokenizer: Any, by: str) -> list[list[float
         return estimate_pattern(model, [ids])
     # The mean of several texts, as there: pieces of the one that is given.
     return estimate_mean_pattern(model, [ids[start : start + _PIECE] for start in range(0, len(ids), _PIECE)])
+
+
+def _pattern_from(path: Path, by: str) -> str:
+    """Where the pattern is from, for tables: the file's name, never its place."""
+    if path.suffix == ".tsv":
+        return f"read from {path.name}, as DuoAttention's authors publish theirs"
+    ways = {"attention": "by the attention that a window would miss", "kvpress": "as kvpress does, by mean q and k"}
+    return f"estimated on {path.name}, {ways[by]}"
 
 
 def _print_table(path: Path) -> None:

@@ -9,7 +9,7 @@ from lkv.files import check_place
 from lkv.journal import Record, append, check_header, read_samples, write_lines
 
 _FREE = ("machine", "date")  # what may differ between the runs that fill one file
-_LISTS, _TABLES, _LATER = ("methods", "retentions"), ("policies",), ("policy", "pattern")
+_LISTS, _TABLES, _LATER = ("methods", "retentions"), ("policies",), ("policy", "pattern", "pattern_from")
 _GROWING = (*_LISTS, *_TABLES, *_LATER)  # what may grow between them
 
 

@@ -46,6 +46,7 @@ def evaluate(
     policy: Policy | None = None,
     *,
     pattern: list[list[float]] | None = None,
+    pattern_from: str | None = None,
     policies: Mapping[str, Policy] | None = None,
     model_name: str | None = None,
     seed: int = 0,
@@ -58,7 +59,8 @@ def evaluate(
 
     `out` is a file of JSON lines: a header with the settings, then one line a sample when all its methods are done. An
     interrupted run goes on where it was, and one that asks for more methods or retentions measures those alone; under
-    Accelerate each process takes its share of the samples. `policy` and `pattern` as for RaggedCache, `policies` by
+    Accelerate each process takes its share of the samples. `policy` and `pattern` as for RaggedCache, `pattern_from`
+    tells people where the pattern is from ("estimated on ..."); `policies` by
     name for methods named "METHOD@NAME", `seed` the one that made the examples. `timed`: on how many samples of each
     task and length the full cache is timed alone. `rows_at_once`: how many methods times retentions are held beside
     each other. `make_prompt` and `score` may be others, for another kind of examples.
@@ -82,6 +84,7 @@ def evaluate(
         "policy": policy.digest() if policy is not None else None,
         "policy_revision": policy.commit if policy is not None else None,
         "pattern": None if pattern is None else _digest(pattern),
+        "pattern_from": None if pattern is None else pattern_from,
         **({"policies": {name: own.digest() for name, own in policies.items()}} if policies else {}),
         "seed": seed,
         "dtype": str(model.dtype).removeprefix("torch."),

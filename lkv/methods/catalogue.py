@@ -21,13 +21,14 @@ _GREY = "#7F7F7F"
 
 @dataclass(frozen=True)
 class Part:
-    """A budget rule or a selector: what it does, its name in print, what it needs beside k and v, and what builds it
-    where `methods.build` does not know it."""
+    """A budget rule or a selector: what it does, its name in print, what it needs beside k and v, what builds it where
+    `methods.build` does not know it, and which variant it is where there are several of one name."""
 
     line: str
     label: str
     needs: tuple[str, ...] = ()
     builder: Callable[[Any], Any] | None = None
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,24 +46,38 @@ class Entry:
 
 RULES = {
     "uniform": Part("every head keeps the same share", "Uniform"),
-    "pyramid": Part("lower layers keep more (PyramidKV)", "PyramidKV"),
-    "pyramid-kvpress": Part("lower layers keep more, in long texts (PyramidKV of kvpress)", "PyramidKV of kvpress"),
+    "pyramid": Part(
+        "lower layers keep more (PyramidKV)", "PyramidKV",
+        variant="PyramidKV as its paper has it: a pyramid at every length",
+    ),
+    "pyramid-kvpress": Part(
+        "lower layers keep more, in long texts (PyramidKV of kvpress)", "PyramidKV of kvpress",
+        variant="PyramidKV (kvpress) as kvpress has it: all layers alike where the last would keep less than 64 tokens",
+    ),
     "ada": Part("the heads of a layer compete by their scores (AdaKV)", "AdaKV"),
-    "duo": Part("retrieval heads keep all, others sinks and recent tokens (DuoAttention)", "DuoAttention", (PATTERN,)),
+    "duo": Part(
+        "retrieval heads keep all, others sinks and recent tokens (DuoAttention)", "DuoAttention", (PATTERN,),
+        variant="DuoAttention with the exact budget: as many retrieval heads as R leaves room for beside the windows",
+    ),
     "duo-heads": Part(
         "the share R of heads keeps all, others sinks and recent tokens (DuoAttention of kvpress)",
         "DuoAttention of kvpress",
         (PATTERN,),
+        variant="DuoAttention (kvpress) as kvpress has it: the share R of heads keeps all, and so more than R is kept",
     ),
     "lkv-h": Part("learned budgets (LKV-H)", "LKV-H", (POLICY,)),
     "contest": Part("all heads of all layers compete by their scores", "Global contest"),
-}
+}  # fmt: skip
 SELECTORS = {
     "lkv-t": Part("learned scores of k and v (LKV-T)", "LKV-T", (POLICY,)),
     "snapkv": Part("attention from the last 64 tokens, smoothed", "SnapKV", (QUERIES,)),
-    "expected": Part("attention expected of queries to come", "Expected Attention", (QUERIES,)),
+    "expected": Part(
+        "attention expected of queries to come", "Expected Attention", (QUERIES,),
+        variant="Expected Attention with epsilon 0, kvpress's default",
+    ),
     "expected-e2": Part(
-        "attention expected of queries to come, plus 0.01", "Expected Attention, epsilon 0.01", (QUERIES,)
+        "attention expected of queries to come, plus 0.01", "Expected Attention, epsilon 0.01", (QUERIES,),
+        variant="Expected Attention with epsilon 0.01, as kvpress evaluates it",
     ),
     "h2o": Part("attention received from all tokens", "H2O", (QUERIES,)),
     "observed": Part("attention received, divided by how many tokens saw it", "Observed Attention", (QUERIES,)),
@@ -81,7 +96,7 @@ SELECTORS = {
     ),
     "random": Part("chance", "Random"),
     "kvzip": Part("attention received while the text is repeated (KVzip)", "KVzip", (SECOND_PASS,)),
-}
+}  # fmt: skip
 
 _ARXIV = "https://arxiv.org/abs/"
 # Okabe and Ito's palette, told apart by the colour-blind; vermilion is LKV's. What has no colour of its own is grey.
@@ -237,7 +252,15 @@ def describe(name: str) -> str:
     entry = find(name)
     tail = f" [{entry.paper}]" if entry.paper else ""
     required = ", ".join(needs(name)) or "nothing more"
-    return f"{RULES[entry.rule].line}; {SELECTORS[entry.selector].line}{tail}; needs {required}"
+    parts = [RULES[entry.rule].line, SELECTORS[entry.selector].line + tail, f"needs {required}"]
+    return "; ".join([*parts, *variants(name)])
+
+
+def variants(name: str) -> tuple[str, ...]:
+    """Which variants the method `name` is made of, where others of the same name exist; none for an unknown name."""
+    known = named_like(name)
+    parts = (RULES[known[1].rule], SELECTORS[known[1].selector]) if known else ()
+    return tuple(part.variant for part in parts if part.variant)
 
 
 def label(name: str) -> str:

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lkv.errors import ReportError
+from lkv.methods.catalogue import PATTERN, RULES, named_like, variants
 from lkv.report.ablation import build_ablation
 from lkv.report.names import AVERAGE, CATEGORIES, FULL, SUITES, label
 from lkv.report.reading import Results
@@ -39,6 +41,7 @@ def build(name: str, results: Results, request: Request) -> Table:
         f"one without any width says that all samples of a task scored alike, and less than {LEAST} have none.",
         *([f"Differences are to {label(scores.against)}, on the same samples."] if scores.against else []),
         *_coverage(scores),
+        *_whose(scores, header),
     ]
     title = f"{SUITES.get(scores.suite, scores.suite)}, {table.title}"
     return replace(
@@ -171,6 +174,16 @@ def _difference(scores: Scores) -> str:
 
 def _tokens(length: int) -> str:
     return f"{length:,} tokens"
+
+
+def _whose(scores: Scores, header: Mapping[str, Any]) -> list[str]:
+    """Which variant of a method stands in the table where there are several, and whose pattern DuoAttention follows."""
+    methods = [method for method, _ in scores.pairs if method != FULL]
+    notes = [f"{told}." for told in dict.fromkeys(told for method in methods for told in variants(method))]
+    if any((known := named_like(method)) and PATTERN in RULES[known[1].rule].needs for method in methods):
+        source = header.get("pattern_from") or "from where the results do not tell"
+        notes.append(f"DuoAttention's retrieval heads are {source}.")
+    return notes
 
 
 def _sizes(scores: Scores) -> str:

@@ -55,5 +55,8 @@ def with_published(table: Table, model: str, suite: str, own: str = "") -> Table
     merged = [row for group in groups for row in [*table.rows, *rows] if row.group == group]
     present = {column.name for column in table.columns}
     shown = [row for row in merged if not row.published or present & set(row.cells)]
-    note = f"Rows marked {MARK}: {models()[model]}, as the LKV paper prints them, on all of LongBench."
+    note = (
+        f"Rows marked {MARK}: {models()[model]}, as the LKV paper prints them, on all of LongBench; its rivals are as "
+        "kvpress has them."
+    )
     return replace(table, rows=tuple(shown), notes=(*table.notes, note))

@@ -100,7 +100,10 @@ def read_results(paths: Sequence[Path]) -> Results:
         notes.append(f"{truncated} of {len(samples)} contexts were truncated; {lost} of them lost their answer.")
     policies = {name: digest for header in headers.values() for name, digest in (header.get("policies") or {}).items()}
     notes += [f"Policy {name}: {str(digest)[:12]}." for name, digest in policies.items()]
-    return Results(headers[paths[0]], tuple(samples.values()), tuple(notes))
+    # A file of methods that read no pattern may come first.
+    sources = [header["pattern_from"] for header in headers.values() if header.get("pattern_from")]
+    header = headers[paths[0]] | {"pattern_from": sources[0] if sources else None}
+    return Results(header, tuple(samples.values()), tuple(notes))
 
 
 def _header(path: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

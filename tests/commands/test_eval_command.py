@@ -43,9 +43,11 @@ def test_longbench_from_local_files_to_a_report(model_folder, tmp_path, capsys):
     header, *lines = lines_of(out)
     assert header["suite"] == "longbench" and header["protocol"] == "kvpress" and header["model"] == "model"
     assert header["dtype"] == "float32" and header["policy"] is None and header["pattern"]
+    assert header["pattern_from"] == "estimated on long.txt, by the attention that a window would miss"
     assert [line["key"] for line in lines] == ["hotpotqa-0", "hotpotqa-1"]
     printed = capsys.readouterr().out
     assert "Avg. over retention" in printed and "R = 0.25" in printed
+    assert "DuoAttention's retrieval heads are estimated on long.txt" in printed
     (row,) = [line for line in printed.splitlines() if line.startswith("Knorm")]
     means = [
         sum(r["score"] for line in lines for r in line["rows"] if (r["method"], r["retention"]) == ("knorm", at)) / 2

@@ -395,3 +395,36 @@ def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
     assert lkv["Avg."].value == pytest.approx(mean_of_means(values(lines, "lkv"))) and lkv["Avg."].n == len(lines)
     assert any(note.startswith("duo at R = 0.15 is not there for niah_single_1 at 2,048") for note in table.notes)
     assert not any("left out" in note for note in table.notes)
+
+
+def test_tables_say_whose_variant_of_a_method_they_hold(tmp_path):
+    told = {
+        "pyramidkv": "PyramidKV as its paper has it",
+        "pyramidkv-kvpress": "PyramidKV (kvpress) as kvpress has it",
+        "duo": "DuoAttention with the exact budget",
+        "duo-kvpress": "DuoAttention (kvpress) as kvpress has it",
+        "adakv-expected": "Expected Attention with epsilon 0,",
+        "lkv-h+expected-e2": "Expected Attention with epsilon 0.01",
+    }
+    for number, (method, start) in enumerate(told.items()):
+        for table in ("main", "tasks", "sweep"):
+            lines = many(methods=(method, "lkv"), count=2)
+            results = results_of(tmp_path / f"{number}.jsonl", lines, pattern_from="estimated on a.txt")
+            notes = build(table, results, Request()).notes
+            assert [other for other in told.values() if any(note.startswith(other) for note in notes)] == [start]
+            pattern = "DuoAttention's retrieval heads are estimated on a.txt."
+            assert (pattern in notes) == method.startswith("duo")
+    plain = build("main", results_of(tmp_path / "plain.jsonl", many(methods=("snapkv", "lkv"), count=2)), Request())
+    assert not any("as kvpress" in note or "DuoAttention" in note for note in plain.notes)
+
+
+def test_a_pattern_is_named_whichever_file_tells_of_it(tmp_path):
+    one = write(tmp_path / "one.jsonl", scores_of("trec", [1, 2], "lkv"), pattern=None)
+    two = write(tmp_path / "two.jsonl", scores_of("trec", [1, 2], "duo"), pattern="d", pattern_from="read from x.tsv")
+    old = write(tmp_path / "old.jsonl", scores_of("trec", [1, 2], "duo-kvpress"), pattern="d")
+    assert (
+        "DuoAttention's retrieval heads are read from x.tsv."
+        in build("main", read_results([one, two]), Request()).notes
+    )
+    (note,) = [n for n in build("main", read_results([old]), Request()).notes if "retrieval heads are" in n]
+    assert note == "DuoAttention's retrieval heads are from where the results do not tell."
