@@ -7,13 +7,19 @@ import sys
 import pytest
 import torch
 
-from benchmarks import heldout, length, readme
+from benchmarks import data_build, heldout, length, overlap, readme
 from benchmarks.common import RESULTS, Subject, per_length
+from lkv.commands.main import main
 from lkv.errors import LkvError
 from lkv.host.attention import attach
 from lkv.models import load_model
 from lkv.policy import Policy
+from lkv.shipped import checked_line, shipped
+from lkv.training.data.overlap import Overlap
+from lkv.training.data.sets import set_of
+from lkv.training.data.sources import Passage
 from tests.conftest import save_model
+from tests.training.test_data_build import Tokens, folder, prose  # noqa: F401
 
 
 def test_lengths_have_one_number_or_one_each():
@@ -41,12 +47,12 @@ class Held:
 
 
 def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypatch, capsys):
-    folder = save_model(tmp_path / "converted-1a2b", num_hidden_layers=2)
-    spec = attach(load_model(str(folder))[0]).spec
+    saved = save_model(tmp_path / "converted-1a2b", num_hidden_layers=2)
+    spec = attach(load_model(str(saved))[0]).spec
     torch.manual_seed(0)
     Policy(spec, {"hub": ["owner/Tiny-Model"]}).save_pretrained(tmp_path / "policy")
     monkeypatch.setattr(length, "HeldOut", Held)
-    arguments = ["--data", "nowhere", "--model", str(folder), "--policy", str(tmp_path / "policy")]
+    arguments = ["--data", "nowhere", "--model", str(saved), "--policy", str(tmp_path / "policy")]
     arguments += [
         "--tokens",
         "40",
@@ -91,3 +97,53 @@ def test_long_contexts_are_made_of_several_texts(monkeypatch):
     long = held._after_others(own, "code", rng, 3000)
     assert long.endswith(own) and 2800 <= len(long.split()) <= 3000
     assert held._after_others(own, "code", rng, 910) == own
+
+
+def test_stand_ins_are_built_of_and_measured(tmp_path, folder, monkeypatch):  # noqa: F811
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    places = {name: next(str(path) for path in files if set_of(path) == name) for name in data_build.STAND_INS}
+    monkeypatch.setattr(data_build, "load_tokenizer", lambda name: Tokens())
+    monkeypatch.setattr(data_build, "STAND_INS", places)
+    monkeypatch.setattr(data_build, "BOUNDS", (200, 900))
+    out = tmp_path / "data_build.json"
+    arguments = ["--data", str(folder), "--samples", "40", "--busy", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["data_build", *arguments])
+    data_build.main()
+    monkeypatch.setattr(sys, "argv", ["data_build", *arguments[:2], "--samples", "20", *arguments[4:]])
+    data_build.main()
+    document = json.loads(out.read_text())
+    assert [row["asked"] for row in document["rows"]] == sorted(row["asked"] for row in document["rows"])
+    found = {row["measure"]: row["value"] for row in document["rows"] if row["asked"] == 40}
+    assert (found["samples"], found["out of bounds"], found["files that differ"]) == (40, 0, 0)
+    assert found["counted otherwise"] == 0
+    assert found["largest distance from a ratio"] == 0 and found["samples of hotpotqa"] == 12
+    assert found["samples a second"] == pytest.approx(40 / found["processor seconds"], rel=1e-2)
+    assert document["command"].startswith("python -m benchmarks.data_build --data TRAIN_FOLDER --samples 20 40")
+    assert "busy" in next(row["unit"] for row in document["rows"] if row["measure"] == "seconds")
+
+
+def test_overlap_is_told_by_file(tmp_path):
+    texts = [prose(random.Random(number), 40) for number in range(4)]
+    for name, own in (("one.txt", texts[:1]), ("two.txt", texts[:2])):
+        (tmp_path / name).write_text("\n".join(own))
+    paths = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    each = {path.name: Overlap([path]) for path in paths}
+    row = overlap.compared("squad", [Passage("", own) for own in texts], Overlap(paths), each)
+    assert (row["n"], row["shared"], row["value"]) == (4, 2, 2) and row["files"] == {"one.txt": 1, "two.txt": 2}
+
+
+def test_cards_say_what_was_measured(capsys):
+    document = json.loads((RESULTS / "overlap.json").read_text())
+    assert len(shipped()) == 2
+    for entry in shipped():
+        told = entry.card["decontamination"]
+        assert told["files"] == document["evaluated"] and not told["removed"]
+        assert told["sets"] == {
+            row["set"]: {"compared": row["n"], "shared": row["shared"], "overlapping": row["value"]}
+            for row in document["rows"]
+        }
+        # The description beside the weights is the one that they carry.
+        assert Policy.from_pretrained(entry.folder).card == entry.card
+        assert checked_line(entry.card).endswith("and were trained on")
+    assert main(["policies"]) == 0
+    assert capsys.readouterr().out.count("  overlap   ") == 2

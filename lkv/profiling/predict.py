@@ -33,14 +33,16 @@ def predict(
 ) -> Prediction:
     """The bytes that `batch` prompts of `tokens` tokens need, with `element` bytes a number.
 
-    `chunk`: tokens that are read at a time (None: all at once). What kernels take for themselves, the allocator's
-    rounding and a method's scores are not in it: a few percent on long prompts.
+    `chunk`: tokens that are read at a time (None: all at once). Tensors are counted: what kernels take for themselves
+    and a method's scores are not in it, a few percent on long prompts, and neither are the gaps that PyTorch's caching
+    allocator leaves on a GPU (`benchmarks/prompt_memory.py` plays them through).
     """
     together = batch * min(tokens, chunk or tokens)
-    # The residual stream and what its norm gives, with the MLP's gate, its other half and their product.
-    mlp = 2 * shape.hidden + 3 * shape.intermediate
-    # The residual stream, queries before and after rotation, keys and values with their copies, and the result.
-    attention = 2 * shape.hidden + 3 * shape.heads * shape.head_dim + 4 * shape.kv_heads * shape.head_dim
+    # The model's code holds the embeddings and each layer's input to the end. Beside them: the residual stream and what
+    # its norm gives, with the MLP's gate, its other half and their product;
+    mlp = 4 * shape.hidden + 3 * shape.intermediate
+    # or what the norm gives, queries before and after rotation, keys and values with their copies, and the result.
+    attention = 3 * shape.hidden + 3 * shape.heads * shape.head_dim + 4 * shape.kv_heads * shape.head_dim
     full = shape.kv_bytes(batch * tokens, element)
     return Prediction(
         tokens=tokens,

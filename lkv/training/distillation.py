@@ -55,14 +55,17 @@ class SampleDistillation:
             contexts[row, : len(sample.context)] = torch.tensor(sample.context, device="cpu")
         self._contexts = contexts.to(self._device)
         self.prompt = read_prompt(model, self._contexts)
-        self._lay_out([(own, *asked) for own, sample in enumerate(samples) for asked in sample.continuations])
+        self.row_weights = self._lay_out(
+            [(i, *own) for i, sample in enumerate(samples) for own in sample.continuations]
+        )
         if whole:  # the hidden states of all tokens count, the prompt's too
             real = (self.row_weights > 0).float()
             real = torch.cat([real.new_ones(len(real), self.lengths[0]), real], 1)
             self.row_weights = real / real.sum(1, keepdim=True) / len(real)
 
-    def _lay_out(self, asked: Sequence[tuple[int, list[int], int]]) -> None:
-        """Make rows of the continuations `asked`: (the sample's number, ids, how many precede the target)."""
+    def _lay_out(self, asked: Sequence[tuple[int, list[int], int]]) -> Tensor:
+        """Make rows of the continuations `asked`: (the sample's number, ids, how many precede the target); how much the
+        hidden state of each token counts."""
         shape = (len(asked), max(len(tokens) for _, tokens, _ in asked))
         ids = torch.zeros(shape, dtype=torch.long, device="cpu")
         scored, row_weights = torch.zeros(shape, device="cpu"), torch.zeros(shape, device="cpu")
@@ -79,8 +82,8 @@ class SampleDistillation:
         self._continuation = self._rows.nonzero()[:, 0]  # which one each target row belongs to
         # Every continuation of a sample weighs the same, whatever its length.
         self.weights = scored.to(self._device)[self._rows]
-        self.row_weights = row_weights.to(self._device)
         self._owners = torch.tensor([own for own, _, _ in asked], device=self._device)
+        return row_weights.to(self._device)
 
     def run(self, log_mask: Tensor | None) -> Outputs:
         """Forward of all continuations over the prompt under `log_mask` [L, n, H, T] (None: the full cache)."""

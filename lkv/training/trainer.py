@@ -137,11 +137,11 @@ class Trainer:
         sums = {"kl": 0.0, "hidden": 0.0}
         broken = ""
         own = [(number, self._samples(number)) for number in numbers]
-        for group in grouped(own, self._config.contexts_per_forward, self._sharded):
-            kl, hidden = losses(self._model, self._policy, group, self._config, now)
+        for together in grouped(own, self._config.contexts_per_forward, self._sharded):
+            kl, hidden = losses(self._model, self._policy, together, self._config, now)
             loss = (kl + self._config.beta * hidden) / self._config.batch
             if not broken and not loss.isfinite():
-                broken = f"{loss.item()} at step {self._step} ({group.named})"
+                broken = f"{loss.item()} at step {self._step} ({together.named})"
             # Even then: the other processes of a sharded model wait for this one.
             loss.backward()
             sums["kl"] += kl.item() / self._config.batch

@@ -202,7 +202,7 @@ assert local * 2 == whole > 0, (local, whole)
 from lkv.host.attention import attach
 torch.manual_seed(1)
 policy = Policy(attach(model).spec)
-config, folder = replace(CONFIG, batch=6), Path({folder!r})
+config, folder = replace(CONFIG, batch=6, steps=2), Path({folder!r})
 Trainer(model, policy, config, uneven, [sample(1000)], folder, accelerator, sharded=True).run()
 if rank == 0:
     torch.save(policy.state_dict(), folder / "shared.pt")
@@ -216,7 +216,7 @@ def test_weights_shared_out_over_two_processes_train_the_same(tmp_path):
     model, _ = load_model(str(folder), torch.float32)
     torch.manual_seed(1)
     policy = Policy(attach(model).spec)
-    Trainer(model, policy, replace(CONFIG, batch=6), uneven, [sample(1000)], tmp_path / "one").run()
+    Trainer(model, policy, replace(CONFIG, batch=6, steps=2), uneven, [sample(1000)], tmp_path / "one").run()
     (tmp_path / "two").mkdir()
     root, script = str(Path(__file__).parents[2]), tmp_path / "two.py"
     script.write_text(SHARED.format(root=root, folder=str(tmp_path / "two"), model=str(folder)))

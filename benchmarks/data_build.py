@@ -1,0 +1,148 @@
+"""Building the paper's training data from local files: seconds, ratios, bounds, and whether two builds are the same.
+
+python -m benchmarks.data_build --data TRAIN_FOLDER    (writes data_build.json)
+
+The folder holds other sets than the paper's: a map of names says which file stands in for which. Items serve again in
+other company where a set has fewer than are wanted.
+"""
+
+import argparse
+import json
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, command_of
+from lkv.models import DEFAULT, load_tokenizer
+from lkv.results import write_results
+from lkv.training.data.build import MANIFEST
+from lkv.training.data.loom import RATIOS
+from lkv.training.data.recipes import Settings, build
+from lkv.training.data.sample import Continuation, Sample, tokenize
+
+STAND_INS = {
+    "hotpotqa": "hotpotqa_train_200.jsonl.gz",
+    "multi_news": "multi_news_train_sample.jsonl.gz",
+    "the_stack": "code_java_cpp_csharp.jsonl.gz",
+    "squad": "squad_train_subset.jsonl.gz",
+    "trec": "trec_train_5500.label.gz",
+    "mmlu": "mmlu_dev_test.jsonl.gz",
+    "narrativeqa": "fairytaleqa_train.jsonl.gz",
+}
+BOUNDS = (2000, 16_000)  # tokens
+_HELD_OUT, _RECOUNTED = 64, 500
+
+
+def measured(folder: Path, options: argparse.Namespace, samples: int) -> list[dict[str, Any]]:
+    """Rows of one number of samples: built once, and again where that is few."""
+    outs = [folder / f"{samples}-{turn}" for turn in range(2 if samples <= options.twice_up_to else 1)]
+    seconds = [built(out, options, samples) for out in outs]
+    tokenizer, first = load_tokenizer(DEFAULT), outs[0]
+    counts, contexts = Counter(row["source"] for row in _lines(first)), {hash(row["context"]) for row in _lines(first)}
+    total, every = counts.total(), max(1, counts.total() // _RECOUNTED)
+    again = [_counted(row, tokenizer) - row["tokens"] for n, row in enumerate(_lines(first)) if n % every == 0]
+    processor, wall = min(own["processor"] for own in seconds), min(own["wall"] for own in seconds)
+    bound = " at most: the machine was busy" if options.busy else ""
+    made: dict[str, tuple[float, str]] = {
+        "samples": (total, f"built of {samples:,} asked for"),
+        "processor seconds": (processor, "of one process, one thread"),
+        "seconds": (wall, f"of the clock{bound}"),
+        "samples a second": (total / processor, "of the processor, one thread"),
+        "largest distance from a ratio": (
+            max(abs(100 * counts[name] / total - ratio) for name, ratio in RATIOS.items()),
+            "points of a hundred",
+        ),
+        "out of bounds": (sum(not BOUNDS[0] <= row["tokens"] <= BOUNDS[1] for row in _lines(first)), "samples"),
+        "counted otherwise": (sum(map(bool, again)), f"of {len(again):,} samples, read back and tokenized again"),
+        "different contexts": (len(contexts), f"of {total:,}"),
+    }
+    if len(outs) == 2:
+        made["files that differ"] = (_differing(*outs), f"of {len(list(first.iterdir()))}, two builds of one seed")
+    rows = [{"asked": samples, "measure": name, "value": value, "unit": unit} for name, (value, unit) in made.items()]
+    return rows + [_lengths(first, samples, name) for name in RATIOS]
+
+
+def built(out: Path, options: argparse.Namespace, samples: int) -> dict[str, float]:
+    """Build into `out`, going on where an earlier run was stopped; the seconds of all runs together."""
+    told, names = out.with_suffix(".seconds"), out.with_suffix(".map.json")
+    spent = json.loads(told.read_text()) if told.is_file() else {"wall": 0.0, "processor": 0.0}
+    names.write_text(json.dumps(STAND_INS))
+    settings = Settings("loom", out, options.data, names, samples, _HELD_OUT, options.seed, *BOUNDS)
+    if (out / MANIFEST).is_file():
+        return spent
+    clocks = time.perf_counter(), time.process_time()
+    try:
+        build(settings, load_tokenizer(DEFAULT), DEFAULT)
+    finally:
+        spent["wall"] += time.perf_counter() - clocks[0]
+        spent["processor"] += time.process_time() - clocks[1]
+        told.write_text(json.dumps(spent))
+    return spent
+
+
+def _lengths(folder: Path, samples: int, name: str) -> dict[str, Any]:
+    own = sorted(row["tokens"] for row in _lines(folder) if row["source"] == name)
+    shown = {"least": own[0], "median": own[len(own) // 2], "most": own[-1]}
+    return {"asked": samples, "measure": f"samples of {name}", "value": len(own), "unit": "samples", "tokens": shown}
+
+
+def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob("train-*.jsonl")):
+        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+
+
+def _counted(row: dict[str, Any], tokenizer: Any) -> int:
+    """Tokens of a sample as a model reads them, counted anew from the file."""
+    asked = tuple(Continuation(own["question"], own["target"]) for own in row["continuations"])
+    ids = tokenize(Sample(row["source"], row["context"], asked), tokenizer, 2**40, 2**40)
+    return len(ids.context) + max(len(own) for own, _ in ids.continuations)
+
+
+def _differing(first: Path, second: Path) -> int:
+    """How many files are not byte for byte the same, or are in one folder alone."""
+    names = {path.name for folder in (first, second) for path in folder.iterdir()}
+    content = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (first, second)]
+    return sum(content[0].get(name) != content[1].get(name) for name in names)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder with the files of STAND_INS")
+    parser.add_argument("--samples", type=int, nargs="+", default=[2000, 23_000])
+    parser.add_argument("--twice-up-to", type=int, default=2000, help="samples up to which a second build is compared")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--busy", action="store_true", help="other programs run: seconds of the clock are a bound")
+    parser.add_argument("--work", type=Path, default=None, help="folder for the builds (default: a temporary one)")
+    parser.add_argument("--minutes", type=int, default=0, help="stop after so many; run again, it goes on in --work")
+    parser.add_argument("--out", type=Path, default=RESULTS / "data_build.json")
+    options = parser.parse_args()
+    rows = []
+    if options.out.is_file():  # of other numbers of samples
+        rows = [row for row in json.loads(options.out.read_text())["rows"] if row["asked"] not in options.samples]
+    signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(60 * options.minutes)
+    with nullcontext(options.work) if options.work else tempfile.TemporaryDirectory() as folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for samples in options.samples:
+            rows = sorted([*rows, *measured(Path(folder), options, samples)], key=lambda row: row["asked"])
+            print("\n".join(f"{row['asked']:7,} {row['measure']:30} {row['value']:.5g}" for row in rows), flush=True)
+            write_results(options.out, "data_build", rows, options.seed, _command(options, rows))
+
+
+def _stop(*_: Any) -> None:
+    raise KeyboardInterrupt("stopped; run the same command to go on")
+
+
+def _command(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
+    counts = sorted({row["asked"] for row in rows})
+    shown = {**vars(options), "busy": None, "work": None, "minutes": None, "samples": counts}
+    return command_of("benchmarks.data_build", argparse.Namespace(**shown)).replace("EVAL_FOLDER", "TRAIN_FOLDER")
+
+
+if __name__ == "__main__":
+    main()

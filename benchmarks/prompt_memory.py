@@ -1,0 +1,257 @@
+"""How long a prompt fits into a GPU's memory: tensor by tensor, and under PyTorch's caching allocator.
+
+python -m benchmarks.prompt_memory    (writes prompt_memory.json)
+
+No GPU and no weights: transformers' own forward pass runs on PyTorch's meta device, where tensors have sizes alone,
+with an attention that allocates what FlashAttention does. Its allocations and releases, in their order, are then played
+to a model of the allocator, which keeps released memory in segments, cuts them to fit and gives them back only when the
+device is full: the rules of PyTorch's CUDACachingAllocator with its default settings. Needs transformers 5.23:
+older ones cannot run on the meta device.
+"""
+
+import argparse
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from benchmarks.common import RESULTS, command_of
+from lkv.profiling.predict import longest
+from lkv.profiling.shapes import read_config
+from lkv.results import write_results
+from lkv.shapes import Shape
+
+_ATTENTION = "lkv_sizes_alone"
+_SMALL, _STEP, _ROUND = 2**20, 2 * 2**20, 512  # up to _SMALL bytes: blocks of other segments, too few to matter
+_MIDDLE, _SEGMENT = 10 * 2**20, 20 * 2**20  # below _MIDDLE a segment has _SEGMENT bytes
+
+
+class Event(NamedTuple):
+    """A storage that is made (`nbytes` above 0) or released (0)."""
+
+    storage: int
+    nbytes: int
+
+
+class FullError(Exception):
+    """The device has no room."""
+
+
+class _Block:
+    def __init__(self, nbytes: int):
+        self.nbytes, self.free = nbytes, False
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+
+
+class CachingAllocator:
+    """Segments of a device of `memory` bytes: `held` by tensors, and `reserved` from the device."""
+
+    def __init__(self, memory: float):
+        self._memory = memory
+        self.held = self.reserved = 0
+        self._free: list[_Block] = []
+
+    def take(self, nbytes: int) -> _Block:
+        """A block for a tensor of `nbytes` bytes. Raises FullError."""
+        nbytes = -(-nbytes // _ROUND) * _ROUND
+        fitting = [block for block in self._free if block.nbytes >= nbytes]
+        block = min(fitting, key=lambda own: own.nbytes) if fitting else self._segment(nbytes)
+        if block in self._free:
+            self._free.remove(block)
+        block.free = False
+        if block.nbytes - nbytes > _SMALL:
+            rest = _Block(block.nbytes - nbytes)
+            rest.before, rest.after, block.nbytes = block, block.after, nbytes
+            if rest.after:
+                rest.after.before = rest
+            block.after = rest
+            self._release(rest)
+        self.held += block.nbytes
+        return block
+
+    def give(self, block: _Block) -> None:
+        """Take the block of a tensor back."""
+        self.held -= block.nbytes
+        self._release(block)
+
+    def _release(self, block: _Block) -> None:
+        """Mark a block as free, one with free neighbours in its segment."""
+        for other in (block.before, block.after):
+            if other is None or not other.free:
+                continue
+            self._free.remove(other)
+            block.nbytes += other.nbytes
+            if other is block.before:
+                block.before = other.before
+                if block.before:
+                    block.before.after = block
+            else:
+                block.after = other.after
+                if block.after:
+                    block.after.before = block
+        block.free = True
+        self._free.append(block)
+
+    def _segment(self, nbytes: int) -> _Block:
+        size = _SEGMENT if nbytes < _MIDDLE else -(-nbytes // _STEP) * _STEP
+        if self.reserved + size > self._memory:
+            # Only whole segments can be given back.
+            whole = [block for block in self._free if block.before is None and block.after is None]
+            self._free = [block for block in self._free if block not in whole]
+            self.reserved -= sum(block.nbytes for block in whole)
+        if self.reserved + size > self._memory:
+            raise FullError
+        self.reserved += size
+        return _Block(size)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self._known: dict[int, int] = {}
+        self._count = 0
+
+    def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+        for x in _tensors(result):
+            storage = x.untyped_storage()
+            if storage._cdata not in given and storage._cdata not in self._known:
+                self._made(storage)
+        return result
+
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        self._count += 1
+        self._known[storage._cdata] = self._count
+        weakref.finalize(storage, self._gone, storage._cdata).atexit = False
+        self.events.append(Event(self._count, storage.nbytes()))
+
+    def _gone(self, address: int) -> None:
+        self.events.append(Event(self._known.pop(address), 0))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    yield from (x for x in tree_leaves(values) if isinstance(x, torch.Tensor) and x.device.type == "meta")
+
+
+def _attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[torch.Tensor, None]:
+    """What FlashAttention allocates: the output, and a float32 number a row and head."""
+    batch, heads, tokens, dim = query.shape
+    query.new_empty((batch, heads, tokens), dtype=torch.float32)
+    return query.new_empty((batch, tokens, heads, dim)), None
+
+
+class _Evicting(DynamicLayer):
+    """Keeps a share of k and v, and lets the whole go once the layer has attended to it."""
+
+    def __init__(self, share: float):
+        super().__init__()
+        self._share = share
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        kept = int(self._share * key_states.shape[2])
+        self.held = [x.new_empty((*x.shape[:2], kept, x.shape[3])) for x in (key_states, value_states)]
+        return key_states, value_states
+
+
+class Trace:
+    """What reading a prompt with the model of `config` allocates and releases, in bfloat16."""
+
+    def __init__(self, config: Any, retention: float | None = None, all_logits: bool = False):
+        """`retention`: the share kept layer by layer (None: transformers' own cache, whole); `all_logits`: those of
+        every token rather than of the last."""
+        AttentionInterface.register(_ATTENTION, _attend)
+        config._attn_implementation = _ATTENTION
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        self._retention, self._all = retention, all_logits
+
+    @torch.no_grad()
+    def events(self, tokens: int) -> list[Event]:
+        """The weights, then the forward pass over `tokens` tokens."""
+        weights = [p.untyped_storage() for p in {id(p): p for p in self._model.parameters()}.values()]
+        cache = DynamicCache(config=self._model.config)
+        if self._retention is not None:
+            cache.layers = [_Evicting(self._retention) for _ in cache.layers]
+        ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
+        with _Recorder() as recorder:
+            self._model(
+                ids, past_key_values=cache, use_cache=True, logits_to_keep=0 if self._all else 1,
+                position_ids=torch.arange(tokens, device="meta")[None],
+            )  # fmt: skip
+        return [Event(-1 - i, storage.nbytes()) for i, storage in enumerate(weights)] + list(recorder.events)
+
+
+def peak(events: list[Event]) -> int:
+    """The most bytes that tensors hold at any time."""
+    sizes: dict[int, int] = {}
+    held = most = 0
+    for storage, nbytes in events:
+        held += nbytes - sizes.pop(storage, 0)
+        if nbytes:
+            sizes[storage] = nbytes
+        most = max(most, held)
+    return most
+
+
+def fits(events: list[Event], memory: float) -> bool:
+    """Whether the allocator has room for all of it in `memory` bytes."""
+    allocator, blocks = CachingAllocator(memory), dict[int, _Block]()
+    try:
+        for storage, nbytes in events:
+            if nbytes > _SMALL:
+                blocks[storage] = allocator.take(nbytes)
+            elif not nbytes and storage in blocks:
+                allocator.give(blocks.pop(storage))
+    except FullError:
+        return False
+    return True
+
+
+def most(trace: Trace, memory: float, allocated: bool, step: int = 1024) -> int:
+    """The most tokens, a multiple of `step`, of a prompt that fits: under the allocator, or counting tensors alone."""
+
+    def too_long(number: int) -> bool:
+        events = trace.events(number * step)
+        return not fits(events, memory) if allocated else peak(events) > memory
+
+    return (bisect_left(range(1024), True, lo=1, key=too_long) - 1) * step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default="llama-3.1-8b")
+    parser.add_argument("--memory", type=float, nargs="+", default=[80.0, 79.0], help="GiB")
+    parser.add_argument("--retention", type=float, default=0.15)
+    parser.add_argument("--out", type=Path, default=RESULTS / "prompt_memory.json")
+    options = parser.parse_args()
+    rows = []
+    for memory in options.memory:
+        for method, kept in (("full", None), ("lkv", options.retention)):
+            for logits in ("last", "all"):
+                trace = Trace(read_config(options.config), kept, logits == "all")
+                shape = Shape.of(read_config(options.config))
+                found = {
+                    "counted by allocator": most(trace, memory * 2**30, True),
+                    "counted by tensors": most(trace, memory * 2**30, False),
+                }
+                if logits == "last":
+                    found["predicted by lkv profile --dry-run"] = longest(shape, memory * 2**30, kept is not None)
+                for how, value in found.items():
+                    row = {"method": method, "logits": logits, "gib": memory, "how": how}
+                    rows.append(row | {"value": value, "unit": "tokens of the longest prompt"})
+                    print(f"{memory:g} GiB {method:5} logits of {logits:4} {how:36} {value:>9,}", flush=True)
+    write_results(options.out, "prompt_memory", rows, 0, command_of("benchmarks.prompt_memory", options))
+
+
+if __name__ == "__main__":
+    main()
