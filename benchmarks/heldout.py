@@ -47,16 +47,16 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
         return "\n\n".join(p.text for p in packed), some_questions(rng, packed, CONTINUATIONS)
 
     def multihop_qa(rng: random.Random, tokens: int) -> Asked:
-        one, other = rng.sample(puzzles, 2)
-        needed = [p.passages[i] for p in (one, other) for i in sorted(p.needed)]
-        rest = [p.passages[i] for p in (one, other) for i in range(len(p.passages)) if i not in p.needed]
+        first, second = rng.sample(puzzles, 2)
+        needed = [p.passages[i] for p in (first, second) for i in sorted(p.needed)]
+        rest = [p.passages[i] for p in (first, second) for i in range(len(p.passages)) if i not in p.needed]
         for more in rng.sample(puzzles, tokens // 1500):
             rest += more.passages
         room = tokens * CHARS_PER_TOKEN - sum(len(p.text) for p in needed)
         chosen = [*needed, *pack(rng, rest, room, lambda p: len(p.text))]
         rng.shuffle(chosen)
         text = "\n\n".join(f"{p.title}\n{p.text}" for p in chosen)
-        return text, [Continuation(p.question, p.answer) for p in (one, other)]
+        return text, [Continuation(p.question, p.answer) for p in (first, second)]
 
     def stories(rng: random.Random, tokens: int) -> Asked:
         tale = rng.choice(tales)
@@ -119,14 +119,14 @@ class HeldOut:
 
     def _after_others(self, context: str, task: str, rng: random.Random, tokens: int) -> str:
         """`context` behind other texts of its task, as many as make `tokens` tokens by the tokenizer."""
-        others: list[str] = []
+        before: list[str] = []
         room = tokens - len(encode(self._tokenizer, context))
-        while room > tokens // 20 and len(others) < 100:
-            other, _ = self._build[task](rng, tokens)
-            ids = encode(self._tokenizer, other)
-            others.append(other if len(ids) <= room else other[: len(other) * room // len(ids)])
+        while room > tokens // 20 and len(before) < 100:
+            text, _ = self._build[task](rng, tokens)
+            ids = encode(self._tokenizer, text)
+            before.append(text if len(ids) <= room else text[: len(text) * room // len(ids)])
             room -= len(ids)
-        return "\n\n".join([*others, context])
+        return "\n\n".join([*before, context])
 
     def case(self, task: str, number: int, tokens: int | None = None) -> Case:
         """A context of about `tokens` tokens (1,000 to 2,000 unless given) with what is asked of it."""

@@ -98,7 +98,7 @@ def summarise(done: Done, cases: Sequence[tuple[int, int, str]]) -> list[dict]:
             for group in ("all", task):
                 wanted.setdefault((name, retention, tokens, group), []).append((sample, index))
     for (name, retention, tokens, group), sampled in wanted.items():
-        kl, agreement = (_mean(sampled, which) for which in (0, 1))
+        kl, agreement = (_mean(sampled, measure) for measure in (0, 1))
         rows.append(
             {
                 "method": name,
@@ -162,8 +162,10 @@ def _label(method: str) -> str:
     return "LKV, the paper's scorer" if method == "lkv-paper" else label(method)
 
 
-def _mean(sampled: Sequence[tuple[dict, int]], which: int) -> Mean:
-    return bootstrap([[continuation[index][which] for continuation in sample["measured"]] for sample, index in sampled])
+def _mean(sampled: Sequence[tuple[dict, int]], measure: int) -> Mean:
+    return bootstrap(
+        [[continuation[index][measure] for continuation in sample["measured"]] for sample, index in sampled]
+    )
 
 
 if __name__ == "__main__":

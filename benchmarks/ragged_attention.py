@@ -119,7 +119,7 @@ def seconds_of(run: Callable[[], Any], device: str) -> float:
 def interleaved(runs: dict[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, list[float]]:
     """Seconds of each run in turn, so that a noisy moment falls on all of them alike; two rounds warm up."""
     rounds = [{name: seconds_of(run, device) for name, run in runs.items()} for _ in range(repeats + 2)]
-    return {name: [each[name] for each in rounds[2:]] for name in runs}
+    return {name: [seconds[name] for seconds in rounds[2:]] for name in runs}
 
 
 def median(values: list[float]) -> float:

@@ -68,8 +68,8 @@ def section() -> str:
 
 def _short_length() -> list[str]:
     """KL by length of LKV and those closest to it, at R = 0.15."""
-    found = _complete(rows("length", task="all"))
-    by = {(row["method"], row["tokens"]): row for row in found if row["retention"] == 0.15}
+    complete = _complete(rows("length", task="all"))
+    by = {(row["method"], row["tokens"]): row for row in complete if row["retention"] == 0.15}
     if not by:
         return []
     lengths = sorted({tokens for _, tokens in by})
@@ -87,14 +87,14 @@ def _short_length() -> list[str]:
 
 def _short_ruler() -> list[str]:
     """RULER's retrieval tasks at both lengths."""
-    found = rows("ruler_retrieval", task="all")
-    if not found:
+    retrieval = rows("ruler_retrieval", task="all")
+    if not retrieval:
         return []
-    by = {(row["method"], row["tokens"]): row for row in found}
+    by = {(row["method"], row["tokens"]): row for row in retrieval}
     lengths = sorted({tokens for _, tokens in by})
-    whose = "" if _is_new("ruler_retrieval") else ", measured with the paper's scorer"
+    note = "" if _is_new("ruler_retrieval") else ", measured with the paper's scorer"
     return [
-        f"**RULER**, five retrieval tasks, score of 100, {by['full', lengths[0]]['n']} samples a length{whose} "
+        f"**RULER**, five retrieval tasks, score of 100, {by['full', lengths[0]]['n']} samples a length{note} "
         "(`lkv eval ruler`).",
         table(
             ("", *(f"{tokens:,} tokens" for tokens in lengths)),
@@ -123,10 +123,10 @@ def _short_costs() -> list[str]:
     lines += [
         ["prefill with eviction", interval(row), "`python -m benchmarks.prefill`"] for row in rows("prefill", **wanted)
     ]
-    for what, name in (("attention", "decoding, attention alone"), ("token", "decoding, a whole token")):
+    for part, name in (("attention", "decoding, attention alone"), ("token", "decoding, a whole token")):
         lines += [
             [f"{name}, 1 thread", interval(row), "`python -m benchmarks.decode`"]
-            for row in rows("decode", dtype="float32", what=what, threads=1, **wanted)
+            for row in rows("decode", dtype="float32", what=part, threads=1, **wanted)
         ]
     if not lines:
         return []
@@ -144,7 +144,7 @@ def results_page() -> str:
         "with the paper's scorer](paper-scorer.md) has RULER, LongBench, the ablation and more."
     )
     parts = ["# Results", lead, *_length(), *(_needles() if rows("needles", method="lkv-paper") else [])]
-    parts += [part for name in _others() for part in _other(name)]
+    parts += [part for name in _other_models() for part in _other_model(name)]
     parts += _serving()
     return "\n\n".join(part.replace("](benchmarks/", "](../benchmarks/") for part in parts) + "\n"
 
@@ -154,7 +154,7 @@ def _serving() -> list[str]:
     by = {(row["what"], row["method"]): row for row in rows("serving") if "concurrency" not in row}
     if not by:
         return []
-    rate, size, load, same = (by[what, "lkv"] for what in ("throughput", "memory", "loading", "same memory"))
+    rate, size, load, in_memory = (by[measure, "lkv"] for measure in ("throughput", "memory", "loading", "same memory"))
     seen = {
         (row["method"], row["concurrency"], row.get("statistic", "rate")): row["value"]
         for row in rows("serving")
@@ -168,10 +168,10 @@ def _serving() -> list[str]:
         f"{interval(rate, digits=2)} times the tokens a second of one after another "
         f"({rate['equal']} of {rate['answers']} answers equal). The contexts "
         f"hold {size['value']:.3f} of the full caches' bytes, loading one is {load['value']:.0f} times as fast as "
-        f"compressing it, and where memory holds little more than one full cache there are {interval(same, digits=2)} "
+        f"compressing it, and where memory holds little more than one full cache there are {interval(in_memory, digits=2)} "
         "times the requests a second of full caches.",
         table(
-            ("at once", *(f"{_name(m)}, {what}" for m in methods for what in ("tokens/s", "p50, s", "p95, s"))),
+            ("at once", *(f"{_name(m)}, {column}" for m in methods for column in ("tokens/s", "p50, s", "p95, s"))),
             (
                 [str(n), *(f"{seen[m, n, key]:.1f}" for m in methods for key in ("rate", "p50", "p95"))]
                 for n in concurrency
@@ -180,12 +180,12 @@ def _serving() -> list[str]:
     ]
 
 
-def _others() -> list[str]:
+def _other_models() -> list[str]:
     """The models beside the embedded one that result files are of, as these are named after them."""
     return sorted(path.stem.removeprefix("length-") for path in RESULTS.glob("length-*.json"))
 
 
-def _other(name: str) -> list[str]:
+def _other_model(name: str) -> list[str]:
     """A part of its own for another model: fidelity by length, RULER, needles, whatever there is."""
     title = rows(f"length-{name}")[0]["model"].rpartition("/")[2]
     able = rows(f"ruler-{name}", task=_ABLE)
@@ -407,7 +407,7 @@ def _ruler(measured: list[dict[str, Any]], lead: str, source: str) -> list[str]:
         dict.fromkeys(row["method"] for row in measured),
         key=lambda m: -max(by[m, t]["value"] for t in lengths if (m, t) in by),
     )
-    head = [f"{length:,} {what}" for length in lengths for what in ("tokens", "minus LKV", "kept")]
+    head = [f"{length:,} {column}" for length in lengths for column in ("tokens", "minus LKV", "kept")]
     samples = ", ".join(f"{by['full', length]['n']} samples at {length:,}" for length in lengths)
 
     def cells(row: dict[str, Any] | None) -> list[str]:

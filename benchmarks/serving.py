@@ -26,15 +26,15 @@ from lkv.results import write_results
 from lkv.serving.store import ContextStore, Settings, entry_of, name_of
 from lkv.statistics import bootstrap
 
-_PLACES = "harbour mill quarry library station market orchard tower bridge school chapel archive".split()
-_THINGS = "boats sacks stones books trains stalls trees bells arches desks candles maps".split()
+_BUILDINGS = "harbour mill quarry library station market orchard tower bridge school chapel archive".split()
+_GOODS = "boats sacks stones books trains stalls trees bells arches desks candles maps".split()
 _NAMES = "Olin Brandt Castel Dahl Ekman Ferro Grau Holm Ivers Jansen Kessler Lund".split()
 
 Asked = tuple[Context, str]
 
 
 def make_text(tokenizer: Any, tokens: int, seed: int) -> str:
-    """About `tokens` tokens of sentences about places, the same for the same seed."""
+    """About `tokens` tokens of sentences about buildings, the same for the same seed."""
     draw = random.Random(seed)
     sentences: list[str] = []
     size = len(tokenizer(_sentence(draw), add_special_tokens=False)["input_ids"]) + 1
@@ -46,14 +46,14 @@ def make_text(tokenizer: Any, tokens: int, seed: int) -> str:
 
 
 def _sentence(draw: random.Random) -> str:
-    place, thing, name = draw.choice(_PLACES), draw.choice(_THINGS), draw.choice(_NAMES)
-    return f"The {place} of {name} holds {draw.randint(2, 999)} {thing}, counted in {draw.randint(1600, 1999)}."
+    building, goods, owner = draw.choice(_BUILDINGS), draw.choice(_GOODS), draw.choice(_NAMES)
+    return f"The {building} of {owner} holds {draw.randint(2, 999)} {goods}, counted in {draw.randint(1600, 1999)}."
 
 
 def questions_of(contexts: Sequence[Context], count: int) -> list[Asked]:
     """`count` questions, the contexts in turn."""
-    every = ((context, f"What does the {place} hold?") for place in cycle(_PLACES) for context in contexts)
-    return list(islice(every, count))
+    asked = ((context, f"What does the {building} hold?") for building in cycle(_BUILDINGS) for context in contexts)
+    return list(islice(asked, count))
 
 
 def one_after_another(asked: list[Asked], length: int) -> tuple[list[str], int, float]:
@@ -77,10 +77,10 @@ def at_once(
 
     started = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
-        found = list(pool.map(ask, asked))
+        answers = list(pool.map(ask, asked))
     seconds = time.perf_counter() - started
-    texts = [engine.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids, _ in found]
-    return texts, sum(len(ids) for ids, _ in found), [each for _, each in found], seconds
+    texts = [engine.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids, _ in answers]
+    return texts, sum(len(ids) for ids, _ in answers), [took for _, took in answers], seconds
 
 
 def throughput_rows(
@@ -90,8 +90,8 @@ def throughput_rows(
     asked, ratios, equal = questions_of(contexts, 16), [], 0
     for _ in range(repeats):
         right, tokens, alone = one_after_another(asked, length)
-        texts, same, _, seconds = at_once(engine, asked, length, 16)
-        ratios.append([same / seconds / (tokens / alone)])
+        texts, generated, _, seconds = at_once(engine, asked, length, 16)
+        ratios.append([generated / seconds / (tokens / alone)])
         equal += sum(map(str.__eq__, texts, right))
     unit = "tokens a second of 16 requests at once by those of one after another, mean of pairs"
     row = {"what": "throughput", "unit": unit, "baseline": "one after another"} | bootstrap(ratios)._asdict()
@@ -109,14 +109,14 @@ def latency_rows(
     rows = []
     for clients in concurrency:
         asked = questions_of(contexts, max(16, 2 * clients))
-        _, tokens, each, seconds = at_once(engine, asked, length, clients)
-        each.sort()
-        common = about | {"concurrency": clients, "n": len(each)}
+        _, tokens, latencies, seconds = at_once(engine, asked, length, clients)
+        latencies.sort()
+        common = about | {"concurrency": clients, "n": len(latencies)}
         for name, share in (("p50", 0.5), ("p95", 0.95)):
-            value = each[min(len(each) - 1, int(share * len(each)))]
+            value = latencies[min(len(latencies) - 1, int(share * len(latencies)))]
             rows.append(common | {"what": "latency", "statistic": name, "value": value, "unit": "seconds"})
         rows.append(common | {"what": "tokens", "value": tokens / seconds, "unit": "tokens a second"})
-        rate, middle = tokens / seconds, each[len(each) // 2]
+        rate, middle = tokens / seconds, latencies[len(latencies) // 2]
         print(f"{about['method']:5} {clients:3} at once: {rate:7.1f} tokens/s, median {middle:.2f} s")
     return rows
 
@@ -192,15 +192,17 @@ def main() -> None:
     rows.append(about | {"what": "memory", "unit": unit, "baseline": "full"} | bootstrap(shares)._asdict())
     room = int(1.2 * max(context.nbytes() for context in held["full"]))
     with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as large:
-        own = Shelf(small, held["lkv"], texts, options.retention, room)
+        compressed = Shelf(small, held["lkv"], texts, options.retention, room)
         full = Shelf(large, held["full"], texts, 1.0, room)
-        loading = [[slow / quick] for slow, quick in zip(seconds[: options.contexts], own.load_seconds(), strict=True)]
+        loading = [
+            [slow / quick] for slow, quick in zip(seconds[: options.contexts], compressed.load_seconds(), strict=True)
+        ]
         unit = "time to compress by time to load, mean of contexts"
         rows.append(about | {"what": "loading", "unit": unit, "baseline": "compressing"} | bootstrap(loading)._asdict())
         held.clear()
         ratios = []
         for _ in range(options.repeats):
-            quick, slow = own.answer_all(engine, options.length), full.answer_all(engine, options.length)
+            quick, slow = compressed.answer_all(engine, options.length), full.answer_all(engine, options.length)
             ratios.append([slow / quick])
         unit = "requests a second by those of full caches in the same memory, mean of pairs"
         rows.append(about | {"what": "same memory", "unit": unit, "baseline": "full"} | bootstrap(ratios)._asdict())

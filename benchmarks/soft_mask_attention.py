@@ -61,8 +61,8 @@ def main() -> None:
     baseline = "flash without a mask" if on_cuda else "additive mask"
     for name, attend in (masked if on_cuda else masked | {baseline: additive}).items():
         print(f"{name}: error {check(attend, shape, options.device):.2f} of that of eager attention")
-    others = masked | {baseline: flash if on_cuda else additive}
-    rows = measured(others, baseline, inputs(shape, tokens, options.device), options.repeats)
+    attentions = masked | {baseline: flash if on_cuda else additive}
+    rows = measured(attentions, baseline, inputs(shape, tokens, options.device), options.repeats)
     for row in rows:
         print(
             f"{row['method']:20} {row['value']:.3f} of the time, {row['seconds'] * 1e3:.1f} ms, {row['peak_bytes']} B"

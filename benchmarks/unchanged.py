@@ -141,10 +141,10 @@ def indices_of(state: dict[str, torch.Tensor], layer: int, whole: torch.Tensor) 
     counts = state[f"kept.{layer}"][0]
     parts = [counts]
     for held, keys in zip(state[f"k.{layer}"].split(counts.tolist()), whole, strict=True):
-        same = (held[:, None] == keys[None]).all(-1)
-        if not bool(same.any(-1).all()):
+        equal = (held[:, None] == keys[None]).all(-1)
+        if not bool(equal.any(-1).all()):
             raise ValueError(f"layer {layer} holds entries that the text has not")
-        parts.append(same.int().argmax(-1))
+        parts.append(equal.int().argmax(-1))
     return torch.cat(parts)
 
 

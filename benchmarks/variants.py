@@ -76,8 +76,8 @@ def main() -> None:
                 row = []
                 for cache in caches:
                     compressed = log_probs(model, cache, continuation, skip)
-                    same = agrees(target, compressed)
-                    row.append([float(kl(target, compressed).mean()), float(same.float().mean())])
+                    agreed = agrees(target, compressed)
+                    row.append([float(kl(target, compressed).mean()), float(agreed.float().mean())])
                 measured.append(row)
             shares = [cache.nbytes() / full.full_nbytes() for cache in caches]
             done.add(f"{task}-{number}", {"tokens": len(ids), "measured": measured, "bytes": shares})

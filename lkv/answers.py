@@ -62,9 +62,9 @@ def generated(model: Any, tokenizer: Any, rows: list[list[int]], padding: int, c
     pad = tokenizer.pad_token_id
     filled = [row[:padding] + [pad or 0] * (length - len(row)) + row[padding:] for row in rows]
     ids = torch.tensor(filled, device=device)
-    place = torch.arange(length, device=device)[None]
+    positions = torch.arange(length, device=device)[None]
     missing = torch.tensor([[length - len(row)] for row in rows], device=device)
-    mask = ((place < padding) | (place >= padding + missing)).long()
+    mask = ((positions < padding) | (positions >= padding + missing)).long()
     settings = {"do_sample": False, "num_beams": 1, "pad_token_id": pad}
     out = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings | options)
     return out[:, length:]
@@ -78,8 +78,8 @@ def ended(model: Any, ids: list[int], options: dict[str, Any]) -> list[int]:
 
 def ends_of(model: Any, options: dict[str, Any]) -> set[int]:
     """The ids that end an answer of `model`, generated with `options`."""
-    found = options.get("eos_token_id", model.generation_config.eos_token_id)
-    return {found} if isinstance(found, int) else set(found or ())
+    ends = options.get("eos_token_id", model.generation_config.eos_token_id)
+    return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 def streamed(tokenizer: Any, answer: Callable[..., Any]) -> Iterator[str]:

@@ -75,13 +75,13 @@ class Chat:
     def _answer(self, question: str, ids: list[int], **options: Any) -> str:
         start, held = len(self._ids), self.cache.get_seq_length()
         try:
-            found = generated(self._model, self._tokenizer, [ids], 0, self.cache, **options)[0].tolist()
+            answer = generated(self._model, self._tokenizer, [ids], 0, self.cache, **options)[0].tolist()
         except BaseException:
             cut_to(self.cache, held)
             raise
-        text = self._tokenizer.decode(found, skip_special_tokens=True).strip()
+        text = self._tokenizer.decode(answer, skip_special_tokens=True).strip()
         # The last token was never read. One that ends the answer is written by the template of the next turn.
-        self._ids = ids + (found[:-1] if found[-1] in ends_of(self._model, options) else found)
+        self._ids = ids + (answer[:-1] if answer[-1] in ends_of(self._model, options) else answer)
         self.turns.append(Turn(question, text, start))
         return text
 

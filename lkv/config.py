@@ -125,9 +125,9 @@ class TrainingConfig:
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
             if not (whole or (kind is float and isinstance(value, float))) or not least <= value <= most:
-                what = "a whole number" if kind is int else "a number"
+                wanted = "a whole number" if kind is int else "a number"
                 limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
-                raise TrainingError(f"{name} is {value!r}, but it is {what} {limits}; give another.")
+                raise TrainingError(f"{name} is {value!r}, but it is {wanted} {limits}; give another.")
         if self.min_tokens > self.max_tokens:
             raise TrainingError(
                 f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, so that no text would fit; "

@@ -13,23 +13,20 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, TextStreamer
 
-from lkv import context_file
+from lkv import context_file, saved_context
 from lkv.answers import answer_length, check_options, ended, generated, streamed
-from lkv.cache.entries import check_state
 from lkv.cache.ragged import RaggedCache, chosen_method
 from lkv.cache.shared import SharedCache
-from lkv.config import ModelSpec, asdict, from_dict
-from lkv.errors import CacheError, ContextFileError, PromptError, QuantizationError
+from lkv.config import asdict
+from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.files import path_of
-from lkv.fingerprint import differs
 from lkv.host.attention import attach, device_of
 from lkv.host.stock import cut_to, kv_nbytes
 from lkv.methods.budget import Amount
 from lkv.methods.build import Method
 from lkv.methods.catalogue import FULL
-from lkv.methods.selection import Selector
 from lkv.policy import Policy
-from lkv.prefill import PromptLayer, read_prompt
+from lkv.prefill import read_prompt
 from lkv.prompts import context_ids, encode, question_ids
 
 
@@ -190,16 +187,8 @@ class Context:
         """Write the compressed context to one safetensors file. Raises ContextFileError if that fails; an older file
         at `path` then stays as it was."""
         path, cache = path_of(path, ContextFileError, "the context's place"), self._ragged()
-        if cache.ragged[0].kept.shape[1] != cache.spec.kv_heads:
-            raise CacheError(
-                "this process holds a share of the heads only; save the context from a model in one piece."
-            )
         with self._turn:
-            states = [layer.state() for layer in cache.ragged]
-            sliding = cache.sliding_state()
-        tensors = {f"{name}.{index}": tensor for index, state in enumerate(states) for name, tensor in state.items()}
-        tensors |= sliding
-        tensors["ids"] = torch.tensor(self.ids, dtype=torch.int32, device="cpu")
+            tensors = saved_context.tensors_of(cache, self.ids)
         context_file.write(path, tensors, {"model": asdict(cache.spec), **self.about})
 
     @classmethod
@@ -209,81 +198,9 @@ class Context:
         `policy` is not needed; where it is given it must be the one the text was compressed with. Raises
         ContextFileError for a missing, foreign or damaged file, another model or another policy.
         """
-        if policy is not None and not isinstance(policy, Policy):
-            raise ContextFileError(f"policy is {policy!r}; give the Policy that the text was compressed with, or none.")
-        tensors, about = context_file.read(path_of(path, ContextFileError, "the context's place"))
-        spec = attach(model).spec
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        try:
-            if difference := differs(from_dict(ModelSpec, about["model"]), spec):
-                raise ContextFileError(f"{path} was saved by a model with {difference}; load it with that model.")
-            if policy is not None and policy.digest() != about["policy"]:
-                raise ContextFileError(
-                    f"{path} was compressed under another policy; load it without a policy, or compress the text again."
-                )
-            kept_about = _checked_about(about)
-            ids = _checked_ids(tensors.pop("ids"), vocabulary)
-            sliding = {name: tensors.pop(name) for name in list(tensors) if name.startswith("sliding_")}
-            states = _by_layer(tensors, spec.layers)
-            cache = RaggedCache(model, method=Method(about["method"], _Loaded(), _Loaded()))
-            like = model.get_input_embeddings().weight[:0]
-            for layer, state in zip(cache.ragged, states, strict=True):
-                check_state(state, len(ids), spec)
-                layer.restore(state, like)
-            cache.restore_sliding(sliding, len(ids), like)
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, QuantizationError) as error:
-            raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
-        cache.ids = torch.tensor([ids], device=device_of(model))
-        return cls(model, tokenizer, ids, cache, kept_about)
-
-
-def _checked_about(about: dict[str, Any]) -> dict[str, Any]:
-    """What a saved file tells of its making. Raises KeyError for a missing field and ValueError for a wrong one."""
-    saved = {key: about[key] for key in _ABOUT}
-    for name, kinds in _ABOUT.items():
-        if type(saved[name]) not in kinds:
-            raise ValueError(f"its {name} is {saved[name]!r}")
-    return saved
-
-
-def _checked_ids(ids: Tensor, vocabulary: int) -> list[int]:
-    """The ids of the text. Raises ValueError for what a model with `vocabulary` tokens cannot have read."""
-    if ids.ndim != 1 or ids.dtype != torch.int32 or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-        raise ValueError("its ids are none of this model's")
-    return ids.tolist()
-
-
-def _by_layer(tensors: dict[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
-    """The tensors of each layer under their own names. Raises ValueError for one that belongs to no layer."""
-    states: list[dict[str, Tensor]] = [{} for _ in range(layers)]
-    for name, tensor in tensors.items():
-        field, _, index = name.rpartition(".")
-        if index not in map(str, range(layers)):
-            raise ValueError(f"its tensor {name!r} belongs to no layer")
-        states[int(index)][field] = tensor
-    return states
-
-
-_NUMBER = (int, float, type(None))
-# What is saved of how a text was compressed, and what each may be.
-_ABOUT: dict[str, tuple[type, ...]] = {
-    "method": (str,),
-    "retention": _NUMBER,
-    "budget_tokens": (int, type(None)),
-    "bits": (int, type(None)),
-    "policy": (str, type(None)),
-    "text_sha256": (str,),
-}
-
-
-class _Loaded(Selector):
-    """In place of budget and selector of a loaded context: its text has been compressed already."""
-
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
-        raise CacheError("a loaded context cannot read another text; compress that one with lkv.compress.")
-
-    def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
-        raise CacheError("a loaded context cannot read another text; compress that one with lkv.compress.")
+        path = path_of(path, ContextFileError, "the context's place")
+        ids, cache, about = saved_context.restored(path, model, policy)
+        return cls(model, tokenizer, ids, cache, about)
 
 
 def _asked(amount: Amount | None) -> dict[str, Any]:
@@ -293,16 +210,16 @@ def _asked(amount: Amount | None) -> dict[str, Any]:
     return {"retention": amount.retention if amount.tokens is None else None, "budget_tokens": amount.tokens}
 
 
-def check_text(text: Any, what: str, advice: str) -> None:
+def check_text(text: Any, name: str, advice: str) -> None:
     """Raise PromptError unless `text` is a text with something in it that a tokenizer can read."""
     if not isinstance(text, str):
-        raise PromptError(f"{what} is a {type(text).__name__}, but it must be one text (str); {advice}.")
+        raise PromptError(f"{name} is a {type(text).__name__}, but it must be one text (str); {advice}.")
     if not text.strip():
-        raise PromptError(f"{what} is empty; {advice}.")
+        raise PromptError(f"{name} is empty; {advice}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PromptError(f"{what} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
+        raise PromptError(f"{name} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
 
 
 def _check_arguments(tokenizer: Any, text: Any, method: Any, retention: Any, options: dict[str, Any]) -> None:

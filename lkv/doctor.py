@@ -47,10 +47,10 @@ def _versions() -> Iterator[Finding]:
     yield Finding("lkv", OK, f"{__version__}, {Path(__file__).parent}")
     yield Finding("python", OK, f"{platform.python_version()}, {platform.platform()}")
     for name, least in _LEAST.items():
-        found = metadata.version(name)
-        fits = tuple(int(part) for part in found.split("+")[0].split(".")[:2]) >= least
+        installed = metadata.version(name)
+        fits = tuple(int(part) for part in installed.split("+")[0].split(".")[:2]) >= least
         wanted = ".".join(map(str, least))
-        yield Finding(name, OK if fits else BAD, found, "" if fits else f"pip install '{name}>={wanted}'")
+        yield Finding(name, OK if fits else BAD, installed, "" if fits else f"pip install '{name}>={wanted}'")
 
 
 def _extras() -> Iterator[Finding]:
@@ -110,8 +110,8 @@ def _random(*shape: int, device: torch.device) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(device)
 
 
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    distance = (found.double().cpu() - wanted.double().cpu()).abs().max().item()
+def _distance(computed: Tensor, wanted: Tensor) -> float:
+    distance = (computed.double().cpu() - wanted.double().cpu()).abs().max().item()
     return distance if distance == distance else float("inf")
 
 
@@ -121,18 +121,18 @@ def _ragged_error(backend: str, device: torch.device) -> float:
     dtype = torch.float16 if half else torch.float32
     q, keys, values = (_random(*shape, device=device).to(dtype) for shape in ((1, 4, 1, 64), (200, 64), (200, 64)))
     starts, lens = (torch.tensor([row], dtype=torch.int32, device=device) for row in ([0, 100], [40, 90]))
-    found = ragged_attention(q, keys, values, starts, lens, 0.125, backend)
+    computed = ragged_attention(q, keys, values, starts, lens, 0.125, backend)
     wanted = ragged_attention(q, keys, values, starts, lens, 0.125, "reference")
-    return max(0.0, _distance(found, wanted) - (1e-3 if half else 0.0))
+    return max(0.0, _distance(computed, wanted) - (1e-3 if half else 0.0))
 
 
 def _soft_mask_error(backend: str, device: torch.device) -> float:
     q, k, v = (_random(*shape, device=device) for shape in ((1, 4, 16, 64), (1, 2, 48, 64), (1, 2, 48, 64)))
     log_mask = -_random(1, 2, 48, device=device).abs()
-    found = soft_mask_attention(q, k, v, log_mask, backend=backend)
+    computed = soft_mask_attention(q, k, v, log_mask, backend=backend)
     wanted = soft_mask_attention(q.cpu().double(), k.cpu().double(), v.cpu().double(), log_mask.cpu().double(),
                                  backend="reference")  # fmt: skip
-    return _distance(found, wanted)
+    return _distance(computed, wanted)
 
 
 def _scores_error(device: torch.device) -> float:
@@ -150,9 +150,9 @@ def _topk_error(device: torch.device) -> float:
 
 def _disk() -> Iterator[Finding]:
     folder = cache_folder()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    writable = os.access(there, os.W_OK)
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    writable = os.access(existing, os.W_OK)
     mend = "" if writable and free > _ROOM else "set LKV_CACHE to a folder with 2 GB of room that can be written to"
     yield Finding("cache folder", OK if not mend else BAD, f"{folder}, {free / 1e9:.0f} GB free", mend)
     ready = (folder / DEFAULT / "config.json").is_file()

@@ -11,21 +11,21 @@ from typing import Any
 from lkv.errors import LkvError
 
 
-def path_of(name: Any, error: type[LkvError], what: str) -> Path:
-    """`name` as a path; `error`, which names `what`, for a value that cannot be one."""
+def path_of(name: Any, error: type[LkvError], subject: str) -> Path:
+    """`name` as a path; `error`, which names `subject`, for a value that cannot be one."""
     try:
         if b"\0" not in os.fsencode(name) and not isinstance(name, bytes):
             return Path(name)
     except (TypeError, UnicodeEncodeError):
         pass
-    raise error(f"{what} is {name!r}, but it is a path: give a text (str) or a pathlib.Path.")
+    raise error(f"{subject} is {name!r}, but it is a path: give a text (str) or a pathlib.Path.")
 
 
 @contextmanager
-def replacing(path: Path, error: type[LkvError], what: str) -> Iterator[Path]:
+def replacing(path: Path, error: type[LkvError], subject: str) -> Iterator[Path]:
     """Give a path to write to; when the block ends well, what was written takes the place of `path`.
 
-    Missing folders are made. Whatever the system refuses, in the block too, becomes one `error` that names `what` and
+    Missing folders are made. Whatever the system refuses, in the block too, becomes one `error` naming `subject` and
     `path`; an older file then stays as it was.
     """
     # Of a fixed length, as the name itself may be as long as names can be; two threads never share one.
@@ -36,21 +36,21 @@ def replacing(path: Path, error: type[LkvError], what: str) -> Iterator[Path]:
         os.replace(temporary, path)
     except OSError as problem:
         raise error(
-            f"{what} cannot be written to {path} ({reason(problem)}); nothing was changed there: give another place, "
-            "or make this one writable."
+            f"{subject} cannot be written to {path} ({reason(problem)}); nothing was changed there: give another place,"
+            " or make this one writable."
         ) from problem
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str, error: type[LkvError], what: str) -> None:
+def write_text(path: Path, text: str, error: type[LkvError], subject: str) -> None:
     """Write `text` as UTF-8, whole or not at all; `replacing` says what is raised."""
-    with replacing(path, error, what) as temporary:
+    with replacing(path, error, subject) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def check_folder(folder: Path, error: type[LkvError], what: str) -> None:
+def check_folder(folder: Path, error: type[LkvError], subject: str) -> None:
     """Make `folder` and try it out, before long work whose results are to go there; `error` if it takes none."""
     trial = folder / f".{threading.get_native_id()}.tmp"
     try:
@@ -59,18 +59,18 @@ def check_folder(folder: Path, error: type[LkvError], what: str) -> None:
         trial.unlink()
     except OSError as problem:
         raise error(
-            f"{what} cannot be written to {folder} ({reason(problem)}); give a folder that can be written to."
+            f"{subject} cannot be written to {folder} ({reason(problem)}); give a folder that can be written to."
         ) from problem
 
 
-def check_place(path: Path, error: type[LkvError], what: str) -> None:
+def check_place(path: Path, error: type[LkvError], subject: str) -> None:
     """`check_folder` for the folder of the file `path`, and that there can be a file of that name."""
-    check_folder(path.parent, error, what)
+    check_folder(path.parent, error, subject)
     try:
         if path.is_dir():
-            raise error(f"{path} is a folder; give a file for {what}.")
+            raise error(f"{path} is a folder; give a file for {subject}.")
     except OSError as problem:
-        raise error(f"{what} cannot be written to {path} ({reason(problem)}); give another name.") from problem
+        raise error(f"{subject} cannot be written to {path} ({reason(problem)}); give another name.") from problem
 
 
 def reason(problem: Exception) -> str:

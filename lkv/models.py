@@ -203,10 +203,10 @@ def _load(
     path: str | Path, dtype: torch.dtype | str, revision: str | None = None, device: torch.device | str | None = None
 ) -> tuple[Any, Any]:
     hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
-    there: dict[str, Any] = {"device_map": device} if isinstance(device, str) else {}
+    placed: dict[str, Any] = {"device_map": device} if isinstance(device, str) else {}
     if isinstance(device, torch.device) and device.type != "cpu":
-        there = {"device_map": {"": device}}
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **there, **hub)
+        placed = {"device_map": {"": device}}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **placed, **hub)
     tokenizer = AutoTokenizer.from_pretrained(path, **hub)
     # In older versions of transformers a folder without a tokenizer's files gives one of special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):

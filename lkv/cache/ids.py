@@ -30,8 +30,8 @@ class ReadIds:
                 "and new ones behind them, or make a new cache (or reset() this one) for another prompt."
             )
         if begins and known is not None and len(known) == len(ids):
-            same = min(held, known.shape[1])
-            if not torch.equal(known[:, :same], ids[:, :same].to(known.device)):
+            common = min(held, known.shape[1])
+            if not torch.equal(known[:, :common], ids[:, :common].to(known.device)):
                 raise CacheError(
                     "the ids given do not begin with those that this cache has read; for another prompt make a new "
                     "cache, or reset() this one."

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lkv.cache.checks import check_attended, check_pass
 from lkv.cache.ids import ReadIds
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.plan import MOST, Plan, Shared
-from lkv.errors import BudgetError, CacheError, PromptError, RetentionError
+from lkv.cache.windows import Windows
+from lkv.errors import BudgetError, CacheError, RetentionError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
 from lkv.methods.budget import Amount, check_table
@@ -83,23 +85,17 @@ class RaggedCache(Cache):
         self.ragged = [RaggedLayer(index, self.plan, shared) for index in range(self.spec.layers)]
         for layer in self.ragged:
             layer.model_config = model.config.get_text_config(decoder=True)
-        self._windows = [WindowLayer(window) for window in attached.windows if window is not None]
-        super().__init__(layers=_in_order(self.ragged, self._windows, [window is None for window in attached.windows]))
+        self.windows = Windows(WindowLayer(window) for window in attached.windows if window is not None)
+        super().__init__(layers=_in_order(self.ragged, self.windows, [window is None for window in attached.windows]))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if layer_idx == 0:
             self.assisted = False
             held, new = self.get_seq_length(), key_states.shape[2]
-            self._check_use(key_states.shape[0], held + new)
+            check_pass(self.ragged, key_states.shape[0], held + new, self.spec.max_positions)
             self._ids.read(held, held + new)
         # Of the first layer it is the last one of the pass before.
-        before = self.layers[layer_idx - 1]
-        if isinstance(before, RaggedLayer) and before.unattended:
-            raise CacheError(
-                "the model computed attention without LKV: it is a copy that LKV was never attached to, or its "
-                "attention implementation was set anew; call lkv.host.attention.attach(model), then go on after "
-                "cache.rewind(), or after cache.reset() if the prompt was being read."
-            )
+        check_attended(self.layers[layer_idx - 1])
         if self.watch is not None:
             self.watch(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -144,24 +140,6 @@ class RaggedCache(Cache):
         super().reset()
         self._ids = ReadIds()
 
-    def _check_use(self, rows: int, tokens: int) -> None:
-        if len({(layer.prompt_length, layer.get_seq_length()) for layer in self.ragged}) > 1:
-            raise CacheError(
-                "an interrupted forward pass left the layers of this cache unequal; call rewind() if the prompt was "
-                "complete, else reset() and read the prompt again."
-            )
-        held = len(self.ragged[0].kept)
-        if held and rows != held:
-            raise CacheError(
-                f"this cache holds {held} rows, but {rows} were given; call batch_repeat_interleave(n) for n sequences "
-                "from each compressed prompt, or make a new cache for other prompts."
-            )
-        if tokens > self.spec.max_positions:
-            raise PromptError(
-                f"the text would reach {tokens} tokens, but the model reads at most {self.spec.max_positions}; "
-                "shorten it, or generate fewer tokens."
-            )
-
     def activate_past_recording(self) -> None:
         """The tail can always be cut back; but where assisted decoding begins, the prompt must be told apart."""
         if not self.prompt_length and self.plan.prompt_tokens is None:
@@ -170,8 +148,7 @@ class RaggedCache(Cache):
                 "prompt_tokens=input_ids.shape[1] to RaggedCache, so that they are told apart."
             )
         self.assisted = True
-        for layer in self._windows:
-            layer.activate_past_recording()
+        self.windows.activate_past_recording()
 
     def fill(self, prompt: list[PromptLayer]) -> None:
         """Take over a prompt that was read before (`prefill.read_prompt`): one prefill serves many methods."""
@@ -181,28 +158,9 @@ class RaggedCache(Cache):
                 "the prompt was given without what the sliding layers hold; give what read_prompt returned."
             )
         self.layers = layers
-        self._windows = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
+        self.windows = Windows(layer for layer in self.layers if isinstance(layer, WindowLayer))
         for layer, whole in zip(self.ragged, prompt, strict=True):
             layer.fill(whole)
-
-    def sliding_state(self) -> dict[str, Tensor]:
-        """k and v [B, H, T, d] of the last tokens in each sliding layer, for `restore_sliding`."""
-        states = enumerate(layer.state() for layer in self._windows)
-        return {f"{name}.{index}": tensor for index, state in states for name, tensor in state.items()}
-
-    def restore_sliding(self, state: dict[str, Tensor], tokens: int, like: Tensor) -> None:
-        """Take up what `sliding_state` gave after `tokens` tokens, on the device and in the dtype of `like`.
-
-        Raises KeyError or ValueError for what no such layers of this model held.
-        """
-        if len(state) != 2 * len(self._windows):
-            raise ValueError(f"it has {len(state)} tensors of {len(self._windows)} sliding layers")
-        for index, layer in enumerate(self._windows):
-            shape = (1, self.spec.kv_heads, min(tokens, layer.sliding_window - 1), self.spec.head_dim)
-            own = {name: state[f"{name}.{index}"] for name in ("sliding_k", "sliding_v")}
-            if any(tuple(x.shape) != shape or not x.is_floating_point() for x in own.values()):
-                raise ValueError(f"k and v of its sliding layer {index} are not {shape}")
-            layer.restore(own, tokens, like)
 
     def fork(self) -> "RaggedCache":
         """A copy that goes on independently."""
@@ -210,8 +168,8 @@ class RaggedCache(Cache):
         twin._ids = copy.copy(self._ids)
         shared = Shared(self.spec.layers - 1)
         twin.ragged = [layer.fork(shared) for layer in self.ragged]
-        twin._windows = [layer.fork() for layer in self._windows]
-        twin.layers = _in_order(twin.ragged, twin._windows, [isinstance(layer, RaggedLayer) for layer in self.layers])
+        twin.windows = self.windows.fork()
+        twin.layers = _in_order(twin.ragged, twin.windows, [isinstance(layer, RaggedLayer) for layer in self.layers])
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedCache":
@@ -221,7 +179,7 @@ class RaggedCache(Cache):
     @property
     def rewindable(self) -> bool:
         """Whether what follows the prompt can be cut off again."""
-        return not self.plan.decode_eviction and not self._windows
+        return not self.plan.decode_eviction and not self.windows
 
     @property
     def prompt_length(self) -> int:
@@ -231,7 +189,7 @@ class RaggedCache(Cache):
     def rewind(self) -> None:
         """Forget everything appended after the prompt. Raises CacheError if some of that was evicted already, or if the
         model has sliding layers, which have dropped what they would need."""
-        if self._windows:
+        if self.windows:
             raise CacheError("sliding layers cannot be cut back to the prompt; go on with a fork() made before.")
         for layer in self.ragged:
             layer.crop(layer.prompt_length - layer.get_seq_length())
@@ -247,17 +205,17 @@ class RaggedCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes of k and v storage really held, slack included."""
-        return sum(layer.nbytes() for layer in self.ragged) + sum(layer.nbytes() for layer in self._windows)
+        return sum(layer.nbytes() for layer in self.ragged) + self.windows.nbytes()
 
     def full_nbytes(self) -> int:
         """Bytes that an uncompressed cache would hold for the same tokens."""
-        return sum(layer.full_nbytes() for layer in self.ragged) + sum(layer.nbytes() for layer in self._windows)
+        return sum(layer.full_nbytes() for layer in self.ragged) + self.windows.nbytes()
 
 
-def _in_order(ragged: list[RaggedLayer], windows: list[WindowLayer], evicted: list[bool]) -> list[Any]:
-    """The layers as the model has them; `evicted`: whether each of these is one of `ragged`."""
-    full, sliding = iter(ragged), iter(windows)
-    return [next(full if one else sliding) for one in evicted]
+def _in_order(ragged: list[RaggedLayer], windows: Windows, evicting: list[bool]) -> list[Any]:
+    """The layers as the model has them; `evicting`: whether each of these is one of `ragged`."""
+    full, sliding = iter(ragged), iter(windows.layers)
+    return [next(full if evicts else sliding) for evicts in evicting]
 
 
 def chosen_method(

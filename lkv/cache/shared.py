@@ -23,7 +23,7 @@ class SharedLayer(HookedLayer):
 
     def reset(self) -> None:
         """Forget what follows the text."""
-        self._own: tuple[Tensor, Tensor] | None = None
+        self._tail: tuple[Tensor, Tensor] | None = None
         self.is_initialized = False
 
     def get_seq_length(self, *args: Any) -> int:
@@ -32,7 +32,7 @@ class SharedLayer(HookedLayer):
 
     @property
     def _followed(self) -> int:
-        return 0 if self._own is None else self._own[0].shape[2]
+        return 0 if self._tail is None else self._tail[0].shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The mask is one over what follows alone: all rows see the whole text."""
@@ -42,17 +42,17 @@ class SharedLayer(HookedLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         new = key_states.to(value_states.dtype), value_states
-        if self._own is not None:
-            new = torch.cat([self._own[0], new[0]], 2), torch.cat([self._own[1], new[1]], 2)
-        self._own = new
+        if self._tail is not None:
+            new = torch.cat([self._tail[0], new[0]], 2), torch.cat([self._tail[1], new[1]], 2)
+        self._tail = new
         return self.tag(key_states), value_states
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        assert self._own is not None and self._text.spans is not None
+        assert self._tail is not None and self._text.spans is not None
         batch, _, new, _ = query.shape
-        key, value = self._own
+        key, value = self._tail
         late, late_lse = attend_masked(query.to(value.dtype), key, value, _visible(mask, new, key), scale)
         # To the text all rows are new tokens of one: it is read once for all of them.
         rows = query.transpose(0, 1).flatten(1, 2)[None].to(value.dtype)

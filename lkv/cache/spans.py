@@ -179,13 +179,13 @@ class Spans:
         """A copy with `room` after the tails."""
         return self.select(torch.arange(len(self.lens), device="cpu"), room)
 
-    def _take(self, other: "Spans", entries: Tensor) -> None:
-        """Fill all spans, in order, with entries of `other`'s pools."""
+    def _take(self, source: "Spans", entries: Tensor) -> None:
+        """Fill all spans, in order, with entries of `source`'s pools."""
         settled = places(self.starts, self.lens, self.k.device)
-        self.k[settled], self.v[settled] = other.k[entries], other.v[entries]
-        if self.scores is not None and other.scores is not None:
-            assert self.positions is not None and other.positions is not None
-            self.scores[settled], self.positions[settled] = other.scores[entries], other.positions[entries]
+        self.k[settled], self.v[settled] = source.k[entries], source.v[entries]
+        if self.scores is not None and source.scores is not None:
+            assert self.positions is not None and source.positions is not None
+            self.scores[settled], self.positions[settled] = source.scores[entries], source.positions[entries]
 
     def state(self) -> dict[str, Tensor]:
         """Settled entries as tensors to be saved."""

@@ -68,8 +68,10 @@ def _check(options: argparse.Namespace) -> None:
     """Raise LkvError for options that do not go together, before anything is loaded."""
     from lkv.methods.catalogue import FULL, needs_pattern
 
-    own = ("retention", "method", "policy", "pattern", "chunk", "bits")
-    given = [f"--{name}" for name in own if getattr(options, name) is not None] + ["--streaming"] * options.streaming
+    compressing = ("retention", "method", "policy", "pattern", "chunk", "bits")
+    given = [f"--{name}" for name in compressing if getattr(options, name) is not None] + [
+        "--streaming"
+    ] * options.streaming
     if options.load and given:
         raise LkvError(f"what --load reads is compressed already; leave {' and '.join(given)} out.")
     if not options.load and not options.words:

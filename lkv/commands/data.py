@@ -36,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     build = actions.add_parser("build", help="build training data; run again, it goes on where it was")
     build.set_defaults(action=_build)
-    recipes = "; ".join(f"{name}: {what}" for name, what in _RECIPES.items())
+    recipes = "; ".join(f"{name}: {meaning}" for name, meaning in _RECIPES.items())
     build.add_argument("--recipe", choices=sorted(_RECIPES), default="loom", help=recipes)
     build.add_argument("--out", type=Path, required=True, help="folder for the data")
-    for name, (kind, default, what) in _OPTIONS.items():
+    for name, (kind, default, meaning) in _OPTIONS.items():
         shown = "" if default is None else f" (default: {default:,})"
-        build.add_argument(f"--{name}", type=kind, default=default, help=what + shown)
+        build.add_argument(f"--{name}", type=kind, default=default, help=meaning + shown)
     against = "evaluation files: training items that share their n-grams are dropped"
     build.add_argument("--against", type=Path, nargs="+", default=[], metavar="FILE", help=against)
     add_model(build)

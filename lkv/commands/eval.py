@@ -151,11 +151,11 @@ def _of_each(methods: Sequence[str], names: Sequence[str]) -> list[str]:
     """Methods that read a policy once for each of `names`."""
     from lkv.methods.catalogue import FULL, needs_policy
 
-    own: list[str] = []
+    named: list[str] = []
     for method in methods:
         several = names and method != FULL and needs_policy(method)
-        own += [f"{method}@{name}" for name in names] if several else [method]
-    return own
+        named += [f"{method}@{name}" for name in names] if several else [method]
+    return named
 
 
 def _tasks(suite: str, tasks: Sequence[str] | None) -> Sequence[str]:

@@ -77,11 +77,11 @@ def _page(options: argparse.Namespace) -> None:
     chosen = options.model or DEFAULT
     model, tokenizer = load_model(chosen, torch_dtype(options.dtype), options.revision)
     model = on_device(model, options.device)
-    found = look(model, tokenizer, text, options.method, policy)
+    inspected = look(model, tokenizer, text, options.method, policy)
     answers = _answers(options, model, tokenizer, text, policy) if options.question else {}
     shown = Path(chosen).name if Path(chosen).exists() else chosen
-    write_text(out, page(found, name, shown, options.retention, answers), LkvError, "the page")
-    print(f"[{len(found.pieces):,} tokens in {found.layers} x {found.heads} heads]", file=sys.stderr)
+    write_text(out, page(inspected, name, shown, options.retention, answers), LkvError, "the page")
+    print(f"[{len(inspected.pieces):,} tokens in {inspected.layers} x {inspected.heads} heads]", file=sys.stderr)
     print(f"the page is in {out}")
 
 
@@ -94,10 +94,10 @@ def _answers(options: argparse.Namespace, model: Any, tokenizer: Any, text: str,
     answers: dict[str, list[Answer]] = {question: [] for question in options.question}
     for method in dict.fromkeys((FULL, options.method, *options.against)):
         retention = None if method == FULL else options.retention
-        own = policy if method != FULL and needs_policy(method) else None
-        context = compress(model, tokenizer, text, method, retention, own)
+        learned = policy if method != FULL and needs_policy(method) else None
+        context = compress(model, tokenizer, text, method, retention, learned)
         shown = "Full cache" if method == FULL else label(method)
         held = (shown, context.realised_retention(), context.nbytes(), context.full_nbytes())
-        for question, found in answers.items():
-            found.append(Answer(*held, context.ask(question, options.max_new_tokens)))
+        for question, given in answers.items():
+            given.append(Answer(*held, context.ask(question, options.max_new_tokens)))
     return answers

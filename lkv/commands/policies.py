@@ -37,9 +37,9 @@ def _for_model(name: str) -> str:
 
     model, _ = load_model(name)
     spec = attach(model).spec
-    found = [policy for policy in shipped() if differs(policy.spec, spec) is None]
-    if found:
-        return "\n\n".join("\n".join(_lines(policy)) for policy in found)
+    fitting = [policy for policy in shipped() if differs(policy.spec, spec) is None]
+    if fitting:
+        return "\n\n".join("\n".join(_lines(policy)) for policy in fitting)
     lines = [
         f"No policy is shipped for {name} ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads).",
         f"  methods   these need none: {', '.join(method for method in METHODS if not needs_policy(method))}",

@@ -16,9 +16,9 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    which = parser.add_mutually_exclusive_group()
-    add_model(which)
-    which.add_argument("--config", default=None, help="random weights: llama-3.1-8b, qwen3-8b, ... or a config.json")
+    source = parser.add_mutually_exclusive_group()
+    add_model(source)
+    source.add_argument("--config", default=None, help="random weights: llama-3.1-8b, qwen3-8b, ... or a config.json")
     parser.add_argument("--policy", default=None, help="folder or hub id (default: random where none is shipped)")
     add_revision(parser)
     add_policy_revision(parser)

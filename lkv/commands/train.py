@@ -74,9 +74,9 @@ def run(options: argparse.Namespace) -> None:
 def _read(path: Path) -> dict[str, Any]:
     """The settings of a TOML file. Raises TrainingError for one that cannot be read or names others."""
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TrainingError(f"{path} cannot be read as TOML ({error}); write lines such as steps = 1000.") from error
-    if strange := sorted(set(found) - {*_NAMES, "preset"}):
+    if strange := sorted(set(settings) - {*_NAMES, "preset"}):
         raise TrainingError(f"{path} sets {', '.join(strange)}, which is no setting; `lkv train --help` lists them.")
-    return found
+    return settings

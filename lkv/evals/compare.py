@@ -40,10 +40,10 @@ class Prediction:
 
     def against(self, full: "Prediction") -> Fidelity:
         """How close this is to what the full cache gives."""
-        divergence, same = kl(full.log_probs, self.log_probs), agrees(full.log_probs, self.log_probs)
+        divergence, equal = kl(full.log_probs, self.log_probs), agrees(full.log_probs, self.log_probs)
         norm = torch.linalg.vector_norm
         error = norm(self.hidden - full.hidden, dim=-1) / norm(full.hidden, dim=-1).clamp(min=1e-12)
-        return Fidelity(float(divergence.mean()), float(same.float().mean()), float(error.mean()))
+        return Fidelity(float(divergence.mean()), float(equal.float().mean()), float(error.mean()))
 
 
 @dataclass(frozen=True)

@@ -72,22 +72,22 @@ def _rows(sample: Record) -> int:
 
 def _fits(name: str, written: Record, header: Record) -> bool:
     """Whether the two runs' settings `name` may stand in one file."""
-    one, other = written.get(name), header.get(name)
+    earlier, later = written.get(name), header.get(name)
     if name in _LISTS:
         return True
     if name in _TABLES:
-        return all(one[key] == other[key] for key in one.keys() & other.keys()) if one and other else True
-    return one == other or one is None or other is None
+        return all(earlier[key] == later[key] for key in earlier.keys() & later.keys()) if earlier and later else True
+    return earlier == later or earlier is None or later is None
 
 
 def _grown(header: Record, written: Record) -> Record:
     """`header` with what an earlier one has beside it; the earlier one's machine and date stay."""
-    both = header | {name: written[name] for name in _FREE if name in written}
+    grown = header | {name: written[name] for name in _FREE if name in written}
     for name in _LISTS:
         if name in written and name in header:
-            both[name] = [*dict.fromkeys([*written[name], *header[name]])]
-    both |= {name: {**written[name], **header.get(name, {})} for name in _TABLES if name in written}
-    return both | {name: written[name] for name in _LATER if name in written and header.get(name) is None}
+            grown[name] = [*dict.fromkeys([*written[name], *header[name]])]
+    grown |= {name: {**written[name], **header.get(name, {})} for name in _TABLES if name in written}
+    return grown | {name: written[name] for name in _LATER if name in written and header.get(name) is None}
 
 
 def _part(out: Path, rank: int) -> Path:

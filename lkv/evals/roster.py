@@ -57,28 +57,35 @@ class Roster:
         """
         attached = attach(model)
         named: dict[str, Policy | None] = {"": None}
-        for tag, own in [*(policies or {}).items(), *([("", policy)] if policy is not None else [])]:
-            own.check_model(attached.spec)
-            named[tag] = own.on(model.device)
+        for tag, learned in [*(policies or {}).items(), *([("", policy)] if policy is not None else [])]:
+            learned.check_model(attached.spec)
+            named[tag] = learned.on(model.device)
         self._entries = {name: find(name) for name in dict.fromkeys(names) if name != FULL}
         if unknown := sorted({tag for name in self._entries if (tag := policy_name(name)) not in named}):
             raise LkvError(f"there is no policy named {', '.join(unknown)}; give it as --policy NAME=PATH.")
         self._inputs = {
             (retention, tag): MethodInputs(
-                Amount(retention), own, attached.heads, model, attached.spec.layers, pattern, tokenizer, strict=False
+                Amount(retention),
+                learned,
+                attached.heads,
+                model,
+                attached.spec.layers,
+                pattern,
+                tokenizer,
+                strict=False,
             )
             for retention in dict.fromkeys(retentions)
-            for tag, own in named.items()
+            for tag, learned in named.items()
         }
         self._retentions = list(dict.fromkeys(retentions))
-        some = self._retentions[0]
+        first = self._retentions[0]
         self._selectors = {
-            place: build_selector(place[0], self._inputs[some, place[1]])
-            for place in dict.fromkeys(self._selector_of(name) for name in self._entries)
+            part: build_selector(part[0], self._inputs[first, part[1]])
+            for part in dict.fromkeys(self._selector_of(name) for name in self._entries)
         }
         for name, entry in self._entries.items():
             # What is missing is missed before the first prompt is read.
-            build_rule(entry.rule, self._inputs[some, policy_name(name)])
+            build_rule(entry.rule, self._inputs[first, policy_name(name)])
         self._wanted = {(name, retention) for name in self._entries for retention in self._retentions}
 
     def _selector_of(self, name: str) -> tuple[str, str]:
@@ -91,7 +98,7 @@ class Roster:
         twin = copy.copy(self)
         twin._wanted = self._wanted & wanted
         used = {self._selector_of(name) for name, _ in twin._wanted}
-        twin._selectors = {place: selector for place, selector in self._selectors.items() if place in used}
+        twin._selectors = {part: selector for part, selector in self._selectors.items() if part in used}
         return twin
 
     @property

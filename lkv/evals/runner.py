@@ -85,7 +85,7 @@ def evaluate(
         "policy_revision": policy.commit if policy is not None else None,
         "pattern": None if pattern is None else _digest(pattern),
         "pattern_from": None if pattern is None else pattern_from,
-        **({"policies": {name: own.digest() for name, own in policies.items()}} if policies else {}),
+        **({"policies": {name: learned.digest() for name, learned in policies.items()}} if policies else {}),
         "seed": seed,
         "dtype": str(model.dtype).removeprefix("torch."),
         "lkv": lkv.__version__,

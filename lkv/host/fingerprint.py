@@ -30,7 +30,7 @@ _READERS = (
 def read_norms(decoder: nn.Module, layers: int) -> dict[str, Tensor]:
     """What the norms of the sampled layers multiply their input by: [columns] by the norm's name within the decoder."""
     wanted = {name for _, names in _READERS for name in names}
-    found = {}
+    norms = {}
     for name, norm in decoder.named_modules():
         weight = getattr(norm, "weight", None)
         if name.rpartition(".")[2] not in wanted or _layer(name) not in _sampled(layers):
@@ -40,8 +40,8 @@ def read_norms(decoder: nn.Module, layers: int) -> dict[str, Tensor]:
         # Asked of the norm itself: some multiply by 1 + weight. Of mean 0 and variance 1, for all kinds of norms.
         probe = torch.ones_like(weight)
         probe[1::2] = -1
-        found[name] = (norm.forward(probe) - norm.forward(-probe)) / 2 * probe
-    return found
+        norms[name] = (norm.forward(probe) - norm.forward(-probe)) / 2 * probe
+    return norms
 
 
 def read_directions(
@@ -65,11 +65,11 @@ def read_directions(
         for number, row in enumerate(wanted):
             start = _start(columns, number)
             part = rows[number, start : start + _WIDTH].float()
-            place = _short(name)
+            label = _short(name)
             if norm is not None:
                 part = part * norms[norm][start : start + _WIDTH].to(part)
-                place += f" * {norm.rpartition('.')[2]}"
-            places.append(f"{place}[{row}, {start}:{start + len(part)}]")
+                label += f" * {norm.rpartition('.')[2]}"
+            places.append(f"{label}[{row}, {start}:{start + len(part)}]")
             parts.append(part.to(parts[0].device if parts else part.device))
     # One copy from the device for all of them.
     values = torch.cat(parts).tolist() if parts else []
@@ -107,8 +107,8 @@ def _sampled(layers: int) -> set[int]:
 
 def _layer(name: str) -> int | None:
     """The layer that a module or parameter belongs to, by its name."""
-    found = re.search(r"(?:^|\.)(\d+)\.", name)
-    return int(found[1]) if found else None
+    match = re.search(r"(?:^|\.)(\d+)\.", name)
+    return int(match[1]) if match else None
 
 
 def _short(name: str) -> str:
@@ -119,11 +119,11 @@ def _short(name: str) -> str:
 def _norm_before(name: str, norms: Mapping[str, Tensor]) -> str | None:
     """The one of `norms` whose output the matrix `name` reads, where that is known."""
     for matrix, possible in _READERS:
-        if found := matrix.search(name):
-            layer = name[: found.start()]
+        if match := matrix.search(name):
+            layer = name[: match.start()]
             # Without a norm before the attention, those of the layer follow what they are named after.
-            here = [layer + norm for norm in possible if layer + "input_layernorm" in norms and layer + norm in norms]
-            return here[0] if here else None
+            before = [layer + norm for norm in possible if layer + "input_layernorm" in norms and layer + norm in norms]
+            return before[0] if before else None
     return None
 
 

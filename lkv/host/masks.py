@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lkv.errors import PromptError
 
-_FOUND = "_lkv_left_padding"
+_PADDING = "_lkv_left_padding"
 
 
 def has_padding(mask: Any) -> bool:
@@ -29,9 +29,9 @@ def left_padding(mask: Any) -> list[int] | None:
     if not isinstance(mask, Tensor):
         return None
     # All layers of a forward pass get one mask: it is read, and waited for, once.
-    if not hasattr(mask, _FOUND):
-        setattr(mask, _FOUND, _left_padding(mask))
-    return getattr(mask, _FOUND)
+    if not hasattr(mask, _PADDING):
+        setattr(mask, _PADDING, _left_padding(mask))
+    return getattr(mask, _PADDING)
 
 
 def _left_padding(mask: Tensor) -> list[int] | None:

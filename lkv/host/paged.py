@@ -66,10 +66,10 @@ class PagedBatch:
             attend_masked(query[:, :, new], key[:, :, held], value[:, :, held], visible, scale)
             for new, held, visible in self._blocks
         ]
-        out, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+        out, lse = (torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
         for prefix, places in self._texts:
-            own = ragged_attention(query[:, :, places], *prefix.pools(layer), scale, causal=False, lse=True)
-            out[:, :, places] = join(out[:, :, places], lse[:, :, places], *own)[0]
+            over_text = ragged_attention(query[:, :, places], *prefix.pools(layer), scale, causal=False, lse=True)
+            out[:, :, places] = join(out[:, :, places], lse[:, :, places], *over_text)[0]
         return out.transpose(1, 2)
 
 
@@ -103,7 +103,7 @@ def _followers(rows: list[Row], device: torch.device) -> list[tuple[Prefix, Tens
         if row.prefix is not None:
             places.setdefault(row.prefix, []).extend(range(start, start + row.new))
         start += row.new
-    return [(prefix, torch.tensor(found, device=device)) for prefix, found in places.items()]
+    return [(prefix, torch.tensor(rows_of, device=device)) for prefix, rows_of in places.items()]
 
 
 class Results(OutputRouter):
@@ -219,7 +219,7 @@ class FollowingManager(ContinuousBatchingManager):
     def _drawn(self, scores: Tensor, output_ids: Tensor) -> None:
         """In place of the library's own choice, which is one for all requests. `scores` [1, n, V]."""
         chosen = scores[0].argmax(-1)
-        for place, draw in enumerate(self._draws):
+        for row, draw in enumerate(self._draws):
             if draw is not None:
-                chosen[place] = draw(scores[0, place])
+                chosen[row] = draw(scores[0, row])
         output_ids[0, : len(chosen)].copy_(chosen)

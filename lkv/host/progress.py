@@ -30,4 +30,4 @@ def each_layer(model: Any, passed: Callable[[float], None]) -> Iterator[None]:
 def _decoder_layers(model: Any) -> list[nn.Module]:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
-    return next((list(found) for found in lists if len(found) == count), [])
+    return next((list(layers) for layers in lists if len(layers) == count), [])

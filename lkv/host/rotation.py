@@ -102,10 +102,10 @@ def rotations_of(model: Any) -> tuple[Rotation | None, ...]:
     # Models that mix kinds of layers may leave those unrotated that see everything.
     if layers == len(windows) and not hasattr(text, "no_rope_layers"):
         return (whole,) * layers
-    return tuple(_found(whole, key) for key in _repeated_keys(model))
+    return tuple(_undone(whole, key) for key in _repeated_keys(model))
 
 
-def _found(whole: Rotation, key: Tensor) -> Rotation | None:
+def _undone(whole: Rotation, key: Tensor) -> Rotation | None:
     """What a layer does whose k [1, H, T, d] of one token over and over this is: equal everywhere before RoPE."""
     if _variation(key) <= _STILL * float(key.norm()):
         return NoRotation()

@@ -30,11 +30,11 @@ def inspect_model(model: Any) -> ModelSpec:
             f"{name} has no per-head key-value cache; LKV works with multi-head and grouped-query attention."
         )
     windows = layer_windows(model)
-    other = {kind for kind in getattr(text, "layer_types", None) or [] if kind not in _KINDS}
-    if other or None not in windows:
+    unknown = {kind for kind in getattr(text, "layer_types", None) or [] if kind not in _KINDS}
+    if unknown or None not in windows:
         raise UnsupportedModelError(
-            f"{name} has layers of kind {sorted(other) or ['sliding_attention']}; LKV evicts from full-attention ones "
-            "beside sliding ones that stay as they are. Use a model of such layers."
+            f"{name} has layers of kind {sorted(unknown) or ['sliding_attention']}; LKV evicts from full-attention "
+            "ones beside sliding ones that stay as they are. Use a model of such layers."
         )
     weights = dict(model.named_parameters())
     if any(key.endswith(".sinks") for key in weights) or getattr(text, "attn_logit_softcapping", None):

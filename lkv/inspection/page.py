@@ -8,7 +8,7 @@ from typing import Any
 
 from lkv.inspection.look import Look
 
-_PLACE = "/* DATA */"
+_DATA = "/* DATA */"
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ def page(look: Look, title: str, model: str, retention: float, answers: dict[str
         "rankBytes": look.ranks.dtype.itemsize,
         "ranks": base64.b64encode(look.ranks.astype(look.ranks.dtype.newbyteorder("<")).tobytes()).decode(),
         "answersAt": retention,
-        "answers": {question: [asdict(answer) for answer in found] for question, found in answers.items()},
+        "answers": {question: [asdict(answer) for answer in given] for question, given in answers.items()},
     }
     # "<" could end the script that holds the data.
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    return template.replace(_PLACE, text)
+    return template.replace(_DATA, text)

@@ -287,7 +287,7 @@ class PlainEngine(Engine):
 
     def _compute(self, name: str, ids: list[int], context: Context | None, length: int, draw: Any, stop: Stop) -> None:
         options: dict[str, Any] = {
-            "streamer": _Ids(lambda found: self._deliver(name, found, False)),
+            "streamer": _Ids(lambda ids: self._deliver(name, ids, False)),
             "stopping_criteria": StoppingCriteriaList([stop]),
         }
         if draw is not None:

@@ -81,11 +81,11 @@ class MethodInputs:
     tokenizer: Any = None
     strict: bool = True
 
-    def need(self, what: str, by: str) -> Any:
-        """The field `what`. Raises LkvError where it was not given."""
-        value = getattr(self, what)
+    def need(self, wanted: str, by: str) -> Any:
+        """The field `wanted`. Raises LkvError where it was not given."""
+        value = getattr(self, wanted)
         if value is None:
-            raise LkvError(f"the method part {by!r} needs a {what}; give {_HOW[what]}.")
+            raise LkvError(f"the method part {by!r} needs a {wanted}; give {_HOW[wanted]}.")
         return value
 
 
@@ -167,9 +167,9 @@ class _SideBySide(Selector):
 
     def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
         # All rows hold one prompt, so a selector that several methods share scores it once.
-        one = prompt.part(slice(1), slice(None))
+        row = prompt.part(slice(1), slice(None))
         selectors = {id(method.selector): method.selector for method in self._methods}
-        scores = {number: selector.scores(layer, one) for number, selector in selectors.items()}
+        scores = {number: selector.scores(layer, row) for number, selector in selectors.items()}
         return torch.cat([scores[id(method.selector)] for method in self._methods])
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:

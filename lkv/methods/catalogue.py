@@ -285,9 +285,9 @@ def named_like(name: str) -> tuple[str, Entry] | None:
     rule, plus, selector = name.partition("+")
     if name in METHODS and not plus:
         return name, METHODS[name]
-    for other, entry in METHODS.items():
+    for known, entry in METHODS.items():
         if plus and (entry.rule, entry.selector) == (rule, selector):
-            return other, entry
+            return known, entry
     if plus and rule in RULES and selector in SELECTORS:
         return name, Entry(rule, selector)
     return None

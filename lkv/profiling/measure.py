@@ -193,8 +193,8 @@ class Profiler:
         if full is None:
             return row
         pairs = list(zip(runs, full, strict=True))
-        prefill = bootstrap([[run.prefill_seconds / other.prefill_seconds] for run, other in pairs])
-        decode = bootstrap([[run.decode_seconds / other.decode_seconds] for run, other in pairs])
+        prefill = bootstrap([[run.prefill_seconds / alone.prefill_seconds] for run, alone in pairs])
+        decode = bootstrap([[run.decode_seconds / alone.decode_seconds] for run, alone in pairs])
         return row | {
             "prefill_ratio": prefill.value,
             "prefill_low": prefill.low,

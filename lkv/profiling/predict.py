@@ -59,8 +59,8 @@ def longest(shape: Shape, memory: float, kept: bool, **settings: float) -> int:
     weights alone are more. `settings` are those of `predict`."""
 
     def fits(tokens: int) -> bool:
-        found = predict(shape, tokens, **settings)  # type: ignore[arg-type]
-        return (found.peak_kept if kept else found.peak_full) <= memory
+        predicted = predict(shape, tokens, **settings)  # type: ignore[arg-type]
+        return (predicted.peak_kept if kept else predicted.peak_full) <= memory
 
     if not fits(1):
         return 0

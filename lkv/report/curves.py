@@ -18,7 +18,7 @@ def plot_sweep(table: Table) -> Any:
     axes = figure.subplots()
     chosen = styles([row.method for row in table.rows])
     for row in table.rows:
-        points = [(_place(cell, column), cell) for column in table.columns if (cell := row.cells.get(column.name))]
+        points = [(_abscissa(cell, column), cell) for column in table.columns if (cell := row.cells.get(column.name))]
         if row.method == FULL:
             axes.axhline(points[0][1].value, **full_line(chosen[FULL]), label=row.label)
         else:
@@ -99,7 +99,7 @@ def _curve(axes: Any, row: TableRow, points: Sequence[tuple[float | None, Cell]]
         axes.fill_between(places, lows, highs, color=style.colour, alpha=0.15, linewidth=0, zorder=style.order - 1)
 
 
-def _place(cell: Cell, column: Column) -> float | None:
+def _abscissa(cell: Cell, column: Column) -> float | None:
     return column.x if cell.realised is None else cell.realised
 
 

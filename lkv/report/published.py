@@ -29,12 +29,12 @@ def model_of(header_model: str) -> str:
     return next((name for name in models() if name in header_model.lower()), next(iter(models())))
 
 
-def with_published(table: Table, model: str, suite: str, own: str = "") -> Table:
+def with_published(table: Table, model: str, suite: str, measured: str = "") -> Table:
     """`table` with a marked row for each published one, or a note where the paper prints no such numbers.
 
-    Rows of another model than `own`, the one that was measured where it is known, name it.
+    Rows of another model than `measured`, where that is known, name it.
     """
-    mark = MARK if not own or model in own.lower() else f"{MARK}, {models()[model]}"
+    mark = MARK if not measured or model in measured.lower() else f"{MARK}, {models()[model]}"
     published = numbers().get(table.name, {}).get(model) if suite == "longbench" else None
     if published is None:
         return replace(

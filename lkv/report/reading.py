@@ -12,7 +12,7 @@ from lkv.journal import FORMAT, MEASURES, read_lines
 from lkv.report.names import FULL
 
 # What all files of one table must agree in, with the versions of all packages but Python itself.
-_SAME = ("suite", "protocol", "model", "revision", "policy", "pattern", "dtype", "lkv")
+_COMMON = ("suite", "protocol", "model", "revision", "policy", "pattern", "dtype", "lkv")
 _ONE_WITHOUT = ("policy", "pattern")  # a file without methods that need one agrees with any
 
 
@@ -58,7 +58,7 @@ def read_results(paths: Sequence[Path]) -> Results:
     samples: dict[str, MeasuredSample] = {}
     torn, truncated, lost, unusable, doubled = 0, 0, 0, 0, []
     for path in paths:
-        own: set[str] = set()
+        written: set[str] = set()
         lines, cut = read_lines(path, ReportError, "give a file as `lkv eval` wrote it")
         torn += cut
         headers[path] = _header(path, [line for _, line in lines])
@@ -69,7 +69,7 @@ def read_results(paths: Sequence[Path]) -> Results:
             sample = _sample(path, number, line)
             if earlier := samples.get(sample.key):
                 # A run that adds methods writes a sample again, with all it has of it; `finish` leaves one line.
-                if sample.key in own and sample.text == earlier.text and sample.rows.keys() > earlier.rows.keys():
+                if sample.key in written and sample.text == earlier.text and sample.rows.keys() > earlier.rows.keys():
                     samples[sample.key] = sample
                     continue
                 if sample.text != earlier.text or any(m != FULL for m, _ in earlier.rows.keys() & sample.rows.keys()):
@@ -77,18 +77,18 @@ def read_results(paths: Sequence[Path]) -> Results:
                 samples[sample.key] = replace(earlier, rows={**sample.rows, **earlier.rows})
                 continue
             samples[sample.key] = sample
-            own.add(sample.key)
+            written.add(sample.key)
             truncated += bool(line.get("truncated"))
             lost += bool(line.get("answer_lost"))
     _agree(headers)
     if doubled:
         raise ReportError(
             f"{len(doubled)} samples are there twice with the same method or with another text, and a table counts "
-            f"each once: {_some(doubled)}. Leave out the file that repeats them."
+            f"each once: {_listed(doubled)}. Leave out the file that repeats them."
         )
     if not samples:
         raise ReportError(
-            f"there are no finished samples in {_some([str(path) for path in paths])}; run `lkv eval` on, which also "
+            f"there are no finished samples in {_listed([str(path) for path in paths])}; run `lkv eval` on, which also "
             "puts together what several interrupted processes left."
         )
     notes = []
@@ -128,7 +128,7 @@ def _header(path: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _agree(headers: Mapping[Path, Mapping[str, Any]]) -> None:
     apart = []
-    for field in _SAME:
+    for field in _COMMON:
         given = {path: header.get(field) for path, header in headers.items()}
         if field in _ONE_WITHOUT:
             given = {path: value for path, value in given.items() if value is not None}
@@ -185,5 +185,5 @@ def _finite(where: str, name: str, value: Any) -> float:
     return number
 
 
-def _some(items: Sequence[str], most: int = 5) -> str:
+def _listed(items: Sequence[str], most: int = 5) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")

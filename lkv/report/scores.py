@@ -89,11 +89,11 @@ class Scores:
         if not self._ran(pair, units):
             return None
         values = self._groups(pair, units, measure)
-        others = [p for p in self.pairs if p[0] == self.against and (pair[0] == FULL or p[1] == pair[1])]
-        other = others[0] if len(others) == 1 else None
+        references = [p for p in self.pairs if p[0] == self.against and (pair[0] == FULL or p[1] == pair[1])]
+        reference = references[0] if len(references) == 1 else None
         difference = None
-        if other and other != pair and self._ran(other, units):
-            pairs = zip(values, self._groups(other, units, measure), strict=True)
+        if reference and reference != pair and self._ran(reference, units):
+            pairs = zip(values, self._groups(reference, units, measure), strict=True)
             low, high = _RANGES[measure]
             apart = macro([[a - b for a, b in zip(*groups, strict=True)] for groups in pairs])
             difference = from_mean(apart, limits=(low - high, high - low))
@@ -140,7 +140,7 @@ class Scores:
         for pair in self.pairs:
             missing = [unit for unit in self.units if pair not in self._pairs[unit]]
             if missing:
-                where = _some(list(map(_at, missing)))
+                where = _listed(list(map(_at, missing)))
                 self.notes.append(f"{_named(pair)} is not there for {where}, and in no average that counts them.")
         left = len(samples) - sum(map(len, self.units.values()))
         if left:
@@ -216,7 +216,7 @@ def _named(pair: Pair) -> str:
     return pair[0] if pair[0] == FULL else f"{pair[0]} at R = {pair[1]:g}"
 
 
-def _some(items: Sequence[str], most: int = 6) -> str:
+def _listed(items: Sequence[str], most: int = 6) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
@@ -242,8 +242,8 @@ def at_one_retention(pairs: Sequence[Pair]) -> list[Pair]:
             f"this table stands at one retention, and the files hold {', '.join(f'{a:g}' for a in amounts)}; choose "
             "one with --retention."
         )
-    one = DEFAULT_RETENTION if len(amounts) > 1 else (amounts or [1.0])[0]
-    return [pair for pair in pairs if pair[0] == FULL or pair[1] == one]
+    chosen = DEFAULT_RETENTION if len(amounts) > 1 else (amounts or [1.0])[0]
+    return [pair for pair in pairs if pair[0] == FULL or pair[1] == chosen]
 
 
 def retentions_of(pairs: Sequence[Pair]) -> list[float]:

@@ -24,13 +24,13 @@ class Style(NamedTuple):
 def styles(methods: Sequence[str]) -> dict[str, Style]:
     """A style for each method, the same in every figure: the full cache black, LKV thick, the others as the catalogue
     has them; beyond six in colour the later ones are grey, told apart by their markers."""
-    chosen, unknown, own, coloured = {}, 0, 0, 0
+    chosen, unknown, learned, coloured = {}, 0, 0, 0
     for method in dict.fromkeys(methods):
         if method == FULL:
             chosen[method] = Style(_BLACK, "_", 1.4, 1)
         elif is_lkv(method):
-            chosen[method] = Style(*_POLICIES[own % len(_POLICIES)], 2.8, 4)
-            own, coloured = own + 1, coloured + 1
+            chosen[method] = Style(*_POLICIES[learned % len(_POLICIES)], 2.8, 4)
+            learned, coloured = learned + 1, coloured + 1
         else:
             known = named_like(method)
             if known:

@@ -83,7 +83,7 @@ def _add_errors(app: FastAPI) -> None:
     """All errors in the form that OpenAI's clients read, one sentence each."""
 
     @app.exception_handler(LkvError)
-    async def own(_: Request, error: Exception) -> JSONResponse:
+    async def known_error(_: Request, error: Exception) -> JSONResponse:
         status, kind = next(
             ((n, kind) for known, n, kind in _STATUS if isinstance(error, known)), (500, "server_error")
         )
@@ -94,10 +94,10 @@ def _add_errors(app: FastAPI) -> None:
     async def malformed(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        field = ".".join(str(part) for part in first["loc"] if part != "body")
         if first["type"] == "json_invalid":
-            place = "the body"
-        said = f"{place or 'the body'}: {first['msg']}; look at the request."
+            field = "the body"
+        said = f"{field or 'the body'}: {first['msg']}; look at the request."
         return JSONResponse(error_object(said, "invalid_request_error"), 400)
 
     @app.exception_handler(HTTPException)
@@ -119,19 +119,19 @@ def _add_contexts(app: FastAPI, service: Service, wait: bool) -> None:
         return _object(made)
 
     @app.get("/v1/contexts")
-    async def every() -> dict[str, Any]:
+    async def list_contexts() -> dict[str, Any]:
         entries = await asyncio.to_thread(service.store.entries)
-        found: list[Entry | Job] = [*service.jobs(), *entries]
-        return {"object": "list", "data": [_object(one) for one in found]}
+        listed: list[Entry | Job] = [*service.jobs(), *entries]
+        return {"object": "list", "data": [_object(context) for context in listed]}
 
     @app.get("/v1/contexts/{name}")
-    async def one(name: str) -> dict[str, Any]:
-        found: Entry | Job | None = service.job(name)
-        if found is None:
-            found = await asyncio.to_thread(service.store.entry, name)
-        if found is None:
+    async def context(name: str) -> dict[str, Any]:
+        known: Entry | Job | None = service.job(name)
+        if known is None:
+            known = await asyncio.to_thread(service.store.entry, name)
+        if known is None:
             raise UnknownContextError(f"there is no context {name!r}; compress its text first.")
-        return _object(found)
+        return _object(known)
 
     @app.delete("/v1/contexts/{name}")
     async def delete(name: str) -> dict[str, Any]:
@@ -140,8 +140,8 @@ def _add_contexts(app: FastAPI, service: Service, wait: bool) -> None:
         return {"object": "context", "id": name, "deleted": True}
 
 
-def _object(found: Entry | Job) -> dict[str, Any]:
-    return context_object(found) if isinstance(found, Entry) else job_object(found)
+def _object(known: Entry | Job) -> dict[str, Any]:
+    return context_object(known) if isinstance(known, Entry) else job_object(known)
 
 
 async def _context_request(request: Request) -> ContextRequest:
@@ -167,8 +167,8 @@ def _first_problem(error: ValueError) -> str:
     problem: Any = getattr(error, "errors", lambda: [])()
     if not problem:
         return str(error)
-    place = ".".join(map(str, problem[0]["loc"])) or "the body"
-    return f"{place}: {problem[0]['msg']}"
+    field = ".".join(map(str, problem[0]["loc"])) or "the body"
+    return f"{field}: {problem[0]['msg']}"
 
 
 def _decoded(data: bytes) -> str:

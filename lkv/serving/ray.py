@@ -141,10 +141,10 @@ def context_named(path: str, body: bytes) -> str:
     try:
         asked = json.loads(body)
         model = asked.get("model", "")
-        found = asked.get("context") or (model.rpartition(":")[2] if ":" in model else "")
+        name = asked.get("context") or (model.rpartition(":")[2] if ":" in model else "")
     except (ValueError, AttributeError, TypeError):
         return ""
-    return found if isinstance(found, str) else ""
+    return name if isinstance(name, str) else ""
 
 
 def application(options: dict[str, Any], key: str | None) -> Any:

@@ -185,7 +185,7 @@ class Service:
                 self.store.delete(job.id)
             elif job.error is None:
                 self._jobs.pop(job.id, None)
-            failed = [other.id for other in self._jobs.values() if other.error is not None]
+            failed = [earlier.id for earlier in self._jobs.values() if earlier.error is not None]
             for name in failed[: max(0, len(failed) - _REMEMBERED)]:
                 del self._jobs[name]
 

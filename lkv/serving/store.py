@@ -136,8 +136,8 @@ class ContextStore:
                 f"the stored contexts cannot be listed ({reason(error)}); look after {self._root}."
             ) from error
         names = [Path(file).name.removesuffix(_ABOUT) for file in files if file.endswith(_ABOUT)]
-        found = [entry for name in names if (entry := self.entry(name)) is not None]
-        return sorted(found, key=lambda entry: entry.created, reverse=True)
+        entries = [entry for name in names if (entry := self.entry(name)) is not None]
+        return sorted(entries, key=lambda entry: entry.created, reverse=True)
 
     def delete(self, name: str) -> bool:
         """Forget a context and its file; answers at hand are not disturbed. False where there was none."""
@@ -165,7 +165,7 @@ class ContextStore:
         with self._lock:
             self._loaded[name] = context
             self._loaded.move_to_end(name)
-            held = sum(other.nbytes() for other in self._loaded.values())
+            held = sum(loaded.nbytes() for loaded in self._loaded.values())
             while held > self._limit and len(self._loaded) > 1:
                 held -= self._loaded.popitem(last=False)[1].nbytes()
 

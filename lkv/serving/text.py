@@ -20,10 +20,10 @@ class Growing:
     def more(self, ids: list[int], ended: bool) -> str:
         """What is new of the text of `ids`, all there are so far."""
         text = self._tokenizer.decode(ids, skip_special_tokens=True).lstrip()
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
-            self.stopped, text = True, text[: min(places)]
-        text = text.rstrip() if ended or places else text[: self._certain(text)]
+        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        if starts:
+            self.stopped, text = True, text[: min(starts)]
+        text = text.rstrip() if ended or starts else text[: self._certain(text)]
         piece = text[self._given :]
         self._given += len(piece)
         return piece

@@ -131,11 +131,11 @@ def train_policy(
         raise TrainingError(
             f"training needs accelerate, which cannot be imported ({error}); run `pip install 'lkv-cache[train]'`."
         ) from error
-    there = [str(kind) for kind in get_available_trackers()]
-    if missing := [name for name in trackers if isinstance(name, str) and name not in there]:
+    available = [str(kind) for kind in get_available_trackers()]
+    if missing := [name for name in trackers if isinstance(name, str) and name not in available]:
         raise TrainingError(
             f"there is no tracker {missing[0]!r} here; install its package, or leave it out (here: "
-            f"{', '.join(there) or 'none'})."
+            f"{', '.join(available) or 'none'})."
         )
     over(PRESETS[preset or "paper"], given)  # what is out of its range for any model is told first
     check_folder(out, TrainingError, "the training")

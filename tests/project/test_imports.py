@@ -13,10 +13,10 @@ ORDER = [
     "devices", "ops", "host", "prefill", "policy", "methods.budget", "methods.selection", "methods.kvzip",
     "methods.build", "cache.quantization", "cache.ranking", "cache.spans", "cache.quantized_spans", "cache.plan",
     "cache.entries", "cache.eviction", "cache.unread", "cache.layer", "conversion", "models", "hub", "doctor",
-    "cache.ids", "cache.ragged", "cache.shared", "answers", "context", "chat", "inspection", "training.data",
-    "training.cost", "training.student", "training.distillation", "training.calibration",
-    "training.warm_start", "training.schedule", "training.losses", "training.interruption", "training.checkpoint",
-    "training.trainer", "training.placing", "training.pipeline", "evals", "profiling", "report",
+    "cache.ids", "cache.windows", "cache.checks", "cache.ragged", "cache.shared", "answers", "saved_context", "context",
+    "chat", "inspection", "training.data", "training.cost", "training.student", "training.distillation",
+    "training.calibration", "training.warm_start", "training.schedule", "training.losses", "training.interruption",
+    "training.checkpoint", "training.trainer", "training.placing", "training.pipeline", "evals", "profiling", "report",
     "integrations", "serving", "commands",
 ]  # fmt: skip
 

@@ -23,7 +23,7 @@ def draft(seed: str, question: Question, documents: tuple[str, ...]) -> Draft:
     ranked = [
         *question.needed,
         *rng.sample(question.near, len(question.near)),
-        *rng.sample(others := [i for i in range(len(documents)) if i not in given], len(others)),
+        *rng.sample(rest := [i for i in range(len(documents)) if i not in given], len(rest)),
     ]
 
     def context(units: int) -> str:

@@ -13,7 +13,7 @@ from lkv.evals.ruler.readers import QuestionSet, read_hotpot, read_squad, read_t
 
 
 class _Kind(NamedTuple):
-    what: str
+    title: str
     patterns: tuple[str, ...]
     hub: dict[str, str]
 
@@ -111,7 +111,7 @@ class Sources:
         except Exception as error:
             raise DataError(
                 f"{kind.hub['filename']} of the hub's data set {kind.hub['repo_id']} cannot be fetched "
-                f"({type(error).__name__}: {error}); put {kind.what} into the folder "
+                f"({type(error).__name__}: {error}); put {kind.title} into the folder "
                 f"with RULER's sources, as one of {', '.join(kind.patterns)}."
             ) from error
 

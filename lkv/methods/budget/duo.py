@@ -82,5 +82,5 @@ class DuoOfHeads(Duo):
     """
 
     def retrieval_heads(self, tokens: int) -> int:
-        every = len(self._rank) * len(self._rank[0])
-        return every - round(every * (1 - self._amount.of(tokens)))
+        heads = len(self._rank) * len(self._rank[0])
+        return heads - round(heads * (1 - self._amount.of(tokens)))

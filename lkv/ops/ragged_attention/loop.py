@@ -26,14 +26,14 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tens
     # Plain products beat SDPA for one row; those in half precision are slower than their conversion.
     half = q.dtype.itemsize < 4
     scaled = (q.float() if half else q) * scale
-    each = scaled.unbind()
+    queries = scaled.unbind()
     parts = []
     for first, count, start, step, length in _runs(starts.flatten().tolist(), lens.flatten().tolist()):
         last, end = first + count, start + length
         if rows == 1 and count == 1:
             with _threads(1 if length < _LEAST_SHARED else torch.get_num_threads()):
-                one = _widened if half else _plain
-                parts.append(one(each[first], k_pool[start:end], v_pool[start:end]))
+                product = _widened if half else _plain
+                parts.append(product(queries[first], k_pool[start:end], v_pool[start:end]))
             continue
         k = k_pool.as_strided((count, length, dim), (step * dim, dim, 1), start * dim)
         v = v_pool.as_strided((count, length, value_dim), (step * value_dim, value_dim, 1), start * value_dim)
@@ -119,9 +119,9 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if threads == 1:
         return torch.mm(torch.softmax(linear(q, k), -1), v)
     shares = torch.softmax(torch.mm(k, q.t()), 0)
-    each = len(k) // threads
-    even = each * threads
-    parts = torch.bmm(shares[:even].view(threads, each, -1).mT, v[:even].view(threads, each, -1))
+    share = len(k) // threads
+    even = share * threads
+    parts = torch.bmm(shares[:even].view(threads, share, -1).mT, v[:even].view(threads, share, -1))
     return torch.addmm(parts.sum(0), shares[even:].t(), v[even:]) if even < len(k) else parts.sum(0)
 
 

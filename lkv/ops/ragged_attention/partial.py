@@ -4,18 +4,18 @@ import torch
 from torch import Tensor
 
 
-def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+def join(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two sets of keys from the attention over each.
 
-    `out`, `other` [..., d]; `lse`, `other_lse` [...]: natural logarithms of the sum of e^score, -inf where nothing was
-    visible. Returns the joined outputs, in the dtype of `out`, and their log-sum-exp. Nothing visible in either set
-    gives 0 and -inf.
+    `left`, `right` [..., d]; `left_lse`, `right_lse` [...]: natural logarithms of the sum of e^score, -inf where
+    nothing was visible. Returns the joined outputs, in the dtype of `left`, and their log-sum-exp. Nothing visible in
+    either set gives 0 and -inf.
     """
-    both = torch.logaddexp(lse, other_lse)
+    total = torch.logaddexp(left_lse, right_lse)
     # Where both are -inf their difference would be no number.
-    base = both.where(both > -torch.inf, 0.0)
-    joined = out * (lse - base).exp()[..., None] + other * (other_lse - base).exp()[..., None]
-    return joined.to(out.dtype), both
+    base = total.where(total > -torch.inf, 0.0)
+    joined = left * (left_lse - base).exp()[..., None] + right * (right_lse - base).exp()[..., None]
+    return joined.to(left.dtype), total
 
 
 def attend_masked(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:

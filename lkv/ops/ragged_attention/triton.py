@@ -31,7 +31,7 @@ _PARTS_AT_ONCE = 32
 _PROGRAMS_WITHOUT_GPU = 7
 _APPENDED_AT_ONCE = 16
 # What the join does for new tokens: nothing; attend to one and append it; count those that are in the pools already.
-_NONE, _ONE, _COUNT = 0, 1, 2
+_NONE, _SINGLE, _COUNT = 0, 1, 2
 # What Triton takes beside blocks, queries and shares, to exchange numbers between warps.
 _OWN_SHARED_MEMORY = 4096
 
@@ -275,12 +275,12 @@ def _append_kernel(
     end = (tl.load(starts + span) + tl.load(lens + span)).to(tl.int64)
     row = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    here = (row[:, None] < rows) & (dims[None, :] < DIM)
-    new = tl.load(key + batch * k_batch + head * k_head + row[:, None] * k_row + dims[None, :], mask=here)
-    tl.store(k_pool + (end + row[:, None]) * DIM + dims[None, :], new, mask=here)
-    here = (row[:, None] < rows) & (value_dims[None, :] < VALUE_DIM)
-    new = tl.load(value + batch * v_batch + head * v_head + row[:, None] * v_row + value_dims[None, :], mask=here)
-    tl.store(v_pool + (end + row[:, None]) * VALUE_DIM + value_dims[None, :], new, mask=here)
+    inside = (row[:, None] < rows) & (dims[None, :] < DIM)
+    new = tl.load(key + batch * k_batch + head * k_head + row[:, None] * k_row + dims[None, :], mask=inside)
+    tl.store(k_pool + (end + row[:, None]) * DIM + dims[None, :], new, mask=inside)
+    inside = (row[:, None] < rows) & (value_dims[None, :] < VALUE_DIM)
+    new = tl.load(value + batch * v_batch + head * v_head + row[:, None] * v_row + value_dims[None, :], mask=inside)
+    tl.store(v_pool + (end + row[:, None]) * VALUE_DIM + value_dims[None, :], new, mask=inside)
 
 
 def interpreted() -> bool:
@@ -351,7 +351,7 @@ def extend(
     rows = key.shape[2]
     with devices.current(q.device):
         if rows == 1:
-            return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _ONE, buffers, codes)
+            return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _SINGLE, buffers, codes)
         _append_kernel[(starts.numel(), -(-rows // _APPENDED_AT_ONCE))](
             key, value, k_pool, v_pool, starts, lens, starts.shape[1], rows, *key.stride()[:3], *value.stride()[:3],
             **_launch_of(q, starts, value.shape[-1], 1).append_options,
@@ -497,12 +497,12 @@ def fitting(block_m: int, dim: int, value_dim: int, dtype: torch.dtype, shared_m
     blocks = _blocks(dim, value_dim, dtype)
     block_n = blocks["BLOCK_N"]
     # One block is in registers while the others are on their way; beside them lie the queries and the shares.
-    one = block_n * (blocks["BLOCK_D"] + blocks["BLOCK_V"]) * dtype.itemsize
+    block = block_n * (blocks["BLOCK_D"] + blocks["BLOCK_V"]) * dtype.itemsize
     rest = block_m * (blocks["BLOCK_D"] + block_n) * dtype.itemsize + _OWN_SHARED_MEMORY
     for stages in (4, 3, 2):
-        if 2 * ((stages - 1) * one + rest) <= shared_memory:
+        if 2 * ((stages - 1) * block + rest) <= shared_memory:
             return stages
-    return 2 if one + rest <= shared_memory else 0
+    return 2 if block + rest <= shared_memory else 0
 
 
 @functools.cache

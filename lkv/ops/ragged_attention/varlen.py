@@ -59,7 +59,7 @@ def _attend(
     kv_heads, spans = starts.shape[1], starts.numel()
     grouped = q.view(batch, kv_heads, heads // kv_heads, rows, dim).transpose(2, 3).reshape(spans * rows, -1, dim)
     ends = torch.full_like(lens.flatten()[:1], len(k_pool))
-    found = _operator()(
+    attended = _operator()(
         grouped,
         k_pool[:, None],
         v_pool[:, None],
@@ -74,9 +74,9 @@ def _attend(
         seqused_k=lens.flatten(),
         **wanted,
     )
-    out = found[0] if wanted else found
+    out = attended[0] if wanted else attended
     out = out.view(batch, kv_heads, rows, -1, dim).transpose(2, 3).reshape(batch, heads, rows, dim)
-    return (out, found[1]) if wanted else out
+    return (out, attended[1]) if wanted else out
 
 
 def _operator() -> Any:

@@ -49,9 +49,9 @@ def _store(base, x, start, row_stride, limit, block: tl.constexpr, dim: tl.const
 
 
 @triton.jit
-def _load_vector(base, start, limit, other: tl.constexpr, bounded: tl.constexpr, block: tl.constexpr):
+def _load_vector(base, start, limit, fill: tl.constexpr, bounded: tl.constexpr, block: tl.constexpr):
     index = start + tl.arange(0, block)
-    return tl.load(base + index, mask=index < limit, other=other) if bounded else tl.load(base + index)
+    return tl.load(base + index, mask=index < limit, other=fill) if bounded else tl.load(base + index)
 
 
 @triton.jit

@@ -101,12 +101,12 @@ class Builder:
 
     def _counted(self, samples: Sequence[Sample]) -> list[tuple[Sample, int]]:
         """Samples with the tokens of the context and its longest continuation, as a model reads them."""
-        found = []
+        counted = []
         for sample in samples:
             ids = tokenize(sample, self._tokenizer, _ENDLESS, _ENDLESS)
-            longest = max((len(own) for own, _ in ids.continuations), default=0)
-            found.append((sample, len(ids.context) + longest if longest else 0))
-        return found
+            longest = max((len(target) for target, _ in ids.continuations), default=0)
+            counted.append((sample, len(ids.context) + longest if longest else 0))
+        return counted
 
     def _reason(self, tokens: int) -> str:
         """Why a sample is rejected; "" where it is not."""
@@ -134,7 +134,7 @@ class Builder:
         if not (self._out / PROGRESS).is_file():
             return {}
         try:
-            return {name: Stream(**own) for name, own in document(self._out / PROGRESS)["streams"].items()}
+            return {name: Stream(**fields) for name, fields in document(self._out / PROGRESS)["streams"].items()}
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{self._out / PROGRESS} is no progress of a build; delete it, or give another folder."
@@ -168,11 +168,11 @@ def _check_plan(path: Path, theirs: Any, ours: dict[str, Any]) -> None:
 def _wanted(shares: dict[str, float], samples: int) -> dict[str, int]:
     """Whole numbers in the ratio of `shares` that sum to `samples`: the largest remainders get what is left over."""
     exact = {name: share * samples for name, share in shares.items()}
-    found = {name: int(value) for name, value in exact.items()}
-    rest = sorted(exact, key=lambda name: (found[name] - exact[name], name))
-    for name in rest[: samples - sum(found.values())]:
-        found[name] += 1
-    return found
+    counts = {name: int(value) for name, value in exact.items()}
+    rest = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
+    for name in rest[: samples - sum(counts.values())]:
+        counts[name] += 1
+    return counts
 
 
 def _quantiles(tokens: list[int]) -> dict[str, float]:
@@ -188,7 +188,9 @@ def _line(sample: Sample, tokens: int) -> str:
         "source": sample.source,
         "tokens": tokens,
         "context": sample.context,
-        "continuations": [{"question": own.question, "target": own.target} for own in sample.continuations],
+        "continuations": [
+            {"question": continuation.question, "target": continuation.target} for continuation in sample.continuations
+        ],
     }
     # A lone surrogate would not go into UTF-8.
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace").decode() + "\n"
@@ -200,19 +202,21 @@ def stats(folder: Path) -> list[str]:
     lines = [
         f"{'':24}{'wanted':>8}{'samples':>8}{'share':>8}{'least':>8}{'median':>8}{'mean':>10}{'most':>8}  rejected"
     ]
-    totals = Counter(name.split("-")[0] for name, own in manifest["streams"].items() for _ in range(own["samples"]))
-    for name, own in manifest["streams"].items():
-        tokens = own["tokens"]
-        share = own["samples"] / max(1, totals[name.split("-")[0]])
-        rejected = ", ".join(f"{count} {reason}" for reason, count in own["rejected"].items()) or "none"
+    totals = Counter(name.split("-")[0] for name, entry in manifest["streams"].items() for _ in range(entry["samples"]))
+    for name, entry in manifest["streams"].items():
+        tokens = entry["tokens"]
+        share = entry["samples"] / max(1, totals[name.split("-")[0]])
+        rejected = ", ".join(f"{count} {reason}" for reason, count in entry["rejected"].items()) or "none"
         numbers = "".join(f"{tokens.get(key, 0):>{width},}" for key, width in _COLUMNS)
-        lines.append(f"{name:24}{own['wanted']:>8,}{own['samples']:>8,}{share:>8.1%}{numbers}  {rejected}")
+        lines.append(f"{name:24}{entry['wanted']:>8,}{entry['samples']:>8,}{share:>8.1%}{numbers}  {rejected}")
     lines.append(
         f"recipe {manifest['recipe']}, seed {manifest['seed']}, lengths counted by {manifest['tokenizer']['name']}"
     )
-    for name, own in manifest["sources"].items():
-        dropped = f", {own['dropped']} dropped for overlap" if "dropped" in own else ""
-        lines.append(f"{name}: {own['title']} ({own['licence']}), {own['items']:,} items{dropped}; {own['from']}")
+    for name, entry in manifest["sources"].items():
+        dropped = f", {entry['dropped']} dropped for overlap" if "dropped" in entry else ""
+        lines.append(
+            f"{name}: {entry['title']} ({entry['licence']}), {entry['items']:,} items{dropped}; {entry['from']}"
+        )
     return lines
 
 
@@ -223,7 +227,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a built folder. Raises DataError where the build is not there, or not finished."""
     if (folder / PROGRESS).is_file() and not (folder / MANIFEST).is_file():
         raise DataError(f"the build in {folder} is not finished; run its `lkv data build` again to go on.")
-    found = document(folder / MANIFEST)
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("streams"), dict):
+    manifest = document(folder / MANIFEST)
+    if (
+        not isinstance(manifest, dict)
+        or manifest.get("format") != FORMAT
+        or not isinstance(manifest.get("streams"), dict)
+    ):
         raise DataError(f"{folder / MANIFEST} is no manifest of this version's `lkv data build`; build the data again.")
-    return found
+    return manifest

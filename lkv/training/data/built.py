@@ -26,10 +26,10 @@ class Built:
         self.manifest = read_manifest(folder)
         side = "heldout-" if validation else "train-"
         self._places: list[tuple[Path, int, int]] = []
-        for stream in (own for name, own in self.manifest["streams"].items() if name.startswith(side)):
+        for stream in (entry for name, entry in self.manifest["streams"].items() if name.startswith(side)):
             for name in stream["files"]:
                 self._places += _lines(folder / name)
-        expected = sum(own["samples"] for name, own in self.manifest["streams"].items() if name.startswith(side))
+        expected = sum(entry["samples"] for name, entry in self.manifest["streams"].items() if name.startswith(side))
         if len(self._places) != expected:
             raise DataError(f"{folder} holds {len(self._places)} of {expected} samples; build it again.")
         if not self._places:
@@ -47,7 +47,7 @@ class Built:
     @property
     def origins(self) -> dict[str, str]:
         """Sources with their data sets and licences, for a policy's card."""
-        return {name: f"{own['title']} ({own['licence']})" for name, own in self.manifest["sources"].items()}
+        return {name: f"{source['title']} ({source['licence']})" for name, source in self.manifest["sources"].items()}
 
     @property
     def decontamination(self) -> dict[str, Any] | None:
@@ -64,19 +64,21 @@ class Built:
 
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
         """Sample number `index`; where it has fewer than `continuations`, it is asked to repeat parts of its text."""
-        epoch, place = divmod(index, len(self._places))
+        epoch, turn = divmod(index, len(self._places))
         if epoch != self._epoch:
             self._order = random.Random(f"{self._seed}-{epoch}").sample(range(len(self)), len(self))
             self._epoch = epoch
-        found = self._read(self._order[place])
+        sample = self._read(self._order[turn])
         wanted = continuations
         if tokens_a_continuation:
-            wanted = min(continuations, 2 + max(0, int(found["tokens"] - 2000) // tokens_a_continuation))
-        asked = [Continuation(own["question"], own["target"]) for own in found["continuations"]][:wanted]
+            wanted = min(continuations, 2 + max(0, int(sample["tokens"] - 2000) // tokens_a_continuation))
+        asked = [
+            Continuation(continuation["question"], continuation["target"]) for continuation in sample["continuations"]
+        ][:wanted]
         rng = random.Random(f"{self._seed}-{index}")
         while len(asked) < wanted:
-            asked.append(repeat(rng, found["context"]))
-        return Sample(found["source"], found["context"], tuple(asked))
+            asked.append(repeat(rng, sample["context"]))
+        return Sample(sample["source"], sample["context"], tuple(asked))
 
     @cached_property
     def lines(self) -> list[str]:
@@ -99,8 +101,8 @@ def _lines(path: Path) -> list[tuple[Path, int, int]]:
         data = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); build the data again.") from error
-    found, start = [], 0
+    starts, start = [], 0
     while (end := data.find(b"\n", start)) >= 0:
-        found.append((path, start, end - start))
+        starts.append((path, start, end - start))
         start = end + 1
-    return found
+    return starts

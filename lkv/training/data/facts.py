@@ -15,7 +15,7 @@ _ADJECTIVES = """
 amber brass copper crimson dusty emerald faded golden hollow ivory jagged narrow oaken pale quiet rusty
 scarlet silver tangled velvet wooden yellow
 """.split()
-_THINGS = """
+_OBJECTS = """
 archive barn bridge cabinet canoe cellar chapel clock compass drawer engine ferry garden harbour kettle
 lantern ledger library locker mill orchard piano quarry safe tower trunk vault violin wagon windmill
 """.split()
@@ -37,23 +37,35 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 def fact(rng: random.Random) -> tuple[str, str, str]:
     """One invented fact as (sentence, question, answer)."""
     person = f"{rng.choice(_NAMES)} {rng.choice(_SURNAMES)}"
-    thing = f"the {rng.choice(_ADJECTIVES)} {rng.choice(_THINGS)}"
+    item = f"the {rng.choice(_ADJECTIVES)} {rng.choice(_OBJECTS)}"
     number = str(rng.randint(100, 99999))
     code = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(rng.randint(4, 7)))
     city, job, food = rng.choice(_CITIES), rng.choice(_JOBS), rng.choice(_FOODS)
     variable = f"{code.lower()}_{job}"
     year = str(rng.randint(1650, 2020))
     forms = [
-        (f"The number painted on {thing} is {number}.", f"What number is painted on {thing}?", number),
-        (f"The password for {thing} is {code}.", f"What is the password for {thing}?", code),
+        (f"The number painted on {item} is {number}.", f"What number is painted on {item}?", number),
+        (f"The password for {item} is {code}.", f"What is the password for {item}?", code),
         (f"{person} works as a {job} in {city}.", f"In which city does {person} work as a {job}?", city),
         (f"By trade, {person} was a {job}.", f"What was the trade of {person}?", job),
         (f"{person} was born in {city} in {year}.", f"In which year was {person} born?", year),
-        (f"{thing.capitalize()} was bought by {person} for {number} crowns.", f"Who bought {thing}?", person),
-        (f"{thing.capitalize()} was sold for {number} crowns.", f"For how many crowns was {thing} sold?", number),
-        (f"There are {number} sacks of {food} in {thing}.", f"How many sacks are in {thing}?", number),
-        (f"{person} keeps the {food} in {thing}.", f"Where does {person} keep the {food}?", f"in {thing}"),
-        (f"Remember that the key to {thing} hangs in {city}.", f"Where does the key to {thing} hang?", f"in {city}"),
+        (
+            f"{item.capitalize()} was bought by {person} for {number} crowns.",
+            f"Who bought {item}?",
+            person,
+        ),
+        (
+            f"{item.capitalize()} was sold for {number} crowns.",
+            f"For how many crowns was {item} sold?",
+            number,
+        ),
+        (f"There are {number} sacks of {food} in {item}.", f"How many sacks are in {item}?", number),
+        (f"{person} keeps the {food} in {item}.", f"Where does {person} keep the {food}?", f"in {item}"),
+        (
+            f"Remember that the key to {item} hangs in {city}.",
+            f"Where does the key to {item} hang?",
+            f"in {city}",
+        ),
         (
             f"Note: the value of {variable} is {number}.",
             f"What is the value of {variable}?",

@@ -38,7 +38,7 @@ def fetch(
             return done, known["revision"]
     commit = revision or _commit(name, hub)
     try:
-        found = _stream(name, hub, commit, rows, load or _load(), folder / f"{name}.{commit[:12]}.part")
+        fetched = _stream(name, hub, commit, rows, load or _load(), folder / f"{name}.{commit[:12]}.part")
     except DataError:
         raise
     # Whatever stopped it (no network, no right to it, a set that has moved), the way out is the same.
@@ -46,7 +46,7 @@ def fetch(
         raise _unreachable(name, error) from error
     os.replace(folder / f"{name}.{commit[:12]}.part", done)
     write_text(
-        about, json.dumps({"revision": commit, "rows": found, "all": found < rows}), DataError, "what is fetched"
+        about, json.dumps({"revision": commit, "rows": fetched, "all": fetched < rows}), DataError, "what is fetched"
     )
     return done, commit
 
@@ -54,18 +54,18 @@ def fetch(
 def _stream(name: str, hub: Hub, commit: str, rows: int, load: Load, part: Path) -> int:
     """Append to `part` what it lacks; returns how many rows it then has."""
     have = _whole_lines(part)
-    each = -(-rows // (len(hub.parts) * len(hub.splits)))
+    share = -(-rows // (len(hub.parts) * len(hub.splits)))
     streams = [(options, split) for options in hub.parts for split in hub.splits]
     with part.open("ab") as file:
         count = 0
         for options, split in streams:
             stream: Any = load(hub.repository, split=split, revision=commit, streaming=True, **options)
-            skipped = min(each, max(0, have - count))
+            skipped = min(share, max(0, have - count))
             if skipped and hasattr(stream, "skip"):
-                own = iter(stream.skip(skipped))
+                unread = iter(stream.skip(skipped))
             else:
-                own = islice(iter(stream), skipped, None)
-            for row in islice(_thin(name, own), each - skipped):
+                unread = islice(iter(stream), skipped, None)
+            for row in islice(_thin(name, unread), share - skipped):
                 file.write(json.dumps(row, ensure_ascii=False, sort_keys=True).encode() + b"\n")
                 count += 1
                 if count % _FLUSH == 0:

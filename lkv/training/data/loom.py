@@ -24,25 +24,25 @@ Told = tuple[str, Continuation]
 
 
 class _Draw(NamedTuple):
-    """What a sample is made from: the item, the others of its set, and the characters to reach (None: as it is)."""
+    """What a sample is made from: the item, all of its set, and the characters to reach (None: as it is)."""
 
     rng: random.Random
     item: Any
-    others: Sequence[Any]
+    items: Sequence[Any]
     size: float | None
 
     def more(self, least: int, length: Callable[[Any], int], room: float) -> list[Any]:
         """Other items: `least` where the recipe is literal, else as many as fit into `room`."""
         if self.size is None:
-            return self.rng.sample(self.others, min(least, len(self.others)))
-        found: list[Any] = []
-        for _ in range(len(self.others)):
-            other = self.rng.choice(self.others)
-            room -= length(other)
+            return self.rng.sample(self.items, min(least, len(self.items)))
+        drawn: list[Any] = []
+        for _ in range(len(self.items)):
+            item = self.rng.choice(self.items)
+            room -= length(item)
             if room < 0:
                 break
-            found.append(other)
-        return found
+            drawn.append(item)
+        return drawn
 
 
 class Loom:
@@ -60,7 +60,8 @@ class Loom:
         self._items, self._chars, self._seed, self._literal = items, chars, seed, literal
         self._bounds = (math.log(bounds[0] * (1 + _MARGIN)), math.log(bounds[1] * (1 - _MARGIN)))
         self._orders = {
-            name: random.Random(f"{seed}-{name}").sample(range(len(own)), len(own)) for name, own in items.items()
+            name: random.Random(f"{seed}-{name}").sample(range(len(listed)), len(listed))
+            for name, listed in items.items()
         }
 
     def shares(self) -> dict[str, float]:
@@ -88,8 +89,8 @@ def _hotpot(draw: _Draw) -> Told:
     if draw.size is not None:
         seen = {p.text for p in passages}
         # Paragraphs come twice where questions share them: more is drawn than there is room for.
-        for other in draw.more(0, lambda own: sum(map(_length, own.passages)) // 2, room):
-            for passage in other.passages:
+        for more in draw.more(0, lambda more: sum(map(_length, more.passages)) // 2, room):
+            for passage in more.passages:
                 if passage.text not in seen and room >= _length(passage):
                     room -= _length(passage)
                     passages.append(passage)
@@ -106,12 +107,12 @@ def _news(draw: _Draw) -> Told:
     event: Passage = draw.item
     question, summary = event.questions[0]
     room = (draw.size or 0) - len(event.text)
-    others = draw.more(0, lambda own: len(own.text), room)
-    others = [own for own in others if own is not event]
-    if not others:
+    articles = draw.more(0, lambda article: len(article.text), room)
+    articles = [article for article in articles if article is not event]
+    if not articles:
         return event.text, Continuation(question, summary)
-    place = draw.rng.randint(0, len(others))
-    texts = [own.text for own in (*others[:place], event, *others[place:])]
+    before = draw.rng.randint(0, len(articles))
+    texts = [article.text for article in (*articles[:before], event, *articles[before:])]
     opening = " ".join(event.text.split()[:12])
     asked = f'Write a one-page summary of the news about the event whose first article starts with: "{opening}"'
     return "\n\n".join(texts), Continuation(asked, summary)
@@ -120,24 +121,24 @@ def _news(draw: _Draw) -> Told:
 def _stack(draw: _Draw) -> Told:
     file: Passage = draw.item
     language = file.title.rsplit(".", 1)[-1]
-    same = [own for own in draw.others if own.title.rsplit(".", 1)[-1] == language and own is not file]
-    same = same or list(draw.others)
+    alike = [source for source in draw.items if source.title.rsplit(".", 1)[-1] == language and source is not file]
+    alike = alike or list(draw.items)
     if draw.size is None:
-        before = draw.rng.sample(same, min(2, len(same)))
-        whole = "\n\n".join(f"{own.title}\n{own.text}" for own in (*before, file))
+        before = draw.rng.sample(alike, min(2, len(alike)))
+        whole = "\n\n".join(f"{source.title}\n{source.text}" for source in (*before, file))
         cut = max(1, len(whole) - _NEXT_CHARS)
         return whole[:cut], Continuation(None, whole[cut:])
     chosen = [file]
-    while len(chosen) < 3 or (sum(len(own.text) for own in chosen) < draw.size and len(chosen) < 64):
-        chosen.append(draw.rng.choice(same))
-    texts = [f"{own.title}\n{own.text}" for own in reversed(chosen)]
+    while len(chosen) < 3 or (sum(len(source.text) for source in chosen) < draw.size and len(chosen) < 64):
+        chosen.append(draw.rng.choice(alike))
+    texts = [f"{source.title}\n{source.text}" for source in reversed(chosen)]
     context, asked = split_to_continue(draw.rng, texts, int(draw.size))
     return context, asked[0]
 
 
 def _squad(draw: _Draw) -> Told:
     asked = [p for p in (draw.item, *draw.more(8, _shot_length, (draw.size or 0) - len(draw.item.text))) if p.questions]
-    shots = [_squad_shot(own, *draw.rng.choice(own.questions)) for own in asked[1:]]
+    shots = [_squad_shot(passage, *draw.rng.choice(passage.questions)) for passage in asked[1:]]
     question, answer = draw.rng.choice(draw.item.questions)
     context = "\n\n".join([*shots, f"Passage: {draw.item.text}"])
     return context, Continuation(f"Question: {question}\nAnswer:", answer)
@@ -158,9 +159,9 @@ def _classes(word: str) -> Callable[[_Draw], Told]:
         item: Asked = draw.item
         length = len(f"Question: \n{word}: \n\n")
         shots = draw.more(
-            5, lambda own: len(own.question) + len(own.answer) + length, (draw.size or 0) - len(item.question)
+            5, lambda shot: len(shot.question) + len(shot.answer) + length, (draw.size or 0) - len(item.question)
         )
-        context = "\n\n".join(f"Question: {own.question}\n{word}: {own.answer}" for own in shots if own is not item)
+        context = "\n\n".join(f"Question: {shot.question}\n{word}: {shot.answer}" for shot in shots if shot is not item)
         return context, Continuation(f"Question: {item.question}\n{word}:", item.answer)
 
     return tell
@@ -172,17 +173,17 @@ def _story(draw: _Draw) -> Told:
     if draw.size is None:
         return story.text, Continuation(question, answer)
     size = int(draw.size)
-    start = window_start(draw.rng, story.text, size, _place(story.text, f"{question} {answer}"))
+    start = window_start(draw.rng, story.text, size, _mention(story.text, f"{question} {answer}"))
     parts = [story.text[start : start + size]]
-    parts += [own.text for own in draw.more(0, lambda own: len(own.text), size - len(parts[0]) - 2)]
+    parts += [tale.text for tale in draw.more(0, lambda tale: len(tale.text), size - len(parts[0]) - 2)]
     return "\n\n".join(parts), Continuation(question, answer)
 
 
-def _place(text: str, words: str) -> int:
+def _mention(text: str, words: str) -> int:
     """Where the longest word of a question and its answer first stands: answers are seldom words of the story."""
     for word in sorted({word.strip(".,?!\"'") for word in words.split()}, key=lambda word: (-len(word), word)):
-        if (found := text.find(word)) >= 0:
-            return found
+        if (start := text.find(word)) >= 0:
+            return start
     return -1
 
 

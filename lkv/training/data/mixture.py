@@ -72,12 +72,12 @@ class Mixture:
         self.items: dict[str, int] = {}
 
         def part(*names: str) -> list[Any]:
-            found: list[Any] = []
+            items: list[Any] = []
             for name in names:
-                own = read_set(name, self.survey.taken.get(name, []), folder)
-                self.items |= {name: len(own)} if own else {}
-                found += checked(name, own)
-            return split(found, validation)
+                rows = read_set(name, self.survey.taken.get(name, []), folder)
+                self.items |= {name: len(rows)} if rows else {}
+                items += checked(name, rows)
+            return split(items, validation)
 
         self._squad, self._puzzles, self._stories = (part(*_PARTS[name]) for name in ("squad", "multihop", "stories"))
         self._papers, self._meetings = part(*_PARTS["papers"]), part(*_PARTS["meetings"])
@@ -131,7 +131,7 @@ class Mixture:
         """Sources in use, each with its data sets and their licences."""
         sets = self.survey.taken
         said = {
-            name: ", ".join(f"{SETS[own].title} ({SETS[own].licence})" for own in _PARTS[name] if own in sets)
+            name: ", ".join(f"{SETS[part].title} ({SETS[part].licence})" for part in _PARTS[name] if part in sets)
             for name in self.names
             if name not in _MADE
         }

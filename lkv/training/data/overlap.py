@@ -56,7 +56,7 @@ class Overlap:
         places = self._np.searchsorted(self._known, grams).clip(max=max(0, len(self._known) - 1))
         return float((self._known[places] == grams).mean()) if len(self._known) else 0.0
 
-    def clean(self, items: list[Any]) -> tuple[list[Any], "Found"]:
+    def clean(self, items: list[Any]) -> tuple[list[Any], "Comparison"]:
         """The items that do not overlap, and what was found."""
         kept, shared = [], 0
         for item in items:
@@ -64,7 +64,7 @@ class Overlap:
             shared += most > 0
             if most < self._share:
                 kept.append(item)
-        return kept, Found(len(items), shared, len(items) - len(kept))
+        return kept, Comparison(len(items), shared, len(items) - len(kept))
 
     def _grams(self, words: list[str]) -> Any:
         """A 64-bit hash of each n-gram."""
@@ -81,7 +81,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Found:
+class Comparison:
     """Of the items of a set: how many were compared, share any n-gram, and were dropped."""
 
     compared: int
@@ -115,16 +115,16 @@ def _zipped(path: Path) -> Iterator[str]:
         raise DataError(f"{path} cannot be read ({error}); give the official file of the evaluated set.") from error
 
 
-def _json(content: str, place: str) -> Any:
+def _json(content: str, origin: str) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is not JSON ({error}); give the official file of the evaluated set.") from error
+        raise DataError(f"{origin} is not JSON ({error}); give the official file of the evaluated set.") from error
 
 
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for own in value.values() if isinstance(value, dict) else value:
-            yield from _strings(own)
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)

@@ -41,9 +41,9 @@ def surround(rng: random.Random, text: str, items: Sequence[Passage], size: floa
     room = int(size) - len(text)
     if room < 400:
         return text
-    others = "\n\n".join(gather(rng, items, room))[:room]
-    before = rng.randint(0, len(others))
-    return "\n\n".join(part for part in (others[:before], text, others[before:]) if part)
+    around = "\n\n".join(gather(rng, items, room))[:room]
+    before = rng.randint(0, len(around))
+    return "\n\n".join(part for part in (around[:before], text, around[before:]) if part)
 
 
 def some_questions(rng: random.Random, packed: Sequence[Passage], count: int) -> list[Continuation]:

@@ -85,20 +85,20 @@ def _fingerprint(tokenizer: Any) -> str:
 def _loom(
     settings: Settings, tokenizer: Any, overlap: Overlap | None, load: Load | None
 ) -> tuple[Loom, Loom, dict[str, Any]]:
-    found = _survey(settings)
+    surveyed = _survey(settings)
     sources: dict[str, Any] = {}
     items: dict[str, list[Any]] = {}
     for name in RATIOS:
-        raw, origin = _local(found, name) if found and name in found.taken else _fetched(settings, name, load)
+        raw, origin = _local(surveyed, name) if surveyed and name in surveyed.taken else _fetched(settings, name, load)
         good = [item for item in raw if usable(name, item)]
-        sources[name] = _about(name, len(good), origin, found)
+        sources[name] = _about(name, len(good), origin, surveyed)
         items[name] = _checked(name, good, overlap, sources[name])
         if len(items[name]) < 2:
             raise DataError(f"{SETS[name].title} has {len(items[name])} usable items ({origin}); give more of it.")
-    chars = {name: _chars(own, tokenizer) for name, own in items.items()}
+    chars = {name: _chars(listed, tokenizer) for name, listed in items.items()}
     bounds, literal = (settings.min_tokens, settings.max_tokens), settings.recipe == "loom-literal"
     sides = [
-        Loom({name: split(own, side) for name, own in items.items()}, chars, bounds, settings.seed, literal)
+        Loom({name: split(listed, side) for name, listed in items.items()}, chars, bounds, settings.seed, literal)
         for side in (False, True)
     ]
     return sides[0], sides[1], sources
@@ -108,18 +108,18 @@ def _survey(settings: Settings) -> Survey | None:
     if settings.data is None:
         return None
     names = read_names(settings.names) if settings.names else None
-    found = survey(settings.data, RATIOS, names)
-    print("\n".join(found.lines()), file=sys.stderr)
-    return found
+    surveyed = survey(settings.data, RATIOS, names)
+    print("\n".join(surveyed.lines()), file=sys.stderr)
+    return surveyed
 
 
-def _local(found: Survey, name: str) -> tuple[list[Any], str]:
-    paths = found.taken[name]
+def _local(surveyed: Survey, name: str) -> tuple[list[Any], str]:
+    paths = surveyed.taken[name]
     digests = []
     for path in paths:
         with path.open("rb") as file:
             digests.append(f"{path.name} (SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]})")
-    return read_set(name, paths, found.folder), ", ".join(digests)
+    return read_set(name, paths, surveyed.folder), ", ".join(digests)
 
 
 def _fetched(settings: Settings, name: str, load: Load | None) -> tuple[list[Any], str]:
@@ -132,10 +132,10 @@ def _fetched(settings: Settings, name: str, load: Load | None) -> tuple[list[Any
     return list(READERS[name](records(path))), f"{hub.repository} at {commit}, {', '.join(hub.splits)}"
 
 
-def _about(name: str, items: int, origin: str, found: Survey | None = None) -> dict[str, Any]:
+def _about(name: str, items: int, origin: str, surveyed: Survey | None = None) -> dict[str, Any]:
     """What a manifest and a policy's card tell of a source, a set that stands in for it by the map named as itself."""
-    files = found.taken.get(name, []) if found else []
-    known = SETS[next((own for path in files if (own := set_of(path)) not in ("", name)), name)]
+    files = surveyed.taken.get(name, []) if surveyed else []
+    known = SETS[next((meant for path in files if (meant := set_of(path)) not in ("", name)), name)]
     title = known.title if known is SETS[name] else f"{known.title}, in place of {SETS[name].title}"
     about: dict[str, Any] = {"title": title, "licence": known.licence, "items": items, "from": origin}
     if " at " in origin:
@@ -147,10 +147,10 @@ def _checked(name: str, items: list[Any], overlap: Overlap | None, about: dict[s
     """The items that evaluated texts do not hold; how many those were goes into `about`."""
     if overlap is None:
         return items
-    kept, found = overlap.clean(items)
-    about |= {"compared": found.compared, "shared": found.shared, "dropped": found.dropped}
+    kept, counts = overlap.clean(items)
+    about |= {"compared": counts.compared, "shared": counts.shared, "dropped": counts.dropped}
     print(
-        f"{name}: {found.shared:,} of {found.compared:,} items share n-grams, {found.dropped:,} dropped",
+        f"{name}: {counts.shared:,} of {counts.compared:,} items share n-grams, {counts.dropped:,} dropped",
         file=sys.stderr,
     )
     return kept

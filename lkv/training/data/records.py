@@ -65,27 +65,27 @@ def text(path: Path, encoding: str = "utf-8") -> str:
     return _bytes(path).decode(encoding, errors="replace")
 
 
-def field(row: Any, name: str, kind: type | tuple[type, ...], place: str) -> Any:
+def field(row: Any, name: str, kind: type | tuple[type, ...], position: str) -> Any:
     """row[name], a value of `kind`. Raises DataError where it is missing or of another kind."""
     value = row.get(name) if isinstance(row, dict) else None
     if not isinstance(value, kind):
         wanted = " or a ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         state = "is missing" if value is None else f"is not a {wanted}"
-        raise DataError(f"{place}: field {name!r} {state}; give the official file of the data set.")
+        raise DataError(f"{position}: field {name!r} {state}; give the official file of the data set.")
     return value
 
 
-def pair(value: Any, name: str, place: str) -> tuple[Any, Any]:
+def pair(value: Any, name: str, position: str) -> tuple[Any, Any]:
     """The two items of an entry of the field `name`."""
     if not isinstance(value, list) or len(value) != 2:
-        raise DataError(f"{place}: field {name!r} must hold pairs, but has {value!r:.60}.")
+        raise DataError(f"{position}: field {name!r} must hold pairs, but has {value!r:.60}.")
     return value[0], value[1]
 
 
-def _object(row: Any, place: str) -> Row:
+def _object(row: Any, position: str) -> Row:
     if not isinstance(row, dict):
         raise DataError(
-            f"{place}: not a JSON object but a {type(row).__name__}; give the official file of the data set."
+            f"{position}: not a JSON object but a {type(row).__name__}; give the official file of the data set."
         )
     return row
 

@@ -131,7 +131,7 @@ class Survey:
         """A line a set with its files, then a line a reason with the files left for it."""
         said = [f"{name}: {_names(self.folder, paths)}" for name, paths in self.taken.items()]
         for why in dict.fromkeys(self.left.values()):
-            said.append(f"left, {why}: {_names(self.folder, [p for p, own in self.left.items() if own == why])}")
+            said.append(f"left, {why}: {_names(self.folder, [p for p, reason in self.left.items() if reason == why])}")
         return said
 
 
@@ -170,18 +170,18 @@ def survey(folder: Path, wanted: Iterable[str] = tuple(SETS), names: Names | Non
 
 def read_names(path: Path) -> Names:
     """A map of names: a JSON object from sets to a file or a list of files. Raises DataError for another."""
-    found = document(path)
-    if not isinstance(found, dict) or not found:
+    mapping = document(path)
+    if not isinstance(mapping, dict) or not mapping:
         raise DataError(f'{path} is no map of names; write a JSON object such as {{"squad": "my_squad.jsonl.gz"}}.')
-    for name, files in found.items():
+    for name, files in mapping.items():
         if name not in SETS or name in ("text", "code"):
-            known = ", ".join(other for other in SETS if other not in ("text", "code"))
+            known = ", ".join(known_name for known_name in SETS if known_name not in ("text", "code"))
             raise DataError(f"{path} names the set {name!r}; give one of {known}.")
         if not (
             isinstance(files, str) or (isinstance(files, list) and all(isinstance(f, str) for f in files) and files)
         ):
             raise DataError(f"{path}: the files of {name!r} must be a name or a list of names.")
-    return found
+    return mapping
 
 
 def _named(folder: Path, names: Names) -> Survey:
@@ -209,7 +209,7 @@ def _kind(path: Path, folder: Path) -> str:
     if bare.endswith(_DATA_ENDINGS) or path.name.endswith(".gz"):
         if _OTHER_SPLIT.search(relative.as_posix()):
             return "not of a training split"
-        return _own(path) if bare.endswith(".jsonl") else ""
+        return _of_user(path) if bare.endswith(".jsonl") else ""
     if path.suffix in CODE_ENDINGS:
         return "code"
     return "text" if path.suffix in TEXT_ENDINGS else "neither text nor code"
@@ -217,10 +217,10 @@ def _kind(path: Path, folder: Path) -> str:
 
 def set_of(path: Path) -> str:
     """The public set whose official names `path` matches; "" for none."""
-    return next((name for name, own in SETS.items() if any(path.match(pattern) for pattern in own.files)), "")
+    return next((name for name, data_set in SETS.items() if any(path.match(pattern) for pattern in data_set.files)), "")
 
 
-def _own(path: Path) -> str:
+def _of_user(path: Path) -> str:
     """Whether JSON lines are in the user's own form."""
     first = next(iter(rows(path)), None)
     known = isinstance(first, dict) and ({"context", "question", "answer"} <= set(first) or "text" in first)
@@ -228,6 +228,6 @@ def _own(path: Path) -> str:
 
 
 def _names(folder: Path, paths: Iterable[Path]) -> str:
-    found = [path.relative_to(folder).as_posix() for path in paths]
-    shown = ", ".join(found[:8])
-    return shown if len(found) <= 8 else f"{shown} and {len(found) - 8} more"
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

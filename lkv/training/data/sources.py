@@ -97,13 +97,13 @@ def _read(name: str, path: Path, folder: Path) -> Iterable[Item]:
 def squad(placed: Placed) -> Iterator[Passage]:
     """Paragraphs, each with all its questions; answers are a list, or the hub's columns."""
     grouped: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for place, row in placed:
-        given = field(row, "answers", (list, dict), place)
-        answers = field(given, "text", list, place) if isinstance(given, dict) else given
-        key = (row.get("title") or "", field(row, "context", str, place))
+    for position, row in placed:
+        given = field(row, "answers", (list, dict), position)
+        answers = field(given, "text", list, position) if isinstance(given, dict) else given
+        key = (row.get("title") or "", field(row, "context", str, position))
         grouped.setdefault(key, [])
         if answers:
-            grouped[key].append((field(row, "question", str, place), answers[0]))
+            grouped[key].append((field(row, "question", str, position), answers[0]))
     for (title, paragraph), asked in grouped.items():
         yield Passage(title.replace("_", " "), paragraph, tuple(asked))
 
@@ -115,11 +115,11 @@ def _squad_rows(path: Path) -> Iterator[tuple[str, Row]]:
         return
     for a, article in enumerate(field(document(path), "data", list, str(path)), 1):
         for p, paragraph in enumerate(field(article, "paragraphs", list, f"{path}, article {a}"), 1):
-            place = f"{path}, article {a}, paragraph {p}"
-            shared = {"title": article.get("title"), "context": field(paragraph, "context", str, place)}
-            for q in field(paragraph, "qas", list, place):
-                answers = [field(answer, "text", str, place) for answer in field(q, "answers", list, place)]
-                yield place, {**shared, "question": field(q, "question", str, place), "answers": answers}
+            position = f"{path}, article {a}, paragraph {p}"
+            shared = {"title": article.get("title"), "context": field(paragraph, "context", str, position)}
+            for q in field(paragraph, "qas", list, position):
+                answers = [field(answer, "text", str, position) for answer in field(q, "answers", list, position)]
+                yield position, {**shared, "question": field(q, "question", str, position), "answers": answers}
 
 
 def squad_format(path: Path) -> Iterator[Passage]:
@@ -129,19 +129,19 @@ def squad_format(path: Path) -> Iterator[Passage]:
 
 def hotpot(placed: Placed) -> Iterator[Puzzle]:
     """Questions over titled paragraphs: HotpotQA's pairs (2WikiMultihopQA's too), or the hub's columns."""
-    for place, row in placed:
-        facts = field(row, "supporting_facts", (list, dict), place)
-        context = field(row, "context", (list, dict), place)
+    for position, row in placed:
+        facts = field(row, "supporting_facts", (list, dict), position)
+        context = field(row, "context", (list, dict), position)
         if isinstance(facts, dict) and isinstance(context, dict):
-            titles = set(field(facts, "title", list, place))
-            both = field(context, "title", list, place), field(context, "sentences", list, place)
-            paragraphs = list(zip(*both, strict=True))
+            titles = set(field(facts, "title", list, position))
+            columns = field(context, "title", list, position), field(context, "sentences", list, position)
+            paragraphs = list(zip(*columns, strict=True))
         else:
-            titles = {pair(fact, "supporting_facts", place)[0] for fact in facts}
-            paragraphs = [pair(entry, "context", place) for entry in context]
+            titles = {pair(fact, "supporting_facts", position)[0] for fact in facts}
+            paragraphs = [pair(entry, "context", position) for entry in context]
         passages = tuple(Passage(title, "".join(lines)) for title, lines in paragraphs)
         needed = frozenset(i for i, passage in enumerate(passages) if passage.title in titles)
-        yield Puzzle(field(row, "question", str, place), field(row, "answer", str, place), passages, needed)
+        yield Puzzle(field(row, "question", str, position), field(row, "answer", str, position), passages, needed)
 
 
 def hotpot_like(path: Path) -> Iterator[Puzzle]:
@@ -151,19 +151,19 @@ def hotpot_like(path: Path) -> Iterator[Puzzle]:
 
 def musique(placed: Placed) -> Iterator[Puzzle]:
     """MuSiQue's questions over twenty paragraphs."""
-    for place, row in placed:
-        paragraphs = field(row, "paragraphs", list, place)
+    for position, row in placed:
+        paragraphs = field(row, "paragraphs", list, position)
         passages = tuple(Passage(p["title"], p["paragraph_text"]) for p in paragraphs)
         needed = frozenset(i for i, p in enumerate(paragraphs) if p["is_supporting"])
-        yield Puzzle(field(row, "question", str, place), field(row, "answer", str, place), passages, needed)
+        yield Puzzle(field(row, "question", str, position), field(row, "answer", str, position), passages, needed)
 
 
 def fairytale(placed: Placed) -> Iterator[Passage]:
     """FairytaleQA's whole tales with questions."""
-    for place, row in placed:
-        asked = [q for q in field(row, "qas", list, place) if q["answers"]]
+    for position, row in placed:
+        asked = [q for q in field(row, "qas", list, position) if q["answers"]]
         qa = tuple((q["question"], q["answers"][0]) for q in asked)
-        yield Passage(field(row, "name", str, place), field(row, "story", str, place), qa)
+        yield Passage(field(row, "name", str, position), field(row, "story", str, position), qa)
 
 
 def tales(path: Path) -> Iterator[Passage]:
@@ -173,9 +173,9 @@ def tales(path: Path) -> Iterator[Passage]:
 
 def squality(placed: Placed) -> Iterator[Passage]:
     """SQuALITY's long stories with questions."""
-    for place, row in placed:
-        story = re.sub(r"\n\s*\n?", "\n", field(row, "document", str, place)).strip()
-        asked = [q for q in field(row, "questions", list, place) if q["responses"]]
+    for position, row in placed:
+        story = re.sub(r"\n\s*\n?", "\n", field(row, "document", str, position)).strip()
+        asked = [q for q in field(row, "questions", list, position) if q["responses"]]
         yield Passage("", story, tuple((q["question_text"], q["responses"][0]["response_text"]) for q in asked))
 
 
@@ -183,48 +183,48 @@ def narrativeqa(placed: Placed) -> Iterator[Passage]:
     """NarrativeQA's whole stories with their questions, from the hub's rows of one question each; FairytaleQA's form
     stands in for it where there is no story of NarrativeQA's."""
     stories: dict[str, tuple[str, list[tuple[str, str]]]] = {}
-    for place, row in placed:
+    for position, row in placed:
         if "qas" in row:
-            yield from fairytale([(place, row)])
+            yield from fairytale([(position, row)])
             continue
-        whole = field(row, "document", dict, place)
-        if not (answers := field(row, "answers", list, place)):
+        whole = field(row, "document", dict, position)
+        if not (answers := field(row, "answers", list, position)):
             continue
-        key = field(whole, "id", str, place)
+        key = field(whole, "id", str, position)
         if key not in stories:
-            stories[key] = (field(whole, "text", str, place), [])
-        question = field(field(row, "question", dict, place), "text", str, place)
-        stories[key][1].append((question, field(answers[0], "text", str, place)))
+            stories[key] = (field(whole, "text", str, position), [])
+        question = field(field(row, "question", dict, position), "text", str, position)
+        stories[key][1].append((question, field(answers[0], "text", str, position)))
     for story, asked in stories.values():
         yield Passage("", story, tuple(asked))
 
 
 def multi_news(placed: Placed) -> Iterator[Passage]:
     """Multi-News: the articles of one event, and their summary."""
-    for place, row in placed:
-        articles = field(row, "document", str, place).replace("NEWLINE_CHAR", "\n")
+    for position, row in placed:
+        articles = field(row, "document", str, position).replace("NEWLINE_CHAR", "\n")
         parts = [part.strip() for part in re.split(r"\|\|\|\|\|", articles) if part.strip()]
-        summary = field(row, "summary", str, place).removeprefix("\u2013").strip()
+        summary = field(row, "summary", str, position).removeprefix("\u2013").strip()
         if parts and summary:
             yield Passage("", "\n\n".join(parts), (("Write a one-page summary of all the news.", summary),))
 
 
 def _paired(path: Path) -> Iterator[tuple[str, Row]]:
     """Multi-News' own pair of files, line by line."""
-    other = path.with_name(path.name.replace(".src.cleaned", ".tgt"))
-    articles, summaries = text(path).splitlines(), text(other).splitlines()
+    target = path.with_name(path.name.replace(".src.cleaned", ".tgt"))
+    articles, summaries = text(path).splitlines(), text(target).splitlines()
     if len(articles) != len(summaries):
-        raise DataError(f"{path} has {len(articles)} lines and {other.name} {len(summaries)}; fetch both again.")
+        raise DataError(f"{path} has {len(articles)} lines and {target.name} {len(summaries)}; fetch both again.")
     for i, (article, summary) in enumerate(zip(articles, summaries, strict=True), 1):
         yield f"{path}, line {i}", {"document": article, "summary": summary}
 
 
 def meetings_of(placed: Placed) -> Iterator[Meeting]:
     """QMSum's meeting transcripts with their specific queries."""
-    for place, row in placed:
-        turns = tuple(f"{t['speaker']}: {t['content']}" for t in field(row, "meeting_transcripts", list, place))
+    for position, row in placed:
+        turns = tuple(f"{t['speaker']}: {t['content']}" for t in field(row, "meeting_transcripts", list, position))
         queries = []
-        for q in field(row, "specific_query_list", list, place):
+        for q in field(row, "specific_query_list", list, position):
             spans = [(int(a), int(b)) for a, b in q["relevant_text_span"]]
             if spans:
                 queries.append((q["query"], q["answer"], min(a for a, _ in spans), max(b for _, b in spans)))
@@ -238,21 +238,21 @@ def meetings(folder: Path, name: str = "qmsum_train.jsonl.gz") -> list[Meeting]:
 
 def mts_dialog(placed: Placed) -> Iterator[Passage]:
     """MTS-Dialog: doctor-patient dialogues, each with the note that summarises it."""
-    for place, row in placed:
-        note = (field(row, "section_header", str, place), field(row, "section_text", str, place))
-        yield Passage("", field(row, "dialogue", str, place), (note,))
+    for position, row in placed:
+        note = (field(row, "section_header", str, position), field(row, "section_text", str, position))
+        yield Passage("", field(row, "dialogue", str, position), (note,))
 
 
 def mmlu(placed: Placed) -> Iterator[Asked]:
     """MMLU's questions with their choices; rows that name a split other than the training ones are left out."""
-    for place, row in placed:
+    for position, row in placed:
         if row.get("split", "dev") not in MMLU_SPLITS:
             continue
-        choices = field(row, "choices", list, place)
-        answer = field(row, "answer", (int, str), place)
+        choices = field(row, "choices", list, position)
+        answer = field(row, "answer", (int, str), position)
         number = "ABCD".index(answer) if isinstance(answer, str) else answer
         listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", choices, strict=True))
-        question = f"{field(row, 'question', str, place)}\n{listed}"
+        question = f"{field(row, 'question', str, position)}\n{listed}"
         yield Asked(question, f"{'ABCD'[number]}. {choices[number]}", row.get("subject") or "")
 
 
@@ -261,10 +261,10 @@ MMLU_SPLITS = ("auxiliary_train", "dev")
 
 def trec(placed: Placed) -> Iterator[Asked]:
     """TREC's questions with their fine classes, by name or by the hub's numbers."""
-    for place, row in placed:
-        label = field(row, "fine_label", (int, str), place)
+    for position, row in placed:
+        label = field(row, "fine_label", (int, str), position)
         answer = TREC_CLASSES[label] if isinstance(label, int) else label
-        yield Asked(field(row, "text", str, place), answer, "TREC")
+        yield Asked(field(row, "text", str, position), answer, "TREC")
 
 
 # In the order of the hub's numbers.
@@ -287,19 +287,19 @@ def _labelled(path: Path) -> Iterator[tuple[str, Row]]:
 
 def code(placed: Placed) -> Iterator[Passage]:
     """Source files: The Stack's columns, or {path, code}."""
-    for place, row in placed:
+    for position, row in placed:
         path = row.get("max_stars_repo_path") or row.get("path") or ""
-        yield Passage(path, field(row, "content" if "content" in row else "code", str, place))
+        yield Passage(path, field(row, "content" if "content" in row else "code", str, position))
 
 
-def own(placed: Placed) -> Iterator[Passage]:
+def of_user(placed: Placed) -> Iterator[Passage]:
     """The user's JSON lines: {context, question, answer}, or {text}."""
-    for place, row in placed:
+    for position, row in placed:
         if "text" in row:
-            yield Passage("", field(row, "text", str, place))
+            yield Passage("", field(row, "text", str, position))
         else:
-            asked = (field(row, "question", str, place), field(row, "answer", str, place))
-            yield Passage("", field(row, "context", str, place), (asked,))
+            asked = (field(row, "question", str, position), field(row, "answer", str, position))
+            yield Passage("", field(row, "context", str, position), (asked,))
 
 
 def wikitext(path: Path, folder: Path) -> Iterator[Passage]:
@@ -332,6 +332,6 @@ def pieces(path: Path, folder: Path) -> Iterator[Passage]:
 READERS: dict[str, Callable[[Placed], Iterable[Any]]] = {
     "hotpotqa": hotpot, "2wiki": hotpot, "musique": musique, "squad": squad, "covidqa": squad,
     "fairytaleqa": fairytale, "squality": squality, "narrativeqa": narrativeqa, "multi_news": multi_news,
-    "qmsum": meetings_of, "mts_dialog": mts_dialog, "mmlu": mmlu, "trec": trec, "the_stack": code, "own": own,
+    "qmsum": meetings_of, "mts_dialog": mts_dialog, "mmlu": mmlu, "trec": trec, "the_stack": code, "own": of_user,
 }  # fmt: skip
 FILES: dict[str, Callable[[Path, Path], Iterable[Any]]] = {"wikitext2": wikitext, "text": pieces, "code": pieces}
