@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 import lkv.ops.ragged_attention.api as api
-import lkv.ops.ragged_attention.triton as ragged
+import lkv.ops.ragged_attention.triton_launch as launch
 from lkv import devices
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged import RaggedCache
@@ -80,7 +80,7 @@ def stub(arch: int) -> None:
                              device=Current)  # fmt: skip
     devices.is_gpu = lambda device: True
     devices.runtime = lambda device: module
-    for cached in (api._chosen, ragged._launch, ragged._shared_memory, ragged._multiprocessors):
+    for cached in (api._chosen, launch._launch, launch._shared_memory, launch._multiprocessors):
         cached.cache_clear()
 
 
@@ -108,7 +108,7 @@ def assert_alike(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) ->
     for one, other in zip(first, second, strict=True):
         name, same = one[0], [a == b for a, b in zip(one, other, strict=True)]
         # The fourth argument of the join, behind name and grid, is the output.
-        assert all(same[:5] + same[6:] if name == "_join_kernel" else same), (one, other)
+        assert all(same[:5] + same[6:] if name == "join_kernel" else same), (one, other)
 
 
 @torch.no_grad()

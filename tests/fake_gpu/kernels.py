@@ -9,6 +9,7 @@ from torch import Tensor
 
 import lkv.ops.ragged_attention.api as ragged_api
 import lkv.ops.ragged_attention.triton as ragged
+import lkv.ops.ragged_attention.triton_launch as launch
 import lkv.ops.soft_mask_attention.api as soft_api
 import lkv.ops.soft_mask_attention.triton as soft
 from lkv import devices
@@ -16,11 +17,11 @@ from tests.fake_gpu.device import NAME, load, logs, watched
 
 _GRID = (2**31 - 1, 65_535, 65_535)
 _KERNELS = (
-    (ragged, ("_slice_kernel", "_join_kernel", "_append_kernel")),
-    (ragged.kernels, ("code_slice_kernel",)),
+    (ragged.kernels, ("slice_kernel", "join_kernel", "append_kernel")),
+    (ragged.code_kernels, ("code_slice_kernel",)),
     (soft.kernels, ("forward", "query_gradient", "key_gradient")),
 )
-_CACHED = (ragged_api._chosen, soft_api._chosen, ragged._launch, soft.tiles_on)
+_CACHED = (ragged_api._chosen, soft_api._chosen, launch._launch, soft.tiles_on)
 
 
 class Launches:
@@ -78,7 +79,7 @@ def fake_gpus(stubbed: bool = False) -> Iterator[list[Launch]]:
         for module, names in _KERNELS:
             for name in names:
                 patch.setattr(module, name, Launches(getattr(module, name), name, made, stubbed))
-        patch.setattr(ragged, "interpreted", lambda: True)
+        patch.setattr(launch, "interpreted", lambda: True)
         patch.setattr(soft, "interpreted", lambda: True)
         _forget()
         yield made

@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 import lkv.ops.ragged_attention.triton as ragged
+import lkv.ops.ragged_attention.triton_launch as launch
 import lkv.ops.soft_mask_attention.triton as soft
 from lkv import devices
 from lkv.ops.ragged_attention import Codes
@@ -43,7 +44,7 @@ GPUS = {
 DTYPES = ("bfloat16", "float16", "float32")
 DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 TENSOR_COLUMNS = 512
-SLICES = ("_slice_kernel", "code_slice_kernel")
+SLICES = ("slice_kernel", "code_slice_kernel")
 
 
 class Driver:
@@ -91,7 +92,7 @@ class Compiler:
         torch.cuda.get_device_properties = lambda device=None: properties
         # There is no device to make the current one.
         devices.current = lambda device: nullcontext()
-        for cached in (ragged._launch, ragged._shared_memory, ragged._multiprocessors, soft.tiles_on):
+        for cached in (launch._launch, launch._shared_memory, launch._multiprocessors, soft.tiles_on):
             cached.cache_clear()
         plain, rows, limit = self._run, self.rows, GPUS[self._arch][0]
 

@@ -15,10 +15,10 @@ from lkv.errors import BackendError
 from lkv.ops.ragged_attention import extend, ragged_attention
 
 pytest.importorskip("torchao")
-triton = pytest.importorskip("lkv.ops.ragged_attention.triton")
-if not triton.interpreted() and not torch.cuda.is_available():
+launch = pytest.importorskip("lkv.ops.ragged_attention.triton_launch")
+if not launch.interpreted() and not torch.cuda.is_available():
     pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
-DEVICE = "cpu" if triton.interpreted() else "cuda"
+DEVICE = "cpu" if launch.interpreted() else "cuda"
 
 
 @pytest.fixture(autouse=True)
@@ -113,13 +113,13 @@ def test_head_sizes(bits, dim):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_slices_that_begin_within_a_group(bits, monkeypatch):
     torch.manual_seed(bits)
-    monkeypatch.setattr(triton, "_PROGRAMS_WITHOUT_GPU", 40)
-    monkeypatch.setattr(triton, "_LEAST_SLICE", 2)
-    triton._launch.cache_clear()
+    monkeypatch.setattr(launch, "_PROGRAMS_WITHOUT_GPU", 40)
+    monkeypatch.setattr(launch, "_LEAST_SLICE", 2)
+    launch._launch.cache_clear()
     held = quantised([[150, 20], [0, 97]], 9, 16, 8, torch.float32, bits)
     for rows in (1, 3, 5):
         assert_exact(held, 2, rows, 1.0)
-    triton._launch.cache_clear()
+    launch._launch.cache_clear()
 
 
 def test_a_backend_without_codes_says_so():
