@@ -6,9 +6,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lkv.cache.plan import Layer, Shared, mean
 from lkv.cache.quantized_spans import QuantizedSpans
+from lkv.cache.rows import extended_by_row
 from lkv.cache.spans import Held, Spans
 from lkv.config import ModelSpec
 from lkv.devices import is_out_of_memory
@@ -69,9 +71,15 @@ class Entries:
         """Logical length: positions seen, evicted ones included."""
         return self.settled + self.spans.tail
 
-    def extend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Append k, v [B, H, n, d] and attend over everything held: [B, Hq, n, d]."""
+    def extend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor | None = None) -> Tensor:
+        """Append k, v [B, H, n, d] and attend over everything held: [B, Hq, n, d].
+
+        `padding` [B, k]: which of the last k tokens, those of the tail and the new ones, are none (of fewer of the
+        tail's: as before). They are let go, or not appended; what was padding once stays so.
+        """
         new = key.shape[2]
+        if padding is not None:
+            padding = self._let_go(padding, new)
         scores = None
         if self.spans.scores is not None:
             scores = self._arrival_scores(key, value, scale)
@@ -83,7 +91,22 @@ class Entries:
         pool = self.spans.dtype
         if query.dtype != pool or key.dtype != pool:
             query, key, value = query.to(pool), key.to(pool), value.to(pool)
+        if padding is not None:
+            return extended_by_row(self.spans, query, key, value, scale, padding)
         return self.spans.extend(query, key, value, scale, scores, self.length, self._layer.shared.buffers)
+
+    def _let_go(self, padding: Tensor, new: int) -> Tensor | None:
+        """Let go what of the tail is `padding` now, see `extend`; returns that of the `new` tokens, if there is any."""
+        if self.spans.scores is not None:
+            raise CacheError(
+                "there is padding in what follows a prompt under decode_eviction; give rows of one length there, or "
+                "one row at a time."
+            )
+        tail, padding = self.spans.tail, padding.expand(len(self.real), -1)
+        before, fresh = padding[:, max(0, padding.shape[1] - new - tail) : -new], padding[:, -new:]
+        if bool(before.any()):
+            self.spans = self.spans.without(pad(before, (tail - before.shape[1], 0)))
+        return fresh if bool(fresh.any()) else None
 
     def read_part(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attend over what was kept and this part of a prompt, then keep the best of both."""

@@ -14,7 +14,7 @@ from lkv.cache.spans import Held
 from lkv.cache.unread import Unread
 from lkv.errors import CacheError
 from lkv.host.hooks import HookedLayer
-from lkv.host.masks import has_padding, left_padding
+from lkv.host.masks import hidden_keys, left_padding
 from lkv.prefill import PromptLayer
 
 
@@ -69,6 +69,9 @@ class RaggedLayer(HookedLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self._unread:
             return self._unread.tokens + query_length, 0
+        if self.entries is not None and len(self.real) > 1:
+            # Of a batch the tail is looked at again: rows may end at different tokens, and be padded until the next.
+            return self.entries.spans.tail + query_length, self.entries.settled
         return super().get_mask_sizes(query_length)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -95,18 +98,21 @@ class RaggedLayer(HookedLayer):
         self._arrived = None
         if not self.prompt_length and not self._layer.plan.streaming:
             return self._read(query, key, value, mask, scale, stock)
-        if has_padding(mask):
+        padding = hidden_keys(mask)
+        if self.prompt_length:
+            return self._go_on(query, key, value, scale, padding).transpose(1, 2)
+        if padding is not None:
             raise CacheError(
-                "there is padding in what follows the compressed prompt, or in a prompt read in streaming mode; give "
-                "rows of one length there, or one row at a time."
+                "there is padding in a prompt read in streaming mode; give rows of one length there, or one row at a "
+                "time."
             )
-        out = self._go_on(query, key, value, scale) if self.prompt_length else self._stream(query, key, value, scale)
-        return out.transpose(1, 2)
+        return self._stream(query, key, value, scale).transpose(1, 2)
 
-    def _go_on(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attend to everything held, k and v of the new tokens included: [B, Hq, n, d]."""
+    def _go_on(self, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor | None = None) -> Tensor:
+        """Attend to everything held, k and v of the new tokens included: [B, Hq, n, d]; `padding` as in
+        `Entries.extend`."""
         assert self.entries is not None
-        return self.entries.extend(query, key, value, scale).to(value.dtype)
+        return self.entries.extend(query, key, value, scale, padding).to(value.dtype)
 
     def _stream(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """A part of a prompt that is evicted from part by part, and what follows the prompt in the same pass."""

@@ -31,7 +31,9 @@ class QuantizedSpans:
         begins = (fresh.starts - lens).flatten()
         with torch.inference_mode(False):  # see Spans
             self._tables = devices.uploaded(device, begins, flat, firsts, first_groups).view(4, *lens.shape)
-            self._device_lens = self._tables[1] + fresh.tail
+            self._device_lens = self._tables[1].clone()
+        if fresh.tail:
+            self._count_on_device()
 
     @classmethod
     def of(cls, spans: Spans, bits: int) -> "QuantizedSpans":
@@ -43,7 +45,7 @@ class QuantizedSpans:
 
     @property
     def tail(self) -> int:
-        """Appended entries a span."""
+        """As `Held.tail`."""
         return self.fresh.tail
 
     @property
@@ -58,10 +60,10 @@ class QuantizedSpans:
 
     def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As `Spans.for_attention`, over pools restored for the moment."""
-        whole = Spans(self.lens + self.tail, 0, self.fresh.k, self.fresh.v)
+        tails = self.fresh.held
+        whole = Spans(self.lens + tails, 0, self.fresh.k, self.fresh.v)
         device = self.fresh.k.device
         settled = places(whole.starts, self.lens, device)
-        tails = torch.full_like(self.lens, self.tail)
         late, fresh = (places(starts, tails, device) for starts in (whole.starts + self.lens, self.fresh.starts))
         # A loaded pool has the dtype it was saved in, which need not be the model's.
         whole.k[settled], whole.v[settled] = self.key.unpack().to(whole.k), self.value.unpack().to(whole.v)
@@ -73,6 +75,10 @@ class QuantizedSpans:
         whole = Spans(self.lens, 0, self.fresh.k, self.fresh.v)
         whole.unpack(self.key.unpack(), self.value.unpack())
         return whole.settled()
+
+    def for_append(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `Held.for_append`."""
+        return self.fresh.k, self.fresh.v, self._tables[0], self._device_lens
 
     def for_codes(self) -> tuple[tuple[Tensor, Tensor], Codes, Tensor, Tensor]:
         """The pools of the tails, the codes of what is settled, starts and lengths, as `ragged_attention.extend` has
@@ -99,7 +105,7 @@ class QuantizedSpans:
             out = extended(query, key, value, *pools, starts, lens, scale, buffers=buffers, codes=codes)
             self.count(key.shape[2])
             return out
-        append(key, value, *pools, starts, lens)
+        append(key, value, *self.for_append())
         self.count(key.shape[2])
         if query.shape[2] == 1 and query.device.type == "cpu":
             return self._attend_to_codes(query, scale)
@@ -111,19 +117,19 @@ class QuantizedSpans:
         ways = {(pool.bits, pool.group) for pool in (self.key, self.value)}
         return len(ways) == 1 and self.key.group in (16, 32, 64, 128)
 
-    def count(self, tokens: int) -> None:
-        """Take notice of `tokens` entries appended to the pools that `for_codes` gave."""
-        self.fresh.tail += tokens
-        self.fresh.room -= tokens
+    def count(self, tokens: int, padding: Tensor | None = None) -> None:
+        """As `Held.count`."""
+        self.fresh.count(tokens, padding)
 
     def _attend_to_codes(self, query: Tensor, scale: float) -> Tensor:
         """Attention of one token, head by head: codes are multiplied as they are, and nothing is restored."""
         batch, heads, rows, dim = query.shape
         grouped = (query.float() * scale).reshape(self.lens.numel(), -1, dim).unbind()
-        settled, starts = self.lens.flatten().tolist(), self.fresh.starts.flatten().tolist()
+        settled, starts, tails = (x.flatten().tolist() for x in (self.lens, self.fresh.starts, self.fresh.held))
         parts, begin = [], 0
-        for asked, scores, count, start in zip(grouped, self.key.scores(grouped), settled, starts, strict=True):
-            tail = slice(start, start + self.tail)
+        spans = zip(grouped, self.key.scores(grouped), settled, starts, tails, strict=True)
+        for asked, scores, count, start, appended in spans:
+            tail = slice(start, start + appended)
             late = asked @ self.fresh.k[tail].float().t()
             shares = torch.softmax(torch.cat([scores, late], 1), -1)
             out = shares[:, count:] @ self.fresh.v[tail].float()
@@ -134,7 +140,16 @@ class QuantizedSpans:
     def cut(self, tokens: int) -> None:
         """As `Held.cut`."""
         self.fresh.cut(tokens)
-        torch.add(self._tables[1], self.tail, out=self._device_lens)
+        self._count_on_device()
+
+    def _count_on_device(self) -> None:
+        (appended,) = devices.uploaded(self.fresh.k.device, self.fresh.held)
+        torch.add(self._tables[1], appended, out=self._device_lens)
+
+    def without(self, padding: Tensor) -> "QuantizedSpans":
+        """As `Held.without`; what is settled is never written to and shared."""
+        fresh = self.fresh.without(padding)
+        return self if fresh is self.fresh else QuantizedSpans(self.lens, self.key, self.value, fresh)
 
     def select(self, rows: Tensor, room: int) -> "QuantizedSpans":
         """As `Held.select`."""

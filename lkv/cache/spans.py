@@ -8,12 +8,13 @@ from torch import Tensor
 
 from lkv import devices
 from lkv.cache.ranking import Rows, best, sources
+from lkv.cache.tail import Tail
 from lkv.ops.ragged_attention import extend
 
 
 class Held(Protocol):
     """What a layer holds, however it is stored: each (batch, KV head) has a span of `lens` settled entries [B, H], then
-    `tail` appended ones and `room` for more."""
+    those appended of the `tail` tokens that followed (all but the row's padding), and `room` for more in every row."""
 
     lens: Tensor
 
@@ -48,8 +49,20 @@ class Held(Protocol):
         `query` of that shape. `scores` [B, H, n] of tokens from `position` on are kept where some are. `buffers` as in
         `ragged_attention.extend`."""
 
+    def for_append(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Pools, starts and lengths as `ragged_attention.append` changes them; `count` what it appended."""
+
+    def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Pools, starts and lengths as `ragged_attention` has them, with the tails."""
+
+    def count(self, tokens: int, padding: Tensor | None = None) -> None:
+        """Take notice of `tokens` more in the tail, appended but for the `padding` [B, tokens] among them."""
+
+    def without(self, padding: Tensor) -> Self:
+        """The spans without what is held of the tail's tokens `padding` [B, tail]; themselves if that is nothing."""
+
     def cut(self, tokens: int) -> None:
-        """Forget the last `tokens` appended entries."""
+        """Forget the last `tokens` tokens of the tail."""
 
     def select(self, rows: Tensor, room: int) -> Self:
         """New spans for the batch rows `rows` [n] of these, tails included, with `room` after them."""
@@ -70,15 +83,19 @@ class Held(Protocol):
 class Spans:
     """Flat pools [P, d] of k and v in which each (batch, KV head) owns one contiguous span (Sec. 4.5).
 
-    A span is `lens` settled entries, `tail` appended ones and `room` for more. Appends are equal for all heads, so tail
-    and room are one integer each. `scores` [P] float32 and `positions` [P] go with the entries where some are to be
+    A span is `lens` settled entries, those appended and room for more. Appends are equal for all heads, and for all
+    rows but for padding. `scores` [P] float32 and `positions` [P] go with the entries where some are to be
     evicted later.
     """
 
-    def __init__(self, lens: Tensor, room: int, key: Tensor, value: Tensor, scored: bool = False):
-        """Unfilled pools for `lens` [B, H] (int64 on the CPU) entries, with dtype and device of `key` and `value`."""
-        self.lens, self.tail, self.room = lens, 0, room
-        counts = lens.flatten()
+    def __init__(
+        self, lens: Tensor, room: int, key: Tensor, value: Tensor, scored: bool = False, tail: Tail | None = None
+    ):
+        """Unfilled pools for `lens` [B, H] (int64 on the CPU) entries, a `tail` and `room` for more, with dtype and
+        device of `key` and `value`."""
+        self.lens, self._tail = lens, tail or Tail()
+        self._space = self._tail.appended + room
+        counts = self.held.flatten()
         ends = (counts + room).cumsum(0)
         self.starts = (ends - counts - room).view_as(lens)
         size = int(ends[-1]) if len(ends) else 0
@@ -90,6 +107,24 @@ class Spans:
             # The attention kernels read these where the pools are: no step waits for a copy.
             self._device_starts, self._settled = devices.uploaded(key.device, self.starts, lens)
             self._device_lens = self._settled.clone()  # tails included; changed where it lies
+        if self.tail:
+            self._count_on_device()
+
+    @property
+    def tail(self) -> int:
+        """As `Held.tail`."""
+        return self._tail.tokens
+
+    @property
+    def held(self) -> Tensor:
+        """Entries of each span [B, H], the tail's included."""
+        return self.lens + self._tail.appended
+
+    @property
+    def room(self) -> int:
+        """As `Held.room`."""
+        left = self._space - self._tail.appended
+        return left if isinstance(left, int) else int(left.min())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,6 +134,10 @@ class Spans:
     def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Pools of k and v, starts and lengths (int32 [B, H], on the pools' device), as for `ragged_attention`."""
         return self.k, self.v, self._device_starts, self._device_lens
+
+    def for_append(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `Held.for_append`."""
+        return self.for_attention()
 
     def settled(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As `for_attention`, without the tails; what is read of it never changes, whoever appends meanwhile."""
@@ -139,23 +178,31 @@ class Spans:
             self.scores[ends[..., None] + steps] = scores.float()
             self.positions[ends[..., None] + steps] = (position + steps).int()
         out = extend(query, key, value, *self.for_attention(), scale, buffers=buffers)
-        self.tail += new
-        self.room -= new
+        self.count(new)
         return out
 
+    def count(self, tokens: int, padding: Tensor | None = None) -> None:
+        """As `Held.count`."""
+        self._tail.grow(tokens, padding)
+
     def cut(self, tokens: int) -> None:
-        """Forget the last `tokens` appended entries."""
-        self.tail -= tokens
-        self.room += tokens
+        """As `Held.cut`."""
+        self._tail.cut(tokens)
         # From the settled lengths: a step that was interrupted may have counted its tokens on the device alone.
-        torch.add(self._settled, self.tail, out=self._device_lens)
+        self._count_on_device()
+
+    def _count_on_device(self) -> None:
+        appended = self._tail.appended
+        if isinstance(appended, Tensor):
+            (appended,) = devices.uploaded(self.k.device, appended)
+        torch.add(self._settled, appended, out=self._device_lens)
 
     def settle(self, limits: Tensor, room: int, completed: Callable[[int, int, slice], Tensor]) -> "Spans":
         """New spans of the best entries, at most `limits` [B, H] of each; nothing in their tail.
 
         `completed(row, head, span)` gives the scores of the entries of that span now.
         """
-        held = self.lens + self.tail
+        held = self.held
         lens = torch.minimum(limits, held)
         chosen = []
         for row in range(len(held)):
@@ -169,23 +216,36 @@ class Spans:
 
     def select(self, rows: Tensor, room: int) -> "Spans":
         """New spans for the batch rows `rows` [n] of these, tails included, with `room` after them."""
-        new = Spans(self.lens[rows] + self.tail, room, self.k, self.v, self.scores is not None)
-        new._take(self, places(self.starts[rows], new.lens, self.k.device))
-        new.lens, new.tail = new.lens - self.tail, self.tail
-        new._settled -= self.tail
+        new = Spans(self.lens[rows], room, self.k, self.v, self.scores is not None, self._tail.select(rows))
+        new._take(self, places(self.starts[rows], new.held, self.k.device))
         return new
 
     def relaid(self, room: int) -> "Spans":
         """A copy with `room` after the tails."""
         return self.select(torch.arange(len(self.lens), device="cpu"), room)
 
+    def without(self, padding: Tensor) -> "Spans":
+        """As `Held.without`."""
+        known = self._tail.marks(len(padding))
+        if not bool((padding & ~known).any()):
+            return self
+        new = Spans(self.lens, self.room, self.k, self.v, self.scores is not None, Tail(self.tail, known | padding))
+        stays = [
+            torch.cat([torch.ones(count, dtype=torch.bool, device="cpu"), ~padding[row, ~known[row]]])
+            for row, counts in enumerate(self.lens.tolist())
+            for count in counts
+        ]
+        entries = places(self.starts, self.held, self.k.device)
+        new._take(self, entries[torch.cat(stays).to(entries.device)])
+        return new
+
     def _take(self, source: "Spans", entries: Tensor) -> None:
         """Fill all spans, in order, with entries of `source`'s pools."""
-        settled = places(self.starts, self.lens, self.k.device)
-        self.k[settled], self.v[settled] = source.k[entries], source.v[entries]
+        held = places(self.starts, self.held, self.k.device)
+        self.k[held], self.v[held] = source.k[entries], source.v[entries]
         if self.scores is not None and source.scores is not None:
             assert self.positions is not None and source.positions is not None
-            self.scores[settled], self.positions[settled] = source.scores[entries], source.positions[entries]
+            self.scores[held], self.positions[held] = source.scores[entries], source.positions[entries]
 
     def state(self) -> dict[str, Tensor]:
         """Settled entries as tensors to be saved."""

@@ -7,18 +7,35 @@ from torch import Tensor
 
 from lkv.errors import PromptError
 
-_PADDING = "_lkv_left_padding"
+_PADDING, _HIDDEN = "_lkv_left_padding", "_lkv_hidden_keys"
 
 
-def has_padding(mask: Any) -> bool:
-    """Whether a causal mask [B, 1, Tq, Tk] (bool, additive or None) hides a key from the last query.
+def hidden_keys(mask: Any) -> Tensor | None:
+    """Which keys a causal mask [B, 1, Tq, Tk] (bool, additive or None) hides from the last query: [B, Tk] on the CPU,
+    None where it sees all.
 
-    Off the CPU a single query is taken for real: to look would make every layer of every decode step wait.
+    Of a single query no more is looked at than whether it is padding itself, and that on a CPU alone: elsewhere it
+    would make every layer of every decode step wait. Raises PromptError for a row whose queries are all padding.
     """
     if not isinstance(mask, Tensor) or (mask.shape[-2] == 1 and mask.device.type != "cpu"):
-        return False
-    last = mask[:, :, -1]
-    return not bool(last.all() if last.dtype == torch.bool else (last == 0).all())
+        return None
+    # All layers of a forward pass get one mask: it is read, and waited for, once.
+    if not hasattr(mask, _HIDDEN):
+        setattr(mask, _HIDDEN, _hidden_keys(mask))
+    return getattr(mask, _HIDDEN)
+
+
+def _hidden_keys(mask: Tensor) -> Tensor | None:
+    hidden, new = ~_visible(mask).cpu(), mask.shape[-2]
+    if bool(hidden[:, -new:].all(-1).any()):
+        raise PromptError("a row of the batch is nothing but padding; leave it out.")
+    return hidden if new > 1 and bool(hidden.any()) else None
+
+
+def _visible(mask: Tensor) -> Tensor:
+    """The keys that the last query sees [B, Tk]."""
+    last = mask[:, 0, -1]
+    return last if last.dtype == torch.bool else last == 0
 
 
 def left_padding(mask: Any) -> list[int] | None:
@@ -35,8 +52,7 @@ def left_padding(mask: Any) -> list[int] | None:
 
 
 def _left_padding(mask: Tensor) -> list[int] | None:
-    last = mask[:, 0, -1]
-    visible = last if last.dtype == torch.bool else last == 0
+    visible = _visible(mask)
     if not bool(visible.any(-1).all()):
         raise PromptError("a row of the batch is nothing but padding; leave it out.")
     first = visible.long().argmax(-1)

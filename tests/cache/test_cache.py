@@ -236,8 +236,8 @@ def test_what_cannot_work_is_refused(model, policy):
     cache = RaggedCache(model, policy)
     model(ids(PROMPT, 2), past_key_values=cache, use_cache=True)
     padding = torch.ones(2, PROMPT + 4, dtype=torch.long)
-    padding[1, PROMPT : PROMPT + 2] = 0
-    with pytest.raises(CacheError, match="padding in what follows the compressed prompt"):
+    padding[1, PROMPT:] = 0
+    with pytest.raises(PromptError, match="a row of the batch is nothing but padding"):
         model(ids(4, 2), attention_mask=padding, past_key_values=cache, use_cache=True)
     right = torch.ones(2, PROMPT, dtype=torch.long)
     right[0, -5:] = 0
