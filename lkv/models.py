@@ -191,6 +191,20 @@ def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str
         ) from error
 
 
+def fitting_policy(
+    spec: ModelSpec, given: Policy | str | os.PathLike[str] | None = None, strict: bool = True
+) -> Policy:
+    """The policy `given`, or of that name (`load_policy`), or shipped, for the model that `spec` describes.
+
+    Raises PolicyMismatchError for that of another model, or where none is given or shipped, and PolicyFileError.
+    """
+    if given is None:
+        return policy_for(spec)
+    policy = given if isinstance(given, Policy) else load_policy(given, strict)
+    policy.check_model(spec)
+    return policy
+
+
 def cache_folder() -> Path:
     """Where converted models lie: $LKV_CACHE, else the user's cache folder."""
     if folder := os.environ.get("LKV_CACHE"):

@@ -18,7 +18,7 @@ from lkv.host.hooks import Cache, WindowLayer
 from lkv.methods.budget import Amount, check_table
 from lkv.methods.build import Method, make_method
 from lkv.methods.catalogue import needs_pattern, needs_policy, needs_second_pass
-from lkv.models import load_policy, policy_for
+from lkv.models import fitting_policy
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer, as_prompt
 
@@ -245,9 +245,7 @@ def chosen_method(
     attached, amount = attach(model), Amount.asked(retention, budget_tokens)
     spec, learned = attached.spec, None
     if needs_policy(method):
-        learned = policy_for(spec) if policy is None else policy if isinstance(policy, Policy) else load_policy(policy)
-        learned.check_model(spec)
-        learned = learned.on(model.device)
+        learned = fitting_policy(spec, policy).on(model.device)
     if pattern is not None:
         check_table(pattern, spec.layers, spec.kv_heads, "the pattern of retrieval heads")
     return make_method(method, amount, learned, attached.heads, model, spec.layers, pattern, tokenizer)

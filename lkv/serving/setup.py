@@ -5,7 +5,7 @@ from typing import Any
 
 from lkv.host.attention import attach
 from lkv.methods.catalogue import needs_policy
-from lkv.models import DEFAULT, cache_folder, load_model, load_policy, policy_for
+from lkv.models import DEFAULT, cache_folder, fitting_policy, load_model
 from lkv.serving.service import Limits, Service
 
 
@@ -15,9 +15,7 @@ def make_service(options: dict[str, Any]) -> Service:
     model, tokenizer = load_model(name)
     policy = None
     if needs_policy(options["method"]):
-        given = options["policy"]
-        policy = load_policy(given, options["strict"]) if given else policy_for(attach(model).spec)
-        policy.check_model(attach(model).spec)
+        policy = fitting_policy(attach(model).spec, options["policy"] or None, options["strict"])
     limits = Limits(
         options["max_upload"] * 2**20, options["max_requests"], options["max_texts"], options["max_tokens"],
         options["timeout"],
