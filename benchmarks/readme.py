@@ -154,7 +154,7 @@ def _serving() -> list[str]:
     by = {(row["what"], row["method"]): row for row in rows("serving") if "concurrency" not in row}
     if not by:
         return []
-    rate, size, load, in_memory = (by[measure, "lkv"] for measure in ("throughput", "memory", "loading", "same memory"))
+    rate, size, load, tight = (by[measure, "lkv"] for measure in ("throughput", "memory", "loading", "same memory"))
     seen = {
         (row["method"], row["concurrency"], row.get("statistic", "rate")): row["value"]
         for row in rows("serving")
@@ -168,10 +168,10 @@ def _serving() -> list[str]:
         f"{interval(rate, digits=2)} times the tokens a second of one after another "
         f"({rate['equal']} of {rate['answers']} answers equal). The contexts "
         f"hold {size['value']:.3f} of the full caches' bytes, loading one is {load['value']:.0f} times as fast as "
-        f"compressing it, and where memory holds little more than one full cache there are {interval(in_memory, digits=2)} "
+        f"compressing it, and where memory holds little more than one full cache there are {interval(tight, digits=2)} "
         "times the requests a second of full caches.",
         table(
-            ("at once", *(f"{_name(m)}, {column}" for m in methods for column in ("tokens/s", "p50, s", "p95, s"))),
+            ("at once", *(f"{_name(m)}, {unit}" for m in methods for unit in ("tokens/s", "p50, s", "p95, s"))),
             (
                 [str(n), *(f"{seen[m, n, key]:.1f}" for m in methods for key in ("rate", "p50", "p95"))]
                 for n in concurrency

@@ -243,6 +243,14 @@ def _check_arguments(tokenizer: Any, text: Any, method: Any, retention: Any, opt
         raise CacheError(f"{FULL!r} keeps everything, not {retention!r}; leave retention out, or use another method.")
 
 
+def _check_parts(chunk: Any, streaming: bool) -> None:
+    """Raise PromptError for parts that a text cannot be read in."""
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise PromptError(f"chunk is {chunk!r}, but a part of the text has at least one token.")
+    if streaming and chunk is None:
+        raise PromptError("streaming reads the text in parts; give their size in tokens as chunk, for example 1024.")
+
+
 @torch.no_grad()
 def compress(
     model: Any,
@@ -269,55 +277,61 @@ def compress(
     what RaggedCache raises.
     """
     _check_arguments(tokenizer, text, method, retention, options)
-    if chunk is not None and (type(chunk) is not int or chunk < 1):
-        raise PromptError(f"chunk is {chunk!r}, but a part of the text has at least one token.")
-    if options.get("streaming") and chunk is None:
-        raise PromptError("streaming reads the text in parts; give their size in tokens as chunk, for example 1024.")
+    _check_parts(chunk, bool(options.get("streaming")))
     if system is not None:
         check_text(system, "the system prompt", "give some text, or leave it out")
     ids = context_ids(tokenizer, text, system)
-    spec = attach(model).spec
-    limit = spec.max_positions
+    limit = attach(model).spec.max_positions
     if len(ids) >= limit:
         raise PromptError(
             f"the text has {len(ids)} tokens, but the model reads at most {limit}, question and answer included; "
             "shorten it."
         )
-    cache: Cache = DynamicCache()
-    about: dict[str, Any] = {}
-    device = device_of(model)
-    prompt = None
-    if method != FULL:
-        if chunk is not None:
-            options["prompt_tokens"] = len(ids)
-        of_method = {name: options.pop(name, None) for name in ("budget_tokens", "pattern")}
-        chosen = chosen_method(model, policy, retention, method, tokenizer=tokenizer, **of_method)
-        if chosen.of_whole_prompts:
-            if chunk is not None:
-                raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another one.")
-            prompt = read_prompt(model, torch.tensor([ids], device=device), chosen.selector.reads_queries)
-            chosen = chosen.for_prompt(ids, prompt)
+    if method == FULL:
+        full = DynamicCache()
+        _read(model, full, ids, chunk)
+        return Context(model, tokenizer, ids, full)
+    if chunk is not None:
+        options["prompt_tokens"] = len(ids)
+    of_method = {name: options.pop(name, None) for name in ("budget_tokens", "pattern")}
+    chosen = chosen_method(model, policy, retention, method, tokenizer=tokenizer, **of_method)
+    if chosen.of_whole_prompts:
+        cache = _read_whole(model, chosen, ids, chunk, options)
+    else:
         cache = RaggedCache(model, method=chosen, **options)
-        about = {
-            "method": cache.plan.method.name,
-            **_asked(cache.amount),
-            "bits": options.get("bits"),
-            "policy": cache.policy.digest() if cache.policy is not None else None,
-            "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        }
-    if prompt is not None:
-        assert isinstance(cache, RaggedCache)
-        cache.fill(prompt)
-        cache.ids = torch.tensor([ids], device=device)
-        return Context(model, tokenizer, ids, cache, about)
-    parts = torch.tensor([ids], device=device).split(min(chunk or len(ids), len(ids)), 1)
+        _read(model, cache, ids, chunk, progress)
+    cache.ids = torch.tensor([ids], device=device_of(model))
+    about = {
+        "method": cache.plan.method.name,
+        **_asked(cache.amount),
+        "bits": options.get("bits"),
+        "policy": cache.policy.digest() if cache.policy is not None else None,
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    return Context(model, tokenizer, ids, cache, about)
+
+
+def _read(
+    model: Any, cache: Cache, ids: list[int], chunk: int | None, progress: Callable[[float], None] | None = None
+) -> None:
+    """Read `ids` into `cache`, in parts of `chunk` tokens; `progress` as in `compress`."""
+    parts = torch.tensor([ids], device=device_of(model)).split(min(chunk or len(ids), len(ids)), 1)
     for number, part in enumerate(parts):
         if progress is not None and isinstance(cache, RaggedCache):
             cache.watch = partial(_tell, progress, number, len(parts), len(cache.layers))
         model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
     if isinstance(cache, RaggedCache):
-        cache.ids, cache.watch = torch.tensor([ids], device=device), None
-    return Context(model, tokenizer, ids, cache, about)
+        cache.watch = None
+
+
+def _read_whole(model: Any, chosen: Method, ids: list[int], chunk: int | None, options: dict[str, Any]) -> RaggedCache:
+    """A cache evicted from by a method that must see all layers of a text before the first."""
+    if chunk is not None:
+        raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another one.")
+    prompt = read_prompt(model, torch.tensor([ids], device=device_of(model)), chosen.selector.reads_queries)
+    cache = RaggedCache(model, method=chosen.for_prompt(ids, prompt), **options)
+    cache.fill(prompt)
+    return cache
 
 
 def _tell(progress: Callable[[float], None], part: int, parts: int, layers: int, layer: int) -> None:

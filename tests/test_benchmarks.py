@@ -82,8 +82,8 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
     assert (tmp_path / "small" / "length-tiny-model.png").is_file()
 
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    drawn = "\n\n".join(readme._other("tiny-model"))
-    assert readme._others() == ["tiny-model"] and drawn.startswith("### Tiny-Model\n")
+    drawn = "\n\n".join(readme._other_model("tiny-model"))
+    assert readme._other_models() == ["tiny-model"] and drawn.startswith("### Tiny-Model\n")
     assert "length-tiny-model.png" in drawn
 
 
