@@ -4,6 +4,7 @@ import copy
 import json
 import pkgutil
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
@@ -429,6 +430,29 @@ def test_left_padding_is_looked_at_once_for_all_layers(on_fake):
     # scores numbers.
     assert log.count("wait") <= 5, log.summary("wait")
     assert cache.ragged[0].real == [53, 60]
+
+
+@torch.no_grad()
+def padded_turns(model, device):
+    """Logits of the last tokens of two padded turns and a step after a compressed batch."""
+    cache = RaggedCache(model, method=KNORM, slack=2)
+    text, mask = ids(46, 2).to(device), torch.ones(2, 46, dtype=torch.long)
+    mask[0, 40:42] = mask[1, 43] = 0
+    mask, last = mask.to(device), []
+    for begin, end in pairwise((0, 40, 43, 45, 46)):
+        given = mask[:, :end]
+        positions = (given.cumsum(-1) - 1)[:, begin:end]
+        last.append(
+            model(text[:, begin:end], attention_mask=given, position_ids=positions, past_key_values=cache).logits
+        )
+    return torch.stack([logits[:, -1] for logits in last]).cpu()
+
+
+def test_rows_have_tails_of_their_own_where_the_tensors_are(base):
+    expected = padded_turns(base, "cpu")
+    with fake_gpus():
+        on_device = padded_turns(copy.deepcopy(base).to("fake:1"), "fake:1")
+    torch.testing.assert_close(on_device, expected, atol=2e-4, rtol=2e-4)
 
 
 @torch.no_grad()
