@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.unchanged import differences, indices_of
+from benchmarks.unchanged import RETENTIONS, compressing, differences, indices_of, kept_and_predicted, text_of, tiny
 
 
 def test_a_change_of_a_kept_index_or_of_a_number_is_told():
@@ -27,3 +27,13 @@ def test_kept_indices_are_read_from_k():
     state["k.1"][0] += 1
     with pytest.raises(ValueError, match="layer 1 holds entries that the text has not"):
         indices_of(state, 1, whole)
+
+
+def test_a_text_read_once_for_all_methods_gives_what_each_reading_gives(tmp_path):
+    model, tokenizer, policy = tiny(tmp_path / "model")
+    text = text_of(0, tokenizer, 120)
+    ways = [compressing(model, tokenizer, policy, text, once) for once in (False, True)]
+    methods = ("lkv", "snapkv", "kvzip")
+    results = [kept_and_predicted(way, methods, "a text", text, tmp_path / "context.kv") for way in ways]
+    assert len(results[0]) == 2 * len(methods) * len(RETENTIONS)
+    assert differences(*results, 1e-5) == []
