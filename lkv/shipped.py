@@ -41,13 +41,13 @@ def checked_line(card: dict[str, Any]) -> str:
     if not checked:
         return "not compared with evaluated texts"
     sets = checked["sets"]
-    over = {name: own["overlapping"] for name, own in sets.items() if own["overlapping"]}
-    found = f" ({', '.join(f'{name} {count:,}' for name, count in over.items())})" if over else ""
+    over = {name: entry["overlapping"] for name, entry in sets.items() if entry["overlapping"]}
+    named = f" ({', '.join(f'{name} {count:,}' for name, count in over.items())})" if over else ""
     fate = "and were left out" if checked["removed"] else "and were trained on"
     return (
-        f"{sum(own['compared'] for own in sets.values()):,} items of {len(sets)} sets compared with "
+        f"{sum(entry['compared'] for entry in sets.values()):,} items of {len(sets)} sets compared with "
         f"{len(checked['files'])} evaluation files: {sum(over.values()):,} share {checked['share']:.0%} or more of a "
-        f"piece's {checked['n']}-grams{found} {fate}"
+        f"piece's {checked['n']}-grams{named} {fate}"
     )
 
 

@@ -41,7 +41,7 @@ def build(name: str, results: Results, request: Request) -> Table:
         f"one without any width says that all samples of a task scored alike, and less than {LEAST} have none.",
         *([f"Differences are to {label(scores.against)}, on the same samples."] if scores.against else []),
         *_coverage(scores),
-        *_whose(scores, header),
+        *_origins(scores, header),
     ]
     title = f"{SUITES.get(scores.suite, scores.suite)}, {table.title}"
     return replace(
@@ -176,7 +176,7 @@ def _tokens(length: int) -> str:
     return f"{length:,} tokens"
 
 
-def _whose(scores: Scores, header: Mapping[str, Any]) -> list[str]:
+def _origins(scores: Scores, header: Mapping[str, Any]) -> list[str]:
     """Which variant of a method stands in the table where there are several, and whose pattern DuoAttention follows."""
     methods = [method for method, _ in scores.pairs if method != FULL]
     notes = [f"{told}." for told in dict.fromkeys(told for method in methods for told in variants(method))]

@@ -56,7 +56,7 @@ class SampleDistillation:
         self._contexts = contexts.to(self._device)
         self.prompt = read_prompt(model, self._contexts)
         self.row_weights = self._lay_out(
-            [(i, *own) for i, sample in enumerate(samples) for own in sample.continuations]
+            [(i, *continuation) for i, sample in enumerate(samples) for continuation in sample.continuations]
         )
         if whole:  # the hidden states of all tokens count, the prompt's too
             real = (self.row_weights > 0).float()
@@ -69,20 +69,20 @@ class SampleDistillation:
         shape = (len(asked), max(len(tokens) for _, tokens, _ in asked))
         ids = torch.zeros(shape, dtype=torch.long, device="cpu")
         scored, row_weights = torch.zeros(shape, device="cpu"), torch.zeros(shape, device="cpu")
-        counts = Counter(own for own, _, _ in asked)
-        self.counts = [counts[own] for own in range(len(self.lengths))]
-        for row, (own, tokens, skip) in enumerate(asked):
+        counts = Counter(owner for owner, _, _ in asked)
+        self.counts = [counts[owner] for owner in range(len(self.lengths))]
+        for row, (owner, tokens, skip) in enumerate(asked):
             ids[row, : len(tokens)] = torch.tensor(tokens, device="cpu")
-            row_weights[row, : len(tokens)] = 1.0 / len(tokens) / counts[own]
+            row_weights[row, : len(tokens)] = 1.0 / len(tokens) / counts[owner]
             # Row i predicts token i + 1: the targets are predicted by rows skip - 1 .. len - 2.
             first = max(0, skip - 1)
-            scored[row, first : len(tokens) - 1] = 1.0 / (len(tokens) - 1 - first) / counts[own]
+            scored[row, first : len(tokens) - 1] = 1.0 / (len(tokens) - 1 - first) / counts[owner]
         self._ids = ids.to(self._device)
         self._rows = scored.to(self._device) > 0
         self._continuation = self._rows.nonzero()[:, 0]  # which one each target row belongs to
         # Every continuation of a sample weighs the same, whatever its length.
         self.weights = scored.to(self._device)[self._rows]
-        self._owners = torch.tensor([own for own, _, _ in asked], device=self._device)
+        self._owners = torch.tensor([owner for owner, _, _ in asked], device=self._device)
         return row_weights.to(self._device)
 
     def run(self, log_mask: Tensor | None) -> Outputs:

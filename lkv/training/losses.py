@@ -58,9 +58,9 @@ def losses(model: Any, policy: Policy, group: Group, config: TrainingConfig, now
     with torch.no_grad():
         teacher = run.run(None)
     masks, weighed = [], []
-    for own, (number, sample) in enumerate(group.numbered):
+    for index, (number, sample) in enumerate(group.numbered):
         generator = torch.Generator("cpu").manual_seed(config.seed * 1_000_003 + number)
-        scores, rows = run.scores(policy, own), len(sample.continuations)
+        scores, rows = run.scores(policy, index), len(sample.continuations)
         noise = gumbel((rows, *scores.shape), generator, scores.device)
         retention = draw_retentions(config, rows, now.retention, generator)
         masks.append(soft_mask(policy, scores, retention.to(scores.device), now.tau, noise))

@@ -136,8 +136,8 @@ class Trainer:
         numbers = range(first + rank, first + self._config.batch, count)
         sums = {"kl": 0.0, "hidden": 0.0}
         broken = ""
-        own = [(number, self._samples(number)) for number in numbers]
-        for together in grouped(own, self._config.contexts_per_forward, self._sharded):
+        samples = [(number, self._samples(number)) for number in numbers]
+        for together in grouped(samples, self._config.contexts_per_forward, self._sharded):
             kl, hidden = losses(self._model, self._policy, together, self._config, now)
             loss = (kl + self._config.beta * hidden) / self._config.batch
             if not broken and not loss.isfinite():

@@ -14,14 +14,12 @@ PRONOUNS = frozenset(
 
 
 def given(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Names that a file gives: of variables, attributes, parameters, functions and classes, with their lines."""
+    """Names that a file gives to variables, attributes and parameters, with their lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield (node.id if isinstance(node, ast.Name) else node.attr), node.lineno
         elif isinstance(node, ast.arg):
             yield node.arg, node.lineno
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name, node.lineno
 
 
 def pronouns(source: str) -> list[tuple[str, int]]:

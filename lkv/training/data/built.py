@@ -56,9 +56,9 @@ class Built:
         if checked is None:
             return None
         sets = {
-            name: {"compared": own["compared"], "shared": own["shared"], "overlapping": own["dropped"]}
-            for name, own in self.manifest["sources"].items()
-            if "compared" in own
+            name: {"compared": source["compared"], "shared": source["shared"], "overlapping": source["dropped"]}
+            for name, source in self.manifest["sources"].items()
+            if "compared" in source
         }
         return {**checked, "removed": True, "sets": sets}
 
