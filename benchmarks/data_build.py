@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def _stop(*_: Any) -> None:
-    raise KeyboardInterrupt("stopped; run the same command to go on")
+    raise SystemExit("stopped; run the same command to go on")
 
 
 def _command(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
