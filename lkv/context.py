@@ -77,7 +77,7 @@ class Context:
         prefix, target = question_ids(self.tokenizer, question), encode(self.tokenizer, answer)
         device = device_of(self.model)
         ids = torch.tensor([prefix + target], device=device)
-        with self._working_cache() as cache:
+        with self.working_cache() as cache:
             logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
         return logits[len(prefix) - 1 : -1], ids[0, len(prefix) :]
 
@@ -127,7 +127,7 @@ class Context:
         check_options(self.model, self.cache, generation)
         row = self.ids + ids
         length = answer_length(self.model, len(row), max_new_tokens)
-        with self._working_cache() as cache:
+        with self.working_cache() as cache:
             # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
             out = generated(self.model, self.tokenizer, [row], 0, cache, max_new_tokens=length, **generation)
         self.answered_tokens = out.shape[1]
@@ -160,8 +160,11 @@ class Context:
                 self._busy = False
 
     @contextmanager
-    def _working_cache(self) -> Iterator[Cache]:
-        """The cache itself where it can be cut back, as it is first and afterwards; else a copy."""
+    def working_cache(self) -> Iterator[Cache]:
+        """A cache that holds the text alone, for model(...) or model.generate(...).
+
+        The context's own where that can be cut back, as it is first and afterwards; else a copy.
+        """
         with self._own_turn():
             if isinstance(self.cache, RaggedCache) and not self.cache.rewindable:
                 yield self.cache.fork()
@@ -222,11 +225,8 @@ def check_text(text: Any, name: str, advice: str) -> None:
         raise PromptError(f"{name} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
 
 
-def _check_arguments(tokenizer: Any, text: Any, method: Any, retention: Any, options: dict[str, Any]) -> None:
+def _check_arguments(method: Any, retention: Any, options: dict[str, Any]) -> None:
     """Raise PromptError or CacheError for what `compress` cannot make sense of, before anything is read."""
-    check_text(text, "the text", "give some text to compress")
-    if not callable(tokenizer):
-        raise PromptError(f"the tokenizer is {tokenizer!r}; give the model's own, as AutoTokenizer loads it.")
     if not isinstance(method, str | Method):
         raise CacheError(
             f"method is {method!r}; give a name that `lkv methods` lists or a Method of your own, and how much is kept "
@@ -276,11 +276,37 @@ def compress(
     Raises PromptError for a text that is empty, too short to keep anything of, or beyond the model's positions, and
     what RaggedCache raises.
     """
-    _check_arguments(tokenizer, text, method, retention, options)
-    _check_parts(chunk, bool(options.get("streaming")))
+    check_text(text, "the text", "give some text to compress")
+    if not callable(tokenizer):
+        raise PromptError(f"the tokenizer is {tokenizer!r}; give the model's own, as AutoTokenizer loads it.")
     if system is not None:
         check_text(system, "the system prompt", "give some text, or leave it out")
     ids = context_ids(tokenizer, text, system)
+    return compress_ids(
+        model, tokenizer, ids, method, retention, policy, chunk=chunk, progress=progress, text=text, **options
+    )
+
+
+@torch.no_grad()
+def compress_ids(
+    model: Any,
+    tokenizer: Any,
+    ids: list[int],
+    method: str | Method = "lkv",
+    retention: float | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
+    *,
+    chunk: int | None = None,
+    progress: Callable[[float], None] | None = None,
+    text: str | None = None,
+    **options: Any,
+) -> Context:
+    """As `compress`, which see, for `ids` just as the model is to read them: no chat template is put around them.
+
+    `text`: what they say, for the digest that is saved with the context; decoded from them unless given.
+    """
+    _check_arguments(method, retention, options)
+    _check_parts(chunk, bool(options.get("streaming")))
     limit = attach(model).spec.max_positions
     if len(ids) >= limit:
         raise PromptError(
@@ -306,7 +332,7 @@ def compress(
         **_asked(cache.amount),
         "bits": options.get("bits"),
         "policy": cache.policy.digest() if cache.policy is not None else None,
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "text_sha256": hashlib.sha256((tokenizer.decode(ids) if text is None else text).encode()).hexdigest(),
     }
     return Context(model, tokenizer, ids, cache, about)
 

@@ -16,6 +16,7 @@ EXTRAS = {
     "serve": ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "fsspec"),
     "ray": ("ray", "fastapi", "uvicorn", "prometheus_client", "python_multipart", "fsspec"),
     "documents": ("inscriptis", "pypdf"),
+    "lm-eval": ("lm_eval", "accelerate", "jieba", "fuzzywuzzy", "rouge", "nltk", "wonderwords"),
     "evals": ("accelerate", "wonderwords", "pyarrow", "rouge"),
 }
 

@@ -1,0 +1,244 @@
+"""lm-evaluation-harness with `--model lkv`: its own tasks from local files, scores against a dense reference."""
+
+import json
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lkv.errors import IntegrationError, RetentionError
+from tests.conftest import save_model, tiny_llama
+from tests.dense import Dense, Row, kept_of
+
+lm_eval = pytest.importorskip("lm_eval")
+
+# Libraries that the harness's tasks read with say so themselves.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using slow pure-python SequenceMatcher"),
+    pytest.mark.filterwarnings("ignore:pkg_resources is deprecated"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:jieba"),
+    pytest.mark.filterwarnings("ignore::SyntaxWarning"),
+]
+
+RETENTION = 0.25
+CONTEXT = "The harbour of Old Quay holds 41 boats, and its lighthouse was built by Ada Brooks. " * 3
+PROMPT = f"Read this.\n\n{CONTEXT}\n\nQuestion: How many boats?\nAnswer:"
+OWN = {"context_field": "context", "method": "knorm", "retention": RETENTION}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def parts(folder):
+    """A model in float64, and its tokenizer."""
+    from transformers import AutoTokenizer
+
+    return tiny_llama(vocab_size=259, max_position_embeddings=1024), AutoTokenizer.from_pretrained(folder)
+
+
+def harness(parts, kind="lkv", **options):
+    from lm_eval.api.registry import get_model
+
+    import lkv.integrations.lm_eval  # noqa: F401
+
+    model, tokenizer = parts
+    return get_model(kind)(pretrained=model, tokenizer=tokenizer, **options)
+
+
+def requests(kind, *arguments, document=None):
+    from lm_eval.api.instance import Instance
+
+    document = {"context": CONTEXT} if document is None else document
+    return [Instance(kind, document, given, i, ("some_task", i, 1)) for i, given in enumerate(arguments)]
+
+
+def evicted(model, tokenizer) -> Row:
+    """PROMPT as the dense reference sees it: in each head all but the keys of least norm are gone after the context."""
+    ids = tokenizer(PROMPT)["input_ids"]
+    context = len(tokenizer(PROMPT[: PROMPT.index(CONTEXT.strip()) + len(CONTEXT.strip())])["input_ids"])
+    keys = [k for k, _ in Dense(model).read(Row(ids[:context]))[1]]
+    every, count = set(range(context)), int(RETENTION * context)
+    hidden = [[every - kept_of(-k.norm(dim=-1), every, count)[0] for k in layer] for layer in keys]
+    return Row(ids, hidden=[(context, hidden)])
+
+
+def test_loglikelihood_is_that_of_a_model_with_the_evicted_masked(parts):
+    endings = [" 41 boats", " none", " 4"]
+    found = harness(parts, **OWN).loglikelihood(requests("loglikelihood", *[(PROMPT, x) for x in endings]), True)
+    row = evicted(*parts)
+    for ending, (total, greedy) in zip(endings, found, strict=True):
+        new = parts[1](ending)["input_ids"]
+        logits = Dense(parts[0]).read(Row(row.ids + new, hidden=row.hidden))[0]
+        shares = torch.log_softmax(logits[len(row.ids) - 1 : -1], -1)
+        assert total == pytest.approx(float(shares[range(len(new)), new].sum()), abs=1e-8)
+        assert greedy == (shares.argmax(-1).tolist() == new)
+    stock = harness(parts, "hf").loglikelihood(requests("loglikelihood", (PROMPT, endings[0])), True)
+    assert abs(stock[0][0] - found[0][0]) > 0.01
+
+
+def test_an_answer_is_that_of_a_model_with_the_evicted_masked(parts):
+    lm = harness(parts, **OWN)
+    (found,) = lm.generate_until(requests("generate_until", (PROMPT, {"max_gen_toks": 6, "until": []})), True)
+    row = evicted(*parts)
+    answer = []
+    while len(answer) < 6 and (not answer or answer[-1] != 2):
+        logits = Dense(parts[0]).read(Row(row.ids + answer, hidden=row.hidden))[0]
+        answer.append(int(logits[-1].argmax()))
+    assert found == parts[1].decode(answer, skip_special_tokens=True)
+    held = lm.get_model_info()["lkv"]["tasks"]["some_task"]
+    context, heads = row.hidden[0][0], 3 * 2
+    assert held["realised_retention"] == int(RETENTION * context) / context
+    assert held["context_tokens"] == context and held["context_told_by"] == {"field": 1}
+    assert held["bytes_full"] == context * heads * 2 * 8 * 8
+    assert int(RETENTION * context) * heads * 2 * 8 * 8 <= held["bytes_held"] < 0.5 * held["bytes_full"]
+
+
+@pytest.mark.parametrize("options", [{"method": "full"}, {"method": "knorm", "retention": 1}])
+def test_nothing_evicted_is_the_harness_s_own_model(parts, options):
+    stock, ours = harness(parts, "hf"), harness(parts, context_field="context", **options)
+    # The second prompt is longer than the model's positions: both lose its beginning.
+    long = PROMPT.replace(CONTEXT, CONTEXT * 4)
+    pairs = [(PROMPT, " 41 boats"), ("", "boats"), (long, " none ")]
+    asked = requests("loglikelihood", *pairs, document={"context": CONTEXT})
+    both = zip(stock.loglikelihood(asked, True), ours.loglikelihood(asked, True), strict=True)
+    for (one, same), (other, also) in both:
+        assert one == pytest.approx(other, abs=1e-9) and same == also
+    settings = [{"max_gen_toks": 5, "until": ["a"]}, {"max_gen_toks": 9, "until": []}]
+    asked = requests("generate_until", (PROMPT, settings[0]), (long, settings[1]), (PROMPT, settings[1]))
+    assert stock.generate_until(asked, True) == ours.generate_until(asked, True)
+
+
+def test_a_window_and_contexts_left_whole_are_reported(parts):
+    lm = harness(parts, method="knorm", retention=RETENTION, window=10, min_context=100)
+    lm.loglikelihood(requests("loglikelihood", (PROMPT, " 4"), ("Boats?", " 41"), document={}), True)
+    held = lm.get_model_info()["lkv"]["tasks"]["some_task"]
+    context = len(PROMPT) - 10
+    assert held["context_told_by"] == {"window": 2} and held["contexts_left_whole"] == 1
+    assert held["realised_retention"] == int(RETENTION * context) / context
+
+
+def test_questions_about_one_context_read_it_once(parts, monkeypatch):
+    import lkv.integrations.lm_eval as integration
+
+    read = []
+    real = integration.compress_ids
+    monkeypatch.setattr(integration, "compress_ids", lambda *a, **k: read.append(len(a[2])) or real(*a, **k))
+    lm = harness(parts, **OWN)
+    lm.loglikelihood(requests("loglikelihood", *[(PROMPT, f" {x}") for x in "ABCD"]), True)
+    assert len(read) == 1
+
+
+def test_more_than_what_was_asked_for_ends_the_evaluation(parts, monkeypatch):
+    import lkv.integrations.lm_eval as integration
+
+    real = integration.compress_ids
+    monkeypatch.setattr(
+        integration, "compress_ids", lambda m, t, ids, method: real(m, t, ids, "knorm", RETENTION + 0.1)
+    )
+    asked = requests("loglikelihood", (PROMPT, " 4"))
+    with pytest.raises(
+        IntegrationError, match=r"some_task: of a context of \d+ tokens 0\.3\d+ of the entries are held"
+    ):
+        harness(parts, **OWN).loglikelihood(asked, True)
+    assert harness(parts, tolerance=0.1, **OWN).loglikelihood(asked, True)
+
+
+def test_bytes_beyond_the_entries_end_the_evaluation(parts, monkeypatch):
+    from lkv.cache.layer import RaggedLayer
+
+    real = RaggedLayer.nbytes
+    monkeypatch.setattr(RaggedLayer, "nbytes", lambda self: 4 * real(self))
+    with pytest.raises(IntegrationError, match="bytes are held where the entries kept take"):
+        harness(parts, **OWN).loglikelihood(requests("loglikelihood", (PROMPT, " 4")), True)
+
+
+def test_what_cannot_be_is_said(parts):
+    with pytest.raises(IntegrationError, match="nothing to compress; evaluate them with --model hf"):
+        harness(parts, **OWN).loglikelihood_rolling(requests("loglikelihood_rolling", (PROMPT,)))
+    with pytest.raises(IntegrationError, match="give dtype=bfloat16"):
+        harness(parts, mixed_precision_dtype="bfloat16")
+    with pytest.raises(IntegrationError, match="min_context is 0"):
+        harness(parts, min_context=0, method="knorm")
+    with pytest.raises(RetentionError):
+        harness(parts, method="knorm", retention=2)
+
+
+def local_task(folder: Path, name: str, family: str, rows: list[dict]) -> None:
+    """A task of the harness under its own name, with its documents from a file."""
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    original = Path(lm_eval.__file__).parent / "tasks" / family / f"{name.removeprefix(family + '_')}.yaml"
+    split = "train" if family == "longbench2" else "test"
+    lines = [
+        f"include: {original}",
+        f"task: {name}",
+        "dataset_path: json",
+        "dataset_name: null",
+        f"dataset_kwargs: {{data_files: {{{split}: {folder / name}.jsonl}}, cache_dir: {folder / 'cache'}}}",
+    ]
+    (folder / f"{name}.yaml").write_text("\n".join(lines))
+
+
+def evaluate(monkeypatch, folder: Path, tasks: list[str], include: Path, **metadata):
+    import lm_eval.evaluator
+    from lm_eval.tasks import TaskManager
+
+    import lkv.integrations.lm_eval  # noqa: F401
+
+    # Seconds of asking the system and pip what there is.
+    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
+    manager = TaskManager(include_path=str(include), include_defaults=False, metadata=metadata)
+    options = {"pretrained": str(folder), "method": "knorm", "retention": RETENTION, "dtype": "float32"}
+    return lm_eval.simple_evaluate(
+        "lkv", options, tasks=tasks, task_manager=manager, device="cpu", limit=2, bootstrap_iters=0
+    )
+
+
+def test_longbench_from_local_files(folder, tmp_path, monkeypatch):
+    asked = {"question": "How many boats?", "answers": ["41"], "length": 40, "language": "en"}
+    rows = [{"context": CONTEXT + f"No. {i}", **asked} for i in range(2)]
+    local_task(tmp_path, "longbench_qasper", "longbench", rows)
+    choices = {"choices": ["41", "42", "43", "44"], "answer": 0}
+    local_task(tmp_path, "longbench2_academic_single", "longbench2", [{**row, **choices} for row in rows])
+    tasks = ["longbench_qasper", "longbench2_academic_single"]
+    results = evaluate(monkeypatch, folder, tasks, tmp_path)
+    held = results["config"]["lkv"]
+    assert (held["method"], held["retention"]) == ("knorm", RETENTION)
+    for task, asked in zip(tasks, (2, 8), strict=True):
+        report = held["tasks"][task]
+        assert report["requests"] == asked and report["context_told_by"] == {"field": asked}
+        assert RETENTION - 0.01 < report["realised_retention"] <= RETENTION
+        assert report["bytes_held"] < 0.6 * report["bytes_full"]
+    assert 0 <= results["results"]["longbench_qasper"]["qa_f1_score,none"] <= 1
+    samples = results["samples"]["longbench2_academic_single"]
+    assert all(math.isfinite(float(score)) for sample in samples for ((score, _),) in sample["resps"])
+    json.dumps(held)
+
+
+def test_ruler_from_what_the_harness_makes(folder, tmp_path, monkeypatch):
+    # Sentences are not split here; the file that would be for that is looked for when the task is read.
+    (tmp_path / "tokenizers" / "punkt_tab").mkdir(parents=True)
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
+    import nltk
+    import wonderwords
+
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    # The harness sorts all pairs of an adjective and a noun: half a minute.
+    few = {"nouns": ["quay", "mill", "tower"], "adjectives": ["old", "low", "red"], "verbs": ["hold"]}
+    monkeypatch.setattr(wonderwords, "RandomWord", lambda: SimpleNamespace(_categories=few))
+    random.seed(0)
+    tasks = Path(lm_eval.__file__).parent / "tasks" / "ruler"
+    given = {"pretrained": str(folder), "max_seq_lengths": [700]}
+    results = evaluate(monkeypatch, folder, ["niah_single_1"], tasks, **given)
+    report = results["config"]["lkv"]["tasks"]["niah_single_1"]
+    assert report["context_told_by"] == {"marker": 2} and report["context_tokens"] > 200
+    assert RETENTION - 0.01 < report["realised_retention"] <= RETENTION
+    for sample in results["samples"]["niah_single_1"]:
+        prompt, end = sample["arguments"][0][0], "\nWhat is the special magic number for "
+        assert len(prompt) < 700 and prompt.count(end) == 1
+    assert report["context_tokens"] == sum(s["arguments"][0][0].index(end) for s in results["samples"]["niah_single_1"])
