@@ -138,7 +138,7 @@ METHODS = {
     "lkv-h+snapkv": Entry("lkv-h", "snapkv", "LKV, ablation", marker="1"),
     "lkv-h+expected": Entry("lkv-h", "expected", "LKV, ablation", colour="#E69F00", marker="^"),
     "ada+lkv-t": Entry("ada", "lkv-t", "LKV, ablation", marker="2"),
-    "lkv-h+kvzip": Entry("lkv-h", "kvzip", "KVzip's scores under learned budgets", colour="#000000", marker="+"),
+    "lkv-h+kvzip": Entry("lkv-h", "kvzip", "KVzip's scores under learned budgets", colour="#7A3E9D", marker="p"),
 }  # fmt: skip
 
 

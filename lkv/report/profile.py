@@ -164,7 +164,10 @@ def plot_memory(profile: Profile, published: str = "", weights: bool = False) ->
         axes.set_ylim(bottom=0)
         axes.set_xlabel("context length (tokens)")
         axes.set_ylabel(f"{title} ({unit})")
-    finish(figure, all_axes, f"Memory over context length, {profile.model}")
+    retentions = sorted({row["retention"] for row in profile.rows if row["method"] != FULL}, reverse=True)
+    amounts = f"R = {', '.join(f'{r:g}' for r in retentions)}; " if retentions else ""
+    caption = f"{profile.model}; {amounts}batch {profile.rows[0]['batch']}; measured on {profile.machine}"
+    finish(figure, all_axes, "Memory over context length", caption)
     return figure
 
 

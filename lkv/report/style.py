@@ -1,5 +1,6 @@
 """How methods look in every figure, and what all figures share."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -63,4 +64,5 @@ def finish(figure: Any, all_axes: Sequence[Any], title: str, caption: str = "") 
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
     )
-    figure.suptitle(f"{title}\n{caption}" if caption else title, fontsize=11)
+    lines = textwrap.wrap(caption, int(10 * figure.get_size_inches()[0]))  # letters of this size to an inch
+    figure.suptitle("\n".join([title, *lines]), fontsize=11)
