@@ -125,25 +125,25 @@ class LKVLM(HFLM):
         def encode(text: str) -> list[int]:
             return self.tok_batch_encode([text])[0][0].tolist()
 
-        found = []
+        answers = []
         for request in self._each(requests, disable_tqdm):
             ids = encode(request.args[0])
             with self._asking(request, ids, len(ids), encode):
-                found += super().generate_until([request], disable_tqdm=True)
-        return found
+                answers += super().generate_until([request], disable_tqdm=True)
+        return answers
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """The harness's, with a compressed context."""
-        found = []
+        scores = []
         for request in self._each(requests, disable_tqdm):
             if not request.args[0]:  # nothing to compress
-                found += super().loglikelihood([request], disable_tqdm=True)
+                scores += super().loglikelihood([request], disable_tqdm=True)
                 continue
             before, continuation = self._encode_pair(*request.args)
             # The last token predicts nothing, and is not read.
             with self._asking(request, (before + continuation)[:-1], len(before), self.tok_encode):
-                found += super().loglikelihood([request], disable_tqdm=True)
-        return found
+                scores += super().loglikelihood([request], disable_tqdm=True)
+        return scores
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Raises IntegrationError."""

@@ -82,6 +82,6 @@ def _start_of_marker(marker: str, task: str, prompt: str) -> int:
     return starts[-1]
 
 
-def shared_prefix(ids: list[int], others: list[int]) -> int:
+def shared_prefix(ids: list[int], longer: list[int]) -> int:
     """How many ids two lists have in common at their beginning."""
-    return next((n for n, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))
+    return next((n for n, (a, b) in enumerate(zip(ids, longer, strict=False)) if a != b), min(len(ids), len(longer)))
