@@ -243,14 +243,19 @@ def _complete(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _needles(name: str = "needles") -> list[str]:
-    measured = rows(name, needles=4)
+    return [*_hidden(name, 1, "A needle"), *_hidden(name, 4, "One of four needles")]
+
+
+def _hidden(name: str, needles: int, what: str) -> list[str]:
+    """The share found of what was hidden so many at a time, by method, R and length."""
+    measured = rows(name, needles=needles)
     if not measured:
         return []
     lengths = sorted({row["tokens"] for row in measured})
     kinds = dict.fromkeys((row["method"], row["retention"]) for row in measured)
     by = {(row["method"], row["retention"], row["tokens"]): row for row in measured}
     return [
-        f"One of four needles in real prose, share measured of {_range(row['n'] for row in measured)} (`{name}.json`).",
+        f"{what} in real prose, share found of {_range(row['n'] for row in measured)} (`{name}.json`).",
         table(
             ("", "R", *(f"{tokens:,} tokens" for tokens in lengths)),
             (
