@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from benchmarks.common import RESULTS
 from lkv.cache.ragged import RaggedCache
 from lkv.cache.spans import Spans
+from lkv.host.attention import attach
 from lkv.models import default_policy, load_default
 from lkv.ops.ragged_attention import ragged_attention
 from lkv.policy import Policy
@@ -26,15 +27,16 @@ from lkv.results import write_results
 from lkv.statistics import bootstrap
 
 
-def random_prompt(spec: Any, tokens: int, dtype: torch.dtype) -> list[PromptLayer]:
+def random_prompt(model: Any, tokens: int) -> list[PromptLayer]:
     """k and v of the model's shape without reading a prompt: decoding takes the same time whatever they hold."""
-    generator = torch.Generator().manual_seed(tokens)
+    attached = attach(model)
+    spec, generator = attached.spec, torch.Generator().manual_seed(tokens)
     shape = (1, spec.kv_heads, tokens, spec.head_dim)
 
     def draw() -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(model.device, model.dtype)
 
-    return [PromptLayer(draw(), draw(), spec.head_dim**-0.5, None) for _ in range(spec.layers)]
+    return [PromptLayer(draw(), draw(), spec.head_dim**-0.5, rotation=rotation) for rotation in attached.rotations]
 
 
 def full_attention(query: Tensor, prompt: list[PromptLayer], form: str) -> None:
@@ -60,7 +62,7 @@ def ragged(query: Tensor, cache: RaggedCache, scale: float) -> None:
 
 
 def one_token(model: Any, cache: Any) -> None:
-    model(torch.tensor([[100]]), past_key_values=cache, use_cache=True)
+    model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
@@ -94,7 +96,7 @@ def rows_at(
 ) -> list[dict[str, Any]]:
     """Attention by itself and whole tokens, over a prompt of `tokens`."""
     cache = RaggedCache(model, policy, retention)
-    prompt = random_prompt(cache.spec, tokens, model.dtype)
+    prompt = random_prompt(model, tokens)
     cache.fill(prompt)
     query = torch.randn(1, cache.spec.heads, 1, cache.spec.head_dim).to(model.dtype)
     forms: dict[str, Callable[[], Any]] = {

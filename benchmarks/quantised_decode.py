@@ -21,7 +21,6 @@ from lkv.cache.ragged import RaggedCache
 from lkv.host.attention import attach
 from lkv.models import default_policy, load_default
 from lkv.policy import Policy
-from lkv.prefill import PromptLayer
 from lkv.profiling.shapes import allow_positions, random_model, random_policy, read_config
 from lkv.results import write_results
 
@@ -38,7 +37,7 @@ def rows_at(
     tokens: int, model: Any, policy: Policy, retention: float, repeats: int, about: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Whole tokens over a prompt of `tokens`, a row a width; None is the model's own."""
-    prompt = [_on(model.device, layer) for layer in random_prompt(policy.spec, tokens, model.dtype)]
+    prompt = random_prompt(model, tokens)
     token = torch.tensor([[5]], device=model.device)
     caches = {width: RaggedCache(model, policy, retention, bits=width) for width in (None, *BITS)}
     steps: dict[str, Callable[[], Any]] = {}
@@ -52,10 +51,6 @@ def rows_at(
         | {"unit": "time by that of the same cache unquantised, mean of pairs"}
         for width, cache in caches.items()
     ]
-
-
-def _on(device: torch.device, layer: PromptLayer) -> PromptLayer:
-    return PromptLayer(layer.key.to(device), layer.value.to(device), layer.scale)
 
 
 def model_of(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Any, Policy]:

@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 
-from benchmarks import data_build, heldout, length, overlap, readme
+from benchmarks import data_build, decode, heldout, length, overlap, quantised_decode, readme
 from benchmarks.common import RESULTS, Subject, per_length
 from lkv.commands.main import main
+from lkv.config import ScorerInputs
 from lkv.errors import LkvError
 from lkv.host.attention import attach
 from lkv.models import load_model
@@ -18,7 +19,7 @@ from lkv.shipped import checked_line, shipped
 from lkv.training.data.overlap import Overlap
 from lkv.training.data.sets import set_of
 from lkv.training.data.sources import Passage
-from tests.conftest import save_model
+from tests.conftest import save_model, tiny_llama
 from tests.training.test_data_build import Tokens, folder, prose  # noqa: F401
 
 
@@ -44,6 +45,16 @@ class Held:
     def case(self, task, number, tokens):
         rng = random.Random(f"{task}-{number}-{tokens}")
         return [rng.randint(3, 200) for _ in range(tokens)], [([rng.randint(3, 200) for _ in range(8)], 4)]
+
+
+def test_decoding_is_measured_with_a_scorer_that_reads_unrotated_k(capsys):
+    """What the shipped policy reads: the prompt that stands in for a text has the model's rotations."""
+    model = tiny_llama(dtype=torch.float32)
+    policy = Policy(attach(model).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
+    rows = decode.rows_at(64, model, policy, 0.25, 2, {})
+    rows += quantised_decode.rows_at(64, model, policy, 0.25, 2, {})
+    assert [row["realised"] for row in rows if row["method"] == "lkv"] == pytest.approx([0.25] * 5, abs=0.02)
+    assert all(row["value"] > 0 for row in rows)
 
 
 def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypatch, capsys):

@@ -1,7 +1,6 @@
 """Ragged attention as a loop over KV heads: the fastest way on a CPU, where a head's span is one contiguous slice."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -31,9 +30,8 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tens
     for first, count, start, step, length in _runs(starts.flatten().tolist(), lens.flatten().tolist()):
         last, end = first + count, start + length
         if rows == 1 and count == 1:
-            with _threads(1 if length < _LEAST_SHARED else torch.get_num_threads()):
-                product = _widened if half else _plain
-                parts.append(product(queries[first], k_pool[start:end], v_pool[start:end]))
+            product = _widened if half else _plain
+            parts.append(product(queries[first], k_pool[start:end], v_pool[start:end]))
             continue
         k = k_pool.as_strided((count, length, dim), (step * dim, dim, 1), start * dim)
         v = v_pool.as_strided((count, length, value_dim), (step * value_dim, value_dim, 1), start * value_dim)
@@ -102,21 +100,10 @@ def _runs(starts: list[int], lens: list[int]) -> Iterator[tuple[int, int, int, i
         first = last
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """In the block PyTorch computes with `count` threads; changing that takes a fraction of a microsecond."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One head with its few queries, shared out among the threads by entries: a product with so few rows is not."""
     threads = torch.get_num_threads()
-    if threads == 1:
+    if threads == 1 or len(k) < _LEAST_SHARED:
         return torch.mm(torch.softmax(linear(q, k), -1), v)
     shares = torch.softmax(torch.mm(k, q.t()), 0)
     share = len(k) // threads
