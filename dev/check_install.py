@@ -120,7 +120,7 @@ FEATURES = {
     "gguf": [[*ASK, "--model", "model.gguf"]],
     "train": [[*TRAIN, "--min-tokens", "60", "--max-tokens", "120"]],
     "data": [
-        [*DATA, "--samples", "4", "--held-out", "2", "--min-tokens", "300", "--max-tokens", "900"],
+        [*DATA, "--samples", "4", "--held-out", "2", "--min-tokens", "500", "--max-tokens", "9000"],
         ["lkv", "data", "stats", "built"],
         ["python", "-c", "import datasets"],
     ],

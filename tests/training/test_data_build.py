@@ -146,6 +146,11 @@ def lines_of(folder, side="train"):
     ]
 
 
+def test_a_build_without_one_sample_says_why(folder, tmp_path):
+    with pytest.raises(DataError, match=r"no train sample has between 3 and 4 tokens \(candidates: [\d,]+ too long\)"):
+        build(settings(tmp_path / "out", folder, recipe="loom-literal", min_tokens=3, max_tokens=4), Tokens(), "words")
+
+
 @pytest.mark.parametrize("name", RATIOS)
 def test_the_hub_s_rows_and_the_official_files_are_the_same_items(name, folder):
     every = [path for path in folder.rglob("*") if path.is_file()]

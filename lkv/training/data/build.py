@@ -68,12 +68,26 @@ class Builder:
             for source, count in _wanted(recipe.shares(), samples).items():
                 wanted[f"{side}-{source}"] = count
                 self._fill(recipe, side, source, count)
+            if samples:
+                self._check_some(side)
         manifest = {"format": FORMAT, **self._plan, "streams": self._told(wanted)}
         write_text(
             self._out / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n", DataError, "the manifest"
         )
         (self._out / PROGRESS).unlink(missing_ok=True)
         return manifest
+
+    def _check_some(self, side: str) -> None:
+        """Raise DataError where a side, of which samples are wanted, got none."""
+        streams = [stream for name, stream in self._streams.items() if name.startswith(f"{side}-")]
+        if streams and not any(stream.tokens for stream in streams):
+            rejected = sum((Counter(stream.rejected) for stream in streams), Counter())
+            why = ", ".join(f"{count:,} {reason}" for reason, count in sorted(rejected.items())) or "there were none"
+            least, most = self._bounds
+            raise DataError(
+                f"no {side} sample has between {least:,} and {most:,} tokens (candidates: {why}); give other "
+                "--min-tokens and --max-tokens, or more data, and another folder for --out."
+            )
 
     def _fill(self, recipe: Recipe, side: str, source: str, wanted: int) -> None:
         stream = self._streams.setdefault(f"{side}-{source}", Stream())
