@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from benchmarks.common import RESULTS, command_of
 from lkv.cache.ragged import RaggedCache, chosen_method
-from lkv.methods.catalogue import METHODS, needs_second_pass
+from lkv.methods.catalogue import METHODS, needs_pattern, needs_second_pass
 from lkv.models import default_policy, load_default
 from lkv.prefill import read_prompt
 from lkv.results import write_results
@@ -35,17 +35,18 @@ def main() -> None:
     for tokens in options.tokens:
         # Beyond the model's positions its text would mean nothing; what it costs stays the same.
         ids = torch.randint(100, 40_000, (1, tokens), generator=torch.Generator().manual_seed(0))
-        pattern = torch.rand(30, 3, generator=torch.Generator().manual_seed(0)).tolist()
+        drawn = torch.rand(30, 3, generator=torch.Generator().manual_seed(0)).tolist()
         prompt = read_prompt(model, ids, queries=True)
         names = [name for name in METHODS if not needs_second_pass(name) or tokens <= options.kvzip_up_to]
         seconds: dict[str, list[float]] = {name: [] for name in ("full", *names)}
         for _ in range(options.repeats):
             for name, record in seconds.items():
+                pattern = drawn if name != "full" and needs_pattern(name) else None
                 started = time.perf_counter()
                 if name == "full":
                     model.base_model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True)
                 elif needs_second_pass(name):
-                    method = chosen_method(model, policy, options.retention, name, tokenizer=tokenizer)
+                    method = chosen_method(model, policy, options.retention, name, None, pattern, tokenizer)
                     method = method.for_prompt(ids[0].tolist(), prompt)
                     RaggedCache(model, method=method).fill(prompt)
                 else:
