@@ -151,13 +151,14 @@ def results_page() -> str:
 
 def _serving() -> list[str]:
     """Requests at once over a few contexts, by concurrency, and what the contexts take."""
-    by = {(row["what"], row["method"]): row for row in rows("serving") if "concurrency" not in row}
+    measured = rows("serving")
+    by = {(row["what"], row["method"]): row for row in measured if "concurrency" not in row}
     if not by:
         return []
     rate, size, load, tight = (by[measure, "lkv"] for measure in ("throughput", "memory", "loading", "same memory"))
     seen = {
         (row["method"], row["concurrency"], row.get("statistic", "rate")): row["value"]
-        for row in rows("serving")
+        for row in measured
         if "concurrency" in row
     }
     methods, concurrency = ("lkv", "full"), sorted({clients for _, clients, _ in seen})
