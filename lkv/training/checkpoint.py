@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lkv.config import ModelSpec, TrainingConfig, asdict, from_dict
+from lkv.config import ModelSpec, ScorerInputs, TrainingConfig, asdict, from_dict, replace
 from lkv.errors import PolicyMismatchError, TrainingError
 from lkv.files import replacing, write_text
 from lkv.policy import Policy
@@ -77,14 +77,15 @@ def start_from(policy: Policy, folder: Path) -> tuple[dict[str, Any], Policy | N
     """Give `policy` the weights of a finished policy or of a run's checkpoint; returns what its card should tell.
 
     From a policy that reads other inputs it takes the head budgets, and gets that policy back to imitate its choices.
+    Position terms for other lengths are cut or go on flat, as they would beyond their last knot.
     """
     if is_policy(folder):
         finished = Policy.from_pretrained(folder)
         _check_model(policy, finished.spec, folder)
-        if finished.inputs != policy.inputs:
+        if not _alike(finished.inputs, policy.inputs):
             policy.heads.load_state_dict(finished.heads.state_dict())
             return finished.card, finished
-        policy.load_state_dict(finished.state_dict())
+        policy.load_state_dict(_of_knots(finished.state_dict(), policy.inputs.knots))
         return finished.card, None
     tensors, metadata = read_checkpoint(folder)
     _check_model(policy, _spec_of(metadata), folder)
@@ -96,11 +97,24 @@ def _load_policy(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> No
     """Take over the parameters of a checkpoint. Raises TrainingError where they are not those of `policy`."""
     state = {name.removeprefix("policy."): t for name, t in tensors.items() if name.startswith("policy.")}
     try:
-        policy.load_state_dict(state)
+        policy.load_state_dict(_of_knots(state, policy.inputs.knots))
     except RuntimeError as error:
         raise TrainingError(
-            f"{folder / CHECKPOINT} does not hold the parameters of a policy; give the folder of a training run."
+            f"{folder / CHECKPOINT} does not hold the parameters of a policy that reads what this training asks for; "
+            "give the folder of a run with the same --key, --attention and --position."
         ) from error
+
+
+def _alike(one: ScorerInputs, other: ScorerInputs) -> bool:
+    """Whether two policies read the same, up to the length that their position terms are for."""
+    return bool(one.knots) == bool(other.knots) and replace(one, knots=0) == replace(other, knots=0)
+
+
+def _of_knots(state: dict[str, Tensor], knots: int) -> dict[str, Tensor]:
+    """`state` with position tables of `knots` knots where it has any: cut, or flat beyond the last one."""
+    tables = {name: state[name] for name in ("tokens.start", "tokens.end") if name in state and knots}
+    last = {name: table.shape[-1] - 1 for name, table in tables.items()}
+    return state | {name: table[..., torch.arange(knots).clamp(max=last[name])] for name, table in tables.items()}
 
 
 def _spec_of(metadata: dict[str, str]) -> ModelSpec | None:

@@ -1,6 +1,7 @@
 """What a training will cost, from the model's shape and one measured rate; nothing is run here and torch not loaded."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lkv.config import TrainingConfig
@@ -42,7 +43,7 @@ def estimate(
     once = shape.forward_flops(length, seen=tokens, logits=length)
     if config.student == "full":
         once = shape.forward_flops(tokens + length, logits=length)
-    read = shape.forward_flops(tokens) + rows * once * (_TEACHER + _STUDENT) + _scores(shape, tokens)
+    read = _reading(shape, tokens, rows * once)
     contexts = config.steps * config.batch
     validated = (config.steps // config.evaluate_every) * config.validation_samples
     flops = contexts * read + validated * (shape.forward_flops(tokens) + 2 * rows * once)
@@ -53,6 +54,27 @@ def estimate(
     return Estimate(contexts, contexts * (tokens + rows * length), flops, seconds)
 
 
+def context_flops(shape: Shape, tokens: int, continuations: Sequence[int]) -> float:
+    """The operations of training on one context of `tokens` with continuations of so many tokens each."""
+    once = sum(shape.forward_flops(length, seen=tokens, logits=length) for length in continuations)
+    return _reading(shape, tokens, once)
+
+
+def shares(costs: Sequence[float], processes: int) -> list[list[int]]:
+    """The items of `costs` shared out: as many each, or one more for the first ones, and the sums alike.
+
+    The dearest first, each to the process that has least to do and room left; items in their order.
+    """
+    shared: list[list[int]] = [[] for _ in range(processes)]
+    rooms = [len(range(process, len(costs), processes)) for process in range(processes)]
+    sums = [0.0] * processes
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        process = min((p for p in range(processes) if len(shared[p]) < rooms[p]), key=lambda p: sums[p])
+        shared[process].append(item)
+        sums[process] += costs[item]
+    return [sorted(items) for items in shared]
+
+
 _TYPICAL = 120  # tokens of a continuation: most answers are short, what is left of `max_continuation` is padding
 _TEACHER, _STUDENT = 1, 3  # a backward pass through frozen weights: one product a layer for the hidden states, one more
 # for attention than forward has, and the activations once
@@ -61,6 +83,11 @@ _TEACHER, _STUDENT = 1, 3  # a backward pass through frozen weights: one product
 def mean_length(least: float, most: float) -> float:
     """The mean of lengths drawn log-uniformly between two bounds."""
     return least if most <= least else (most - least) / math.log(most / least)
+
+
+def _reading(shape: Shape, tokens: float, continuations: float) -> float:
+    """The prompt once, its scores, and `continuations` operations by teacher and student."""
+    return shape.forward_flops(tokens) + continuations * (_TEACHER + _STUDENT) + _scores(shape, tokens)
 
 
 def _continuations(config: TrainingConfig, tokens: float) -> float:

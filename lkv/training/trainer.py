@@ -13,8 +13,10 @@ from lkv.errors import DataError, TrainingError, TrainingStoppedError
 from lkv.files import check_folder
 from lkv.host.attention import attach, evaluation_mode
 from lkv.policy import Policy
+from lkv.shapes import Shape
 from lkv.training.calibration import calibrate
 from lkv.training.checkpoint import CHECKPOINT, TrainingState, extend_curve, read_curve
+from lkv.training.cost import context_flops, shares
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.distillation import SampleDistillation, hard_mask
 from lkv.training.interruption import first_interrupt
@@ -131,13 +133,9 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = now.lr * group["rate"]
         self._optimizer.zero_grad(set_to_none=True)
-        rank, count = self._process
-        first = self._step * self._config.batch
-        numbers = range(first + rank, first + self._config.batch, count)
         sums = {"kl": 0.0, "hidden": 0.0}
         broken = ""
-        samples = [(number, self._samples(number)) for number in numbers]
-        for together in grouped(samples, self._config.contexts_per_forward, self._sharded):
+        for together in grouped(self._share(), self._config.contexts_per_forward, self._sharded):
             kl, hidden = losses(self._model, self._policy, together, self._config, now)
             loss = (kl + self._config.beta * hidden) / self._config.batch
             if not broken and not loss.isfinite():
@@ -156,6 +154,18 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm)
         self._optimizer.step()
         return sums | {"grad": float(norm), "R": now.retention, "tau": now.tau}
+
+    def _share(self) -> list[tuple[int, TokenizedSample]]:
+        """This process's samples of the step, with their numbers: all have about as much to do, for all wait for the
+        last one."""
+        rank, count = self._process
+        numbers = range(self._step * self._config.batch, (self._step + 1) * self._config.batch)
+        if count == 1:
+            return [(number, self._samples(number)) for number in numbers]
+        samples = [self._samples(number) for number in numbers]
+        shape = Shape.of(self._model.config)
+        costs = [context_flops(shape, len(s.context), [len(ids) for ids, _ in s.continuations]) for s in samples]
+        return [(numbers[item], samples[item]) for item in shares(costs, count)[rank]]
 
     def _stop_if(self, broken: str) -> None:
         """Raise TrainingError if the loss of any process is no number, in all processes together."""

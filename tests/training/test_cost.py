@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -13,7 +15,7 @@ from lkv.errors import TrainingError, UnsupportedModelError
 from lkv.models import load_model
 from lkv.profiling.shapes import SHAPES, read_config
 from lkv.shapes import Shape
-from lkv.training.cost import duration, estimate, mean_length
+from lkv.training.cost import context_flops, duration, estimate, mean_length, shares
 from lkv.training.pipeline import measured_rate, settings
 from tests.conftest import save_model, tiny_llama
 from tests.training.test_data import folder  # noqa: F401
@@ -92,9 +94,9 @@ def test_settings_without_a_preset_fit_any_model(positions, preset):
 def test_lengths_beyond_the_positions_are_refused():
     assert settings(None, {}, 8192).max_tokens + settings(None, {}, 8192).max_continuation <= 8192
     assert settings(None, {"max_tokens": 100}, 512).min_tokens == 50
-    for preset, given in (("paper", {}), (None, {"max_tokens": 8100}), ("cpu", {"max_continuation": 512})):
+    for preset, chosen in (("paper", {}), (None, {"max_tokens": 8100}), ("cpu", {"max_continuation": 512})):
         with pytest.raises(TrainingError, match="are more than the 8,192 positions of this model"):
-            settings(preset, given, 8192)
+            settings(preset, chosen, 8192)
 
 
 def train(model, data, out, *more):
@@ -157,3 +159,23 @@ def test_weights_go_straight_to_their_device(tmp_path, monkeypatch):
     for device in (None, torch.device("cpu"), torch.device("cuda", 3)):
         load_model(str(saved), torch.float32, device=device)
     assert asked == [None, None, {"": torch.device("cuda", 3)}]
+
+
+@given(st.lists(st.floats(0.1, 100), max_size=24), st.integers(1, 8))
+def test_a_step_is_shared_out_by_cost(costs, processes):
+    shared = shares(costs, processes)
+    assert sorted(item for items in shared for item in items) == list(range(len(costs)))
+    assert [len(items) for items in shared] == [len(range(p, len(costs), processes)) for p in range(processes)]
+    # Who comes last has at most one item more to do than the least busy of those that could have taken it.
+    sums = [sum(costs[item] for item in items) for items in shared]
+    assert max(sums, default=0) - min(sums, default=0) <= max(costs, default=0) * (1 + 1e-9)
+
+
+def test_contexts_of_different_lengths_leave_no_process_waiting():
+    lengths = [500, 4000, 520, 1900, 3100, 700, 900, 2400]
+    shape = Shape.of(tiny_llama().config)
+    costs = [context_flops(shape, tokens, [120, 40]) for tokens in lengths]
+    busiest = [max(sum(costs[item] for item in items) for items in shares(costs, 2)), sum(costs[1::2])]
+    assert busiest[0] < 1.1 * sum(costs) / 2 < 1.2 * sum(costs) / 2 < busiest[1]
+    once = context_flops(shape, 700, [])
+    assert context_flops(shape, 700, [30]) - once == 4 * shape.forward_flops(30, seen=700, logits=30)

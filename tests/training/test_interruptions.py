@@ -15,8 +15,12 @@ from safetensors.torch import save, save_file
 from lkv.commands.main import main
 from lkv.config import TrainingConfig, replace
 from lkv.errors import TrainingError, TrainingStoppedError
-from lkv.training.checkpoint import read_checkpoint, start_from
+from lkv.host.attention import attach
+from lkv.policy import Policy
+from lkv.prefill import read_prompt
+from lkv.training.checkpoint import TrainingState, read_checkpoint, start_from
 from lkv.training.trainer import CALIBRATION_SAMPLES
+from tests.conftest import tiny_llama
 from tests.training.test_training import CONFIG, sample, train_for, trainer
 
 LATE = replace(CONFIG, checkpoint_every=100)
@@ -111,6 +115,35 @@ def test_a_checkpoint_without_its_parameters_is_named(tmp_path):
         trainer(tmp_path)[0].run()
     with pytest.raises(TrainingError, match="does not hold the parameters of a policy"):
         start_from(policy, tmp_path)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_policy_goes_on_at_other_lengths(tmp_path, finished):
+    """Beyond the last knot the terms are flat, so that a longer training begins with the same scores."""
+    model, settings = tiny_llama(dtype=torch.float32), replace(CONFIG, key="unrotated", position=True)
+    spec = attach(model).spec
+    prompt = read_prompt(model, torch.randint(3, 60, (1, 40), generator=torch.Generator().manual_seed(3)))[0]
+
+    def scores(policy):
+        return policy.tokens(prompt, 0)
+
+    def made(tokens):
+        return Policy(spec, inputs=replace(settings, max_tokens=tokens, min_tokens=2).inputs)
+
+    short = made(16)
+    for table in (short.tokens.start, short.tokens.end):
+        torch.nn.init.normal_(table)
+    if finished:
+        short.save_pretrained(tmp_path)
+    else:
+        state = TrainingState(settings, short, torch.optim.AdamW(short.parameters()))
+        state.save(tmp_path, 3)
+    longer, shorter = made(64), made(8)
+    assert start_from(longer, tmp_path)[1] is None
+    start_from(shorter, tmp_path)
+    assert longer.inputs.knots == 7
+    torch.testing.assert_close(scores(longer), scores(short))
+    torch.testing.assert_close(shorter.tokens.end, short.tokens.end[..., :4])
 
 
 @pytest.mark.parametrize("place", ["a file", "below a file", "/proc/nowhere"])
