@@ -35,14 +35,13 @@ class Rotation:
         # Some attention modules themselves give `turn` the part of a head that is rotated, others leave it to `turn`.
         self._parted = hasattr(module, "rotary_ndims")
         self._kind = {"layer_type": "full_attention"} if "layer_type" in signature(rotary.forward).parameters else {}
+        self._by_halves: bool | None = None
         self._last: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.probed = False  # whether the model's own queries were seen to be rotated so in every layer
 
     def undone(self, x: Tensor, start: int = 0) -> Tensor:
         """What x [B, H, T, d], rotated at positions `start` to `start + T - 1`, was before."""
-        cos, sin = self._tables(x, start, start + x.shape[2])
-        size = cos.square() + sin.square()  # not 1 where the model scales its rotations, as YaRN does
-        return self._turned(x, cos / size, -sin / size)
+        return self._turned(x, *self._tables(x, start, start + x.shape[2], undo=True))
 
     def applied(self, x: Tensor, start: int = 0) -> Tensor:
         """x [B, H, T, d] rotated at positions `start` to `start + T - 1`, as the model rotates keys."""
@@ -55,17 +54,30 @@ class Rotation:
         return self._turned(torch.eye(dim, dtype=like.dtype, device=like.device)[None, None], cos, sin)[0, 0]
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self._by_halves is None:
+            probe = torch.linspace(-1, 1, 2 * x.shape[-1], dtype=torch.float64, device="cpu").view(1, 1, 2, -1)
+            table = probe[0, ..., : cos.shape[-1]]
+            self._by_halves = torch.allclose(self._models(probe, table, table), by_halves(probe, table, table))
+        return by_halves(x, cos, sin) if self._by_halves else self._models(x, cos, sin)
+
+    def _models(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`x` turned by the model's own code."""
         if not self._parted:
             return self._apply(x, x[:, :1], cos, sin)[0]
         part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
         return torch.cat([self._apply(part, part[:, :1], cos, sin)[0], rest], -1)
 
-    def _tables(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, end - start, d]; the layers of one prompt ask for the same ones, so the last two are kept."""
-        wanted = (start, end, like.dtype, like.device)
+    def _tables(self, like: Tensor, start: int, end: int, undo: bool = False) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, end - start, d], or those of the way back; the layers of one prompt ask for the same ones, so
+        the last two are kept."""
+        wanted = (start, end, like.dtype, like.device, undo)
         if wanted not in self._last:
+            cos, sin = self._computed(like, start, end)
+            if undo:
+                size = cos.square() + sin.square()  # not 1 where the model scales its rotations, as YaRN does
+                cos, sin = cos / size, -sin / size
             recent = list(self._last.items())[-1:]
-            self._last = dict([*recent, (wanted, self._computed(like, start, end))])
+            self._last = dict([*recent, (wanted, (cos, sin))])
         return self._last[wanted]
 
     def _computed(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -75,6 +87,17 @@ class Rotation:
         device = next(rotary.buffers()).device
         cos, sin = rotary(like[:0].to(device), torch.arange(start, end, device=device)[None], **self._kind)
         return cos.to(like.device), sin.to(like.device)
+
+
+def by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, H, T, d] turned by `cos` and `sin` [1, T, r] as most models do: feature i of the first r with i + r / 2, in
+    half the passes of the models' own code."""
+    part, half = x[..., : cos.shape[-1]], cos.shape[-1] // 2
+    first, second = part[..., :half], part[..., half:]
+    out = part * cos[:, None]
+    out[..., :half].addcmul_(second, sin[:, None, :, :half], value=-1)
+    out[..., half:].addcmul_(first, sin[:, None, :, half:])
+    return out if part.shape == x.shape else torch.cat([out, x[..., cos.shape[-1] :]], -1)
 
 
 class NoRotation(Rotation):

@@ -7,6 +7,7 @@ from lkv.cache.ragged import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.errors import UnsupportedModelError
 from lkv.host.attention import ALL_ATTENTION_FUNCTIONS, attach
+from lkv.host.rotation import Rotation
 from lkv.host.spec import layer_windows
 from lkv.methods.budget import PerHead
 from lkv.methods.build import Method
@@ -123,3 +124,14 @@ def test_a_family_is_refused_with_its_reason(family: Family):
 
 def test_the_document_has_the_table_of_now():
     assert DOCUMENT.read_text(encoding="utf-8") == document()
+
+
+@pytest.mark.parametrize(("name", "halves"), [("Llama", True), ("Cohere", False), ("Glm", False)])
+def test_the_fast_rotation_is_taken_only_where_it_is_the_models_own(name: str, halves: bool):
+    model = next(family for family in SERVED if family.name == name).build()
+    turning = Rotation(model)
+    x = torch.randn(2, 3, 20, attach(model).spec.head_dim, dtype=torch.float64)
+    cos, sin = turning._computed(x, 5, 25)
+    torch.testing.assert_close(turning.applied(x, 5), turning._models(x, cos, sin), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(turning.undone(turning.applied(x, 5), 5), x, rtol=1e-5, atol=1e-5)
+    assert turning._by_halves is halves

@@ -23,12 +23,24 @@ def content(
     inside = bias.to(dtype)
     after = bias - inside.float()
     weight, inside = weight.repeat(batch, 1, 1), inside.repeat(batch, 1, 1)
+    products = _apart if dtype == torch.float32 else _together
     scores = torch.empty(batch, heads, tokens, device=key.device)
     for start in range(0, tokens, _BLOCK):
         block = slice(start, start + _BLOCK)
-        entries = torch.cat([key[:, :, block], value[:, :, block]], -1).to(dtype).flatten(0, 1)
-        units = torch.baddbmm(inside, entries, weight)
-        units = silu(units.float().unflatten(0, (batch, heads)).add_(after), inplace=True)
+        k, v = (x[:, :, block].to(dtype).flatten(0, 1) for x in (key, value))
+        units = products(inside, k, v, weight).unflatten(0, (batch, heads))
+        units = silu(units if dtype == torch.float32 else units.float().add_(after), inplace=True)
         # On a CPU a sum of products is several times faster than a product with one column.
         scores[:, :, block] = units.mul_(output[:, None]).sum(-1)
     return scores
+
+
+def _apart(inside: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+    """inside + [k; v] weight without a copy of k and v."""
+    dim = key.shape[-1]
+    return torch.baddbmm(inside, key, weight[:, :dim]).baddbmm_(value, weight[:, dim:])
+
+
+def _together(inside: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+    """As `_apart` in one product, where what is between two would be rounded."""
+    return torch.baddbmm(inside, torch.cat([key, value], -1), weight)

@@ -44,8 +44,7 @@ def attention(
 
 def knots(table: Tensor, places: Tensor) -> Tensor:
     """The piecewise linear functions `table` [H, K] of log2(places), places [T] >= 1: [H, T]."""
-    last = table.shape[-1] - 1
-    x = places.to(table.dtype).log2().clamp(0, last)
-    left = x.floor().long().clamp(max=max(0, last - 1))
-    share = x - left
-    return table[:, left] * (1 - share) + table[:, (left + 1).clamp(max=last)] * share
+    knot = torch.arange(table.shape[-1], dtype=table.dtype, device=table.device)[:, None]
+    x = places.to(table.dtype).log2().clamp(max=table.shape[-1] - 1)
+    # What each knot weighs at each place; as a product its gradient needs no scattering.
+    return table @ (1 - (x - knot).abs_()).clamp_(min=0)
