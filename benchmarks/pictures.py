@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import length
 from benchmarks.common import RESULTS
-from benchmarks.readme import rows
+from benchmarks.pages.parts import rows
 from lkv.report.figures import save_figure
 from lkv.report.names import AVERAGE, FULL, label, ordered
 from lkv.report.plots import plot

@@ -105,9 +105,9 @@ def _load_policy(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> No
         ) from error
 
 
-def _alike(one: ScorerInputs, other: ScorerInputs) -> bool:
+def _alike(saved: ScorerInputs, asked: ScorerInputs) -> bool:
     """Whether two policies read the same, up to the length that their position terms are for."""
-    return bool(one.knots) == bool(other.knots) and replace(one, knots=0) == replace(other, knots=0)
+    return bool(saved.knots) == bool(asked.knots) and replace(saved, knots=0) == replace(asked, knots=0)
 
 
 def _of_knots(state: dict[str, Tensor], knots: int) -> dict[str, Tensor]:

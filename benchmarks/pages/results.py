@@ -1,0 +1,102 @@
+"""docs/results.md: the shipped policies by length, by needles, and in serving."""
+
+from benchmarks.common import RESULTS
+from benchmarks.pages.parts import ABLE, complete, counted, interval, name_of, needle_tables, rows, ruler_tables, table
+
+_SERVING = "`python -m benchmarks.serving`"
+
+
+def results_page() -> str:
+    """The whole of docs/results.md."""
+    lead = (
+        "SmolLM2-135M-Instruct with the shipped policy, the question unknown at compression; intervals are 95%. Each "
+        "figure comes from a file under `benchmarks/results/`, which names its command, machine and seed. [Measured "
+        "with the paper's scorer](paper-scorer.md) has RULER, LongBench, the ablation and more."
+    )
+    parts = ["# Results", lead, *_length(), *(needle_tables() if rows("needles", method="lkv-paper") else [])]
+    parts += [part for name in _other_models() for part in _other_model(name)]
+    parts += _serving()
+    return "\n\n".join(part.replace("](benchmarks/", "](../benchmarks/") for part in parts) + "\n"
+
+
+def _serving() -> list[str]:
+    """Requests at once over a few contexts, by concurrency, and what the contexts take."""
+    measured = rows("serving")
+    by = {(row["what"], row["method"]): row for row in measured if "concurrency" not in row}
+    if not by:
+        return []
+    rate, size, load, tight = (by[measure, "lkv"] for measure in ("throughput", "memory", "loading", "same memory"))
+    seen = {
+        (row["method"], row["concurrency"], row.get("statistic", "rate")): row["value"]
+        for row in measured
+        if "concurrency" in row
+    }
+    methods, concurrency = ("lkv", "full"), sorted({clients for _, clients, _ in seen})
+    return [
+        "## Serving",
+        f"Questions about 4 texts of {rate['tokens']:,} tokens at R = {rate['retention']:g}, answers of at most 32 "
+        f"tokens, on two cores ({_SERVING}, `serving.json`): 16 requests at once give "
+        f"{interval(rate, digits=2)} times the tokens a second of one after another "
+        f"({rate['equal']} of {rate['answers']} answers equal). The contexts "
+        f"hold {size['value']:.3f} of the full caches' bytes, loading one is {load['value']:.0f} times as fast as "
+        f"compressing it, and where memory holds little more than one full cache there are {interval(tight, digits=2)} "
+        "times the requests a second of full caches.",
+        table(
+            ("at once", *(f"{name_of(m)}, {unit}" for m in methods for unit in ("tokens/s", "p50, s", "p95, s"))),
+            (
+                [str(n), *(f"{seen[m, n, key]:.1f}" for m in methods for key in ("rate", "p50", "p95"))]
+                for n in concurrency
+            ),
+        ),
+    ]
+
+
+def _other_models() -> list[str]:
+    """The models beside the embedded one that result files are of, as these are named after them."""
+    return sorted(path.stem.removeprefix("length-") for path in RESULTS.glob("length-*.json"))
+
+
+def _other_model(name: str) -> list[str]:
+    """A part of its own for another model: fidelity by length, RULER, needles, whatever there is."""
+    title = rows(f"length-{name}")[0]["model"].rpartition("/")[2]
+    able = rows(f"ruler-{name}", task=ABLE)
+    lead = f"RULER: mean score over the tasks in which {title}'s full cache reaches 50"
+    return [
+        f"### {title}",
+        *_length(f"length-{name}"),
+        *(ruler_tables(able, lead, f"ruler-{name}.json") if able else []),
+        *needle_tables(f"needles-{name}"),
+    ]
+
+
+def _length(name: str = "length") -> list[str]:
+    measured = complete(rows(name, task="all"))
+    if not measured:
+        return []
+    parts = []
+    lengths = sorted({row["tokens"] for row in measured})
+    for retention in sorted({row["retention"] for row in measured if row["method"] != "full"}, reverse=True):
+        if retention not in (0.15, 0.05):
+            continue
+        by = {(row["method"], row["tokens"]): row for row in measured if row["retention"] == retention}
+        contexts = [row["contexts"] for row in by.values()]
+        parts += [
+            f"KL(full \\|\\| compressed) and top-1 agreement by length at R = {retention:g}: code, LongBench texts, "
+            f"multi-hop facts, meetings, stories; {counted(contexts)} contexts a length (`{name}.json`).",
+            table(
+                ("", *(f"{tokens:,} tokens" for tokens in lengths)),
+                (
+                    [
+                        name_of(method),
+                        *(
+                            f"{interval(by[method, tokens])} / {by[method, tokens]['agreement']:.3f}"
+                            if (method, tokens) in by
+                            else "cannot run"
+                            for tokens in lengths
+                        ),
+                    ]
+                    for method in dict.fromkeys(method for method, _ in by)
+                ),
+            ),
+        ]
+    return [*parts, f"![{name}](benchmarks/results/small/{name}.png)"]

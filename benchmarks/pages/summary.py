@@ -1,0 +1,91 @@
+"""The README's section: three small tables, each with its command."""
+
+import json
+from typing import Any
+
+from benchmarks.common import RESULTS
+from benchmarks.pages.parts import complete, interval, name_of, rows, table
+
+
+def section() -> str:
+    """The README's section: three small tables, each with its command."""
+    return "\n\n".join(
+        [
+            "SmolLM2-135M-Instruct, the question unknown at compression, R = 0.15; 95% intervals. All figures come "
+            "from `benchmarks/results/`, whose files name command, machine and seed. More lengths, methods and R: "
+            "[results](docs/results.md).",
+            *_short_length(),
+            *_short_ruler(),
+            *_short_costs(),
+        ]
+    )
+
+
+def _short_length() -> list[str]:
+    """KL by length of LKV and those closest to it, at R = 0.15."""
+    measured = complete(rows("length", task="all"))
+    by = {(row["method"], row["tokens"]): row for row in measured if row["retention"] == 0.15}
+    if not by:
+        return []
+    lengths = sorted({tokens for _, tokens in by})
+    return [
+        "**Fidelity by length**: KL(full \\|\\| compressed) in nats a token (`python -m benchmarks.length`).",
+        table(
+            ("", *(f"{tokens:,} tokens" for tokens in lengths)),
+            (
+                [name_of(m), *(interval(by[m, t]) if (m, t) in by else "cannot run" for t in lengths)]
+                for m in ("lkv", "kvzip", "lkv-h+expected", "snapkv")
+            ),
+        ),
+    ]
+
+
+def _short_ruler() -> list[str]:
+    """RULER's retrieval tasks at both lengths."""
+    retrieval = rows("ruler_retrieval", task="all")
+    if not retrieval:
+        return []
+    by = {(row["method"], row["tokens"]): row for row in retrieval}
+    lengths = sorted({tokens for _, tokens in by})
+    note = "" if _is_new("ruler_retrieval") else ", measured with the paper's scorer"
+    return [
+        f"**RULER**, five retrieval tasks, score of 100, {by['full', lengths[0]]['n']} samples a length{note} "
+        "(`lkv eval ruler`).",
+        table(
+            ("", *(f"{tokens:,} tokens" for tokens in lengths)),
+            (
+                [name_of(m), *(interval(by[m, t], digits=1) for t in lengths)]
+                for m in ("full", "lkv", "kvzip", "snapkv")
+                if (m, lengths[0]) in by
+            ),
+        ),
+    ]
+
+
+def _is_new(name: str) -> bool:
+    """Whether a file holds the policy that is the default now: those before it were measured until 21 November 2026."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["date"] > "2026-11-21"
+
+
+def _short_costs() -> list[str]:
+    """Bytes and times of LKV at 4,096 tokens, by those of the full cache."""
+    wanted: dict[str, Any] = {"method": "lkv", "tokens": 4096}
+    lines = [
+        ["bytes of k and v held, slack included", f"{row['value']:.3f}", "`python -m benchmarks.prefill`"]
+        for row in rows("cache_bytes", **wanted)
+    ]
+    lines += [
+        ["prefill with eviction", interval(row), "`python -m benchmarks.prefill`"] for row in rows("prefill", **wanted)
+    ]
+    for part, name in (("attention", "decoding, attention alone"), ("token", "decoding, a whole token")):
+        lines += [
+            [f"{name}, 1 thread", interval(row), "`python -m benchmarks.decode`"]
+            for row in rows("decode", dtype="float32", what=part, threads=1, **wanted)
+        ]
+    if not lines:
+        return []
+    return [
+        "**Memory and speed** on a CPU at 4,096 tokens, by the full cache's.",
+        table(("", "of the full cache's", "command"), lines),
+    ]
