@@ -1,6 +1,9 @@
 """Decoding on a CPU over the compressed cache against the full one: attention alone, and whole tokens.
 
 python -m benchmarks.decode    (writes decode.json)
+
+Rows of the method "lkv" are of the backend that "auto" takes, which they name; where that is "numba", rows of
+"lkv, loop" stand beside them.
 """
 
 import argparse
@@ -9,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,7 +24,7 @@ from lkv.cache.ragged import RaggedCache
 from lkv.cache.spans import Spans
 from lkv.host.attention import attach
 from lkv.models import default_policy, load_default
-from lkv.ops.ragged_attention import ragged_attention
+from lkv.ops.ragged_attention import api, ragged_attention
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
 from lkv.results import write_results
@@ -55,14 +59,27 @@ def full_attention(query: Tensor, prompt: list[PromptLayer], form: str) -> None:
             scaled_dot_product_attention(rows, key, value)
 
 
-def ragged(query: Tensor, cache: RaggedCache, scale: float) -> None:
+def ragged(query: Tensor, cache: RaggedCache, scale: float, backend: str) -> None:
     for layer in cache.ragged:
         assert isinstance(layer.spans, Spans)
-        ragged_attention(query, *layer.spans.for_attention(), scale)
+        ragged_attention(query, *layer.spans.for_attention(), scale, backend)
 
 
 def one_token(model: Any, cache: Any) -> None:
     model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
+
+
+def one_token_by_loop(model: Any, cache: Any) -> None:
+    with mock.patch.object(api, "_chosen", return_value="loop"):
+        one_token(model, cache)
+
+
+def backends(query: Tensor, cache: RaggedCache) -> dict[str, str]:
+    """The methods to measure, and the backend of each."""
+    spans = cache.ragged[0].spans
+    assert isinstance(spans, Spans)
+    automatic = api._backend_for("auto", query, *spans.for_attention())
+    return {"lkv": automatic} | ({"lkv, loop": "loop"} if automatic != "loop" else {})
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
@@ -95,33 +112,36 @@ def rows_at(
     tokens: int, model: Any, policy: Policy, retention: float, repeats: int, about: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Attention by itself and whole tokens, over a prompt of `tokens`."""
-    cache = RaggedCache(model, policy, retention)
-    prompt = random_prompt(model, tokens)
+    cache, prompt = RaggedCache(model, policy, retention), random_prompt(model, tokens)
     cache.fill(prompt)
     query = torch.randn(1, cache.spec.heads, 1, cache.spec.head_dim).to(model.dtype)
     forms: dict[str, Callable[[], Any]] = {
         form: partial(full_attention, query, prompt, form) for form in ("grouped", "repeated", "rows")
     }
-    seconds = interleaved(forms | {"lkv": partial(ragged, query, cache, prompt[0].scale)}, repeats)
+    methods = backends(query, cache)
+    ours: dict[str, Callable[[], Any]] = {
+        method: partial(ragged, query, cache, prompt[0].scale, backend) for method, backend in methods.items()
+    }
+    seconds = interleaved(forms | ours, repeats)
     best = min(forms, key=lambda form: sorted(seconds[form])[repeats // 2])
     of_full, of_lkv = about | {"realised": 1.0}, about | {"realised": cache.realised_retention()}
-    rows = [
-        row_of("attention", "full", tokens, 1.0, seconds[best], seconds[best], **of_full, full_form=best),
-        row_of("attention", "lkv", tokens, retention, seconds["lkv"], seconds[best], **of_lkv, full_form=best),
-    ]
+    rows = [row_of("attention", "full", tokens, 1.0, seconds[best], seconds[best], **of_full, full_form=best)]
+    for method, backend in methods.items():
+        more = of_lkv | {"full_form": best, "backend": backend}
+        rows.append(row_of("attention", method, tokens, retention, seconds[method], seconds[best], **more))
     stock = DynamicCache()
     for index, layer in enumerate(prompt):
         stock.update(layer.key, layer.value, index)
-    steps: dict[str, Callable[[], Any]] = {
-        "full": partial(one_token, model, stock),
-        "lkv": partial(one_token, model, cache),
+    steps: dict[str, Callable[[], Any]] = {"full": partial(one_token, model, stock)}
+    steps |= {
+        method: partial(one_token if method == "lkv" else one_token_by_loop, model, cache.fork()) for method in methods
     }
     seconds = interleaved(steps, repeats)
-    return [
-        *rows,
-        row_of("token", "full", tokens, 1.0, seconds["full"], seconds["full"], **of_full),
-        row_of("token", "lkv", tokens, retention, seconds["lkv"], seconds["full"], **of_lkv),
-    ]
+    rows.append(row_of("token", "full", tokens, 1.0, seconds["full"], seconds["full"], **of_full))
+    for method, backend in methods.items():
+        more = of_lkv | {"backend": backend}
+        rows.append(row_of("token", method, tokens, retention, seconds[method], seconds["full"], **more))
+    return rows
 
 
 def main() -> None:

@@ -39,7 +39,8 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Everything there is to say of this installation; computes for seconds, loads no model, writes nothing."""
+    """Everything there is to say of this installation; computes for seconds, loads no model, writes nothing but
+    what numba compiled."""
     return [*_versions(), *_extras(), *_devices(), *_kernels(_best_device()), *_disk()]
 
 
@@ -84,7 +85,7 @@ def _best_device() -> torch.device:
 
 def _kernels(device: torch.device) -> Iterator[Finding]:
     """Every backend of every operator, against the operator's oracle on the same random numbers."""
-    for name in ("loop", "varlen", "triton"):
+    for name in ("loop", "numba", "varlen", "triton"):
         yield _tested(f"ragged attention, {name}", device, partial(_ragged_error, name, device))
     for name in ("sdpa", "triton"):
         yield _tested(f"soft-masked attention, {name}", device, partial(_soft_mask_error, name, device))

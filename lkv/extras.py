@@ -12,6 +12,7 @@ EXTRAS = {
     "data": ("datasets", "pyarrow", "numpy"),
     "quantization": ("torchao",),
     "kvpress": ("kvpress",),
+    "cpu": ("numba",),
     "plots": ("matplotlib",),
     "serve": ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "fsspec"),
     "ray": ("ray", "fastapi", "uvicorn", "prometheus_client", "python_multipart", "fsspec"),

@@ -60,6 +60,18 @@ def test_decoding_is_measured_with_a_scorer_that_reads_unrotated_k(carrying):
     assert [row["realised"] for row in rows] == pytest.approx([0.25] * 2, abs=0.02)
 
 
+@pytest.mark.skipif(find_spec("numba") is None, reason="without numba there is one backend")
+def test_decoding_is_measured_by_each_backend():
+    model = tiny_llama(dtype=torch.float32, head_dim=16)
+    policy = Policy(attach(model).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
+    rows = [(row["what"], row["method"], row.get("backend")) for row in decode.rows_at(64, model, policy, 0.25, 2, {})]
+    assert rows == [
+        (what, *of)
+        for what in ("attention", "token")
+        for of in (("full", None), ("lkv", "numba"), ("lkv, loop", "loop"))
+    ]
+
+
 @pytest.mark.skipif(find_spec("torchao") is None, reason="quantised storage needs torchao")
 def test_quantised_decoding_is_measured_with_such_a_scorer(carrying):
     rows = quantised_decode.rows_at(64, *carrying, 0.25, 2, {})

@@ -33,7 +33,7 @@ def test_loop_equals_reference(older, groups, rows, dtype):
     lengths = [[count + rows for count in row] for row in older]
     k, v, starts, lens = pool(lengths, 3, 16, dtype)
     q = torch.randn(len(older), 2 * groups, rows, 16).to(dtype)
-    ours = ragged_attention(q, k, v, starts, lens, 0.25)
+    ours = ragged_attention(q, k, v, starts, lens, 0.25, backend="loop")
     exact = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference")
     tolerance = 1e-12 if dtype == torch.float64 else 2e-6
     torch.testing.assert_close(ours, exact, atol=tolerance, rtol=tolerance)
@@ -46,7 +46,7 @@ def test_half_precision(dtype, rows, older):
     torch.manual_seed(1)
     k, v, starts, lens = pool([[count + rows for count in older]], 4, 32, dtype)
     q = torch.randn(1, 6, rows, 32).to(dtype)
-    ours = ragged_attention(q, k, v, starts, lens, 32**-0.5)
+    ours = ragged_attention(q, k, v, starts, lens, 32**-0.5, backend="loop")
     exact = ragged_attention(q, k, v, starts, lens, 32**-0.5, backend="reference")
     assert ours.dtype == dtype
     torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
@@ -61,7 +61,7 @@ def test_long_heads_are_shared_out_among_threads(threads, dtype):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        ours = ragged_attention(q, k, v, starts, lens, 0.25)
+        ours = ragged_attention(q, k, v, starts, lens, 0.25, backend="loop")
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -86,7 +86,9 @@ def test_spans_of_one_length_are_one_batch(rows, lengths, runs):
     assert [run[:2] for run in found] == runs
     q = torch.randn(2, 4, rows, 16, dtype=torch.float64)
     exact = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference")
-    torch.testing.assert_close(ragged_attention(q, k, v, starts, lens, 0.25), exact, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        ragged_attention(q, k, v, starts, lens, 0.25, backend="loop"), exact, atol=1e-12, rtol=1e-12
+    )
 
 
 def test_bad_arguments_are_named():
@@ -225,7 +227,7 @@ def test_log_sum_exp_equals_reference(held, groups, rows, causal, block, dtype):
     q = torch.randn(len(held), 2 * groups, rows, 16).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lkv.ops.ragged_attention.loop._ROWS", block)
-        out, lse = ragged_attention(q, k, v, starts, lens, 0.25, causal=causal, lse=True)
+        out, lse = ragged_attention(q, k, v, starts, lens, 0.25, "loop", causal=causal, lse=True)
     exact, exact_lse = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference", causal=causal, lse=True)
     tolerance = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 4e-3}[dtype]
     torch.testing.assert_close(out, exact, atol=tolerance, rtol=tolerance)

@@ -13,7 +13,7 @@ from lkv import devices
 from lkv.errors import BackendError
 from lkv.ops.ragged_attention.codes import Codes
 
-_NAMES = ("loop", "reference", "triton", "varlen")
+_NAMES = ("loop", "numba", "reference", "triton", "varlen")
 _ON_CUDA = ("triton", "varlen", "loop")
 
 
@@ -49,13 +49,13 @@ def ragged_attention(
     the logarithm of the sum of e^score as well, [B, Hq, Tq] in float32 (float64 for float64), for `join` to put two
     partial attentions together. A span without entries then has outputs of 0 and a logarithm of -inf.
 
-    `backend`: "auto" (on CUDA the first of "triton", "varlen" and "loop" that can run, the reason logged once;
-    elsewhere "loop") or one of these or "reference" by name, which never falls back. "triton" and "varlen" never wait
-    for the device. Raises ValueError for shapes or dtypes that do not fit, BackendError where the named backend cannot
-    run.
+    `backend`: "auto" (on CUDA the first of "triton", "varlen" and "loop" that can run, the reason logged once; on a
+    CPU "numba" where it can run and few rows attend; "loop" else) or one of these or "reference" by name, which never
+    falls back. "triton" and "varlen" never wait for the device; "numba" gives no gradients. Raises ValueError for
+    shapes or dtypes that do not fit, BackendError where the named backend cannot run.
     """
     _check(q, k_pool, v_pool, starts, lens)
-    chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[-1], v_pool.shape[-1])
+    chosen = _backend_for(backend, q, k_pool, v_pool, starts, lens)
     module = _module(chosen)
     if causal and not lse:
         return module.attend(q, k_pool, v_pool, starts, lens, scale)
@@ -86,9 +86,11 @@ def extend(
     says no.
     """
     _check(q, k_pool, v_pool, starts, lens)
-    chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[-1], v_pool.shape[-1])
+    chosen = _backend_for(backend, q, k_pool, v_pool, starts, lens)
     if chosen == "triton":
         return _module(chosen).extend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, codes)
+    if chosen == "numba" and codes is None:
+        return _module(chosen).extend(q, key, value, k_pool, v_pool, starts, lens, scale)
     if codes is not None:
         raise BackendError(f"the backend {chosen!r} reads no codes: restore the entries, or use 'triton'.")
     _module("loop").append(key, value, k_pool, v_pool, starts, lens)
@@ -119,6 +121,20 @@ def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tens
         )
 
 
+def _backend_for(backend: str, q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> str:
+    """The name of the backend for these tensors; `_chosen` does not know how they lie."""
+    chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[-1], v_pool.shape[-1])
+    if chosen != "numba":
+        return chosen
+    numba, rows = _module("numba"), q.shape[2] * (q.shape[1] // starts.shape[1])
+    reason = numba.unfit(q, k_pool, v_pool, starts, lens)
+    if backend == "auto":
+        return "loop" if reason or rows > numba.MOST_ROWS else "numba"
+    if reason:
+        raise BackendError(f"the backend 'numba' cannot run: {reason}")
+    return chosen
+
+
 @functools.cache
 def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str:
     """The name of the backend to use; cached, so that a fallback is logged once and a step decides nothing."""
@@ -129,7 +145,7 @@ def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, va
             raise BackendError(f"the backend {backend!r} cannot run: {reason} Give backend='auto' for one that can.")
         return backend
     if not devices.is_gpu(device):
-        return "loop"
+        return "loop" if _refusal("numba", device, dtype, dim, value_dim) else "numba"
     reasons = {name: _refusal(name, device, dtype, dim, value_dim) for name in _ON_CUDA}
     chosen = next(name for name in _ON_CUDA if reasons[name] is None)
     for name in _ON_CUDA[: _ON_CUDA.index(chosen)]:
