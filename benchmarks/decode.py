@@ -27,7 +27,7 @@ from lkv.models import default_policy, load_default
 from lkv.ops.ragged_attention import api, ragged_attention
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer
-from lkv.results import write_results
+from lkv.results import provenance, write_results
 from lkv.statistics import bootstrap
 
 
@@ -160,7 +160,7 @@ def main() -> None:
             about = {"dtype": str(dtype).removeprefix("torch."), "threads": threads}
             for tokens in options.tokens:
                 rows += rows_at(tokens, model, default_policy(), options.retention, options.repeats, about)
-    write_results(options.out, "decode", rows, 0, "python -m benchmarks.decode")
+    write_results(options.out, "decode", rows, 0, "python -m benchmarks.decode", measured=provenance(("numba",)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from typing import Any
 from benchmarks.common import RESULTS
 from benchmarks.pages.parts import complete, interval, name_of, rows, table
 
+_COMPILED = {"numba": ", extra `cpu`"}  # what the backend of a row asks for
+
 
 def section() -> str:
     """The README's section: three small tables, each with its command."""
@@ -80,7 +82,11 @@ def _short_costs() -> list[str]:
     ]
     for part, name in (("attention", "decoding, attention alone"), ("token", "decoding, a whole token")):
         lines += [
-            [f"{name}, 1 thread", interval(row), "`python -m benchmarks.decode`"]
+            [
+                f"{name}, 1 thread{_COMPILED.get(str(row.get('backend')), '')}",
+                interval(row),
+                "`python -m benchmarks.decode`",
+            ]
             for row in rows("decode", dtype="float32", what=part, threads=1, **wanted)
         ]
     if not lines:
