@@ -69,8 +69,12 @@ def one_token(model: Any, cache: Any) -> None:
     model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
 
 
+def _loop(*_: Any) -> str:
+    return "loop"
+
+
 def one_token_by_loop(model: Any, cache: Any) -> None:
-    with mock.patch.object(api, "_chosen", return_value="loop"):
+    with mock.patch.object(api, "_chosen", _loop):
         one_token(model, cache)
 
 

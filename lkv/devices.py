@@ -30,6 +30,12 @@ def uploaded(device: torch.device, *counts: torch.Tensor) -> torch.Tensor:
     return table.to(device, non_blocking=True)
 
 
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """In the block products are computed in the dtype of their factors: autocast does not round them."""
+    able = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if able else nullcontext()
+
+
 def has_float64(device: torch.device) -> bool:
     """Whether tensors on `device` can be float64."""
     return device.type != "mps"

@@ -79,7 +79,7 @@ def _costs() -> list[str]:
     for row in rows("decode", method="lkv", tokens=4096, dtype="float32", what="attention"):
         threads = row["threads"]
         token = rows("decode", method="lkv", tokens=4096, dtype="float32", what="token", threads=threads)[0]
-        many = f"{threads} thread" + "s" * (threads > 1)
+        many = f"{threads} thread" + "s" * (threads > 1) + " (extra `cpu`)" * (row.get("backend") == "numba")
         speed.append(
             f"Decoding over it on {many}, attention takes {interval(row)} of the time of "
             f"PyTorch's best over the full cache, a whole token {interval(token)} (`decode.json`)."

@@ -71,14 +71,15 @@ class Rotation:
         """cos and sin [1, end - start, d], or those of the way back; the layers of one prompt ask for the same ones, so
         the last two are kept."""
         wanted = (start, end, like.dtype, like.device, undo)
-        if wanted not in self._last:
-            cos, sin = self._computed(like, start, end)
-            if undo:
-                size = cos.square() + sin.square()  # not 1 where the model scales its rotations, as YaRN does
-                cos, sin = cos / size, -sin / size
-            recent = list(self._last.items())[-1:]
-            self._last = dict([*recent, (wanted, (cos, sin))])
-        return self._last[wanted]
+        if (tables := self._last.get(wanted)) is not None:
+            return tables
+        cos, sin = self._computed(like, start, end)
+        if undo:
+            size = cos.square() + sin.square()  # not 1 where the model scales its rotations, as YaRN does
+            cos, sin = cos / size, -sin / size
+        recent = list(self._last.items())[-1:]
+        self._last = dict([*recent, (wanted, (cos, sin))])
+        return cos, sin
 
     def _computed(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
         # A copy: embeddings that follow the text's length change when they are asked about later positions.
@@ -97,6 +98,7 @@ def by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = part * cos[:, None]
     out[..., :half].addcmul_(second, sin[:, None, :, :half], value=-1)
     out[..., half:].addcmul_(first, sin[:, None, :, half:])
+    out = out.to(x.dtype)  # some models' tables are float32 whatever k is
     return out if part.shape == x.shape else torch.cat([out, x[..., cos.shape[-1] :]], -1)
 
 

@@ -114,7 +114,10 @@ def _of_knots(state: dict[str, Tensor], knots: int) -> dict[str, Tensor]:
     """`state` with position tables of `knots` knots where it has any: cut, or flat beyond the last one."""
     tables = {name: state[name] for name in ("tokens.start", "tokens.end") if name in state and knots}
     last = {name: table.shape[-1] - 1 for name, table in tables.items()}
-    return state | {name: table[..., torch.arange(knots).clamp(max=last[name])] for name, table in tables.items()}
+    return state | {
+        name: table[..., torch.arange(knots, device=table.device).clamp(max=last[name])]
+        for name, table in tables.items()
+    }
 
 
 def _spec_of(metadata: dict[str, str]) -> ModelSpec | None:

@@ -54,9 +54,13 @@ def estimate(
     return Estimate(contexts, contexts * (tokens + rows * length), flops, seconds)
 
 
-def context_flops(shape: Shape, tokens: int, continuations: Sequence[int]) -> float:
-    """The operations of training on one context of `tokens` with continuations of so many tokens each."""
-    once = sum(shape.forward_flops(length, seen=tokens, logits=length) for length in continuations)
+def context_flops(shape: Shape, tokens: int, continuations: Sequence[int], whole: bool = False) -> float:
+    """The operations of training on one context of `tokens` with continuations of so many tokens each; none without
+    any. `whole`: the student computes the prompt's rows again."""
+    if not continuations:
+        return 0.0
+    first, seen = (tokens, 0) if whole else (0, tokens)
+    once = sum(shape.forward_flops(first + length, seen=seen, logits=length) for length in continuations)
     return _reading(shape, tokens, once)
 
 

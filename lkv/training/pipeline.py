@@ -170,7 +170,9 @@ def train_policy(
         before, earlier_policy = start_from(policy, init)
         card["started_from"] = before
         earlier = before.get("trained_tokens") or before.get("training", {}).get("max_tokens", 0)
-        card["trained_tokens"] = max(config.max_tokens, earlier)
+        cut = config.position and config.inputs.knots <= (max(1, earlier) - 1).bit_length()  # of position terms
+        if not cut:
+            card["trained_tokens"] = max(config.max_tokens, earlier)
 
     def sample(mixture: Data, index: int) -> TokenizedSample:
         text = mixture.sample(index, config.continuations, config.tokens_a_continuation)

@@ -164,7 +164,8 @@ class Trainer:
             return [(number, self._samples(number)) for number in numbers]
         samples = [self._samples(number) for number in numbers]
         shape = Shape.of(self._model.config)
-        costs = [context_flops(shape, len(s.context), [len(ids) for ids, _ in s.continuations]) for s in samples]
+        whole = self._config.student == "full"
+        costs = [context_flops(shape, len(s.context), [len(ids) for ids, _ in s.continuations], whole) for s in samples]
         return [(numbers[item], samples[item]) for item in shares(costs, count)[rank]]
 
     def _stop_if(self, broken: str) -> None:

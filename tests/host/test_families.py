@@ -126,7 +126,7 @@ def test_the_document_has_the_table_of_now():
     assert DOCUMENT.read_text(encoding="utf-8") == document()
 
 
-@pytest.mark.parametrize(("name", "halves"), [("Llama", True), ("Cohere", False), ("Glm", False)])
+@pytest.mark.parametrize(("name", "halves"), [("Llama", True), ("Olmo2", True), ("Cohere", False), ("Glm", False)])
 def test_the_fast_rotation_is_taken_only_where_it_is_the_models_own(name: str, halves: bool):
     model = next(family for family in SERVED if family.name == name).build()
     turning = Rotation(model)
@@ -135,3 +135,5 @@ def test_the_fast_rotation_is_taken_only_where_it_is_the_models_own(name: str, h
     torch.testing.assert_close(turning.applied(x, 5), turning._models(x, cos, sin), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(turning.undone(turning.applied(x, 5), 5), x, rtol=1e-5, atol=1e-5)
     assert turning._by_halves is halves
+    half = x.bfloat16()
+    assert turning.undone(half).dtype == turning.applied(half).dtype == torch.bfloat16

@@ -182,7 +182,7 @@ def arguments(dim=16, tokens=1, dtype=torch.float32):
 
 def test_auto_takes_it_where_it_can_run_and_is_faster():
     def chosen(q, *tensors):
-        return api._backend_for("auto", q, *tensors)
+        return api._backend_for("auto", *tensors, q)
 
     assert chosen(*arguments()) == chosen(*arguments(tokens=4)) == chosen(*arguments(dtype=torch.bfloat16)) == "numba"
     assert chosen(*arguments(dim=8)) == chosen(*arguments(dtype=torch.float64)) == "loop"
@@ -190,6 +190,8 @@ def test_auto_takes_it_where_it_can_run_and_is_faster():
     q, k, v, starts, lens = arguments()
     assert chosen(q, k, v, starts.long(), lens) == "loop"
     assert chosen(q, k.t().contiguous().t(), v, starts, lens) == "loop"
+    assert chosen(q, k.to("meta"), v, starts, lens) == "loop"
+    assert api._backend_for("auto", k, v, starts, lens, q, torch.ones(1, requires_grad=True)) == "loop"
     assert chosen(q.requires_grad_(), k, v, starts, lens) == "loop"
     with torch.no_grad():
         assert chosen(q, k, v, starts, lens) == "numba"
@@ -227,6 +229,9 @@ def test_what_does_not_fit_the_pools_is_refused_and_counts_nothing():
     for wrong in (starts - 1, starts + 4):
         with pytest.raises(ValueError, match="reach beyond the pools"):
             ragged_attention(q, k, v, wrong, lens, 1.0, "numba")
+    for wrong in ([[20, -3]], [[-1, 0]]):
+        with pytest.raises(ValueError, match="reach beyond the pools"):
+            ragged_attention(q, k, v, starts, torch.tensor(wrong, dtype=torch.int32), 1.0, "numba")
     key = torch.randn(1, 2, 3, 16)
     with pytest.raises(ValueError, match="reach beyond the pools"):
         extend(q.expand(-1, -1, 3, -1), key, key, k, v, starts, lens, 1.0, "numba")

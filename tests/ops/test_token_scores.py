@@ -162,6 +162,16 @@ def test_content_in_blocks_equals_content_with_gradients():
     torch.testing.assert_close(blocks, content_scores(learning, key, value).detach(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("rounded", [torch.bfloat16, torch.float16])
+def test_autocast_rounds_no_score(rounded):
+    model = tiny_llama(dtype=torch.float32)
+    policy = filled(attach(model).spec).float()
+    part = read_prompt(model, torch.arange(3, 43)[None])[0]
+    exact = policy.tokens(part, 0)
+    with torch.autocast("cpu", rounded):
+        assert torch.equal(policy.tokens(part, 0), exact)
+
+
 def test_streaming_in_one_part_keeps_what_is_kept_of_the_whole():
     model = tiny_llama(dtype=torch.float64)
     policy = filled(attach(model).spec)

@@ -177,5 +177,8 @@ def test_contexts_of_different_lengths_leave_no_process_waiting():
     costs = [context_flops(shape, tokens, [120, 40]) for tokens in lengths]
     busiest = [max(sum(costs[item] for item in items) for items in shares(costs, 2)), sum(costs[1::2])]
     assert busiest[0] < 1.1 * sum(costs) / 2 < 1.2 * sum(costs) / 2 < busiest[1]
-    once = context_flops(shape, 700, [])
-    assert context_flops(shape, 700, [30]) - once == 4 * shape.forward_flops(30, seen=700, logits=30)
+    once = context_flops(shape, 700, [30, 30]) - context_flops(shape, 700, [30])
+    assert once == 4 * shape.forward_flops(30, seen=700, logits=30)
+    whole = context_flops(shape, 700, [30, 30], whole=True) - context_flops(shape, 700, [30], whole=True)
+    assert whole == pytest.approx(4 * shape.forward_flops(730, logits=30))
+    assert context_flops(shape, 700, []) == 0

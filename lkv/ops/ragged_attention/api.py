@@ -55,7 +55,7 @@ def ragged_attention(
     shapes or dtypes that do not fit, BackendError where the named backend cannot run.
     """
     _check(q, k_pool, v_pool, starts, lens)
-    chosen = _backend_for(backend, q, k_pool, v_pool, starts, lens)
+    chosen = _backend_for(backend, k_pool, v_pool, starts, lens, q)
     module = _module(chosen)
     if causal and not lse:
         return module.attend(q, k_pool, v_pool, starts, lens, scale)
@@ -86,7 +86,7 @@ def extend(
     says no.
     """
     _check(q, k_pool, v_pool, starts, lens)
-    chosen = _backend_for(backend, q, k_pool, v_pool, starts, lens)
+    chosen = _backend_for(backend, k_pool, v_pool, starts, lens, q, key, value)
     if chosen == "triton":
         return _module(chosen).extend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, codes)
     if chosen == "numba" and codes is None:
@@ -99,7 +99,7 @@ def extend(
 
 def reads_codes(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> bool:
     """Whether `extend` attends to entries in 8 or 4 bits as they are, on `device` and for pools of `dtype`."""
-    return _chosen("auto", device, dtype, dim, value_dim) == "triton"
+    return devices.is_gpu(device) and _chosen("auto", device, dtype, dim, value_dim) == "triton"
 
 
 def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
@@ -121,13 +121,15 @@ def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tens
         )
 
 
-def _backend_for(backend: str, q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> str:
+def _backend_for(
+    backend: str, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, q: Tensor, *new: Tensor
+) -> str:
     """The name of the backend for these tensors; `_chosen` does not know how they lie."""
     chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[-1], v_pool.shape[-1])
     if chosen != "numba":
         return chosen
     numba, rows = _module("numba"), q.shape[2] * (q.shape[1] // starts.shape[1])
-    reason = numba.unfit(q, k_pool, v_pool, starts, lens)
+    reason = numba.unfit(k_pool, v_pool, starts, lens, q, *new)
     if backend == "auto":
         return "loop" if reason or rows > numba.MOST_ROWS else "numba"
     if reason:
@@ -161,6 +163,9 @@ def _refusal(backend: str, device: torch.device, dtype: torch.dtype, dim: int, v
         module = _module(backend)
     except ImportError as error:
         return f"{error.name or backend} cannot be imported ({error})."
+    # A package that is broken or does not go with another one must not take the rest with it.
+    except Exception as error:
+        return f"{backend} cannot be imported ({type(error).__name__}: {error})."
     return module.refusal(device, dtype, dim, value_dim)
 
 

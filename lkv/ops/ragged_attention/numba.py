@@ -52,17 +52,22 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
         _compiled()
     # Whatever a compiler on an unknown machine may raise.
     except Exception as error:
+        logging.getLogger(__name__).warning("ragged attention goes without numba, which could not compile: %s", error)
         return f"numba could not compile ({(str(error).strip() or type(error).__name__).splitlines()[0]})."
     return None
 
 
-def unfit(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> str | None:
-    """Why these tensors cannot be given by their addresses, in one sentence; None where they can."""
-    if not (k_pool.is_contiguous() and v_pool.is_contiguous() and starts.is_contiguous() and lens.is_contiguous()):
+def unfit(k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, *others: Tensor) -> str | None:
+    """Why these tensors cannot be given by their addresses, in one sentence; None where they can. `others`: the queries
+    and what is to be appended."""
+    tensors = (k_pool, v_pool, starts, lens, *others)
+    if not all(type(x) is Tensor and x.is_cpu for x in tensors):
+        return "all tensors must be plain ones on the CPU."
+    if not all(x.is_contiguous() for x in tensors[:4]):
         return "pools, starts and lens must be contiguous."
     if starts.dtype != torch.int32 or lens.dtype != torch.int32:
         return f"starts and lens must be int32, not {starts.dtype} and {lens.dtype}."
-    if q.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "it gives no gradients: use torch.no_grad()."
     return None
 
@@ -165,6 +170,6 @@ def _compiled() -> Compiled:
 def _function(python: Callable[[Any], None]) -> Any:
     try:
         return cfunc(kernels.SIGNATURE, cache=True)(python)
-    # Neither the package's folder nor the user's can be written to.
-    except RuntimeError:
+    # No folder can be written to, or what lies there is damaged.
+    except Exception:
         return cfunc(kernels.SIGNATURE)(python)

@@ -375,17 +375,28 @@ def _attend_slice(given, number, size):
         start, old = np.int64(_load_int(given.starts, span)), np.int64(_load_int(given.lens, span))
         length = old + given.added
         begin, end = max(low - flat, 0), min(low + size - flat, length)
-        if begin < end and (start < 0 or start + length > given.entries):
-            given.outside = 1
-        elif begin < end:
+        if begin < end:
             _append(given, span, start, old, begin, end)
             _attend_part(given, scratch, number + span, span, start, length, begin, end)
         flat += length
 
 
+@njit
+def _outside(given):
+    """Whether a span is not within the pools; before anything is read of them."""
+    for span in range(given.spans):
+        start, old = np.int64(_load_int(given.starts, span)), np.int64(_load_int(given.lens, span))
+        if old < 0 or (old + given.added > 0 and (start < 0 or start + old + given.added > given.entries)):
+            return True
+    return False
+
+
 def attend_slices(pointer):
     """Take slices until there is none; any number of threads may do so at once."""
     given = carray(pointer, 1)[0]
+    if _outside(given):
+        given.outside = 1
+        return
     size = _size_of_slices(given)
     while True:
         # `next_slice` comes first of all.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lkv.devices import full_precision
 from lkv.ops.token_scores import fast, reference
 
 
@@ -62,7 +63,8 @@ def on_arrival(scorer: Scorer, key: Tensor, value: Tensor, places: Tensor) -> Te
     """
     scores = content_scores(scorer.content, key, value)
     if scorer.position is not None:
-        scores = scores + reference.knots(scorer.position.start, places + 1)
+        with full_precision(key.device):
+            scores = scores + reference.knots(scorer.position.start, places + 1)
     return scores
 
 
@@ -81,7 +83,8 @@ def at_eviction(
             raise ValueError("the attention term needs the mean rotation of the positions to come.")
         scores = attention_scores(scorer.attention, key, value, ahead, scale)
     if scorer.position is not None:
-        recency = reference.knots(scorer.position.end, end - places).expand(*value.shape[:3])
+        with full_precision(key.device):
+            recency = reference.knots(scorer.position.end, end - places).expand(*value.shape[:3])
         scores = recency if scores is None else scores + recency
     return scores
 
@@ -93,11 +96,13 @@ def content_scores(content: Content, key: Tensor, value: Tensor) -> Tensor:
     """
     graph = torch.is_grad_enabled() and content.hidden.requires_grad
     backend = reference.content if graph else fast.content
-    return backend(key, value, content.mean, content.std, content.hidden, content.bias, content.output)
+    with full_precision(key.device):
+        return backend(key, value, content.mean, content.std, content.hidden, content.bias, content.output)
 
 
 def attention_scores(attention: Attention, key: Tensor, value: Tensor, ahead: Tensor, scale: float) -> Tensor:
     """The attention term alone, [B, H, T]; see `at_eviction`."""
-    return reference.attention(
-        key, value, ahead, scale, attention.weight, attention.mean, attention.spread, attention.normaliser
-    )
+    with full_precision(key.device):
+        return reference.attention(
+            key, value, ahead, scale, attention.weight, attention.mean, attention.spread, attention.normaliser
+        )
