@@ -82,7 +82,7 @@ def backends(query: Tensor, cache: RaggedCache) -> dict[str, str]:
     """The methods to measure, and the backend of each."""
     spans = cache.ragged[0].spans
     assert isinstance(spans, Spans)
-    automatic = api._backend_for("auto", query, *spans.for_attention())
+    automatic = api._backend_for("auto", *spans.for_attention(), query)
     return {"lkv": automatic} | ({"lkv, loop": "loop"} if automatic != "loop" else {})
 
 

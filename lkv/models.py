@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def _checked(name: str, revision: str | None) -> str:
     """The name of a model as a text. Raises DefaultModelError for one that can be none, or has no revisions."""
     path_of(name, DefaultModelError, "the model")
     name = str(name)
-    if revision is not None and (name == DEFAULT or is_gguf(name) or Path(name).is_dir()):
+    if revision is not None and (name == DEFAULT or is_gguf(name) or isdir(name)):
         raise DefaultModelError(f"{name!r} is no model on the hub and has no revision {revision!r}; leave it out.")
     return name
 

@@ -6,6 +6,7 @@ Format 1 kept the description in config.json alone; such folders still load.
 import hashlib
 import json
 import os
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,7 @@ def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def is_policy(folder: Path) -> bool:
     """Whether `folder` holds a policy that `save` wrote."""
-    return (folder / _WEIGHTS).is_file() and (
-        (folder / _CONFIG).is_file() or tensor_file.holds(folder / _WEIGHTS, _KIND)
-    )
+    return isfile(folder / _WEIGHTS) and (isfile(folder / _CONFIG) or tensor_file.holds(folder / _WEIGHTS, _KIND))
 
 
 def _read_format_1(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -82,7 +81,7 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> tuple[
     `revision` is a commit, tag or branch on the hub. Raises PolicyFileError.
     """
     folder, text = path_of(name, PolicyFileError, "the policy"), str(name)
-    if folder.is_dir():
+    if isdir(folder):
         if revision is not None:
             raise PolicyFileError(f"{text!r} is a folder and has no revision {revision!r}; leave the revision out.")
         return folder, None

@@ -8,8 +8,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from benchmarks import data_build, decode, heldout, length, overlap, quantised_decode, readme
+from benchmarks import data_build, decode, heldout, length, overlap, quantised_decode
 from benchmarks.common import RESULTS, Subject, per_length
+from benchmarks.pages import parts, results
 from lkv.commands.main import main
 from lkv.config import ScorerInputs
 from lkv.errors import LkvError
@@ -114,9 +115,10 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
     assert "--model owner/Tiny-Model" in document["command"] and str(tmp_path / "conv") not in document["command"]
     assert (tmp_path / "small" / "length-tiny-model.png").is_file()
 
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    drawn = "\n\n".join(readme._other_model("tiny-model"))
-    assert readme._other_models() == ["tiny-model"] and drawn.startswith("### Tiny-Model\n")
+    for page in (parts, results):
+        monkeypatch.setattr(page, "RESULTS", tmp_path)
+    drawn = "\n\n".join(results._other_model("tiny-model"))
+    assert results._other_models() == ["tiny-model"] and drawn.startswith("### Tiny-Model\n")
     assert "length-tiny-model.png" in drawn
 
 

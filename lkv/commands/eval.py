@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def run(options: argparse.Namespace) -> None:
         pattern=pattern,
         pattern_from=_pattern_from(options.pattern, options.pattern_by) if options.pattern else None,
         policies=loaded,
-        model_name=Path(name).name if Path(name).exists() else name,
+        model_name=Path(name).name if exists(name) else name,
         seed=options.seed,
         rows_at_once=options.rows_at_once,
     )
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _policies(given: Sequence[str] | None) -> dict[str, str]:
     """Paths by name; one without a name has the name "". Raises LkvError where several are not told apart."""
-    pairs = [("", text) if Path(text).exists() else _split(text) for text in given or ()]
+    pairs = [("", text) if exists(text) else _split(text) for text in given or ()]
     named = dict(pairs)
     if len(named) < len(pairs) or (len(pairs) > 1 and "" in named):
         raise LkvError("several policies are told apart by names: give --policy first=PATH second=PATH.")
@@ -181,7 +182,7 @@ def _ruler(options: argparse.Namespace, tasks: Sequence[str]) -> Callable[[Any],
     """What makes the examples for a tokenizer; their sources are read now."""
     from lkv.evals import ruler
 
-    if options.haystack and not options.haystack.exists():
+    if options.haystack and not exists(options.haystack):
         raise LkvError(f"there is no {options.haystack}; give a text file or a folder of .txt files with --haystack.")
     if options.data:
         sources = ruler.Sources.from_folder(options.data, options.haystack)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from os.path import exists, isfile
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print or draw a policy's budgets, or write the page of a text."""
     check_retention(options.retention)
-    if options.what is not None and (options.what == "-" or Path(options.what).is_file()):
+    if options.what is not None and (options.what == "-" or isfile(options.what)):
         _page(options)
     elif options.question or options.out:
         raise LkvError(f"questions and pages are of a text, but there is no file {options.what!r}; give one.")
@@ -69,7 +70,7 @@ def _page(options: argparse.Namespace) -> None:
 
     name = "standard input" if options.what == STDIN else Path(options.what).name
     out = options.out or Path("stdin.html" if options.what == STDIN else f"{Path(options.what).stem}.html")
-    if out.exists() and options.what != STDIN and out.samefile(options.what):
+    if exists(out) and options.what != STDIN and out.samefile(options.what):
         raise LkvError(f"the page would take the place of {out} itself; give another name with --out.")
     check_place(out, LkvError, "the page")
     text = read_document(options.what)
@@ -79,7 +80,7 @@ def _page(options: argparse.Namespace) -> None:
     model = on_device(model, options.device)
     inspected = look(model, tokenizer, text, options.method, policy)
     answers = _answers(options, model, tokenizer, text, policy) if options.question else {}
-    shown = Path(chosen).name if Path(chosen).exists() else chosen
+    shown = Path(chosen).name if exists(chosen) else chosen
     write_text(out, page(inspected, name, shown, options.retention, answers), LkvError, "the page")
     print(f"[{len(inspected.pieces):,} tokens in {inspected.layers} x {inspected.heads} heads]", file=sys.stderr)
     print(f"the page is in {out}")

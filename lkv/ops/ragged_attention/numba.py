@@ -57,10 +57,10 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
     return None
 
 
-def unfit(k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, *others: Tensor) -> str | None:
-    """Why these tensors cannot be given by their addresses, in one sentence; None where they can. `others`: the queries
+def unfit(k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, *more: Tensor) -> str | None:
+    """Why these tensors cannot be given by their addresses, in one sentence; None where they can. `more`: the queries
     and what is to be appended."""
-    tensors = (k_pool, v_pool, starts, lens, *others)
+    tensors = (k_pool, v_pool, starts, lens, *more)
     if not all(type(x) is Tensor and x.is_cpu for x in tensors):
         return "all tensors must be plain ones on the CPU."
     if not all(x.is_contiguous() for x in tensors[:4]):

@@ -3,6 +3,7 @@
 import hashlib
 import sys
 from dataclasses import dataclass
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def _plan(
         "seed": settings.seed,
         "asked": {"train": settings.samples, "heldout": settings.held_out},
         "bounds": [settings.min_tokens, settings.max_tokens],
-        "tokenizer": {"name": Path(name).name if Path(name).exists() else name, "sha256": _fingerprint(tokenizer)},
+        "tokenizer": {"name": Path(name).name if exists(name) else name, "sha256": _fingerprint(tokenizer)},
         "decontamination": checked,
         "sources": sources,
     }
