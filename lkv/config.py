@@ -47,6 +47,11 @@ class ScorerInputs:
             raise ValueError(f"knots is {self.knots!r}, but it is a number from 0 to {MAX_KNOTS}")
 
 
+def knots_for(tokens: int) -> int:
+    """How many knots position terms need for texts of up to `tokens` tokens."""
+    return (tokens - 1).bit_length() + 1
+
+
 SCORER_KEYS = ("cached", "unrotated")
 SCORER_ATTENTION = ("none", "learned")
 MAX_KNOTS = 32
@@ -118,7 +123,7 @@ class TrainingConfig:
     @property
     def inputs(self) -> ScorerInputs:
         """What a policy trained so reads."""
-        return ScorerInputs(self.key, self.attention, (self.max_tokens - 1).bit_length() + 1 if self.position else 0)
+        return ScorerInputs(self.key, self.attention, knots_for(self.max_tokens) if self.position else 0)
 
     def __post_init__(self) -> None:
         for name, (kind, least, most) in _RANGES.items():

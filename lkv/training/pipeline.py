@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lkv.config import PRESETS, TrainingConfig, asdict, check_positions, fitted, replace
+from lkv.config import PRESETS, TrainingConfig, asdict, check_positions, fitted, knots_for, replace
 from lkv.errors import TrainingError
 from lkv.files import check_folder
 from lkv.host.attention import attach, device_of
@@ -170,7 +170,7 @@ def train_policy(
         before, earlier_policy = start_from(policy, init)
         card["started_from"] = before
         earlier = before.get("trained_tokens") or before.get("training", {}).get("max_tokens", 0)
-        cut = config.position and config.inputs.knots <= (max(1, earlier) - 1).bit_length()  # of position terms
+        cut = config.position and config.inputs.knots < knots_for(max(1, earlier))  # of position terms
         if not cut:
             card["trained_tokens"] = max(config.max_tokens, earlier)
 

@@ -12,6 +12,7 @@ from lkv.cache.ragged import RaggedCache
 from lkv.errors import BackendError
 from lkv.ops.ragged_attention import api, extend, loop, ragged_attention
 from tests.conftest import tiny_llama
+from tests.ops.pools import pool_of
 from tests.ops.test_ragged_attention import Without
 
 pytest.importorskip("numba")
@@ -33,18 +34,6 @@ def threads():
     torch.set_num_threads(before)
 
 
-def pools_of(lengths, slack, dim, value_dim, dtype):
-    """Random spans in pools whose slack is NaN."""
-    lens = torch.tensor(lengths, dtype=torch.int32)
-    ends = (lens.flatten() + slack).cumsum(0)
-    starts = (ends - lens.flatten() - slack).view_as(lens).int()
-    pools = [torch.full((int(ends[-1]), size), torch.nan, dtype=dtype) for size in (dim, value_dim)]
-    for start, length in zip(starts.flatten().tolist(), lens.flatten().tolist(), strict=True):
-        for pool in pools:
-            pool[start : start + length] = torch.randn(length, pool.shape[1]).to(dtype)
-    return *pools, starts, lens
-
-
 def close(ours, exact, dtype, factor=1.0):
     tolerance = TOLERANCES[dtype] * factor
     torch.testing.assert_close(ours, exact, atol=tolerance, rtol=tolerance)
@@ -60,7 +49,7 @@ def test_equals_reference(held, groups, tokens, causal, dims, dtype, count, scal
     """Empty spans, several new tokens, both sizes of heads, slices that end anywhere, large scores."""
     torch.manual_seed(1)
     lengths = [[length + tokens if causal else length for length in row] for row in held]
-    k, v, starts, lens = pools_of(lengths, 3, *dims, dtype)
+    k, v, starts, lens = pool_of(lengths, 3, *dims, dtype)
     q = torch.randn(len(held), 2 * groups, tokens, dims[0]).to(dtype)
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +72,7 @@ def test_equals_reference(held, groups, tokens, causal, dims, dtype, count, scal
 def test_extend_appends_and_attends_as_the_loop_does(dtype, tokens, count, threads):
     threads(count)
     torch.manual_seed(2)
-    pools = pools_of([[70, 0], [1, 300]], 4 * tokens, 32, 16, dtype)
+    pools = pool_of([[70, 0], [1, 300]], 4 * tokens, 32, 16, dtype)
     others = [x.clone() for x in pools]
     for _ in range(4):
         # As models give them: heads behind tokens.
@@ -103,7 +92,7 @@ def test_extend_appends_and_attends_as_the_loop_does(dtype, tokens, count, threa
 def test_what_is_no_number_stays_none(bad, dtype):
     """In the head that holds it, and in no other."""
     torch.manual_seed(3)
-    k, v, starts, lens = pools_of([[90, 90]], 2, 16, 16, dtype)
+    k, v, starts, lens = pool_of([[90, 90]], 2, 16, 16, dtype)
     v[100] = bad
     q = torch.randn(1, 2, 1, 16).to(dtype)
     out = ragged_attention(q, k, v, starts, lens, 0.3, "numba")
@@ -116,7 +105,7 @@ def test_what_is_no_number_stays_none(bad, dtype):
 
 def test_scores_of_minus_infinity_have_no_weight():
     torch.manual_seed(3)
-    k, v, starts, lens = pools_of([[150]], 2, 16, 16, torch.float32)
+    k, v, starts, lens = pool_of([[150]], 2, 16, 16, torch.float32)
     k[:100, 0] = -torch.inf
     q = torch.randn(1, 3, 1, 16)
     q[..., 0] = 1.0
@@ -167,7 +156,7 @@ def test_threads_are_as_many_as_pytorch_has(monkeypatch):
 
     monkeypatch.setattr(compiled, "_parallel", lambda: counted)
     for length in (100, 2000):
-        k, v, starts, lens = pools_of([[length]], 2, 64, 64, torch.float32)
+        k, v, starts, lens = pool_of([[length]], 2, 64, 64, torch.float32)
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             ragged_attention(torch.randn(1, 4, 1, 64), k, v, starts, lens, 0.2, "numba")
@@ -177,7 +166,7 @@ def test_threads_are_as_many_as_pytorch_has(monkeypatch):
 
 
 def arguments(dim=16, tokens=1, dtype=torch.float32):
-    return torch.randn(1, 4, tokens, dim).to(dtype), *pools_of([[8 + tokens, 9 + tokens]], 2, dim, dim, dtype)
+    return torch.randn(1, 4, tokens, dim).to(dtype), *pool_of([[8 + tokens, 9 + tokens]], 2, dim, dim, dtype)
 
 
 def test_auto_takes_it_where_it_can_run_and_is_faster():

@@ -20,6 +20,7 @@ from lkv.methods.build import Method
 from lkv.methods.selection import Knorm, Random
 from lkv.ops.ragged_attention import api, extend, ragged_attention
 from tests.conftest import tiny_llama
+from tests.ops.pools import pool_of
 
 triton = pytest.importorskip("lkv.ops.ragged_attention.triton")
 launch = pytest.importorskip("lkv.ops.ragged_attention.triton_launch")
@@ -27,18 +28,6 @@ if not launch.interpreted() and not torch.cuda.is_available():
     pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
 DEVICE = "cpu" if launch.interpreted() else "cuda"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def pool_of(lengths, slack, dim, value_dim, dtype):
-    """Random spans in pools whose slack is NaN."""
-    lens = torch.tensor(lengths, dtype=torch.int32)
-    ends = (lens.flatten() + slack).cumsum(0)
-    starts = (ends - lens.flatten() - slack).view_as(lens).int()
-    pools = [torch.full((int(ends[-1]), size), torch.nan, dtype=dtype) for size in (dim, value_dim)]
-    for start, length in zip(starts.flatten().tolist(), lens.flatten().tolist(), strict=True):
-        for pool in pools:
-            pool[start : start + length] = torch.randn(length, pool.shape[1]).to(dtype)
-    return *pools, starts, lens
 
 
 def eager(q, k_pool, v_pool, starts, lens, scale):
