@@ -15,8 +15,9 @@ from lkv.ops.ragged_attention import extend as extended
 class QuantizedSpans:
     """Spans whose settled entries are held in 8 or 4 bits a value, the appended ones as they are.
 
-    k is quantised by channel within a span and v by entry: measured best at both widths. One token attends to the codes
-    as they are, with Triton any number; elsewhere several tokens restore one layer's entries at a time.
+    k is quantised by channel within a span and v by entry: measured best at both widths. New tokens attend to the codes
+    as they are where a compiled backend runs (Triton; numba, up to its most rows), and one token everywhere; else one
+    layer's entries are restored at a time.
     """
 
     scores = None
@@ -101,7 +102,7 @@ class QuantizedSpans:
     ) -> Tensor:
         """As `Held.extend`; there are no scores."""
         pools, codes, starts, lens = self.for_codes()
-        if self._alike and reads_codes(query.device, query.dtype, self.key.width, self.value.width):
+        if self._alike and reads_codes(query, key, value, *pools, starts, lens, codes):
             out = extended(query, key, value, *pools, starts, lens, scale, buffers=buffers, codes=codes)
             self.count(key.shape[2])
             return out

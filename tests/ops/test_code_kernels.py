@@ -3,6 +3,8 @@
 In Triton's interpreter on the CPU, or on a GPU where TRITON_INTERPRET=0 is set.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,15 +12,18 @@ from hypothesis import strategies as st
 
 from lkv.cache.quantization import QuantizedPool
 from lkv.cache.quantized_spans import QuantizedSpans
-from lkv.cache.spans import Spans
 from lkv.errors import BackendError
-from lkv.ops.ragged_attention import extend, ragged_attention
+from lkv.ops.ragged_attention import extend
+from tests.ops import codes as cases
+from tests.ops.codes import exact
 
 pytest.importorskip("torchao")
 launch = pytest.importorskip("lkv.ops.ragged_attention.triton_launch")
 if not launch.interpreted() and not torch.cuda.is_available():
     pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
 DEVICE = "cpu" if launch.interpreted() else "cuda"
+quantised = partial(cases.quantised, device=DEVICE)
+assert_exact = partial(cases.assert_exact, backend="triton")
 
 
 @pytest.fixture(autouse=True)
@@ -31,57 +36,6 @@ def poisoned(monkeypatch):
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-
-
-def quantised(lengths, room, dim, value_dim, dtype, bits):
-    """Random spans in `bits` bits, with room whose entries are NaN."""
-    lens = torch.tensor(lengths)
-    draw = [torch.randn(int(lens.sum()), size, device=DEVICE).to(dtype) for size in (dim, value_dim)]
-    # Channels of k with outliers, as models have them.
-    draw[0] *= torch.linspace(0.2, 5, dim, device=DEVICE).to(dtype)
-    spans = Spans(lens, room, *draw)
-    spans.unpack(*draw)
-    return QuantizedSpans.of(spans, bits)
-
-
-def exact(held, query, new, scale):
-    """Attention in float64 over what the codes stand for, the tails and the `new` k, v [B, H, n, .]."""
-    whole = [pool.double() for pool in held.for_attention()[:2]]
-    lens = held.lens + held.tail
-    starts = (lens.flatten().cumsum(0) - lens.flatten()).view_as(lens)
-    pools = []
-    for side, entries in zip(whole, new, strict=True):
-        rows = [
-            torch.cat([side[int(starts[b, h]) : int(starts[b, h] + lens[b, h])], entries[b, h].double()])
-            for b in range(lens.shape[0])
-            for h in range(lens.shape[1])
-        ]
-        pools.append(torch.cat(rows))
-    longer = lens + new[0].shape[2]
-    begins = (longer.flatten().cumsum(0) - longer.flatten()).view_as(longer)
-    return ragged_attention(query.double(), *pools, begins, longer, scale, "reference")
-
-
-def stepped(held, query, new, scale):
-    """`extend` by the kernel, and what it did beside."""
-    pools, codes, starts, lens = held.for_codes()
-    before = lens.clone()
-    out = extend(query, *new, *pools, starts, lens, scale, "triton", codes=codes)
-    assert torch.equal(lens, before + new[0].shape[2])
-    held.count(new[0].shape[2])
-    return out
-
-
-def assert_exact(held, group, rows, scale):
-    dtype, (batch, heads) = held.dtype, held.lens.shape
-    query = torch.randn(batch, rows, heads * group, held.key.width, device=DEVICE).to(dtype).transpose(1, 2)
-    new = [torch.randn(batch, rows, heads, n, device=DEVICE).to(dtype).transpose(1, 2) for n in
-           (held.key.width, held.value.width)]  # fmt: skip
-    right = exact(held, query, new, scale)
-    out = stepped(held, query, new, scale)
-    # Restored values are rounded to the dtype once more than the oracle's; bfloat16 is cut in the interpreter.
-    allowed = 12 * torch.finfo(dtype).eps * right.abs().max().clamp(min=1)
-    assert out.dtype == dtype and (out - right).abs().max() <= allowed
 
 
 @settings(max_examples=25)
@@ -148,9 +102,6 @@ def test_groups_that_the_kernel_cannot_take_are_restored(groups, monkeypatch):
 def test_other_groups(group):
     """Blocks are at most groups of k."""
     torch.manual_seed(group)
-    held = quantised([[70, 33], [0, 150]], 3, 24, 40, torch.float32, 4)
-    pools = [pool.unpack() for pool in (held.key, held.value)]
-    key = QuantizedPool.pack(pools[0], 4, group, held.lens.flatten())
-    held = QuantizedSpans(held.lens, key, QuantizedPool.pack(pools[1], 4, group), held.fresh)
+    held = quantised([[70, 33], [0, 150]], 3, 24, 40, torch.float32, 4, group)
     assert_exact(held, 2, 1, 0.4)
     assert_exact(held, 2, 2, 0.4)

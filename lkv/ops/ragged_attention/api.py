@@ -86,20 +86,22 @@ def extend(
     says no.
     """
     _check(q, k_pool, v_pool, starts, lens)
-    chosen = _backend_for(backend, k_pool, v_pool, starts, lens, q, key, value)
+    chosen = _backend_for(backend, k_pool, v_pool, starts, lens, q, key, value, codes=codes)
     if chosen == "triton":
         return _module(chosen).extend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, codes)
-    if chosen == "numba" and codes is None:
-        return _module(chosen).extend(q, key, value, k_pool, v_pool, starts, lens, scale)
+    if chosen == "numba":
+        return _module(chosen).extend(q, key, value, k_pool, v_pool, starts, lens, scale, codes)
     if codes is not None:
-        raise BackendError(f"the backend {chosen!r} reads no codes: restore the entries, or use 'triton'.")
+        raise BackendError(f"the backend {chosen!r} reads no codes: restore the entries, or use 'triton' or 'numba'.")
     _module("loop").append(key, value, k_pool, v_pool, starts, lens)
     return _module(chosen).attend(q, k_pool, v_pool, starts, lens, scale)
 
 
-def reads_codes(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> bool:
-    """Whether `extend` attends to entries in 8 or 4 bits as they are, on `device` and for pools of `dtype`."""
-    return devices.is_gpu(device) and _chosen("auto", device, dtype, dim, value_dim) == "triton"
+def reads_codes(
+    q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, codes: Codes
+) -> bool:
+    """Whether `extend` attends to entries in 8 or 4 bits as they are, given these tensors."""
+    return _backend_for("auto", k_pool, v_pool, starts, lens, q, key, value, codes=codes) in ("triton", "numba")
 
 
 def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
@@ -122,14 +124,21 @@ def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tens
 
 
 def _backend_for(
-    backend: str, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, q: Tensor, *new: Tensor
+    backend: str,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    q: Tensor,
+    *new: Tensor,
+    codes: Codes | None = None,
 ) -> str:
     """The name of the backend for these tensors; `_chosen` does not know how they lie."""
     chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[-1], v_pool.shape[-1])
     if chosen != "numba":
         return chosen
     numba, rows = _module("numba"), q.shape[2] * (q.shape[1] // starts.shape[1])
-    reason = numba.unfit(k_pool, v_pool, starts, lens, q, *new)
+    reason = numba.unfit(k_pool, v_pool, starts, lens, q, *new, codes=codes)
     if backend == "auto":
         return "loop" if reason or rows > numba.MOST_ROWS else "numba"
     if reason:

@@ -16,8 +16,10 @@ from numba import cfunc
 from torch import Tensor
 
 import lkv.ops.ragged_attention.numba_kernels as kernels
+from lkv.ops.ragged_attention.codes import Codes
 
 _KINDS = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BFLOAT16, torch.float16: kernels.FLOAT16}
+_HALF = (torch.bfloat16, torch.float16)
 # Rows of a span that "auto" takes: of more, the products of a matrix library are faster.
 MOST_ROWS = 64
 # Bytes of both pools below which threads save nothing.
@@ -57,10 +59,12 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
     return None
 
 
-def unfit(k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, *more: Tensor) -> str | None:
+def unfit(
+    k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, *more: Tensor, codes: Codes | None = None
+) -> str | None:
     """Why these tensors cannot be given by their addresses, in one sentence; None where they can. `more`: the queries
     and what is to be appended."""
-    tensors = (k_pool, v_pool, starts, lens, *more)
+    tensors = (k_pool, v_pool, starts, lens, *more, *(() if codes is None else codes[:7]))
     if not all(type(x) is Tensor and x.is_cpu for x in tensors):
         return "all tensors must be plain ones on the CPU."
     if not all(x.is_contiguous() for x in tensors[:4]):
@@ -69,6 +73,18 @@ def unfit(k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, *more: T
         return f"starts and lens must be int32, not {starts.dtype} and {lens.dtype}."
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "it gives no gradients: use torch.no_grad()."
+    return None if codes is None else _unfit_codes(codes, k_pool.shape[1], v_pool.shape[1])
+
+
+def _unfit_codes(codes: Codes, dim: int, value_dim: int) -> str | None:
+    steps, least = (codes.key_step, codes.value_step), (codes.key_least, codes.value_least)
+    if not all(x.is_contiguous() for x in codes[:7]) or codes.tables.dtype != torch.int32:
+        return "codes must be contiguous, with tables in int32."
+    if {x.dtype for x in steps} != {torch.bfloat16} or least[0].dtype not in _HALF or least[0].dtype != least[1].dtype:
+        return "steps must be bfloat16, and the least values of k and v of one dtype in half precision."
+    halves = kernels.LANES * (8 // codes.bits)
+    if codes.group % kernels.LANES or dim % halves or value_dim % halves:
+        return f"groups must be of a multiple of {kernels.LANES} values, head sizes of {halves} at {codes.bits} bits."
     return None
 
 
@@ -86,7 +102,15 @@ def attend_with_lse(
 
 
 def extend(
-    q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    scale: float,
+    codes: Codes | None = None,
 ) -> Tensor:
     """As `api.extend`."""
     added = key.shape[2]
@@ -96,7 +120,7 @@ def extend(
         or not key.dtype == value.dtype == k_pool.dtype
     ):
         raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} do not fit the pools and starts.")
-    return _step(q, k_pool, v_pool, starts, lens, scale, key.contiguous(), value.contiguous(), added)
+    return _step(q, k_pool, v_pool, starts, lens, scale, key.contiguous(), value.contiguous(), added, codes=codes)
 
 
 def _step(
@@ -111,16 +135,18 @@ def _step(
     added: int = 0,
     causal: bool = True,
     lse: Tensor | None = None,
+    codes: Codes | None = None,
 ) -> Tensor:
     batch, heads, tokens, dim = q.shape
     spans, value_dim = starts.numel(), v_pool.shape[1]
     rows = tokens * (heads // starts.shape[1])
-    threads = torch.get_num_threads() if k_pool.nbytes + v_pool.nbytes >= _LEAST_SHARED else 1
+    held = k_pool.nbytes + v_pool.nbytes + (0 if codes is None else codes.key.nbytes + codes.value.nbytes)
+    threads = torch.get_num_threads() if held >= _LEAST_SHARED else 1
     slices = 1 if threads == 1 else _SLICES * threads
     query = q.contiguous().float()
     out = torch.empty((batch, heads, tokens, value_dim), dtype=torch.float32, device="cpu")
     summed, ranked = (slices + spans) * rows * value_dim, 2 * (slices + spans) * rows
-    scratch = slices * kernels.BLOCK * (rows + max(dim, value_dim))
+    scratch = slices * (kernels.BLOCK * (rows + max(dim, value_dim)) + 2 * dim)
     buffer = torch.empty(summed + ranked + scratch, dtype=torch.float32, device="cpu")
     parts = buffer.data_ptr()
     arguments = kernels.Arguments(
@@ -128,12 +154,21 @@ def _step(
         0 if key is None else key.data_ptr(), 0 if value is None else value.data_ptr(), out.data_ptr(),
         0 if lse is None else lse.data_ptr(), parts, parts + 4 * summed, parts + 4 * (summed + ranked),
         _KINDS[k_pool.dtype], k_pool.shape[0], spans, rows, tokens, dim, value_dim, slices, added, causal,
-        scale * _IN_BASE_2,
+        *_fields_of(codes), scale * _IN_BASE_2,
     )  # fmt: skip
     _run(ctypes.addressof(arguments), threads)
     if arguments.outside:
         raise ValueError("starts and lens reach beyond the pools: a span must lie within them, new entries included.")
     return out.to(q.dtype)
+
+
+def _fields_of(codes: Codes | None) -> tuple[int, ...]:
+    """The fields of `kernels.Arguments` from `tables` on."""
+    if codes is None:
+        return (0,) * 12
+    addresses = (x.data_ptr() for x in (codes.tables, *codes[:6]))
+    least = _KINDS[codes.key_least.dtype]
+    return (*addresses, codes.bits, codes.group, least, len(codes.key), len(codes.key_step))
 
 
 def _run(address: int, threads: int) -> None:

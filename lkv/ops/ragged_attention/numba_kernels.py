@@ -26,15 +26,18 @@ LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
 class Arguments(ctypes.Structure):
     """One step. Addresses of float32: `q` [spans, rows, dim], `out` [spans, rows, value_dim], `lse` [spans, rows] or 0;
     `parts` [slices + spans, rows, value_dim], `extremes` [slices + spans, rows, 2] and `scratch` [slices, BLOCK * (rows
-    + largest dim)] are unfilled. `k`, `v`: pools with `entries` entries in the dtype `kind`, as `key` and `value`,
-    `added` new entries a span. A span's `rows` are the `tokens` of each of its query heads. `next_slice` and `outside`
-    (set where a span is not within the pools) begin at 0; `scale` is that of base 2."""
+    + largest dim) + 2 * dim] are unfilled. `k`, `v`: pools with `entries` entries in the dtype `kind`, as `key` and
+    `value`, `added` new entries a span. A span's `rows` are the `tokens` of each of its query heads. `next_slice` and
+    `outside` (set where a span is not within the pools) begin at 0; `scale` is that of base 2. `tables`, 0 where there
+    are none, and `k_codes` to `group` are those of `codes.Codes`, with `least_kind` the dtype of both least values
+    (steps are bfloat16), `coded` entries and `k_groups` groups of k."""
 
     _fields_ = (
         *(
             (name, ctypes.c_int64)
             for name in "next_slice outside q k v starts lens key value out lse parts extremes scratch kind entries "
-            "spans rows tokens dim value_dim slices added causal".split()
+            "spans rows tokens dim value_dim slices added causal tables k_codes k_step k_least v_codes v_step v_least "
+            "bits group least_kind coded k_groups".split()
         ),
         ("scale", ctypes.c_double),
     )
@@ -117,8 +120,8 @@ def _shuffled(builder: Any, x: Any, y: Any, order: list[int]) -> Any:
     return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(_INT, len(order)), order))
 
 
-def _repeated(builder: Any, x: Any, lanes: int) -> Any:
-    vector = ir.Constant(ir.VectorType(_FLOAT, lanes), ir.Undefined)
+def _repeated(builder: Any, x: Any, lanes: int, kind: Any = _FLOAT) -> Any:
+    vector = ir.Constant(ir.VectorType(kind, lanes), ir.Undefined)
     return _shuffled(builder, builder.insert_element(vector, x, ir.Constant(_INT, 0)), vector, [0] * lanes)
 
 
@@ -199,6 +202,37 @@ def _values_side_by_side(typing: Any, shares: Any, v: Any, last: Any, dim: Any, 
 
     return types.void(*[types.int64] * 5), build
 
+
+def _of_codes(builder: Any, address: Any, channel: Any, shift: Any, mask: Any) -> Any:
+    """The codes of a vector of channels as numbers; `shift` and `mask` take one of the two that a byte may hold."""
+    pointer = _at(builder, address, channel, ir.IntType(8))
+    pointer = builder.bitcast(pointer, ir.VectorType(ir.IntType(8), LANES).as_pointer())
+    codes = builder.zext(builder.load(pointer, align=1), ir.VectorType(_INT, LANES))
+    shift, mask = (_repeated(builder, builder.trunc(x, _INT), LANES, _INT) for x in (shift, mask))
+    return builder.uitofp(builder.and_(builder.lshr(codes, shift), mask), _VECTOR)
+
+
+def _restoring(shared: bool, number: Any) -> Any:
+    """A function of numba's: (codes, shift, mask, step, least, count, out) writes `count` numbers code * step + least
+    to `out`, where step and least are numbers that all have, or the addresses of one for each."""
+
+    def restore(typing: Any, codes: Any, shift: Any, mask: Any, step: Any, least: Any, count: Any, out: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            codes, shift, mask, step, least, count, out = given
+            if shared:
+                step, least = (_repeated(builder, x, LANES) for x in (step, least))
+            with cgutils.for_range_slice(builder, _long(0), count, _long(LANES)) as (channel, _):
+                numbers = _of_codes(builder, codes, channel, shift, mask)
+                pair = (step, least) if shared else (_load_vector(builder, x, channel) for x in (step, least))
+                _store_vector(builder, _multiplied_and_added(builder, numbers, *pair), out, channel)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3, number, number, types.int64, types.int64), build
+
+    return intrinsic(restore)
+
+
+_restore_channels, _restore_entry = _restoring(False, types.int64), _restoring(True, types.float32)
 
 _UNIT, _NOTHING = np.float32(1), np.float32(-np.inf)
 _LEAST = np.float32(-126)
@@ -301,6 +335,57 @@ def _in_float32(kind, pool, first, count, buffer):
 
 
 @njit
+def _number(kind, address, index):
+    """The number in half precision at `index`."""
+    bits = np.int32(_load_half(address, index))
+    return _of_bits(bits << np.int32(16)) if kind == BFLOAT16 else _of_float16(bits)
+
+
+@njit
+def _restore_keys(given, span, first, count, steps, buffer):
+    """Entries of a span, from its `first` on, into `buffer`; `steps` has room for a group's steps and least values."""
+    dim, half, least, last = given.dim, given.dim // 2, steps + 4 * given.dim, np.int64(-1)
+    width = dim * given.bits // 8
+    codes = given.k_codes + (np.int64(_load_int(given.tables, given.spans + span)) + first) * width
+    groups = np.int64(_load_int(given.tables, 2 * given.spans + span))
+    for i in range(count):
+        group = groups + (first + i) // given.group
+        if group != last:
+            last = group
+            for c in range(dim):
+                _store(steps, c, _number(BFLOAT16, given.k_step, group * dim + c))
+                _store(least, c, _number(given.least_kind, given.k_least, group * dim + c))
+        entry, out = codes + i * width, buffer + 4 * i * dim
+        if given.bits == 8:
+            _restore_channels(entry, 0, 255, steps, least, dim, out)
+        else:
+            _restore_channels(entry, 0, 15, steps, least, half, out)
+            _restore_channels(entry, 4, 15, steps + 4 * half, least + 4 * half, half, out + 4 * half)
+    return buffer
+
+
+@njit
+def _restore_values(given, span, first, count, buffer):
+    """As `_restore_keys`, where groups are of the channels of one entry."""
+    dim, half, group = given.value_dim, given.value_dim // 2, given.group
+    width, groups = dim * given.bits // 8, (dim + group - 1) // group
+    begin = np.int64(_load_int(given.tables, given.spans + span)) + first
+    for i in range(count):
+        entry, out = given.v_codes + (begin + i) * width, buffer + 4 * i * dim
+        for number in range(groups):
+            low, high = number * group, min((number + 1) * group, dim)
+            step = _number(BFLOAT16, given.v_step, (begin + i) * groups + number)
+            least = _number(given.least_kind, given.v_least, (begin + i) * groups + number)
+            if given.bits == 8:
+                _restore_entry(entry + low, 0, 255, step, least, high - low, out + 4 * low)
+            else:
+                middle = min(max(half, low), high)
+                _restore_entry(entry + low, 0, 15, step, least, middle - low, out + 4 * low)
+                _restore_entry(entry + middle - half, 4, 15, step, least, high - middle, out + 4 * middle)
+    return buffer
+
+
+@njit
 def _copy(kind, source, first, pool, begin, count):
     if kind == FLOAT32:
         for i in range(count):
@@ -335,6 +420,12 @@ def _attend_block(given, row, scores, v, count):
 
 
 @njit
+def _coded(given, span):
+    """How many entries of a span are codes, its first ones."""
+    return np.int64(_load_int(given.tables, span)) if given.tables != 0 else np.int64(0)
+
+
+@njit
 def _attend_part(given, scratch, slot, span, start, length, begin, end):
     """What the entries from `begin` to `end` of a span give its rows, into `slot`."""
     rows, dim, buffer, scale = given.rows, given.dim, scratch + 4 * BLOCK * given.rows, np.float32(given.scale)
@@ -342,20 +433,27 @@ def _attend_part(given, scratch, slot, span, start, length, begin, end):
     for row in range(rows):
         _store(given.extremes, 2 * (slot * rows + row), _NOTHING)
         _store(given.extremes, 2 * (slot * rows + row) + 1, np.float32(0))
-    for first in range(begin, end, BLOCK):
-        count = min(BLOCK, end - first)
-        k = _in_float32(given.kind, given.k, (start + first) * dim, count * dim, buffer)
+    size, coded, first = given.value_dim, _coded(given, span), begin
+    while first < end:
+        in_codes = first < coded
+        count = min(BLOCK, (min(end, coded) if in_codes else end) - first)
+        if in_codes:
+            k = _restore_keys(given, span, first, count, buffer + 4 * BLOCK * max(dim, size), buffer)
+        else:
+            k = _in_float32(given.kind, given.k, (start + first) * dim, count * dim, buffer)
         for row in range(rows):
             _scores(given.q + 4 * (span * rows + row) * dim, k, count, dim, scratch + 4 * BLOCK * row, scale)
-        v = _in_float32(
-            given.kind, given.v, (start + first) * given.value_dim, count * given.value_dim, buffer
-        )  # fmt: skip
+        if in_codes:
+            v = _restore_values(given, span, first, count, buffer)
+        else:
+            v = _in_float32(given.kind, given.v, (start + first) * size, count * size, buffer)
         for row in range(rows):
             seen = count
             if given.causal != 0:
                 seen = min(count, length - given.tokens + row % given.tokens + 1 - first)
             if seen > 0:
                 _attend_block(given, slot * rows + row, scratch + 4 * BLOCK * row, v, seen)
+        first += count
 
 
 @njit
@@ -369,7 +467,8 @@ def _size_of_slices(given):
 @njit
 def _attend_slice(given, number, size):
     """All parts of spans that lie in one slice; slices and spans rise together, so their sum is a slot of its own."""
-    scratch = given.scratch + 4 * number * BLOCK * (given.rows + max(given.dim, given.value_dim))
+    size_of_scratch = BLOCK * (given.rows + max(given.dim, given.value_dim)) + 2 * given.dim
+    scratch = given.scratch + 4 * number * size_of_scratch
     low, flat = number * size, 0
     for span in range(given.spans):
         start, old = np.int64(_load_int(given.starts, span)), np.int64(_load_int(given.lens, span))
@@ -382,11 +481,22 @@ def _attend_slice(given, number, size):
 
 
 @njit
+def _outside_codes(given, span, coded):
+    first = np.int64(_load_int(given.tables, given.spans + span))
+    group = np.int64(_load_int(given.tables, 2 * given.spans + span))
+    groups = (coded + given.group - 1) // given.group
+    return first < 0 or first + coded > given.coded or group < 0 or group + groups > given.k_groups
+
+
+@njit
 def _outside(given):
     """Whether a span is not within the pools; before anything is read of them."""
     for span in range(given.spans):
         start, old = np.int64(_load_int(given.starts, span)), np.int64(_load_int(given.lens, span))
-        if old < 0 or (old + given.added > 0 and (start < 0 or start + old + given.added > given.entries)):
+        coded, length = _coded(given, span), old + given.added
+        if not 0 <= coded <= old or (length > coded and (start + coded < 0 or start + length > given.entries)):
+            return True
+        if coded > 0 and _outside_codes(given, span, coded):
             return True
     return False
 
