@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import data_build, decode, heldout, length, overlap, quantised_decode
 from benchmarks.common import RESULTS, Subject, per_length
-from benchmarks.pages import parts, results
+from benchmarks.pages import parts, results, summary
 from lkv.commands.main import main
 from lkv.config import ScorerInputs
 from lkv.errors import LkvError
@@ -99,7 +99,7 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
         "knorm",
         "--retention",
         "0.5",
-        "0.2",
+        "0.15",
     ]
     monkeypatch.setattr(sys, "argv", ["length", *arguments, "--out", str(tmp_path / "length-tiny-model.json")])
     length.main()
@@ -115,11 +115,14 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
     assert "--model owner/Tiny-Model" in document["command"] and str(tmp_path / "conv") not in document["command"]
     assert (tmp_path / "small" / "length-tiny-model.png").is_file()
 
-    for page in (parts, results):
-        monkeypatch.setattr(page, "RESULTS", tmp_path)
+    monkeypatch.setattr(parts, "RESULTS", tmp_path)
     drawn = "\n\n".join(results._other_model("tiny-model"))
-    assert results._other_models() == ["tiny-model"] and drawn.startswith("### Tiny-Model\n")
+    assert parts.other_models() == ["tiny-model"] and drawn.startswith("### Tiny-Model\n")
     assert "length-tiny-model.png" in drawn
+    lead, numbers = summary._short_length("length-tiny-model")
+    assert lead == "The same for **Tiny-Model** (`python -m benchmarks.length --model owner/Tiny-Model`)."
+    measured = next(row for row in rows if (row["method"], row["tokens"], row["retention"]) == ("lkv", 40, 0.15))
+    assert "40 tokens" in numbers and f"{measured['value']:.3f}" in numbers
 
 
 def test_long_contexts_are_made_of_several_texts(monkeypatch):

@@ -17,6 +17,11 @@ def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:
     return [row for row in measured if all(row.get(key) == value for key, value in wanted.items())]
 
 
+def other_models() -> list[str]:
+    """The models beside the embedded one that result files are of, as these are named after them."""
+    return sorted(path.stem.removeprefix("length-") for path in RESULTS.glob("length-*.json"))
+
+
 def interval(row: dict[str, Any], key: str = "", digits: int = 3) -> str:
     """value [low, high] of a row, or of the figure `key` in it."""
     value, low, high = (row[part] for part in ((key, f"{key}_low", f"{key}_high") if key else ("value", "low", "high")))

@@ -1,7 +1,17 @@
 """docs/results.md: the shipped policies by length, by needles, and in serving."""
 
-from benchmarks.common import RESULTS
-from benchmarks.pages.parts import ABLE, complete, counted, interval, name_of, needle_tables, rows, ruler_tables, table
+from benchmarks.pages.parts import (
+    ABLE,
+    complete,
+    counted,
+    interval,
+    name_of,
+    needle_tables,
+    other_models,
+    rows,
+    ruler_tables,
+    table,
+)  # fmt: skip
 
 _SERVING = "`python -m benchmarks.serving`"
 
@@ -14,7 +24,7 @@ def results_page() -> str:
         "with the paper's scorer](paper-scorer.md) has RULER, LongBench, the ablation and more."
     )
     parts = ["# Results", lead, *_length(), *(needle_tables() if rows("needles", method="lkv-paper") else [])]
-    parts += [part for name in _other_models() for part in _other_model(name)]
+    parts += [part for name in other_models() for part in _other_model(name)]
     parts += _serving()
     return "\n\n".join(part.replace("](benchmarks/", "](../benchmarks/") for part in parts) + "\n"
 
@@ -49,11 +59,6 @@ def _serving() -> list[str]:
             ),
         ),
     ]
-
-
-def _other_models() -> list[str]:
-    """The models beside the embedded one that result files are of, as these are named after them."""
-    return sorted(path.stem.removeprefix("length-") for path in RESULTS.glob("length-*.json"))
 
 
 def _other_model(name: str) -> list[str]:

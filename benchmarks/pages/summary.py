@@ -4,34 +4,40 @@ import json
 from typing import Any
 
 from benchmarks.common import RESULTS
-from benchmarks.pages.parts import complete, interval, name_of, rows, table
+from benchmarks.pages.parts import complete, interval, name_of, other_models, rows, table
 
 _COMPILED = {"numba": ", extra `cpu`"}  # what the backend of a row asks for
 
 
 def section() -> str:
     """The README's section: three small tables, each with its command."""
+    more = other_models()
     return "\n\n".join(
         [
-            "SmolLM2-135M-Instruct, the question unknown at compression, R = 0.15; 95% intervals. All figures come "
-            "from `benchmarks/results/`, whose files name command, machine and seed. More lengths, methods and R: "
-            "[results](docs/results.md).",
-            *_short_length(),
+            f"SmolLM2-135M-Instruct{' unless another is named' if more else ''}, the question unknown at compression, "
+            "R = 0.15; 95% intervals. All figures come from `benchmarks/results/`, whose files name command, machine "
+            "and seed. More lengths, methods and R: [results](docs/results.md).",
+            *_short_length("length"),
+            *(part for name in more for part in _short_length(f"length-{name}")),
             *_short_ruler(),
             *_short_costs(),
         ]
     )
 
 
-def _short_length() -> list[str]:
+def _short_length(name: str) -> list[str]:
     """KL by length of LKV and those closest to it, at R = 0.15."""
-    measured = complete(rows("length", task="all"))
+    measured = complete(rows(name, task="all"))
     by = {(row["method"], row["tokens"]): row for row in measured if row["retention"] == 0.15}
     if not by:
         return []
     lengths = sorted({tokens for _, tokens in by})
+    options, model = "", measured[0]["model"]
+    lead = "**Fidelity by length**: KL(full \\|\\| compressed) in nats a token"
+    if name != "length":
+        options, lead = f" --model {model}", f"The same for **{model.rpartition('/')[2]}**"
     return [
-        "**Fidelity by length**: KL(full \\|\\| compressed) in nats a token (`python -m benchmarks.length`).",
+        f"{lead} (`python -m benchmarks.length{options}`).",
         table(
             ("", *(f"{tokens:,} tokens" for tokens in lengths)),
             (
