@@ -17,6 +17,7 @@ from lkv.host.stock import positions
 _LENGTH = 128  # tokens of an answer at most, unless said otherwise
 # What an answer's caller itself gives to generate, or reads of what that returns.
 _OWN_INPUTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values", "return_dict_in_generate")
+_COUNTS = ("num_beams", "num_return_sequences")
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
 
 
@@ -27,7 +28,7 @@ def check_options(model: Any, cache: Any, generation: dict[str, Any]) -> None:
     known = vars(GenerationConfig()).keys() | signature(model.generate).parameters.keys()
     if unknown := sorted(set(generation) - known):
         raise CacheError(f"model.generate has no option {', '.join(unknown)}; leave it out.")
-    several = [generation.get(name) for name in ("num_beams", "num_return_sequences")]
+    several = [generation.get(name) for name in _COUNTS]
     if any(count is not None and (type(count) is not int or count != 1) for count in several):
         raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
     own_settings = vars(model.generation_config)
@@ -66,7 +67,9 @@ def generated(model: Any, tokenizer: Any, rows: list[list[int]], padding: int, c
     missing = torch.tensor([[length - len(row)] for row in rows], device=device)
     mask = ((positions < padding) | (positions >= padding + missing)).long()
     settings = {"do_sample": False, "num_beams": 1, "pad_token_id": pad}
-    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings | options)
+    # None is how a configuration says that a count is not set.
+    settings |= {name: value for name, value in options.items() if value is not None or name not in _COUNTS}
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
     return out[:, length:]
 
 

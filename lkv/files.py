@@ -28,6 +28,8 @@ def replacing(path: Path, error: type[LkvError], subject: str) -> Iterator[Path]
     Missing folders are made. Whatever the system refuses, in the block too, becomes one `error` naming `subject` and
     `path`; an older file then stays as it was.
     """
+    if not path.name:
+        raise error(f"{path} is a folder; give a file for {subject}.")
     # Of a fixed length, as the name itself may be as long as names can be; two threads never share one.
     temporary = path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}-{threading.get_native_id()}.tmp")
     try:

@@ -54,6 +54,7 @@ def test_a_models_own_beams_are_not_taken_for_ones_asked_for(model, policy):
     answer = context.ask("what is one ?", 8)
     model.generation_config.num_beams = 3
     assert context.ask("what is one ?", 8) == answer
+    assert context.ask("what is one ?", 8, num_beams=None, num_return_sequences=None) == answer
 
 
 def test_full_retention_answers_as_the_full_cache(model, policy):

@@ -218,6 +218,12 @@ def test_what_cannot_be_written_is_one_sentence(model, tmp_path, way, monkeypatc
     assert (tmp_path / "file").read_text() == "mine" and not list(tmp_path.rglob("*.tmp"))
 
 
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_a_place_without_a_name_is_no_file(model, path):
+    with pytest.raises(ContextFileError, match="is a folder; give a file for the context"):
+        compress(model, Words(), TEXT, "knorm", 0.4).save(path)
+
+
 def test_a_long_name_can_be_saved(model, tmp_path):
     path = tmp_path / ("x" * 255)
     context = compress(model, Words(), TEXT, "knorm", 0.4)
