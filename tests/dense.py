@@ -129,7 +129,8 @@ def kept_of(scores: Tensor, alive: set[int], count: int) -> tuple[set[int], floa
 
 def in_bits(values: Tensor, bits: int, axis: int) -> tuple[Tensor, float]:
     """`values` [n, d] as they come back from storage in `bits` bits, with groups along `axis`; and how far the nearest
-    one lay from the middle between two codes, where rounding decides.
+    one lay from where rounding decides: the middle between two codes or, in hundredths, a bfloat16 that a least value or
+    step is rounded to.
 
     Of a group the least value is stored, rounded down to a bfloat16 (as it is, from 16 bits), and a step, rounded up.
     """
@@ -138,10 +139,13 @@ def in_bits(values: Tensor, bits: int, axis: int) -> tuple[Tensor, float]:
     for start in range(0, values.shape[axis], GROUP):
         group = values.float().narrow(axis, start, min(GROUP, values.shape[axis] - start))
         least = group.amin(axis, keepdim=True)
-        least = least if half else _bfloat16_below(least)
+        ties = 1.0
+        if not half:
+            least, ties = _bfloat16_below(least)
         steps = group - least
         step = (steps.amax(axis, keepdim=True) / (2**bits - 1)).clamp(min=torch.finfo(torch.float32).eps)
-        step = -_bfloat16_below(-step)
+        step, more = _bfloat16_below(-step)
+        step, nearest = -step, min(nearest, ties / 100, more / 100)
         codes = (steps / step).clamp(0, 2**bits - 1)
         if codes.numel():
             nearest = min(nearest, float((codes - codes.floor() - 0.5).abs().min()))
@@ -149,10 +153,13 @@ def in_bits(values: Tensor, bits: int, axis: int) -> tuple[Tensor, float]:
     return found.to(values.dtype), nearest
 
 
-def _bfloat16_below(x: Tensor) -> Tensor:
-    """The greatest number of 8 significant bits that is not above each float32."""
+def _bfloat16_below(x: Tensor) -> tuple[Tensor, float]:
+    """The greatest number of 8 significant bits that is not above each float32; and how near the nearest came to such a
+    number, in distances of two of these, leaving out 0 and the least step, which no rounding moves."""
     fraction, exponent = torch.frexp(x)
-    return torch.ldexp((fraction * 256).floor() / 256, exponent)
+    scaled = fraction * 256
+    away = (scaled - scaled.round()).abs()[(x != 0) & (x.abs() != torch.finfo(torch.float32).eps)]
+    return torch.ldexp(scaled.floor() / 256, exponent), float(away.min()) if away.numel() else 1.0
 
 
 def beams(dense: Dense, row: Row, width: int, tokens: int) -> tuple[list[int], float]:
