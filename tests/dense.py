@@ -129,8 +129,8 @@ def kept_of(scores: Tensor, alive: set[int], count: int) -> tuple[set[int], floa
 
 def in_bits(values: Tensor, bits: int, axis: int) -> tuple[Tensor, float]:
     """`values` [n, d] as they come back from storage in `bits` bits, with groups along `axis`; and how far the nearest
-    one lay from where rounding decides: the middle between two codes or, in hundredths, a bfloat16 that a least value or
-    step is rounded to.
+    one lay from where rounding decides: the middle between two codes or, in hundredths, a bfloat16 that a step or least
+    value is rounded to.
 
     Of a group the least value is stored, rounded down to a bfloat16 (as it is, from 16 bits), and a step, rounded up.
     """
