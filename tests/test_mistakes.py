@@ -12,7 +12,7 @@ from safetensors.torch import save
 from lkv.cache.ragged import RaggedCache
 from lkv.commands.main import main
 from lkv.context import compress
-from lkv.errors import CacheError, LkvError, PolicyMismatchError, RetentionError
+from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, RetentionError
 from lkv.evals.journal import SharedJournal
 from lkv.evals.longbench import load_examples
 from lkv.evals.processes import Process
@@ -218,6 +218,22 @@ def test_damaged_samples_are_named(tmp_path, line):
     if line not in ('{"key": 3}',):
         with pytest.raises(LkvError), resumable(tmp_path / "done.jsonl", {}):
             pass
+
+
+@pytest.mark.parametrize("name", ["rows", "skipped"])
+@pytest.mark.parametrize("damage", [3, None, {}, "lkv", [3], [{}], [{"method": "lkv"}]])
+def test_a_sample_with_rows_of_another_kind_is_named(tmp_path, name, damage):
+    (tmp_path / "out.jsonl").write_text("{}\n" + json.dumps({"key": "a", name: damage}) + "\n")
+    with pytest.raises(DataError, match=r"the sample 'a' of .* has rows of another kind"):
+        SharedJournal(tmp_path / "out.jsonl", {}, Process(0, 1))
+
+
+@pytest.mark.parametrize("written", [{"methods": 3}, {"retentions": None}, {"policies": ["lkv"]}])
+def test_a_damaged_header_is_named(tmp_path, written):
+    header = {"methods": ["lkv"], "retentions": [0.15], "policies": {"lkv": "a"}}
+    (tmp_path / "out.jsonl").write_text(json.dumps(header | written) + "\n")
+    with pytest.raises(DataError, match=f"samples of other settings .{next(iter(written))}"):
+        SharedJournal(tmp_path / "out.jsonl", header, Process(0, 1))
 
 
 def test_half_characters_in_an_answer_are_kept(tmp_path):

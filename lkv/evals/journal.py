@@ -57,6 +57,11 @@ class SharedJournal:
         samples: dict[str, Record] = {}
         for path in self._files():
             for sample in read_samples(path)[1]:
+                if not _is_whole(sample):
+                    raise DataError(
+                        f"the sample {sample['key']!r} of {path} has rows of another kind; delete what is damaged to "
+                        "measure it again, or give another file."
+                    )
                 if _rows(sample) >= _rows(samples.get(sample["key"], {})):
                     samples[sample["key"]] = sample
         rank = {key: number for number, key in enumerate(order)}
@@ -70,12 +75,22 @@ def _rows(sample: Record) -> int:
     return len(sample.get("rows", ()))
 
 
+def _is_whole(sample: Record) -> bool:
+    """Whether what says which methods were measured, at which retentions, does so."""
+    return all(
+        isinstance(rows, list) and all(isinstance(row, dict) and {"method", "retention"} <= row.keys() for row in rows)
+        for rows in (sample.get(name, []) for name in ("rows", "skipped"))
+    )
+
+
 def _fits(name: str, written: Record, header: Record) -> bool:
     """Whether the two runs' settings `name` may stand in one file."""
     earlier, later = written.get(name), header.get(name)
     if name in _LISTS:
-        return True
+        return isinstance(written.get(name, []), list)
     if name in _TABLES:
+        if not isinstance(written.get(name, {}), dict):
+            return False
         return all(earlier[key] == later[key] for key in earlier.keys() & later.keys()) if earlier and later else True
     return earlier == later or earlier is None or later is None
 
