@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 from lkv.context import Context, compress
 from lkv.conversion import convert_once, is_complete
@@ -65,6 +67,8 @@ def _begun(work: Work, folder: Path) -> int:
     try:
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1), os.dup2(quiet, 2)
+        # Progress bars lock a semaphore that forked processes share: who is killed within it would stop all after it.
+        tqdm.set_lock(threading.RLock())
         work(folder)
         status = 0
     finally:
