@@ -120,7 +120,8 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
     assert parts.other_models() == ["tiny-model"] and drawn.startswith("### Tiny-Model\n")
     assert "length-tiny-model.png" in drawn
     lead, numbers = summary._short_length("length-tiny-model")
-    assert lead == "The same for **Tiny-Model** (`python -m benchmarks.length --model owner/Tiny-Model`)."
+    told = "5 to 10 contexts a length (`python -m benchmarks.length --model owner/Tiny-Model`)."
+    assert lead == f"The same for **Tiny-Model**; {told}"
     measured = next(row for row in rows if (row["method"], row["tokens"], row["retention"]) == ("lkv", 40, 0.15))
     assert "40 tokens" in numbers and f"{measured['value']:.3f}" in numbers
 

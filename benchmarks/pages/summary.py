@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from benchmarks.common import RESULTS
-from benchmarks.pages.parts import complete, interval, name_of, other_models, rows, table
+from benchmarks.pages.parts import complete, counted, interval, name_of, other_models, rows, table
 
 _COMPILED = {"numba": ", extra `cpu`"}  # what the backend of a row asks for
 
@@ -33,11 +33,12 @@ def _short_length(name: str) -> list[str]:
         return []
     lengths = sorted({tokens for _, tokens in by})
     options, model = "", measured[0]["model"]
+    contexts = counted(row["contexts"] for row in by.values())
     lead = "**Fidelity by length**: KL(full \\|\\| compressed) in nats a token"
     if name != "length":
         options, lead = f" --model {model}", f"The same for **{model.rpartition('/')[2]}**"
     return [
-        f"{lead} (`python -m benchmarks.length{options}`).",
+        f"{lead}; {contexts} contexts a length (`python -m benchmarks.length{options}`).",
         table(
             ("", *(f"{tokens:,} tokens" for tokens in lengths)),
             (
