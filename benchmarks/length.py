@@ -43,12 +43,13 @@ def main() -> None:
     parser.add_argument("--retention", type=float, nargs="+", default=[0.3, 0.15, 0.1, 0.05])
     parser.add_argument("--contexts", type=int, nargs="+", default=[3], help="contexts a task, for each length or all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="(default: benchmarks/results/length[-MODEL].json)")
+    parser.add_argument("--name", default="length", help="of the result")
+    parser.add_argument("--out", type=Path, default=None, help="(default: benchmarks/results/NAME[-MODEL].json)")
     options = parser.parse_args()
     contexts = per_length(options.tokens, options.contexts)
     subject = subject_of(options)
     model = subject.model
-    out = options.out or subject.results("length")
+    out = options.out or subject.results(options.name)
     rosters = rosters_of(model, subject.tokenizer, options.methods, options.retention, subject.policy)
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
     settings = settings_of(options) | {"policy": subject.policy.digest()}
@@ -63,7 +64,7 @@ def main() -> None:
                 ids, asked = heldout.case(task, number, tokens)
                 done.add(key, measure(model, rosters, ids, asked))
         rows = [{"model": subject.name, **row} for row in summarise(done, cases)]
-        write_results(out, "length", rows, options.seed, command_of("benchmarks.length", options))
+        write_results(out, options.name, rows, options.seed, command_of("benchmarks.length", options))
     draw(rows, out.parent / "small" / f"{out.stem}.png")
 
 

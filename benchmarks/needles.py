@@ -36,12 +36,13 @@ def main() -> None:
     )
     parser.add_argument("--retention", type=float, nargs="+", default=[0.15, 0.05])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="(default: benchmarks/results/needles[-MODEL].json)")
+    parser.add_argument("--name", default="needles", help="of the result")
+    parser.add_argument("--out", type=Path, default=None, help="(default: benchmarks/results/NAME[-MODEL].json)")
     options = parser.parse_args()
     samples = per_length(options.tokens, options.samples)
     subject = subject_of(options)
     model, tokenizer = subject.model, subject.tokenizer
-    out = options.out or subject.results("needles")
+    out = options.out or subject.results(options.name)
     rosters = rosters_of(model, tokenizer, options.methods, options.retention, subject.policy)
     essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
     prose = [essays["text"].replace("\n", " ")]
@@ -64,7 +65,7 @@ def main() -> None:
             correct = [item.answer in tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
             done.add(key, {"rows": [row[:2] for row in ready], "found": correct, "realised": kept})
         rows = [{"model": subject.name, **row} for row in summarise(done, cases, options.dtype)]
-        write_results(out, "needles", rows, options.seed, command_of("benchmarks.needles", options))
+        write_results(out, options.name, rows, options.seed, command_of("benchmarks.needles", options))
 
 
 def summarise(done: Done, cases: list[tuple[int, int, int]], dtype: str) -> list[dict]:

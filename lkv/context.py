@@ -354,7 +354,7 @@ def _read_whole(model: Any, chosen: Method, ids: list[int], chunk: int | None, o
     """A cache evicted from by a method that must see all layers of a text before the first."""
     if chunk is not None:
         raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another one.")
-    prompt = read_prompt(model, torch.tensor([ids], device=device_of(model)), chosen.selector.reads_queries)
+    prompt = read_prompt(model, torch.tensor([ids], device=device_of(model)), chosen.reads_queries)
     cache = RaggedCache(model, method=chosen.for_prompt(ids, prompt), **options)
     cache.fill(prompt)
     return cache

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from lkv.cache.entries import Entries
 from lkv.cache.plan import Layer
 from lkv.cache.spans import Spans
+from lkv.methods.refit import references, refitted
 from lkv.methods.selection import check_shape, not_numbers
 from lkv.prefill import PromptLayer, precise
 
@@ -39,7 +40,21 @@ def evicted(layer: Layer, whole: PromptLayer, padding: list[int] | None) -> Entr
     kept = torch.tensor(counts, device="cpu")
     room = plan.first_room(layer.index, kept, whole.key.device)
     spans = Spans.of(whole.key, whole.value, _joined(tables), kept, room, _joined(arrived) if arrived else None)
+    for row, wanted in enumerate(plan.method.refits(batch)):
+        if wanted:
+            _refit(spans, row, whole.part(slice(row, row + 1), slice(firsts[row], None)))
     return Entries.compressed(layer, spans, tokens, firsts)
+
+
+def _refit(spans: Spans, row: int, prompt: PromptLayer) -> None:
+    """Refit what the heads of one row keep of `prompt` (k, v, q of that row alone)."""
+    queries, tokens = references(prompt)[0], prompt.key.shape[2]
+    for head, query in enumerate(queries):
+        key, value = spans.settled_of(row, head)
+        if 0 < len(key) < tokens:
+            new_key, new_value = refitted(query, prompt.key[0, head], prompt.value[0, head], key, value, prompt.scale)
+            key.copy_(new_key)
+            value.copy_(new_value)
 
 
 def _joined(tables: list[Tensor]) -> Tensor:

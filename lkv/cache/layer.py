@@ -133,7 +133,7 @@ class RaggedLayer(HookedLayer):
         """Full attention over the prompt, or over a part of it; evict when it has ended (Sec. 3.4, inference)."""
         out, plan, total = stock(), self._layer.plan, key.shape[2]
         prompt = plan.prompt_tokens or total
-        queries = self._unread.queries_with(query) if plan.method.selector.reads_queries else None
+        queries = self._unread.queries_with(query) if plan.method.reads_queries else None
         whole = PromptLayer(key, value, scale, queries, rotation=self._layer.rotation)
         if total < prompt:
             self._unread = Unread(whole)

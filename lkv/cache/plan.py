@@ -12,6 +12,7 @@ from lkv.errors import CacheError, PromptError
 from lkv.host.rotation import Rotation
 from lkv.methods.budget import Amount, FixedBudget
 from lkv.methods.build import Method
+from lkv.methods.catalogue import REFIT
 from lkv.methods.selection import Selector, check_numbers
 
 # Room for appended tokens: a quarter of what a head holds, between these.
@@ -54,6 +55,11 @@ class Plan:
                 f"{'streaming' if self.streaming else 'decode eviction'} does not work with {self.method.name!r}: it "
                 "needs scores that depend on k and v of the token alone and budgets that depend on the length alone; "
                 "use 'lkv'."
+            )
+        if self.scored and self.method.refit:
+            raise CacheError(
+                f"{'streaming' if self.streaming else 'decode eviction'} does not work with {self.method.name!r}: what "
+                f"is refitted is not evicted from again; use the method without {REFIT!r}."
             )
         if self.bits is not None:
             require_library()

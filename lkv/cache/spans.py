@@ -214,6 +214,12 @@ class Spans:
         new._take(self, torch.cat(chosen))
         return new
 
+    def settled_of(self, row: int, head: int) -> tuple[Tensor, Tensor]:
+        """Views of the settled k and v [n, d] of one span."""
+        start = int(self.starts[row, head])
+        span = slice(start, start + int(self.lens[row, head]))
+        return self.k[span], self.v[span]
+
     def select(self, rows: Tensor, room: int) -> "Spans":
         """New spans for the batch rows `rows` [n] of these, tails included, with `room` after them."""
         new = Spans(self.lens[rows], room, self.k, self.v, self.scores is not None, self._tail.select(rows))

@@ -124,6 +124,8 @@ class Roster:
     @property
     def queries_read(self) -> bool | int:
         """Whether a prompt must be read with its queries, or with how many of the last ones."""
+        if any(self._entries[name].refit for name, _ in self._wanted):
+            return True
         last = [s.last_queries for s in self._selectors.values() if s.reads_queries]
         known = [count for count in last if count is not None]
         return max(known, default=False) if len(known) == len(last) else True
@@ -142,7 +144,7 @@ class Roster:
                     if isinstance(scores, LkvError):
                         raise scores
                     rule = build_rule(entry.rule, self._inputs[retention, policy_name(name)])
-                    method = Method(name, rule, selector).for_prompt(ids, prompt)
+                    method = Method(name, rule, selector, refit=entry.refit).for_prompt(ids, prompt)
                     method.budget.counts(0, scores)
                 except LkvError as error:
                     skipped.append(Skipped(name, retention, str(error)))

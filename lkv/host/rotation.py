@@ -111,6 +111,9 @@ class NoRotation(Rotation):
     def undone(self, x: Tensor, start: int = 0) -> Tensor:
         return x
 
+    def applied(self, x: Tensor, start: int = 0) -> Tensor:
+        return x
+
     def mean(self, like: Tensor, start: int, end: int) -> Tensor:
         return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 

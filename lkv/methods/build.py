@@ -44,13 +44,27 @@ from lkv.prefill import PromptLayer
 
 @dataclass(frozen=True)
 class Method:
-    """What one layer's eviction needs; `amount` and `policy` tell what it was built from, where it was by name."""
+    """What one layer's eviction needs; `amount` and `policy` tell what it was built from, where it was by name.
+
+    `refit`: whether what is kept is refitted (`methods.refit`); of a batch whose rows follow methods of their own, for
+    each of them.
+    """
 
     name: str
     budget: Budget
     selector: Selector
     amount: Amount | None = None
     policy: Policy | None = None
+    refit: bool | tuple[bool, ...] = False
+
+    def refits(self, rows: int) -> tuple[bool, ...]:
+        """Whether what is kept is refitted, for each row of a batch."""
+        return self.refit if isinstance(self.refit, tuple) else (self.refit,) * rows
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether the prompt's queries must be at hand."""
+        return self.selector.reads_queries or bool(self.refit)
 
     @property
     def of_whole_prompts(self) -> bool:
@@ -155,7 +169,7 @@ def make_method(
     entry = find(name)
     inputs = MethodInputs(amount_of(amount), policy, heads, model, layers, pattern, tokenizer)
     rule, selector = build_rule(entry.rule, inputs), build_selector(entry.selector, inputs)
-    return Method(name, rule, selector, inputs.amount, policy if needs_policy(name) else None)
+    return Method(name, rule, selector, inputs.amount, policy if needs_policy(name) else None, entry.refit)
 
 
 class _SideBySide(Selector):
@@ -182,4 +196,5 @@ def side_by_side(methods: Sequence[Method]) -> Method:
     Methods that hold the same selector object share its scores.
     """
     rows = _SideBySide(methods)
-    return Method(" | ".join(method.name for method in methods), rows, rows)
+    refit = tuple(bool(method.refit) for method in methods)
+    return Method(" | ".join(method.name for method in methods), rows, rows, refit=any(refit) and refit)

@@ -2,11 +2,12 @@
 
 `METHODS` holds the names that people use; any rule of `RULES` goes with any selector of `SELECTORS` as "RULE+SELECTOR".
 `register_method` adds to all three, also from other packages (entry points of the group `lkv.methods`).
-"METHOD@NAME" is the method under the policy of that name, where several policies are compared.
+"METHOD+refit" is any of them with what it keeps refitted (`methods.refit`); "METHOD@NAME" is the method under the
+policy of that name, where several policies are compared.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
@@ -16,6 +17,7 @@ from lkv.errors import LkvError
 
 FULL = "full"  # no method: transformers' own cache, uncompressed
 POLICY, PATTERN, QUERIES, SECOND_PASS = "a policy", "a pattern of retrieval heads", "queries", "a second pass"
+REFIT = "+refit"
 _GREY = "#7F7F7F"
 
 
@@ -33,7 +35,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """A method: its parts, whose it is (`paper`, and its address), and its `label`, `colour` and `marker` in print."""
+    """A method: its parts, whose it is (`paper`, and its address), and its `label`, `colour` and `marker` in print;
+    `refit`: whether what it keeps is refitted."""
 
     rule: str
     selector: str
@@ -42,6 +45,7 @@ class Entry:
     label: str = ""
     colour: str = _GREY
     marker: str = "."
+    refit: bool = False
 
 
 RULES = {
@@ -200,13 +204,19 @@ def methods() -> dict[str, Entry]:
 
 
 def find(name: str) -> Entry:
-    """The method `name`: one of METHODS, or "RULE+SELECTOR". Raises LkvError for an unknown name."""
+    """The method `name`: one of METHODS or "RULE+SELECTOR", also with "+refit" behind it.
+
+    Raises LkvError for an unknown name.
+    """
     if not isinstance(name, str):
         raise LkvError(f"method is {name!r}; give a name that `lkv methods` lists.")
     load_plugins()
     name = name.partition("@")[0]
     if name in METHODS:
         return METHODS[name]
+    plain = name.removesuffix(REFIT)
+    if plain != name and not plain.endswith(REFIT):
+        return replace(find(plain), refit=True)
     rule, plus, selector = name.partition("+")
     if plus and rule in RULES and selector in SELECTORS:
         return Entry(rule, selector)
@@ -229,7 +239,8 @@ def builder_of(kind: str, name: str) -> Callable[[Any], Any] | None:
 def needs(name: str) -> tuple[str, ...]:
     """What the method `name` needs beside k and v."""
     entry = find(name)
-    return tuple(dict.fromkeys((*SELECTORS[entry.selector].needs, *RULES[entry.rule].needs)))
+    refit = (QUERIES,) if entry.refit else ()
+    return tuple(dict.fromkeys((*SELECTORS[entry.selector].needs, *RULES[entry.rule].needs, *refit)))
 
 
 def needs_pattern(name: str) -> bool:
@@ -252,7 +263,8 @@ def describe(name: str) -> str:
     entry = find(name)
     tail = f" [{entry.paper}]" if entry.paper else ""
     required = ", ".join(needs(name)) or "nothing more"
-    parts = [RULES[entry.rule].line, SELECTORS[entry.selector].line + tail, f"needs {required}"]
+    parts = [RULES[entry.rule].line, SELECTORS[entry.selector].line + tail]
+    parts += [*(["what is kept is refitted"] if entry.refit else []), f"needs {required}"]
     return "; ".join([*parts, *variants(name)])
 
 
@@ -270,6 +282,7 @@ def label(name: str) -> str:
         return name
     entry, tag = known[1], policy_name(name)
     shown = entry.label or f"{SELECTORS[entry.selector].label}, {RULES[entry.rule].label} budgets"
+    shown += ", refitted" if entry.refit else ""
     return f"{shown} ({tag})" if tag else shown
 
 
@@ -282,6 +295,9 @@ def named_like(name: str) -> tuple[str, Entry] | None:
     """The known name and entry of the method `name` under any of its names, or None for a name that is not known."""
     load_plugins()
     name = name.partition("@")[0]
+    if name.endswith(REFIT):
+        plain = named_like(name.removesuffix(REFIT))
+        return None if plain is None or plain[1].refit else (plain[0] + REFIT, replace(plain[1], refit=True))
     rule, plus, selector = name.partition("+")
     if name in METHODS and not plus:
         return name, METHODS[name]

@@ -1,0 +1,244 @@
+"""Refitting: its least-squares problems against other solvers, its queries against the model's own, and the cache."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lkv.cache.ragged import RaggedCache
+from lkv.errors import CacheError, LkvError, UnsupportedModelError
+from lkv.evals.compare import Comparison
+from lkv.evals.roster import Roster
+from lkv.methods import refit
+from lkv.methods.budget import PerHead
+from lkv.methods.build import Method
+from lkv.methods.catalogue import describe, find, label, named_like, needs
+from lkv.methods.selection import SnapKV
+from lkv.prefill import read_prompt
+from tests.cache.test_generation import RATIOS, OwnScores, ids, padded
+from tests.conftest import tiny_llama
+from tests.families import SERVED
+
+SCALE = 0.35
+METHOD = Method("own+refit", PerHead(RATIOS), OwnScores(), refit=True)
+heads = given(
+    rows=st.integers(1, 40), tokens=st.integers(2, 60), share=st.floats(0.05, 0.95), seed=st.integers(0, 999)
+)  # fmt: skip
+
+
+def head(rows: int, tokens: int, share: float, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries with a mean, k and v of one head, and which of them are kept (one at least)."""
+    draw = torch.Generator().manual_seed(seed)
+    query = torch.randn(rows, 8, generator=draw, dtype=torch.float64) + torch.linspace(-2, 2, 8, dtype=torch.float64)
+    key, value = (torch.randn(tokens, 8, generator=draw, dtype=torch.float64) for _ in range(2))
+    kept = torch.randperm(tokens, generator=draw)[: max(1, int(share * tokens))].sort().values
+    return query, key, value, kept
+
+
+def ridged(matrix: np.ndarray, right: np.ndarray, ridge: float) -> np.ndarray:
+    """argmin |matrix x - right|^2 + ridge |x|^2, from the stacked problem."""
+    below = np.sqrt(ridge) * np.eye(matrix.shape[1])
+    stacked = np.concatenate([right, np.zeros((matrix.shape[1], *right.shape[1:]))])
+    return np.linalg.lstsq(np.concatenate([matrix, below]), stacked, rcond=None)[0]
+
+
+@heads
+def test_v_moves_to_the_full_output_by_ridge_regression(rows, tokens, share, seed):
+    query, key, value, kept = head(rows, tokens, share, seed)
+    new_key, new_value = refit.refitted(query, key, value, key[kept], value[kept], SCALE)
+    full = (query @ key.T * SCALE).softmax(-1) @ value
+    attention = (query @ new_key.T * SCALE).softmax(-1)
+    missing = (full - attention @ value[kept]).numpy()
+    ridge = 0.1 * float(attention.square().sum()) / rows
+    change = ridged(attention.numpy(), missing, ridge)
+    np.testing.assert_allclose((new_value - value[kept]).numpy(), change, atol=1e-8)
+    # What these queries get is nearer to the full cache's than with v as it was.
+    assert np.square(full.numpy() - (attention @ new_value).numpy()).sum() <= np.square(missing).sum() + 1e-12
+
+
+@heads
+def test_weights_make_up_for_the_evicted_attention(rows, tokens, share, seed):
+    optimize = pytest.importorskip("scipy.optimize")
+    query, key, _, kept = head(rows, tokens, share, seed)
+    shares = (query @ key.T * SCALE).softmax(-1)[:, kept].numpy()
+    ridge = 0.1 * np.square(shares).sum(0).mean()
+    stacked = np.concatenate([shares, np.sqrt(ridge) * np.eye(len(kept))])
+    right = np.concatenate([np.ones(rows), np.full(len(kept), np.sqrt(ridge))])
+    best = optimize.lsq_linear(stacked, right, bounds=(0.01, np.inf), tol=1e-12).x
+
+    def loss(weights: np.ndarray) -> float:
+        return float(np.square(stacked @ weights - right).sum())
+
+    found = refit._weights(torch.tensor(shares)).numpy()
+    assert found.min() >= 0.01
+    start = loss(np.ones(len(kept)))
+    assert loss(found) - loss(best) <= 0.02 * (start - loss(best)) + 1e-9
+
+
+@heads
+def test_k_moves_along_one_direction_by_the_logarithms_of_the_weights(rows, tokens, share, seed):
+    query, key, value, kept = head(rows, tokens, share, seed)
+    new_key, _ = refit.refitted(query, key, value, key[kept], value[kept], SCALE)
+    scaled = query.numpy() * SCALE
+    spread = scaled.T @ scaled / rows
+    direction = np.linalg.solve(spread + 0.01 * np.diag(spread).mean() * np.eye(8), scaled.mean(0))
+    shares = (query @ key.T * SCALE).softmax(-1)[:, kept]
+    moved = refit._weights(shares).log()[:, None].numpy() * direction
+    np.testing.assert_allclose((new_key - key[kept]).numpy(), moved, atol=1e-9)
+
+
+@heads
+def test_what_is_whole_stays_as_it_is(rows, tokens, share, seed):
+    query, key, value, _ = head(rows, tokens, share, seed)
+    new_key, new_value = refit.refitted(query, key, value, key, value, SCALE)
+    torch.testing.assert_close(new_key, key, atol=1e-9, rtol=0)
+    torch.testing.assert_close(new_value, value, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_extreme_heads_stay_numbers(dtype):
+    # Kept tokens that no query looks at, equal tokens, zeros, and far outliers.
+    query, key, value = torch.randn(3, 30, 8).to(dtype)
+    cases = [(query * 0, key, value), (query, key * 0, value), (query * 50, key, value), (query, key, value * 0)]
+    cases.append((query, torch.cat([key[:15] + 40 * query.mean(0), key[15:]]), value * 1000))
+    for q, k, v in cases:
+        new_key, new_value = refit.refitted(q, k, v, k[20:], v[20:], SCALE)
+        assert new_key.dtype == new_value.dtype == dtype
+        assert bool(new_key.isfinite().all()) and bool(new_value.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in SERVED if f.known and not f.rotation.startswith("none")], ids=lambda f: f.name
+)
+@torch.no_grad()
+def test_references_are_the_models_own_queries_rotated_behind_the_text(family):
+    model, text = family.build(), ids(1, 21)
+    prompt = read_prompt(model, text, queries=True)
+    # Hidden states depend on distances alone. Token 10 + i of the second half is turned to 21 + i.
+    elsewhere = read_at(model, text, 11)[0].query[:, :, 10:]
+    found = refit.references(prompt[0])
+    expected = elsewhere.unflatten(1, (prompt[0].key.shape[1], -1)).flatten(2, 3)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def read_at(model, text: Tensor, start: int):
+    """The layers of `text` read at positions from `start` on."""
+    decoder = model.get_decoder()
+    places = start + torch.arange(text.shape[1])[None]
+    handle = decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | {"position_ids": places}), with_kwargs=True
+    )
+    try:
+        return read_prompt(model, text, queries=True)
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def test_the_cache_holds_what_refitting_gives():
+    model, text = tiny_llama(), ids(1, 40)
+    plain, cache = (
+        RaggedCache(model, method=method) for method in (Method("own", PerHead(RATIOS), OwnScores()), METHOD)
+    )
+    for held in (plain, cache):
+        model(text, past_key_values=held)
+    prompt = read_prompt(model, text, queries=True)
+    for layer, (before, after) in enumerate(zip(plain.ragged, cache.ragged, strict=True)):
+        assert torch.equal(before.kept, after.kept)
+        queries = refit.references(prompt[layer])[0]
+        for number in range(2):
+            k, v = before.spans.settled_of(0, number)
+            if 0 < len(k) < 40:
+                whole = prompt[layer].key[0, number], prompt[layer].value[0, number]
+                k, v = refit.refitted(queries[number], *whole, k, v, prompt[layer].scale)
+            for mine, expected in zip(after.spans.settled_of(0, number), (k, v), strict=True):
+                torch.testing.assert_close(mine, expected, atol=1e-9, rtol=0)
+    assert cache.nbytes() == plain.nbytes()
+
+
+@torch.no_grad()
+def test_padded_chunked_filled_and_compared_alike():
+    model, texts = tiny_llama(), [ids(1, 40), ids(1, 29, 1)]
+    question = ids(1, 5, 2)
+
+    def logits(cache):
+        return model(question.expand(len(cache.ragged[0].kept), -1), past_key_values=cache).logits
+
+    alone = []
+    for text in texts:
+        cache = RaggedCache(model, method=METHOD)
+        model(text, past_key_values=cache)
+        alone.append(logits(cache))
+    batch, cache = padded(texts), RaggedCache(model, method=METHOD)
+    mask = torch.cat([batch["attention_mask"], torch.ones(2, 5, dtype=torch.long)], 1)
+    places = mask.cumsum(1) - 1
+    model(**batch, position_ids=places[:, :40].clamp(min=0), past_key_values=cache)
+    together = model(
+        question.expand(2, -1), attention_mask=mask, position_ids=places[:, 40:], past_key_values=cache
+    ).logits
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-8, rtol=0)
+
+    parts = RaggedCache(model, method=METHOD, prompt_tokens=40)
+    for part in texts[0].split(13, 1):
+        model(part, past_key_values=parts)
+    torch.testing.assert_close(logits(parts), alone[0], atol=1e-8, rtol=0)
+
+    filled = RaggedCache(model, method=METHOD)
+    prompt = read_prompt(model, texts[0], queries=True)
+    filled.fill(prompt)
+    torch.testing.assert_close(logits(filled), alone[0], atol=1e-8, rtol=0)
+
+    plain = Method("own", PerHead(RATIOS), OwnScores())
+    rows = Comparison(model, texts[0][0].tolist(), prompt, [plain, METHOD])
+    unrefitted = RaggedCache(model, method=plain)
+    model(texts[0], past_key_values=unrefitted)
+    expected = torch.cat([logits(unrefitted), alone[0]])[:, :-1]
+    found = rows.predict(question[0].tolist(), 1).logits
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=0)
+    assert float((expected[0] - expected[1]).abs().max()) > 1e-3
+
+
+@torch.no_grad()
+def test_it_is_nearer_to_the_full_cache_over_many_texts(policy):
+    model = tiny_llama()
+    gains = []
+    for seed in range(12):
+        text, question = ids(1, 80, seed), ids(1, 8, 100 + seed)
+        full = model(torch.cat([text, question], 1)).logits[:, -8:]
+        errors = []
+        for name in ("snapkv", "snapkv+refit"):
+            cache = RaggedCache(model, retention=0.2, method=name)
+            model(text, past_key_values=cache)
+            errors.append(float((model(question, past_key_values=cache).logits - full).square().mean()))
+        gains.append(errors[1] - errors[0])
+    assert np.mean(gains) < 0
+
+
+def test_names_and_rows(policy):
+    entry = find("lkv+refit")
+    assert entry.refit and (entry.rule, entry.selector) == ("lkv-h", "lkv-t") and not find("lkv").refit
+    assert label("lkv+refit") == "LKV, refitted" and label("lkv+refit@mine") == "LKV, refitted (mine)"
+    assert named_like("lkv-h+lkv-t+refit") == ("lkv+refit", entry)
+    assert "queries" in needs("lkv+refit") and "refitted" in describe("lkv+refit")
+    assert find("ada+snapkv+refit").refit
+    for name in ("lkv+refit+refit", "+refit", "no+refit"):
+        assert named_like(name) is None
+        with pytest.raises(LkvError):
+            find(name)
+    model = tiny_llama()
+    roster = Roster(model, None, ["lkv", "lkv+refit"], [0.5], policy)
+    assert roster.queries_read is True and not roster.only(frozenset({("lkv", 0.5)})).queries_read
+    assert Roster(model, None, ["snapkv"], [0.5]).queries_read == SnapKV().last_queries
+
+
+def test_what_it_cannot_do_is_said(policy):
+    model = tiny_llama()
+    for options in ({"streaming": True, "prompt_tokens": 20}, {"decode_eviction": True}):
+        with pytest.raises(CacheError, match=r"refitted is not evicted from again; use the method without '\+refit'"):
+            RaggedCache(model, policy, method="lkv+refit", **options)
+    (unturned,) = [family for family in SERVED if family.name == "OPT"]
+    model = unturned.build()
+    with pytest.raises(UnsupportedModelError, match="rotary embedding, which LKV cannot do here"), torch.no_grad():
+        model(ids(1, 20), past_key_values=RaggedCache(model, method="knorm+refit"))
