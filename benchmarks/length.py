@@ -139,7 +139,8 @@ def draw(rows: Sequence[dict], path: Path) -> None:
                 low, high = ([abs(r[end] - r["kl"]) for r in line] for end in ("low", "high"))
                 axes.errorbar(
                     [r[x] for r in line], [r["kl"] for r in line], yerr=(low, high), label=_label(method),
-                    color=style.colour, marker=style.marker, linewidth=style.width, zorder=style.order, capsize=2,
+                    color=style.colour, marker=style.marker, linewidth=style.width, linestyle=style.line, capsize=2,
+                    zorder=style.order,
                 )  # fmt: skip
     for axes, x, name in (
         (left, "tokens", f"context length (tokens), at R = {middle:g}"),

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from lkv.errors import UnsupportedModelError
-from lkv.host.attention import attach
+from lkv.host.attention import attach, evaluation_mode
 from lkv.host.hooks import Cache, HookedLayer, WindowLayer
-from lkv.host.rotation import Rotation
+from lkv.host.rotation import PROBE_TOKENS, NoRotation, Rotation, variation
+
+_PROBE_TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class PromptLayer:
         """`queries`. Raises ValueError where they were not asked for."""
         if self.queries is None:
             raise ValueError(
-                "this selector reads the queries, which are not here: declare reads_queries = True in its class, or "
-                "call read_prompt with queries=True."
+                "this method reads the queries, which are not here: call read_prompt with queries=True, or declare "
+                "reads_queries = True in the class of a selector of your own."
             )
         return self.queries
 
@@ -107,6 +109,34 @@ def read_prompt(model: Any, ids: Tensor, queries: bool | int = False) -> PromptL
     windows = [layer if isinstance(layer, WindowLayer) else None for layer in layers]
     turned = (replace(layer, rotation=turn) for layer, turn in zip(full, attached.rotations, strict=True))
     return PromptLayers(turned, windows if any(windows) else ())
+
+
+def check_queries(model: Any, wanted_by: str) -> list[Rotation]:
+    """The rotation of each full-attention layer, by which its queries can be turned back too.
+
+    One token over and over has the same query everywhere before RoPE, in every layer: turned back it must too. Layers
+    with another kind of RoPE than the model's module says, or that change q after it, would give wrong scores in
+    silence. Seen once a model. Raises UnsupportedModelError, which names what it is `wanted_by`.
+    """
+    rotations = [rotation or Rotation(model) for rotation in attach(model).rotations]
+    if all(rotation.probed for rotation in rotations):
+        return rotations
+    token = model.config.get_text_config(decoder=True).vocab_size // 2
+    with evaluation_mode(model):
+        ids = torch.full((1, PROBE_TOKENS), token, device=model.device)
+        layers = read_prompt(model, ids, queries=True)
+    for rotation, layer in zip(rotations, layers, strict=True):
+        rotated = precise(layer.query)
+        if isinstance(rotation, NoRotation):
+            continue
+        if not variation(rotation.undone(rotated)) <= _PROBE_TOLERANCE * variation(rotated):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} rotates the queries of some layers in a way that {wanted_by} cannot undo; use "
+                "a model with RoPE, such as Llama or Qwen3, or another method."
+            )
+    for rotation in rotations:
+        rotation.probed = True
+    return rotations
 
 
 class FrozenLayer(HookedLayer):

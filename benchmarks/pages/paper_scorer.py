@@ -45,9 +45,6 @@ def earlier() -> str:
     if ruler := rows("ruler", task=ABLE):
         lead = "RULER, the mean over those of its 13 tasks where the full cache scores at least 50 at every length"
         parts += [*ruler_tables(ruler, lead, "ruler.json`, made by `make reproduce-small"), figure("ruler_ruler")]
-    if retrieval := rows("ruler_retrieval", task="all"):
-        lead = "The best of them on ten samples each of the five tasks of the retention sweep below"
-        parts += ruler_tables(retrieval, lead, "ruler_retrieval.json")
     if sweep := rows("ruler_sweep", task=ABLE):
         parts += _sweep(sweep)
     if longbench := rows("longbench", task="all"):

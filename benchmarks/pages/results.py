@@ -12,6 +12,7 @@ from benchmarks.pages.parts import (
     ruler_tables,
     table,
 )  # fmt: skip
+from lkv.methods.catalogue import FULL
 
 _SERVING = "`python -m benchmarks.serving`"
 
@@ -21,9 +22,10 @@ def results_page() -> str:
     lead = (
         "SmolLM2-135M-Instruct with the shipped policy, the question unknown at compression; intervals are 95%. Each "
         "figure comes from a file under `benchmarks/results/`, which names its command, machine and seed. [Measured "
-        "with the paper's scorer](paper-scorer.md) has RULER, LongBench, the ablation and more."
+        "with the paper's scorer](paper-scorer.md) has all of RULER's tasks, LongBench and more."
     )
     parts = ["# Results", lead, *_length(), *(needle_tables() if rows("needles", method="lkv-paper") else [])]
+    parts += [*_ruler(), *_refit()]
     parts += [part for name in other_models() for part in _other_model(name)]
     parts += _serving()
     return "\n\n".join(part.replace("](benchmarks/", "](../benchmarks/") for part in parts) + "\n"
@@ -59,6 +61,29 @@ def _serving() -> list[str]:
             ),
         ),
     ]
+
+
+def _ruler() -> list[str]:
+    """RULER's retrieval tasks, a table a retention."""
+    measured = rows("ruler_retrieval", task="all")
+    parts = []
+    for retention in sorted({row["retention"] for row in measured if row["method"] != FULL}, reverse=True):
+        chosen = [row for row in measured if row["retention"] in (1.0, retention)]
+        lead = f"RULER's five retrieval tasks at R = {retention:g}"
+        parts += ruler_tables(chosen, lead, "ruler_retrieval.json")
+    return parts
+
+
+def _refit() -> list[str]:
+    """Methods with what they keep refitted, beside themselves."""
+    measured = _length("refit")
+    if not measured:
+        return []
+    lead = (
+        "`METHOD+refit` lets what is kept answer as all entries did, by least squares in the same bytes "
+        "([methods](methods.md#refitted)); the same contexts as above."
+    )
+    return ["## Refitted", lead, *measured, *needle_tables("refit_needles")]
 
 
 def _other_model(name: str) -> list[str]:

@@ -1,10 +1,9 @@
 """The README's section: three small tables, each with its command."""
 
-import json
 from typing import Any
 
-from benchmarks.common import RESULTS
 from benchmarks.pages.parts import complete, counted, interval, name_of, other_models, rows, table
+from lkv.methods.catalogue import FULL
 
 _COMPILED = {"numba": ", extra `cpu`"}  # what the backend of a row asks for
 
@@ -50,31 +49,27 @@ def _short_length(name: str) -> list[str]:
 
 
 def _short_ruler() -> list[str]:
-    """RULER's retrieval tasks at both lengths."""
+    """RULER's retrieval tasks at both lengths and retentions."""
     retrieval = rows("ruler_retrieval", task="all")
     if not retrieval:
         return []
-    by = {(row["method"], row["tokens"]): row for row in retrieval}
-    lengths = sorted({tokens for _, tokens in by})
-    note = "" if _is_new("ruler_retrieval") else ", measured with the paper's scorer"
+    by = {(row["method"], row["retention"], row["tokens"]): row for row in retrieval}
+    lengths = sorted({tokens for _, _, tokens in by})
+    retentions = sorted({retention for method, retention, _ in by if method != FULL}, reverse=True)
     return [
-        f"**RULER**, five retrieval tasks, score of 100, {by['full', lengths[0]]['n']} samples a length{note} "
+        f"**RULER**, five retrieval tasks, score of 100, {by[FULL, 1.0, lengths[0]]['n']} samples a length "
         "(`lkv eval ruler`).",
         table(
-            ("", *(f"{tokens:,} tokens" for tokens in lengths)),
+            ("", *(f"{tokens:,} tokens, R = {retention:g}" for tokens in lengths for retention in retentions)),
             (
-                [name_of(m), *(interval(by[m, t], digits=1) for t in lengths)]
-                for m in ("full", "lkv", "kvzip", "snapkv")
-                if (m, lengths[0]) in by
+                [
+                    name_of(m),
+                    *(interval(by[m, 1.0 if m == FULL else r, t], digits=1) for t in lengths for r in retentions),
+                ]
+                for m in (FULL, "lkv", "kvzip", "snapkv")
             ),
         ),
     ]
-
-
-def _is_new(name: str) -> bool:
-    """Whether a file holds the policy that is the default now: those before it were measured until 21 November 2026."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8"))["date"] > "2026-11-21"
 
 
 def _short_costs() -> list[str]:

@@ -17,10 +17,10 @@ from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
 from lkv.methods.budget import Amount, check_table
 from lkv.methods.build import Method, make_method
-from lkv.methods.catalogue import needs_pattern, needs_policy, needs_second_pass
+from lkv.methods.catalogue import REFIT, needs_pattern, needs_policy, needs_second_pass
 from lkv.models import fitting_policy
 from lkv.policy import Policy
-from lkv.prefill import PromptLayer, as_prompt
+from lkv.prefill import PromptLayer, as_prompt, check_queries
 
 
 class RaggedCache(Cache):
@@ -75,6 +75,8 @@ class RaggedCache(Cache):
                 f"{method.name!r} must see the whole text before the first layer is evicted from: use "
                 f"lkv.compress(..., method={method.name!r})."
             )
+        if method.refit:
+            check_queries(model, REFIT)
         self.amount, self.policy = method.amount, method.policy
         self.plan = Plan(
             method, self.amount, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotations

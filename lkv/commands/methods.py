@@ -2,7 +2,7 @@
 
 import argparse
 
-from lkv.methods.catalogue import RULES, SELECTORS, describe, methods
+from lkv.methods.catalogue import REFIT, RULES, SELECTORS, describe, methods
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,5 +13,6 @@ def run(options: argparse.Namespace) -> None:
     """One line a method, then the rules and selectors that make others."""
     for name in methods():
         print(f"{name:18} {describe(name)}")
-    print(f"\nAny budget rule goes with any selector, as RULE+SELECTOR.\nrules: {', '.join(RULES)}")
+    print(f"\nMETHOD{REFIT} moves what any of them keeps, in the same bytes, to answer as all entries did.")
+    print(f"Any budget rule goes with any selector, as RULE+SELECTOR.\nrules: {', '.join(RULES)}")
     print(f"selectors: {', '.join(SELECTORS)}")

@@ -11,10 +11,10 @@ from lkv.errors import LkvError
 from lkv.host.attention import attach
 from lkv.methods.budget import Amount, Uniform
 from lkv.methods.build import Method, MethodInputs, build_rule, build_selector
-from lkv.methods.catalogue import FULL, POLICY, SELECTORS, find, policy_name
+from lkv.methods.catalogue import FULL, POLICY, REFIT, SELECTORS, find, policy_name
 from lkv.methods.selection import Selector, StreamingLLM
 from lkv.policy import Policy
-from lkv.prefill import PromptLayer
+from lkv.prefill import PromptLayer, check_queries
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class Roster:
         for name, entry in self._entries.items():
             # What is missing is missed before the first prompt is read.
             build_rule(entry.rule, self._inputs[first, policy_name(name)])
+        if any(entry.refit for entry in self._entries.values()):
+            check_queries(model, REFIT)
         self._wanted = {(name, retention) for name in self._entries for retention in self._retentions}
 
     def _selector_of(self, name: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from lkv.errors import UnsupportedModelError
 from lkv.host.spec import full_attention_modules, layer_windows
 
-_PROBE_TOKENS = 16
+PROBE_TOKENS = 16
 _STILL, _UNDONE = 0.03, 0.2  # variation taken for none, of the size of k and of the variation before
 
 
@@ -35,6 +35,10 @@ class Rotation:
         # Some attention modules themselves give `turn` the part of a head that is rotated, others leave it to `turn`.
         self._parted = hasattr(module, "rotary_ndims")
         self._kind = {"layer_type": "full_attention"} if "layer_type" in signature(rotary.forward).parameters else {}
+        scaling = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        scaling = scaling.get("full_attention", scaling)
+        longer = scaling.get("rope_type") == "longrope"
+        self._changes_at = scaling.get("original_max_position_embeddings") if longer else None
         self._by_halves: bool | None = None
         self._last: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.probed = False  # whether the model's own queries were seen to be rotated so in every layer
@@ -46,6 +50,17 @@ class Rotation:
     def applied(self, x: Tensor, start: int = 0) -> Tensor:
         """x [B, H, T, d] rotated at positions `start` to `start + T - 1`, as the model rotates keys."""
         return self._turned(x, *self._tables(x, start, start + x.shape[2]))
+
+    def moved(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
+        """x [B, H, n, d], rotated at `positions` [n], as if rotated from position `start` on instead."""
+        cos, sin = _inverse(*self._computed(x, positions))
+        return self.applied(self._turned(x, cos, sin), start)
+
+    def following(self, end: int, count: int) -> int:
+        """The first of `count` positions at `end`, or as near before as they must be to be rotated as those of a text
+        of `end` tokens are: LongRoPE has other frequencies beyond a length."""
+        change = self._changes_at
+        return end if change is None or end > change else min(end, max(0, change - count))
 
     def mean(self, like: Tensor, start: int, end: int) -> Tensor:
         """The mean of the rotations at positions `start` to `end` - 1, a matrix [d, d] that rows are multiplied by."""
@@ -69,25 +84,30 @@ class Rotation:
 
     def _tables(self, like: Tensor, start: int, end: int, undo: bool = False) -> tuple[Tensor, Tensor]:
         """cos and sin [1, end - start, d], or those of the way back; the layers of one prompt ask for the same ones, so
-        the last two are kept."""
+        the last four are kept."""
         wanted = (start, end, like.dtype, like.device, undo)
         if (tables := self._last.get(wanted)) is not None:
             return tables
-        cos, sin = self._computed(like, start, end)
+        cos, sin = self._computed(like, torch.arange(start, end, device=like.device))
         if undo:
-            size = cos.square() + sin.square()  # not 1 where the model scales its rotations, as YaRN does
-            cos, sin = cos / size, -sin / size
-        recent = list(self._last.items())[-1:]
+            cos, sin = _inverse(cos, sin)
+        recent = list(self._last.items())[-3:]
         self._last = dict([*recent, (wanted, (cos, sin))])
         return cos, sin
 
-    def _computed(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+    def _computed(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         # A copy: embeddings that follow the text's length change when they are asked about later positions.
         rotary = copy.deepcopy(self._rotary, {id(config): config for config in [getattr(self._rotary, "config", None)]})
         # A model over several devices has one embedding for all of them.
         device = next(rotary.buffers()).device
-        cos, sin = rotary(like[:0].to(device), torch.arange(start, end, device=device)[None], **self._kind)
+        cos, sin = rotary(like[:0].to(device), positions.to(device)[None], **self._kind)
         return cos.to(like.device), sin.to(like.device)
+
+
+def _inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables of the way back."""
+    size = cos.square() + sin.square()  # not 1 where the model scales its rotations, as YaRN does
+    return cos / size, -sin / size
 
 
 def by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,8 +131,11 @@ class NoRotation(Rotation):
     def undone(self, x: Tensor, start: int = 0) -> Tensor:
         return x
 
-    def applied(self, x: Tensor, start: int = 0) -> Tensor:
+    def moved(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
         return x
+
+    def following(self, end: int, count: int) -> int:
+        return end
 
     def mean(self, like: Tensor, start: int, end: int) -> Tensor:
         return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
@@ -135,20 +158,21 @@ def rotations_of(model: Any) -> tuple[Rotation | None, ...]:
 
 def _undone(whole: Rotation, key: Tensor) -> Rotation | None:
     """What a layer does whose k [1, H, T, d] of one token over and over this is: equal everywhere before RoPE."""
-    if _variation(key) <= _STILL * float(key.norm()):
+    if variation(key) <= _STILL * float(key.norm()):
         return NoRotation()
-    return whole if _variation(whole.undone(key)) <= _UNDONE * _variation(key) else None
+    return whole if variation(whole.undone(key)) <= _UNDONE * variation(key) else None
 
 
-def _variation(key: Tensor) -> float:
-    return float((key - key.mean(2, keepdim=True)).norm())
+def variation(x: Tensor) -> float:
+    """How far x [B, H, T, d] is from the same everywhere."""
+    return float((x - x.mean(2, keepdim=True)).norm())
 
 
 @torch.no_grad()
 def _repeated_keys(model: Any) -> list[Tensor]:
     """k [1, H, T, d] of each full-attention layer for one token over and over, in float32 or better."""
     token = model.config.get_text_config(decoder=True).vocab_size // 2
-    ids = torch.full((1, _PROBE_TOKENS), token, device=model.get_input_embeddings().weight.device)
+    ids = torch.full((1, PROBE_TOKENS), token, device=model.get_input_embeddings().weight.device)
     cache, training = DynamicCache(), model.training
     model.eval()
     try:

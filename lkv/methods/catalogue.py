@@ -166,7 +166,7 @@ def register_method(
     "RULE+SELECTOR". `needs` of the new selector are among POLICY, PATTERN, QUERIES and SECOND_PASS. Raises LkvError for
     a name that is taken, or a part that is not known.
     """
-    if name in METHODS or name == FULL or "+" in name or "@" in name:
+    if name in METHODS or name in (FULL, REFIT[1:]) or "+" in name or "@" in name:
         raise LkvError(f"the method name {name!r} is taken or holds a '+' or '@'; give another.")
     chosen = {}
     for kind, given, known in (("rule", rule, RULES), ("selector", selector, SELECTORS)):
@@ -211,7 +211,9 @@ def find(name: str) -> Entry:
     if not isinstance(name, str):
         raise LkvError(f"method is {name!r}; give a name that `lkv methods` lists.")
     load_plugins()
-    name = name.partition("@")[0]
+    name, _, tag = name.partition("@")
+    if "+" in tag:
+        raise LkvError(f"the policy name {tag!r} holds a '+'; write METHOD{REFIT}@NAME, the policy's name last.")
     if name in METHODS:
         return METHODS[name]
     plain = name.removesuffix(REFIT)

@@ -15,24 +15,29 @@ from lkv.devices import full_precision
 from lkv.prefill import PromptLayer, precise
 
 QUERIES = 256  # a query head, at most
+_ROWS = 1024  # a KV head, at most, over the query heads that read it
 _RIDGE, _FLAT = 0.1, 0.01  # by the mean of what they are added to
 _LEAST = 0.01  # of a weight
 _STEPS = 30
 
 
 def references(prompt: PromptLayer) -> Tensor:
-    """Queries [B, H, G n, d] that entries are fitted to, by the KV head that G query heads read: evenly of
-    the second half of the prompt, rotated as if they followed its end.
+    """Queries [B, H, G n, d] that entries are fitted to, by the KV head that G query heads read: evenly of the second
+    half of the prompt, rotated as if they followed its end.
 
     Raises UnsupportedModelError where q cannot be rotated back, ValueError for a prompt without its queries.
     """
     tokens, heads, rotation = prompt.key.shape[2], prompt.key.shape[1], prompt.known_rotation
-    first = max(tokens // 2, tokens - prompt.query.shape[2])
+    grouped = prompt.query.shape[1] // heads
+    second = min(prompt.query.shape[2], tokens - tokens // 2)
+    count = min(QUERIES, max(1, _ROWS // grouped), second)
+    # The first and the last of them, and what lies evenly between, rounded.
+    parts = max(1, count - 1)
+    steps = (2 * torch.arange(count, device=prompt.query.device) * (second - 1) + parts) // (2 * parts)
+    chosen = prompt.query[:, :, prompt.query.shape[2] - second + steps]
     with full_precision(prompt.key.device):
-        late = rotation.undone(precise(prompt.query[:, :, first - tokens :]), first)
-        count = min(QUERIES, tokens - first)
-        chosen = torch.linspace(0, tokens - first - 1, count, device="cpu").round().long().to(late.device)
-        ahead = rotation.applied(late[:, :, chosen], prompt.end)
+        places = tokens - second + steps
+        ahead = rotation.moved(precise(chosen), places, rotation.following(prompt.end, count))
     return ahead.unflatten(1, (heads, -1)).flatten(2, 3)
 
 
@@ -48,7 +53,8 @@ def refitted(
         query, v = precise(query) * scale, precise(kept_value)
         logits = query @ precise(key).T
         total = logits.logsumexp(-1, keepdim=True)
-        target = (logits - total).exp() @ precise(value)
+        target = logits.sub_(total).exp_() @ precise(value)
+        del logits  # of a long prompt larger than all that follows
         weights = _weights((query @ precise(kept_key).T - total).exp())
         # As they will be held, so that v makes up for what rounding them takes.
         new_key = (precise(kept_key) + weights.log()[:, None] * _agreed(query)).to(kept_key.dtype)

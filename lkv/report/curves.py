@@ -87,7 +87,7 @@ def _curve(axes: Any, row: TableRow, points: Sequence[tuple[float | None, Cell]]
         [cell.value for cell in cells],
         color=style.colour,
         marker=style.marker,
-        linestyle="--" if row.published else "-",
+        linestyle="--" if row.published else style.line,
         linewidth=1.4 if row.published else style.width,
         markerfacecolor="white" if row.published else style.colour,
         zorder=style.order,

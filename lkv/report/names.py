@@ -30,9 +30,9 @@ CATEGORIES = {
 
 
 def parts(method: str) -> tuple[str, str] | None:
-    """(budget rule, selector) of a method, or None for a name that is not known."""
+    """(budget rule, selector) of a method, or None for a name that is not known or a refitted method."""
     known = named_like(method)
-    return (known[1].rule, known[1].selector) if known else None
+    return (known[1].rule, known[1].selector) if known and not known[1].refit else None
 
 
 def label(method: str) -> str:
@@ -48,7 +48,7 @@ def part_label(part: str) -> str:
 
 def is_lkv(method: str) -> bool:
     """Whether the method is LKV itself, under any of its names."""
-    return parts(method) == parts(LKV)
+    return (combination := parts(method)) is not None and combination == parts(LKV)
 
 
 def ordered(methods: Iterable[str]) -> list[str]:

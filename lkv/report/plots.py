@@ -31,6 +31,7 @@ def _points(table: Table) -> Any:
                 [cell.value for _, cell in points],
                 yerr=[[_below(cell) for _, cell in points], [_above(cell) for _, cell in points]],
                 fmt=style.marker,
+                fillstyle="full" if row.published else style.fill,
                 color=style.colour,
                 markerfacecolor="white" if row.published else style.colour,
                 markersize=8 if style.order == 4 else 5,

@@ -147,7 +147,7 @@ def plot_memory(profile: Profile, published: str = "", weights: bool = False) ->
                 marker="." if method == FULL else style.marker,
                 linewidth=style.width,
                 zorder=style.order,
-                linestyle=":" if method == FULL else "-",
+                linestyle=":" if method == FULL else style.line,
                 label=name,
             )
             for row in (row for row in rows if row.get("failed_at")):

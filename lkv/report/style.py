@@ -9,6 +9,7 @@ from lkv.report.names import is_lkv
 
 LKV_COLOUR, _BLACK = METHODS["lkv"].colour, "#000000"
 _POLICIES = ((LKV_COLOUR, "o"), ("#8C3D00", "s"), ("#F0A06A", "D"), ("#5E2A00", "^"))  # LKV under several policies
+_REFITTED = "-."
 _COLOURED = 6  # curves that can be told apart by colour
 _GREYS, _MARKERS = ("#7F7F7F", "#A6A6A6", "#595959"), "svd^XP<>hpD*8"  # of methods that the catalogue does not have
 
@@ -20,11 +21,17 @@ class Style(NamedTuple):
     marker: str
     width: float
     order: int  # what is drawn later lies on top
+    line: str = "-"
+
+    @property
+    def fill(self) -> str:
+        """How much of the marker is filled, where there are points alone."""
+        return "left" if self.line == _REFITTED else "full"
 
 
 def styles(methods: Sequence[str]) -> dict[str, Style]:
     """A style for each method, the same in every figure: the full cache black, LKV thick, the others as the catalogue
-    has them; beyond six in colour the later ones are grey, told apart by their markers."""
+    has them, dash-dotted where refitted; beyond six in colour the later ones are grey, told apart by their markers."""
     chosen, unknown, learned, coloured = {}, 0, 0, 0
     for method in dict.fromkeys(methods):
         if method == FULL:
@@ -36,12 +43,13 @@ def styles(methods: Sequence[str]) -> dict[str, Style]:
             known = named_like(method)
             if known:
                 colour, marker = known[1].colour, known[1].marker
+                line = _REFITTED if known[1].refit else "-"
             else:
                 colour, marker = _GREYS[unknown // len(_MARKERS) % len(_GREYS)], _MARKERS[unknown % len(_MARKERS)]
-                unknown += 1
+                unknown, line = unknown + 1, "-"
             coloured += colour not in _GREYS
             colour = colour if coloured <= _COLOURED else _GREYS[0]
-            chosen[method] = Style(colour, marker, 1.4, 2 if colour in _GREYS else 3)
+            chosen[method] = Style(colour, marker, 1.4, 2 if colour in _GREYS else 3, line)
     return chosen
 
 

@@ -5,14 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.errors import UnsupportedModelError
-from lkv.host.attention import attach, evaluation_mode
-from lkv.host.rotation import NoRotation, Rotation
 from lkv.methods.selection.base import Selector, check_sinks, precise
-from lkv.prefill import PromptLayer, read_prompt
-
-_PROBE_TOKENS = 16
-_PROBE_TOLERANCE = 0.2
+from lkv.prefill import PromptLayer, check_queries
 
 
 class ExpectedAttention(Selector):
@@ -42,9 +36,7 @@ class ExpectedAttention(Selector):
     ):
         self.sinks = sinks
         self._future, self._covariance, self._value_norm, self._epsilon = future, covariance, value_norm, epsilon
-        self._rotations = [rotation or Rotation(model) for rotation in attach(model).rotations]
-        if not all(rotation.probed for rotation in self._rotations):
-            self._probe(model)
+        self._rotations = check_queries(model, type(self).__name__)
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
@@ -68,29 +60,3 @@ class ExpectedAttention(Selector):
             expected = (expected + self._epsilon) * torch.linalg.vector_norm(precise(value[:, :, self.sinks :]), dim=-1)
         first = (expected.max() + 1).expand(*expected.shape[:2], self.sinks)
         return torch.cat([first, expected], -1)
-
-    def _probe(self, model: Any) -> None:
-        """One token over and over has the same query everywhere before RoPE, in every layer: rotated back it must too.
-
-        Layers with another kind of RoPE than the model's module says would give wrong scores in silence.
-        Seen once a model.
-        """
-        token = model.config.get_text_config(decoder=True).vocab_size // 2
-        with evaluation_mode(model):
-            ids = torch.full((1, _PROBE_TOKENS), token, device=model.device)
-            layers = read_prompt(model, ids, queries=True)
-        for rotation, layer in zip(self._rotations, layers, strict=True):
-            rotated = precise(layer.query)
-            if isinstance(rotation, NoRotation):
-                continue
-            if not _variation(rotation.undone(rotated)) <= _PROBE_TOLERANCE * _variation(rotated):
-                raise UnsupportedModelError(
-                    f"{type(model).__name__} rotates the queries of some layers in a way that ExpectedAttention cannot "
-                    "undo; use a model with RoPE, such as Llama or Qwen3, or another method."
-                )
-        for rotation in self._rotations:
-            rotation.probed = True
-
-
-def _variation(query: Tensor) -> float:
-    return float((query - query.mean(2, keepdim=True)).norm())
