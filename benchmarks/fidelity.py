@@ -21,7 +21,7 @@ from lkv.prefill import read_prompt
 from lkv.results import write_results
 from lkv.statistics import bootstrap
 
-NAMES = ("full", "lkv", "lkv-t", "snapkv")
+NAMES = ("full", "lkv", "lkv+refit", "lkv-t", "snapkv")
 ALL = (*NAMES, "kvzip")
 
 

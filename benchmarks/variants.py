@@ -55,10 +55,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--contexts", type=int, default=6, help="contexts a task")
     parser.add_argument("--retention", type=float, default=0.15)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "variants.json")
     options = parser.parse_args()
-    model, tokenizer = load_default(torch.bfloat16)
+    model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = default_policy()
     heldout = HeldOut(options.data, tokenizer, options.seed)
     with resumable(options.out.with_suffix(".jsonl"), settings_of(options)) as done:

@@ -13,6 +13,7 @@ from benchmarks.pages.parts import (
     table,
 )  # fmt: skip
 from lkv.methods.catalogue import FULL
+from lkv.report.names import part_label
 
 _SERVING = "`python -m benchmarks.serving`"
 
@@ -25,9 +26,9 @@ def results_page() -> str:
         "with the paper's scorer](paper-scorer.md) has all of RULER's tasks, LongBench and more."
     )
     parts = ["# Results", lead, *_length(), *(needle_tables() if rows("needles", method="lkv-paper") else [])]
-    parts += [*_ruler(), *_refit()]
+    parts += [*_ruler(), *_fidelity(), *_refit()]
     parts += [part for name in other_models() for part in _other_model(name)]
-    parts += _serving()
+    parts += [*_serving(), "## Memory and speed", *_costs()]
     return "\n\n".join(part.replace("](benchmarks/", "](../benchmarks/") for part in parts) + "\n"
 
 
@@ -61,6 +62,69 @@ def _serving() -> list[str]:
             ),
         ),
     ]
+
+
+def _fidelity() -> list[str]:
+    """Held-out questions and text of 1k to 2k tokens: methods, and budget rules by selectors."""
+    fidelity = {row["method"]: row for row in rows("fidelity", task="all")}
+    learned = fidelity["lkv"]
+    parts = [
+        f"Fidelity on held-out questions and text at R = {learned['retention']}: {learned['n']} continuations of "
+        f"{learned['contexts']} contexts of 1k to 2k tokens (`fidelity.json`).",
+        table(
+            ("", "KL(full \\|\\| compressed)", "top-1 agreement"),
+            ([name_of(m), interval(fidelity[m]), interval(fidelity[m], "agreement")] for m in fidelity if m != FULL),
+        ),
+    ]
+    if grid := {row["method"]: row for row in rows("grid", task="all")}:
+        rules, selectors = (tuple(dict.fromkeys(m.split("+")[i] for m in grid if "+" in m)) for i in (0, 1))
+        parts += [
+            f"Budget rules by selectors: KL(full \\|\\| compressed) over {grid[FULL]['contexts']} of these contexts "
+            "(`grid.json`).",
+            table(
+                ("", *map(part_label, selectors)),
+                ([part_label(rule), *(interval(grid[f"{rule}+{s}"]) for s in selectors)] for rule in rules),
+            ),
+        ]
+    if variants := rows("variants"):
+        parts += [
+            f"Streaming and quantised storage, against exact LKV on {variants[0]['contexts']} of these contexts "
+            "(`variants.json`; bytes are those of k and v held, slack included).",
+            table(
+                ("", "KL", "top-1 agreement", "bytes of the full cache's"),
+                ([r["variant"], interval(r), interval(r, "agreement"), f"{r['bytes']:.3f}"] for r in variants),
+            ),
+        ]
+    return parts
+
+
+def _costs() -> list[str]:
+    speed = []
+    for row in rows("prefill", method="lkv", tokens=4096):
+        size = rows("cache_bytes", method="lkv", tokens=4096)[0]
+        speed.append(
+            f"At 4,096 tokens the cache holds {size['value']:.3f} of the full cache's bytes, slack included, and "
+            f"prefill with eviction takes {interval(row)} of plain prefill (`cache_bytes.json`, `prefill.json`)."
+        )
+    for row in rows("decode", method="lkv", tokens=4096, dtype="float32", what="attention"):
+        threads = row["threads"]
+        token = rows("decode", method="lkv", tokens=4096, dtype="float32", what="token", threads=threads)[0]
+        many = f"{threads} thread" + "s" * (threads > 1) + " (extra `cpu`)" * (row.get("backend") == "numba")
+        speed.append(
+            f"Decoding over it on {many}, attention takes {interval(row)} of the time of "
+            f"PyTorch's best over the full cache, a whole token {interval(token)} (`decode.json`)."
+        )
+    for row in rows("comparison_cost"):
+        speed.append(
+            f"Comparing {row['methods']} on RULER at {row['tokens']:,} tokens takes {interval(row, digits=2)} of the "
+            f"time of the full cache alone ({row['n']} samples, `comparison_cost.json`)."
+        )
+    for row in rows("streaming"):
+        speed.append(
+            f"Reading {row['tokens']:,} tokens in parts of {row['chunk']:,} never holds more than {row['value']:.3f} "
+            "of the full cache's bytes (`streaming.json`)."
+        )
+    return [" ".join(speed)]
 
 
 def _ruler() -> list[str]:
