@@ -72,7 +72,7 @@ def ruler_tables(measured: list[dict[str, Any]], lead: str, source: str) -> list
     def cells(row: dict[str, Any] | None) -> list[str]:
         if row is None:
             return ["", "", ""]
-        less = interval(row, "difference", 1) if row["method"] != "lkv" else ""
+        less = interval(row, "difference", 1) if "difference" in row and row["method"] != "lkv" else ""
         return [interval(row, digits=1), less, f"{row['realised']:.3f}"]
 
     return [
