@@ -16,8 +16,9 @@ def section() -> str:
         [
             f"SmolLM2-135M-Instruct{' unless another is named' if more else ''}, the question unknown at compression, "
             "R = 0.15; 95% intervals. All figures come from `benchmarks/results/`, whose files name command, machine "
-            'and seed. More lengths, methods and R: [results](docs/results.md). Refitted is `method="lkv+refit"`, which '
-            "moves what is kept, in the same bytes ([how](docs/methods.md#refitted)).",
+            "and seed. More lengths, methods and R: [results](docs/results.md). "
+            'Refitted is `method="lkv+refit"`, which moves what is kept, in the same bytes '
+            "([how](docs/methods.md#refitted)).",
             *_short_length("length"),
             *(part for name in more for part in _short_length(f"length-{name}")),
             *_short_ruler(),
