@@ -36,6 +36,11 @@ def draw_lengths(path: Path) -> None:
     length.draw([{"model": "SmolLM2-135M-Instruct", **row} for row in rows("length")], path)
 
 
+def draw_refit(path: Path) -> None:
+    """Methods with what they keep refitted, beside themselves."""
+    length.draw(rows("refit"), path)
+
+
 def draw_ruler(path: Path) -> None:
     """RULER over length, every method at R = 0.15."""
     measured = rows("ruler", task=_ABLE)
@@ -121,6 +126,7 @@ def _save(table: Table, path: Path) -> None:
 
 PICTURES: dict[str, Callable[[Path], None]] = {
     "length": draw_lengths,
+    "refit": draw_refit,
     "ruler_ruler": draw_ruler,
     "swept_sweep": draw_sweep,
     "ruler_tasks": draw_ruler_tasks,
