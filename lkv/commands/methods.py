@@ -16,3 +16,4 @@ def run(options: argparse.Namespace) -> None:
     print(f"\nMETHOD{REFIT} moves what any of them keeps, in the same bytes, to answer as all entries did.")
     print(f"Any budget rule goes with any selector, as RULE+SELECTOR.\nrules: {', '.join(RULES)}")
     print(f"selectors: {', '.join(SELECTORS)}")
+    print("Queries and a second pass come from the text itself; a policy and a pattern are given, or shipped.")

@@ -227,7 +227,12 @@ def find(name: str) -> Entry:
         raise LkvError(f"there is no {part!r} to make {name!r} of; use one of {', '.join(sorted(known))}.")
     if name == FULL:
         raise LkvError(f"{FULL!r} keeps everything: use transformers' own DynamicCache, or lkv.compress for a context.")
-    near = get_close_matches(name, METHODS, n=2) or sorted(METHODS)
+    if name in RULES or name in SELECTORS:
+        rule, selector = (name, "SELECTOR") if name in RULES else ("RULE", name)
+        raise LkvError(
+            f"{name!r} is a part of methods: give it as {rule}+{selector}; `lkv methods` lists rules and selectors."
+        )
+    near = get_close_matches(name, [*METHODS, *(known + REFIT for known in METHODS)], n=2) or sorted(METHODS)
     raise LkvError(
         f"there is no method {name!r}; did you mean {' or '.join(map(repr, near))}? `lkv methods` lists them all."
     )

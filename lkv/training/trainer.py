@@ -85,6 +85,7 @@ class Trainer:
                 self._step = self._state.restore(self._folder)
                 self._tell(f"going on from step {self._step} of {self._config.steps}, saved in {self._folder}")
             elif not self._calibrated:
+                self._tell(f"measuring k, v and queries of {CALIBRATION_SAMPLES} texts before the first step")
                 samples = [self._samples(number) for number in range(CALIBRATION_SAMPLES)]
                 calibrate(self._model, self._policy, [sample.context[:_CALIBRATION_TOKENS] for sample in samples])
                 if self._warm_start is not None:
