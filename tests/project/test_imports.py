@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2] / "lkv"
 ORDER = [
     "errors", "files", "version", "config", "extras", "documents", "sampling", "methods.catalogue", "fingerprint",
     "shipped", "journal", "results", "statistics", "shapes", "prompts", "tensor_file", "context_file", "policy_file",
-    "devices", "ops", "host", "prefill", "policy", "methods.budget", "methods.selection", "methods.refit", "methods.kvzip",
-    "methods.build", "cache.quantization", "cache.ranking", "cache.tail", "cache.spans", "cache.quantized_spans",
+    "devices", "ops", "host", "prefill", "policy", "methods.budget", "methods.selection", "methods.refit",
+    "methods.kvzip", "methods.build", "cache.quantization", "cache.ranking", "cache.tail", "cache.spans", "cache.quantized_spans",
     "cache.plan", "cache.rows", "cache.entries", "cache.eviction", "cache.unread", "cache.layer", "conversion",
     "models", "hub", "doctor", "cache.ids", "cache.windows", "cache.checks", "cache.ragged", "cache.shared", "answers",
     "saved_context", "context", "chat", "inspection", "training.data", "training.cost", "training.student",
