@@ -161,6 +161,7 @@ def _other_model(name: str) -> list[str]:
         *_length(f"length-{name}"),
         *(ruler_tables(able, lead, f"ruler-{name}.json") if able else []),
         *needle_tables(f"needles-{name}"),
+        *_length(f"refit-{name}"),
     ]
 
 
