@@ -1,9 +1,10 @@
 """What streaming and quantised storage cost: KL from the full cache on the held-out continuations, against exact LKV.
 
-python -m benchmarks.variants --data FOLDER    (writes variants.json)
+python -m benchmarks.variants --data FOLDER --tokens 2000 7800 --contexts 4 1    (writes variants.json)
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, command_of, settings_of
-from benchmarks.heldout import TASKS, HeldOut
+from benchmarks.common import RESULTS, command_of, per_length, settings_of
+from benchmarks.heldout import HeldOut
+from benchmarks.length import TASKS
 from lkv.cache.ragged import RaggedCache
 from lkv.journal import resumable
 from lkv.models import default_policy, load_default
@@ -53,21 +55,27 @@ def log_probs(model: Any, cache: RaggedCache, ids: list[int], skip: int) -> Tens
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--contexts", type=int, default=6, help="contexts a task")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2000, 7800])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[4, 2], help="a task, for each length or all")
     parser.add_argument("--retention", type=float, default=0.15)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "variants.json")
     options = parser.parse_args()
+    contexts = per_length(options.tokens, options.contexts)
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = default_policy()
     heldout = HeldOut(options.data, tokenizer, options.seed)
-    with resumable(options.out.with_suffix(".jsonl"), settings_of(options)) as done:
-        cases = [(number, task) for number in range(options.contexts) for task in TASKS]
-        for number, task in tqdm(cases, desc="variants"):
-            if f"{task}-{number}" in done:
+    settings = settings_of(options)
+    for more in ("contexts", "tokens"):  # more of them go on where fewer ended
+        settings.pop(more)
+    with resumable(options.out.with_suffix(".jsonl"), settings) as done:
+        cases = [(n, t, task) for t in contexts for n in range(contexts[t]) for task in TASKS]
+        for number, tokens, task in tqdm(cases, desc="variants"):
+            key = f"{task}-{tokens}-{number}"
+            if key in done:
                 continue
-            ids, asked = heldout.case(task, number)
+            ids, asked = heldout.case(task, number, tokens)
             context = torch.tensor([ids])
             caches = [read(model, policy, options.retention, context, **how) for how in VARIANTS.values()]
             full = read(model, policy, 1.0, context)
@@ -81,20 +89,28 @@ def main() -> None:
                     row.append([float(kl(target, compressed).mean()), float(agreed.float().mean())])
                 measured.append(row)
             shares = [cache.nbytes() / full.full_nbytes() for cache in caches]
-            done.add(f"{task}-{number}", {"tokens": len(ids), "measured": measured, "bytes": shares})
+            done.add(key, {"tokens": len(ids), "measured": measured, "bytes": shares})
         rows = []
-        samples = list(done.values())
-        for i, name in enumerate(VARIANTS):
-            mean, agreement = (bootstrap([[c[i][k] for c in sample["measured"]] for sample in samples]) for k in (0, 1))
-            size = bootstrap([[sample["bytes"][i]] for sample in samples])
-            rows.append(
-                {"method": "lkv", "variant": name, "retention": options.retention, "contexts": len(samples)}
-                | mean._asdict()
-                | {"unit": "nats a token, KL(full || compressed)", "kl": mean.value, "agreement": agreement.value}
-                | {"agreement_low": agreement.low, "agreement_high": agreement.high, "bytes": size.value}
-            )
-            print(f"{name:26} kl {mean.value:.3f} agreement {agreement.value:.3f} bytes {size.value:.3f} of full")
+        for tokens in contexts:
+            samples = [done[f"{task}-{t}-{number}"] for number, t, task in cases if t == tokens]
+            rows += summarise(samples, tokens, options.retention)
         write_results(options.out, "variants", rows, options.seed, command_of("benchmarks.variants", options))
+
+
+def summarise(samples: Sequence[dict], tokens: int, retention: float) -> list[dict]:
+    """A row for each variant, over the contexts of one length."""
+    rows = []
+    for i, name in enumerate(VARIANTS):
+        mean, agreement = (bootstrap([[c[i][k] for c in sample["measured"]] for sample in samples]) for k in (0, 1))
+        size = bootstrap([[sample["bytes"][i]] for sample in samples])
+        rows.append(
+            {"method": "lkv", "variant": name, "tokens": tokens, "retention": retention, "contexts": len(samples)}
+            | mean._asdict()
+            | {"unit": "nats a token, KL(full || compressed)", "kl": mean.value, "agreement": agreement.value}
+            | {"agreement_low": agreement.low, "agreement_high": agreement.high, "bytes": size.value}
+        )
+        print(f"{tokens} {name:26} kl {mean.value:.3f} agreement {agreement.value:.3f} bytes {size.value:.3f} of full")
+    return rows
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ SWEPT = ("snapkv", "pyramidkv", "adakv-snapkv", "kvzip", "lkv")
 ON_LONGBENCH = ("lkv", "snapkv", "pyramidkv", "duo", "adakv-snapkv", "adakv-expected", "criticalkv", "kvzip")
 RETENTIONS = ("0.5", "0.3", "0.2", "0.15", "0.1", "0.05")
 LENGTHS = ("2048", "4096")
-DTYPE = "bfloat16"
 PATTERN_TOKENS = 4000  # of the text on which DuoAttention's retrieval heads are estimated
 
 
@@ -34,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ruler", type=Path, required=True, help="folder with RULER's sources, the essays among them")
     parser.add_argument("--longbench", type=Path, help="folder with LongBench's files (default: left out)")
     parser.add_argument("--processes", type=int, default=2, help="that share the samples, a thread each")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), help="on RULER at R = 0.15")
+    parser.add_argument("--swept", nargs="+", default=list(SWEPT), help="on RULER at every retention")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--samples", type=int, default=4, help="of each RULER task and length")
     parser.add_argument("--swept-samples", type=int, default=5, help="of each RULER task, at every retention")
     parser.add_argument("--longbench-samples", type=int, default=2, help="of each LongBench task")
@@ -70,9 +72,9 @@ def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:
     """What is measured, and what is made of it."""
     ruler, swept, longbench = (str(options.out / f"{name}.jsonl") for name in ("ruler", "swept", "longbench"))
     source = ["--data", str(options.ruler)]
-    shared = ["--pattern", str(text), "--retention", "0.15", "--dtype", DTYPE]
+    shared = ["--pattern", str(text), "--retention", "0.15", "--dtype", options.dtype]
     samples = ["--lengths", *LENGTHS, "--samples", str(options.samples)]
-    yield ["eval", "ruler", *source, *samples, "--methods", *METHODS, *shared, "--out", ruler]
+    yield ["eval", "ruler", *source, *samples, "--methods", *options.methods, *shared, "--out", ruler]
     for table, more in (
         ("ruler", ["--min-full", "50"]),
         ("main", []),
@@ -82,8 +84,8 @@ def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:
     ):
         yield from _report(options.out, "ruler", ruler, table, more)
     samples = ["--lengths", LENGTHS[0], "--samples", str(options.swept_samples)]
-    swept_at = ["--retention", *RETENTIONS, "--dtype", DTYPE]
-    yield ["eval", "ruler", *source, *samples, "--methods", *SWEPT, *swept_at, "--out", swept]
+    swept_at = ["--retention", *RETENTIONS, "--dtype", options.dtype]
+    yield ["eval", "ruler", *source, *samples, "--methods", *options.swept, *swept_at, "--out", swept]
     yield from _report(options.out, "swept", swept, "sweep", ["--min-full", "50"])
     if options.longbench:
         data = ["--data", str(options.longbench), "--samples", str(options.longbench_samples)]

@@ -86,16 +86,38 @@ def _fidelity() -> list[str]:
                 ([part_label(rule), *(interval(grid[f"{rule}+{s}"]) for s in selectors)] for rule in rules),
             ),
         ]
-    if variants := rows("variants"):
-        parts += [
-            f"Streaming and quantised storage, against exact LKV on {variants[0]['contexts']} of these contexts "
-            "(`variants.json`; bytes are those of k and v held, slack included).",
-            table(
-                ("", "KL", "top-1 agreement", "bytes of the full cache's"),
-                ([r["variant"], interval(r), interval(r, "agreement"), f"{r['bytes']:.3f}"] for r in variants),
+    return [*parts, *_variants()]
+
+
+def _variants() -> list[str]:
+    """Streaming and quantised storage, by length."""
+    measured = {(row["variant"], row["tokens"]): row for row in rows("variants")}
+    if not measured:
+        return []
+    lengths = sorted({tokens for _, tokens in measured})
+    contexts = " and ".join(
+        f"{next(r['contexts'] for (_, t), r in measured.items() if t == tokens)} contexts of {tokens:,} tokens"
+        for tokens in lengths
+    )
+    return [
+        f"Streaming and quantised storage at R = {rows('variants')[0]['retention']:g}, beside LKV of the whole prompt: "
+        f"KL(full \\|\\| compressed) and top-1 agreement, {contexts} (`variants.json`; bytes are those of k and v "
+        "held, slack included).",
+        table(
+            ("", *(f"{tokens:,} tokens" for tokens in lengths), "bytes of the full cache's"),
+            (
+                [
+                    variant,
+                    *(
+                        f"{interval(measured[variant, tokens])} / {measured[variant, tokens]['agreement']:.3f}"
+                        for tokens in lengths
+                    ),
+                    f"{measured[variant, lengths[0]]['bytes']:.3f}",
+                ]
+                for variant in dict.fromkeys(variant for variant, _ in measured)
             ),
-        ]
-    return parts
+        ),
+    ]
 
 
 def _costs() -> list[str]:

@@ -27,8 +27,9 @@ RUNS = Path(small.__file__).parent
 
 def options_of(tmp_path, *arguments):
     parsed = argparse.Namespace(
-        ruler=Path("sources"), longbench=None, samples=1, swept_samples=1, longbench_samples=1, out=tmp_path
-    )
+        ruler=Path("sources"), longbench=None, samples=1, swept_samples=1, longbench_samples=1, out=tmp_path,
+        methods=list(METHODS), swept=list(small.SWEPT), dtype="float32",
+    )  # fmt: skip
     return argparse.Namespace(**(vars(parsed) | dict(arguments)))
 
 
