@@ -51,6 +51,18 @@ def checked_line(card: dict[str, Any]) -> str:
     )
 
 
+def card_lines(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
+    """What a policy is for, how it was trained and how faithful it is, a line each."""
+    trained = f"on texts of up to {card['trained_tokens']:,} tokens" if card.get("trained_tokens") else "not told"
+    return [
+        f"model     {', '.join(card.get('hub', ())) or card.get('model', 'not told')}, in any storage "
+        f"({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)",
+        f"trained   {trained}, at R {_retentions(card)}",
+        f"overlap   {checked_line(card)}",
+        *(f"fidelity  {_fidelity(row)}" for row in card.get("fidelity", [])),
+    ]
+
+
 def shipped() -> list[Shipped]:
     """All shipped policies, in the order of their names."""
     policies = []
@@ -59,3 +71,23 @@ def shipped() -> list[Shipped]:
         inputs = from_dict(ScorerInputs, config.get("inputs", {}))
         policies.append(Shipped(path.parent, from_dict(ModelSpec, config["model"]), config["card"], inputs))
     return policies
+
+
+def _retentions(card: dict[str, Any]) -> str:
+    """Every retention that some stage of the training held, smallest and largest."""
+    held, stage = [], card
+    while training := stage.get("training"):
+        drawn = [training[name] for name in ("retention_low", "retention_high") if training.get(name)]
+        held += drawn or [training["retention_start"], training["retention_end"]]
+        stage = stage.get("started_from", {})
+    if not held:
+        return "not told"
+    return f"{min(held):g}" if min(held) == max(held) else f"{min(held):g} to {max(held):g}"
+
+
+def _fidelity(row: dict[str, Any]) -> str:
+    shortest, longest = row["tokens"]
+    return (
+        f"KL {row['kl']:.3f}, top-1 agreement {row['agreement']:.3f} to the full cache at R {row['retention']:g}, "
+        + (f"{longest:,} tokens" if shortest == longest else f"{shortest:,} to {longest:,} tokens")
+    )

@@ -27,5 +27,6 @@ def run(options: argparse.Namespace) -> None:
         for finding in findings:
             mend = f"  -> {finding.mend}" if finding.mend else ""
             print(f"{_SIGNS[finding.status]} {finding.name:{width}}  {finding.detail}{mend}")
+        print("ok: works here; -: not here, and needed only for what the line names; BAD: LKV needs it")
     if bad:
         raise LkvError(f"{', '.join(bad)} must be mended first; the lines above say how.")

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lkv.commands.options import add_device, add_dtype, add_model, add_policy, add_revision, positive
+from lkv.config import asdict
 from lkv.errors import LkvError, check_retention
+from lkv.shipped import card_lines
 
 _RIVALS = ("snapkv", "streaming-llm")
 
@@ -19,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what", nargs="?", default=None, help="a text (then a page is written), or a policy (default: the shipped one)"
     )
     parser.add_argument("--retention", type=float, default=0.15, help="where the page's slider starts (default: 0.15)")
+    parser.add_argument("--json", action="store_true", help="a policy's whole card and budgets as one JSON object")
     parser.add_argument("--figure", type=Path, default=None, help="write a policy's budgets as a picture")
     page = parser.add_argument_group("of a text")
     page.add_argument("--question", action="append", default=[], help="answered by all methods; may be given again")
@@ -48,16 +51,28 @@ def _budgets(options: argparse.Namespace) -> None:
     from lkv.models import DEFAULT, load_policy
 
     policy = load_policy(options.what or options.policy or DEFAULT, revision=options.policy_revision)
-    ratios = policy.inference_ratios(options.retention)
-    print(f"{policy.spec.architecture}: {policy.spec.layers} layers x {policy.spec.kv_heads} KV heads")
-    print(f"card: {json.dumps(policy.card)}")
-    for layer, row in enumerate(ratios.tolist()):
-        print(f"layer {layer:3}: " + " ".join(f"{ratio:.3f}" for ratio in row))
+    shares = policy.inference_ratios(options.retention).tolist()
+    if options.json:
+        about = {"model": asdict(policy.spec), "inputs": asdict(policy.inputs), "card": policy.card}
+        print(json.dumps(about | {"retention": options.retention, "shares": shares}, indent=1))
+    else:
+        print("\n".join(_told(policy)))
+        print(f"\nshare of the tokens that each KV head keeps, on average {options.retention:g}:")
+        for layer, row in enumerate(shares):
+            print(f"layer {layer:3}: " + " ".join(f"{share:.3f}" for share in row))
     if options.figure:
         from lkv.report.figures import draw_budgets
 
-        draw_budgets(ratios.tolist(), options.retention, options.figure)
-        print(f"the picture is in {options.figure}")
+        draw_budgets(shares, options.retention, options.figure)
+        print(f"the picture is in {options.figure}", file=sys.stderr)
+
+
+def _told(policy: Any) -> list[str]:
+    """What the card says, as JSON where it is not of the form that `lkv train` writes."""
+    try:
+        return card_lines(policy.spec, policy.card)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return [f"model     {policy.spec.architecture}", "card      " + json.dumps(policy.card)]
 
 
 def _page(options: argparse.Namespace) -> None:

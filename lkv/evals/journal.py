@@ -8,7 +8,8 @@ from lkv.evals.processes import Process
 from lkv.files import check_place
 from lkv.journal import Record, append, check_header, read_samples, write_lines
 
-_FREE = ("machine", "date")  # what may differ between the runs that fill one file
+_FREE = ("machine", "date")  # what may differ between the runs that fill one file; the first one's stays
+_PLANNED = "planned"  # how many samples a run wants: may differ too; the most is kept
 _LISTS, _TABLES, _LATER = ("methods", "retentions"), ("policies",), ("policy", "pattern", "pattern_from")
 _GROWING = (*_LISTS, *_TABLES, *_LATER)  # what may grow between them
 
@@ -28,7 +29,8 @@ class SharedJournal:
         check_place(out, DataError, "the samples")
         for path in self._files():
             written = read_samples(path)[0] or header
-            check_header(path, written, header, [*_FREE, *(name for name in _GROWING if _fits(name, written, header))])
+            grown = [name for name in _GROWING if _fits(name, written, header)]
+            check_header(path, written, header, [*_FREE, _PLANNED, *grown])
             self._header = _grown(self._header, written)
         process.wait()
         self._merge()
@@ -98,6 +100,8 @@ def _fits(name: str, written: Record, header: Record) -> bool:
 def _grown(header: Record, written: Record) -> Record:
     """`header` with what an earlier one has beside it; the earlier one's machine and date stay."""
     grown = header | {name: written[name] for name in _FREE if name in written}
+    if _PLANNED in written:
+        grown[_PLANNED] = max(written[_PLANNED], header.get(_PLANNED, 0))
     for name in _LISTS:
         if name in written and name in header:
             grown[name] = [*dict.fromkeys([*written[name], *header[name]])]

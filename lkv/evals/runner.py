@@ -87,6 +87,7 @@ def evaluate(
         "pattern_from": None if pattern is None else pattern_from,
         **({"policies": {name: learned.digest() for name, learned in policies.items()}} if policies else {}),
         "seed": seed,
+        "planned": len(named),
         "dtype": str(model.dtype).removeprefix("torch."),
         "lkv": lkv.__version__,
         **provenance(_PACKAGES),

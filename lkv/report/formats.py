@@ -105,9 +105,10 @@ def _cells(
     escape: Callable[[str], str] = str,
     interval: Callable[[str], str] = str,
 ) -> tuple[list[str], list[tuple[TableRow, list[str]]]]:
-    """Head and rows as text: method, asked and realised retention, the columns; last how many samples a column has."""
-    amounts = [] if table.realised_in_cells else ["R", "kept"]
-    head = ["method", *amounts, *(column.name for column in table.columns)]
+    """Head and rows as text: method, asked and realised retention (where there are any), the columns; last their n."""
+    retained = any(row.retention is not None or row.realised is not None for row in table.rows)
+    amounts = ["R", "kept"] if retained and not table.realised_in_cells else []
+    head = [table.rows_are, *amounts, *(column.name for column in table.columns)]
     body = []
     for group, rows in table.groups():
         top = winners(table, group, rows, FULL)

@@ -56,13 +56,16 @@ def read_results(paths: Sequence[Path]) -> Results:
         raise ReportError("there are no result files; give the .jsonl files that `lkv eval` wrote.")
     headers: dict[Path, dict[str, Any]] = {}
     samples: dict[str, MeasuredSample] = {}
-    torn, truncated, lost, unusable, doubled = 0, 0, 0, 0, []
+    torn, truncated, lost, unusable = 0, 0, 0, 0
+    doubled, unfinished = [], []
     for path in paths:
         written: set[str] = set()
+        keys: set[str] = set()
         lines, cut = read_lines(path, ReportError, "give a file as `lkv eval` wrote it")
         torn += cut
         headers[path] = _header(path, [line for _, line in lines])
         for number, line in lines[1:]:
+            keys.add(str(line.get("key")))
             if line.get("unusable"):
                 unusable += 1
                 continue
@@ -80,6 +83,11 @@ def read_results(paths: Sequence[Path]) -> Results:
             written.add(sample.key)
             truncated += bool(line.get("truncated"))
             lost += bool(line.get("answer_lost"))
+        if len(keys) < headers[path].get("planned", 0):
+            unfinished.append(
+                f"UNFINISHED: {path} holds {len(keys)} of {headers[path]['planned']} samples; the command that made it "
+                "goes on where it was."
+            )
     _agree(headers)
     if doubled:
         raise ReportError(
@@ -91,7 +99,7 @@ def read_results(paths: Sequence[Path]) -> Results:
             f"there are no finished samples in {_listed([str(path) for path in paths])}; run `lkv eval` on, which also "
             "puts together what several interrupted processes left."
         )
-    notes = []
+    notes = unfinished
     if torn:
         notes.append(f"{torn} torn last line{'s' * (torn > 1)} of interrupted runs left out.")
     if unusable:
@@ -118,7 +126,7 @@ def _header(path: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for field in ("suite", "protocol", "model", "lkv"):
         if field not in header:
             raise ReportError(f"{path}, line 1: the header has no field {field!r}; make the file anew with `lkv eval`.")
-    for field, kind in (("versions", dict), ("methods", list), ("retentions", list)):
+    for field, kind in (("versions", dict), ("methods", list), ("retentions", list), ("planned", int)):
         if not isinstance(header.get(field, kind()), kind):
             raise ReportError(
                 f"{path}, line 1: the header's {field!r} is {header[field]!r}; make the file anew with `lkv eval`."

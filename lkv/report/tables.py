@@ -61,6 +61,7 @@ class Table:
     value: str = "score, 0 to 100"  # what the cells are, with the unit
     realised_in_cells: bool = False
     best_in: Mapping[str, int] = field(default_factory=dict)  # a group's own `best`, where groups differ in it
+    rows_are: str = "method"
     caption: str = ""  # what a picture of it is of: model, R, n
 
     def groups(self) -> list[tuple[str, list[TableRow]]]:

@@ -61,7 +61,9 @@ def build_training(curves: Curves) -> Table:
         cells |= {_SHOWN[key][0]: Cell(run[-1][key]) for key in shown if key in run[-1]}
         rows.append(TableRow(name, name, cells))
     note = "Held-out samples, the same for every run of one data folder; R is the preset's final retention."
-    return Table("training", "training runs at their last evaluation", tuple(columns), tuple(rows), (note,))
+    return Table(
+        "training", "training runs at their last evaluation", tuple(columns), tuple(rows), (note,), rows_are="run"
+    )
 
 
 def plot_training(curves: Curves) -> Any:

@@ -44,13 +44,7 @@ class TrainingState(NamedTuple):
     def restore(self, folder: Path) -> int:
         """Take up the checkpoint in `folder`; returns its step. Raises TrainingError for one of another training."""
         tensors, metadata = read_checkpoint(folder)
-        # A setting that the checkpoint does not know had its default then.
-        saved, asked = asdict(TrainingConfig()) | json.loads(metadata["config"]), asdict(self.config)
-        if apart := [f"{n} {saved.get(n)!r} instead of {asked.get(n)!r}" for n in asked if saved.get(n) != asked[n]]:
-            raise TrainingError(
-                f"{folder / CHECKPOINT} belongs to a run with other settings ({', '.join(apart)}); give the "
-                "same settings to resume it, or another folder."
-            )
+        _check_settings(folder, metadata, self.config)
         _check_model(self.policy, _spec_of(metadata), folder)
         _load_policy(self.policy, tensors, folder)
         for name, parameter in self.policy.named_parameters():
@@ -60,12 +54,32 @@ class TrainingState(NamedTuple):
         return int(metadata["step"])
 
 
+def check_settings(folder: Path, config: TrainingConfig) -> None:
+    """Raises TrainingError unless the run in `folder` has the settings `config`; its tensors are not read."""
+    _check_settings(folder, _read(folder, with_tensors=False)[1], config)
+
+
+def _check_settings(folder: Path, metadata: dict[str, str], config: TrainingConfig) -> None:
+    # A setting that the checkpoint does not know had its default then.
+    saved, asked = asdict(TrainingConfig()) | json.loads(metadata["config"]), asdict(config)
+    if apart := [f"{n} {saved.get(n)!r} instead of {asked.get(n)!r}" for n in asked if saved.get(n) != asked[n]]:
+        raise TrainingError(
+            f"{folder / CHECKPOINT} belongs to a run with other settings ({', '.join(apart)}); give the "
+            "same settings to resume it, or another folder."
+        )
+
+
 def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata (step, config) of a run's checkpoint. Raises TrainingError if there is none to read."""
+    return _read(folder, with_tensors=True)
+
+
+def _read(folder: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
     path = folder / CHECKPOINT
     try:
         with safe_open(path, "pt") as file:
-            tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+            names = file.keys() if with_tensors else ()
+            tensors, metadata = {name: file.get_tensor(name) for name in names}, file.metadata()
         if not metadata["step"].isdecimal() or not isinstance(json.loads(metadata["config"]), dict):
             raise ValueError("its metadata is not that of a run")
         return tensors, metadata

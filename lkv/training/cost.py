@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from lkv.config import TrainingConfig
 from lkv.shapes import Shape
 
+CALIBRATION_SAMPLES = 8  # texts whose k, v and queries are measured before the first step
+START_TOKENS = 2000  # of such a text, or of one on which KVzip is imitated, at most
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -30,12 +33,14 @@ def estimate(
     measured_at: int = 2048,
     processes: int = 1,
     context_tokens: float | None = None,
+    started: bool = False,
 ) -> Estimate:
     """The cost of training a policy for a model of `shape` by `config`.
 
     `tokens_per_second` is the model's measured prefill rate at prompts of `measured_at` tokens in one process; None
     leaves the seconds open. `context_tokens` is the mean length of a context; else that of log-uniform lengths, as the
-    recipes draw them. Operations: the prompt once; its continuations once by the teacher, and by the student forward
+    recipes draw them. `started`: the policy begins with another's weights, so that no text is measured or imitated
+    before the first step. Operations: the prompt once; its continuations once by the teacher, by the student forward
     and back to the scores (the frozen weights need no gradient of their own).
     """
     tokens = context_tokens or mean_length(config.min_tokens, config.max_tokens)
@@ -47,6 +52,8 @@ def estimate(
     contexts = config.steps * config.batch
     validated = (config.steps // config.evaluate_every) * config.validation_samples
     flops = contexts * read + validated * (shape.forward_flops(tokens) + 2 * rows * once)
+    if not started:
+        flops += _starting(shape, min(tokens, START_TOKENS), config.imitated)
     seconds = None
     if tokens_per_second:
         rate = shape.forward_flops(measured_at) / measured_at * tokens_per_second
@@ -92,6 +99,12 @@ def mean_length(least: float, most: float) -> float:
 def _reading(shape: Shape, tokens: float, continuations: float) -> float:
     """The prompt once, its scores, and `continuations` operations by teacher and student."""
     return shape.forward_flops(tokens) + continuations * (_TEACHER + _STUDENT) + _scores(shape, tokens)
+
+
+def _starting(shape: Shape, tokens: float, imitated: int) -> float:
+    """Texts read to measure k, v and queries; those that are imitated once more, as KVzip reads them twice."""
+    read = shape.forward_flops(tokens)
+    return CALIBRATION_SAMPLES * read + imitated * (read + shape.forward_flops(tokens, tokens))
 
 
 def _continuations(config: TrainingConfig, tokens: float) -> float:

@@ -17,7 +17,7 @@ from lkv.host.stock import commit_of
 from lkv.models import DEFAULT, load_config
 from lkv.policy import Policy
 from lkv.shapes import Shape
-from lkv.training.checkpoint import start_from
+from lkv.training.checkpoint import CHECKPOINT, check_settings, start_from
 from lkv.training.cost import duration, estimate
 from lkv.training.data.built import Built, is_built
 from lkv.training.data.mixture import Mixture
@@ -30,7 +30,7 @@ Data = Mixture | Built
 _RATED_TOKENS = 512  # of the text whose reading is timed
 
 
-def plan(config: TrainingConfig, shape: Shape, processes: int) -> list[str]:
+def plan(config: TrainingConfig, shape: Shape, processes: int, started: bool = False) -> list[str]:
     """What a training will do and read, for people."""
     ratios = f"R {config.retention_start:g} to {config.retention_end:g}"
     if config.retention_high:
@@ -40,7 +40,7 @@ def plan(config: TrainingConfig, shape: Shape, processes: int) -> list[str]:
         f"{config.steps:,} steps of {config.batch} contexts in {processes} process{'es' if processes > 1 else ''}, "
         f"{config.min_tokens:,} to {config.max_tokens:,} tokens each; {ratios}, temperature {config.tau_start:g} to "
         f"{config.tau_end:g}, rate {config.lr:g} to {config.lr_end:g}",
-        estimate(shape, config, processes=processes).line(),
+        estimate(shape, config, processes=processes, started=started).line(),
     ]
 
 
@@ -141,6 +141,9 @@ def train_policy(
     check_folder(out, TrainingError, "the training")
     shape = Shape.of(load_config(model_name or DEFAULT, revision))
     config = settings(preset, given, shape.positions)
+    if started := (out / CHECKPOINT).exists():
+        check_settings(out, config)
+    started = started or init is not None
     training = open_data(data, config)
     # The same held-out samples for every seed, so that curves of different runs compare.
     held_out = open_data(data, replace(config, seed=0), validation=True)
@@ -149,13 +152,14 @@ def train_policy(
         flat = {name: value for name, value in asdict(config).items() if isinstance(value, int | float | str | bool)}
         accelerator.init_trackers("lkv", config=flat)
     if accelerator.is_main_process:
-        print("\n".join([*training.lines, *plan(config, shape, accelerator.num_processes)]), file=sys.stderr)
+        print("\n".join([*training.lines, *plan(config, shape, accelerator.num_processes, started)]), file=sys.stderr)
     model, tokenizer = place(model_name or DEFAULT, getattr(torch, config.dtype), revision, spread, accelerator)
     rate = 0.0
     if accelerator.is_main_process or spread == "processes":
         rate = measured_rate(model, min(_RATED_TOKENS, config.max_tokens))
     if accelerator.is_main_process:
-        cost = estimate(shape, config, rate, min(_RATED_TOKENS, config.max_tokens), accelerator.num_processes)
+        tokens = min(_RATED_TOKENS, config.max_tokens)
+        cost = estimate(shape, config, rate, tokens, accelerator.num_processes, started=started)
         print(f"this machine reads {rate:,.0f} tokens a second: {duration(cost.seconds or 0)}", file=sys.stderr)
     torch.manual_seed(config.seed)
     card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}

@@ -16,14 +16,12 @@ from lkv.policy import Policy
 from lkv.shapes import Shape
 from lkv.training.calibration import calibrate
 from lkv.training.checkpoint import CHECKPOINT, TrainingState, extend_curve, read_curve
-from lkv.training.cost import context_flops, shares
+from lkv.training.cost import CALIBRATION_SAMPLES, START_TOKENS, context_flops, shares
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.distillation import SampleDistillation, hard_mask
 from lkv.training.interruption import first_interrupt
 from lkv.training.losses import check_sharing, grouped, losses
 from lkv.training.schedule import schedule
-
-CALIBRATION_SAMPLES, _CALIBRATION_TOKENS = 8, 2000
 
 
 class Trainer:
@@ -87,7 +85,7 @@ class Trainer:
             elif not self._calibrated:
                 self._tell(f"measuring k, v and queries of {CALIBRATION_SAMPLES} texts before the first step")
                 samples = [self._samples(number) for number in range(CALIBRATION_SAMPLES)]
-                calibrate(self._model, self._policy, [sample.context[:_CALIBRATION_TOKENS] for sample in samples])
+                calibrate(self._model, self._policy, [sample.context[:START_TOKENS] for sample in samples])
                 if self._warm_start is not None:
                     self._warm_start()
                 self._save()

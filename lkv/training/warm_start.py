@@ -10,10 +10,11 @@ from lkv.methods.budget.contest import GlobalTopK
 from lkv.methods.kvzip import replay_scores
 from lkv.policy import HeadScores, Policy
 from lkv.prefill import read_prompt
+from lkv.training.cost import START_TOKENS
 from lkv.training.data.sample import TokenizedSample
 
 _CONTEXTS, _STEPS = 80, 4  # texts, and steps on each
-_LONGEST, _TOKENS = 2000, 768  # of a text, and drawn of it for one step
+_TOKENS = 768  # drawn of a text for one step
 _RATE = 3e-3
 _DEVIATION = 2.0  # of the content term afterwards, about the noise that training adds to scores
 _RETENTIONS = (0.05, 0.15, 0.3)  # at which the heads' shares are counted
@@ -35,7 +36,7 @@ def carry_over(
     generator = torch.Generator("cpu").manual_seed(0)
     error = 1.0
     for number in range(contexts):
-        ids = samples(number).context[:_LONGEST]
+        ids = samples(number).context[:START_TOKENS]
         prompt = read_prompt(model, torch.tensor([ids], device=policy.tokens.mean.device))
         with torch.no_grad():
             target = _together([earlier.tokens(part, layer) for layer, part in enumerate(prompt)], policy)
@@ -74,7 +75,7 @@ def imitate_kvzip(
     shares = torch.zeros(len(_RETENTIONS), policy.spec.layers, policy.spec.kv_heads, device=device)
     turns, error = max(1, contexts // count), 1.0
     for turn in range(turns):
-        ids = samples(turn * count + index).context[:_LONGEST]
+        ids = samples(turn * count + index).context[:START_TOKENS]
         prompt = read_prompt(model, torch.tensor([ids], device=device))
         table = replay_scores(model, tokenizer, ids, prompt).to(device)
         for number, retention in enumerate(_RETENTIONS):

@@ -8,6 +8,7 @@ import torch
 from lkv.commands.main import main
 from lkv.config import PRESETS, replace
 from lkv.policy import Policy
+from lkv.training import pipeline
 from lkv.training.pipeline import train_policy
 from tests.conftest import save_model
 from tests.training.test_data import folder  # noqa: F401
@@ -26,7 +27,7 @@ def arguments(model, data, out, *more):
 SMALL = ("--steps", "4", "--min-tokens", "60", "--max-tokens", "120", "--batch", "2")
 
 
-def test_train_writes_a_policy_that_asks(model_folder, folder, tmp_path, capsys):  # noqa: F811
+def test_train_writes_a_policy_that_asks(model_folder, folder, tmp_path, capsys, monkeypatch):  # noqa: F811
     out = tmp_path / "out"
     assert main(arguments(model_folder, folder, out, *SMALL)) == 0
     policy = Policy.from_pretrained(out / "policy")
@@ -40,10 +41,20 @@ def test_train_writes_a_policy_that_asks(model_folder, folder, tmp_path, capsys)
     assert main([*command, "--max-new-tokens", "3", "--retention", "0.5"]) == 0
     assert main(["inspect", str(out / "policy"), "--figure", str(tmp_path / "budgets.png")]) == 0
     assert (tmp_path / "budgets.png").read_bytes().startswith(b"\x89PNG")
-    assert "3 layers x 2 KV heads" in capsys.readouterr().out
-    # Another run in the same folder with other settings is refused; the finished policy stays.
+    said = capsys.readouterr().out
+    assert "3 layers of 2 KV heads" in said and "texts of up to 120 tokens, at R 0.03 to 0.5" in said
+    assert main(["inspect", str(out / "policy"), "--json", "--retention", "0.3"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["card"] == policy.card and told["shares"] == policy.inference_ratios(0.3).tolist()
+    for card in ({"fidelity": 3}, {"training": {"steps": 1}}, {"trained_tokens": "many"}, {"hub": 1}):
+        policy.card = card
+        policy.save_pretrained(tmp_path / "odd")
+        assert main(["inspect", str(tmp_path / "odd")]) == 0
+        assert json.dumps(card) in capsys.readouterr().out
+    # Another run in the same folder with other settings is refused before its model is loaded; the policy stays.
+    monkeypatch.setattr(pipeline, "place", None)
     assert main(arguments(model_folder, folder, out, *SMALL, "--lr", "0.5")) == 2
-    assert "other settings" in capsys.readouterr().err
+    assert "other settings (lr " in capsys.readouterr().err
 
 
 def test_trackers_are_given_what_the_curve_holds(model_folder, folder, tmp_path, capsys):  # noqa: F811

@@ -103,7 +103,7 @@ def test_ruler_at_two_lengths(model_folder, tmp_path):
         ("ruler", ["--retention", "15"], "must lie in (0, 1]"),
         ("ruler", ["--lengths", "1500", "4096"], "a length of 4096 is asked for, but"),
         ("ruler", ["--methods", "duo"], "give --pattern"),
-        ("ruler", ["--tasks", "vt", "niah_multivalue"], "name a text file or such a folder as the haystack"),
+        ("ruler", ["--tasks", "vt", "niah_multivalue"], "name a text file or such a folder with --haystack"),
         ("ruler", ["--haystack", "nowhere"], "there is no nowhere; give a text file"),
         ("ruler", ["--out", "."], "is a folder; give a file"),
         ("ruler", ["--methods", "lkv"], "no policy is shipped for this model"),

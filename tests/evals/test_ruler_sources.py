@@ -106,7 +106,7 @@ def test_what_the_tasks_need_is_read_before_any_example(tmp_path):
 def test_missing_sources(tmp_path):
     empty = Sources.from_folder(tmp_path, download=no_hub)
     for task, what in (
-        ("niah_single_2", "or name a text file or such a folder as the haystack"),
+        ("niah_single_2", "or name a text file or such a folder with --haystack"),
         ("qa_1", r"dev-v2.0.json\)"),
         ("qa_2", "Hotpot"),
     ):

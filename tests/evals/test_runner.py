@@ -274,7 +274,7 @@ def test_a_run_goes_on_where_it_was_and_grows(model, policy, tmp_path):
     header, lines = run(model, policy, out, examples)
     assert without_seconds(lines) == without_seconds(whole)
     # What was there was not measured again, and a smaller run loses nothing.
-    assert lines[:2] == first
+    assert lines[:2] == first and header["planned"] == len(examples)
     assert run(model, policy, out, examples[:1]) == (header, lines)
 
 

@@ -96,6 +96,15 @@ def test_a_torn_last_line_is_left_out_and_counted(tmp_path):
     assert any("1 torn last line of" in note for note in results.notes)
 
 
+def test_a_run_that_has_not_ended_is_told_first(tmp_path):
+    lines = [*scores_of("trec", [1, 2]), line("trec", 2, [], unusable="no room")]
+    path = write(tmp_path / "a.jsonl", lines, planned=4)
+    assert read_results([path]).notes[0].startswith(f"UNFINISHED: {path} holds 3 of 4 samples; the command")
+    assert not any("UNFINISHED" in note for note in results_of(tmp_path / "b.jsonl", lines, planned=3).notes)
+    with pytest.raises(ReportError, match="header's 'planned' is 'all'"):
+        results_of(tmp_path / "c.jsonl", lines, planned="all")
+
+
 def test_truncated_contexts_and_lost_answers_are_counted(tmp_path):
     rows = [row("full", 1.0, 1.0)]
     lines = [line("trec", i, rows, truncated=i < 2, answer_lost=i < 1) for i in range(3)]

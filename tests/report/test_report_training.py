@@ -41,7 +41,9 @@ def test_runs_stand_side_by_side(tmp_path, capsys):
     assert colours["first"] == colours["first, R / 3"] != colours["second"]
     picture = tmp_path / "curve.png"
     assert main(["report", "--training", *map(str, runs), "--figure", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG") and "second" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG") and "second" in said
+    assert said.splitlines()[2].split()[:3] == ["run", "step", "contexts"]  # no columns that runs have nothing for
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,12 @@ def test_seconds_follow_from_the_measured_rate():
     assert tokens == pytest.approx(14_000 / 2.0794415, rel=1e-6)
     scores = 6 * 32 * 8 * tokens * (2 * 128**2 + 128)
     by_hand = shape.forward_flops(tokens) + 4 * shape.forward_flops(120, tokens, 120) + scores
-    assert one.flops == pytest.approx(64_000 * by_hand)
+    # Before the first step 8 texts of 2,000 tokens are measured, and 16 read twice where KVzip is imitated.
+    read, again = shape.forward_flops(2000), shape.forward_flops(2000, 2000)
+    assert one.flops == pytest.approx(64_000 * by_hand + 8 * read)
+    assert estimate(shape, config, started=True).flops == pytest.approx(64_000 * by_hand)
+    taught = estimate(shape, replace(config, imitated=16)).flops
+    assert taught - one.flops == pytest.approx(16 * (read + again), rel=1e-3)
     assert one.seconds == pytest.approx(one.flops / (shape.forward_flops(2048) / 2048 * 5000))
     assert estimate(shape, config, 10_000.0, processes=8).seconds == pytest.approx(one.seconds / 16)
     assert (

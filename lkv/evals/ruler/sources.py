@@ -79,7 +79,7 @@ class Sources:
             raise DataError(
                 "this task hides its needles in essays, which have no official place on the hub: put "
                 "PaulGrahamEssays.json or a folder essays with .txt files into the folder with RULER's sources, or "
-                "name a text file or such a folder as the haystack."
+                "name a text file or such a folder with --haystack."
             )
         else:
             where = str(self.essays)
