@@ -1,6 +1,7 @@
 """The command line. Only the module of the command that is asked for is imported, so that help is there at once."""
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ COMMANDS = {
 
 # What a user can mend ends as argparse's own complaints do; 1 is left to what Python ends with a traceback.
 _REFUSED = 2
+# transformers imports torchao where it is installed, and these warn of kernels and types that no command uses.
+_OFF_TOPIC = ("torchao", "torch.utils._pytree")
 _INTERRUPTED = 130  # as a shell tells of a program that Ctrl-C ended
 
 
@@ -36,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             options = _parsed(words)
+            for name in _OFF_TOPIC:
+                logging.getLogger(name).setLevel(logging.ERROR)
             options.run(options)
         finally:
             # Nothing may be left to be written when the interpreter ends: it would print a traceback of its own.

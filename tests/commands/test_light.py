@@ -51,6 +51,12 @@ def test_policies_and_report_load_no_torch(tmp_path):
     assert done.returncode == 0 and "none.jsonl" in done.stderr
 
 
+def test_commands_keep_what_transformers_imports_to_itself():
+    """torchao, where it is installed, warns of its own kernels."""
+    done = run("from lkv.commands.main import main; main(['inspect']); import transformers.modeling_utils")
+    assert done.returncode == 0 and not done.stderr and "share of the tokens" in done.stdout
+
+
 def test_help_is_there_within_half_a_second():
     def seconds() -> float:
         before = os.times()
