@@ -16,10 +16,8 @@ from lkv.report.plots import plot
 from lkv.report.profile import plot_memory, read_profile
 from lkv.report.tables import LEAST, Cell, Column, Table, TableRow
 
-# What the tables of docs/paper-scorer.md were measured with.
-_EARLIER = "SmolLM2-135M-Instruct, LKV with the paper's scorer"
+_MODEL = "SmolLM2-135M-Instruct"
 _ABLE = "full >= 50"
-_WHICH = "tasks where the full cache scores 50 or more"
 
 Row = dict[str, Any]
 
@@ -33,7 +31,7 @@ def main() -> None:
 
 def draw_lengths(path: Path) -> None:
     """Fidelity over length and over R, of the policy that is shipped."""
-    length.draw([{"model": "SmolLM2-135M-Instruct", **row} for row in rows("length")], path)
+    length.draw([{"model": _MODEL, **row} for row in rows("length")], path)
 
 
 def draw_refit(path: Path) -> None:
@@ -41,26 +39,15 @@ def draw_refit(path: Path) -> None:
     length.draw(rows("refit"), path)
 
 
-def draw_ruler(path: Path) -> None:
-    """RULER over length, every method at R = 0.15."""
-    measured = rows("ruler", task=_ABLE)
-    lengths = sorted({row["tokens"] for row in measured})
-    columns = tuple(Column(_tokens(tokens), x=tokens) for tokens in lengths)
-    made = [_row(method, measured, "tokens", _tokens, "R = 0.15") for method in _methods(measured)]
-    caption = f"{_EARLIER}; R = 0.15; n = {measured[0]['n']} samples a length, {_WHICH}"
-    axis = "context length (tokens)"
-    _save(Table("ruler", "RULER, over length", columns, tuple(made), axis=axis, caption=caption), path)
-
-
 def draw_sweep(path: Path) -> None:
     """RULER over R at one length."""
-    measured = rows("ruler_sweep", task=_ABLE)
+    measured = rows("ruler_sweep", task="all")
     retentions = sorted({row["retention"] for row in measured if row["method"] != FULL}, reverse=True)
     columns = tuple(Column(_retention(retention), x=retention) for retention in retentions)
     full = [{**row, "retention": r} for row in measured if row["method"] == FULL for r in retentions]
     measured = [*full, *(row for row in measured if row["method"] != FULL)]
     made = [_row(method, measured, "retention", _retention) for method in _methods(measured)]
-    caption = f"{_EARLIER}; {_tokens(measured[0]['tokens'])}; n = {measured[0]['n']} samples a point, {_WHICH}"
+    caption = f"{_MODEL}; {_tokens(measured[0]['tokens'])}; n = {measured[0]['n']} samples of five retrieval tasks"
     axis = "retention (kept / all entries)"
     _save(Table("sweep", "RULER, over retention", columns, tuple(made), axis=axis, caption=caption), path)
 
@@ -91,7 +78,7 @@ def _tasks(name: str, title: str) -> Table:
         made += [_row(method, at, "task", str, group) for method in _methods(at)]
     columns = tuple(Column(task) for task in dict.fromkeys(row["task"] for row in measured))
     counts = {row["n"] for row in measured if row["task"] != AVERAGE}
-    caption = f"{_EARLIER}; R = 0.15; n = {min(counts)} samples a task"
+    caption = f"{_MODEL}; R = 0.15; n = {min(counts)} samples a task"
     return Table("tasks", title, columns, tuple(made), caption=caption)
 
 
@@ -99,8 +86,7 @@ def _row(method: str, measured: Sequence[Row], key: str, name: Callable[[Any], s
     """The row of a method: a cell for every value of `key`."""
     own = [row for row in measured if row["method"] == method]
     cells = {name(row[key]): _cell(row) for row in own}
-    shown = "LKV, the paper's scorer" if method == "lkv" else label(method)
-    return TableRow(method, shown, cells, group, own[0]["retention"])
+    return TableRow(method, label(method), cells, group, own[0]["retention"])
 
 
 def _cell(row: Row) -> Cell:
@@ -127,7 +113,6 @@ def _save(table: Table, path: Path) -> None:
 PICTURES: dict[str, Callable[[Path], None]] = {
     "length": draw_lengths,
     "refit": draw_refit,
-    "ruler_ruler": draw_ruler,
     "swept_sweep": draw_sweep,
     "ruler_tasks": draw_ruler_tasks,
     "longbench_tasks": draw_longbench_tasks,

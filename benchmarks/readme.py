@@ -1,4 +1,4 @@
-"""The README's section of results, docs/results.md and docs/paper-scorer.md, written from the result files alone.
+"""The README's section of results, docs/results.md and docs/more-results.md, written from the result files alone.
 
 python -m benchmarks.readme [--check]
 """
@@ -6,12 +6,12 @@ python -m benchmarks.readme [--check]
 import sys
 
 from benchmarks.common import RESULTS
-from benchmarks.pages.paper_scorer import earlier
+from benchmarks.pages.more import more_results
 from benchmarks.pages.results import results_page
 from benchmarks.pages.summary import section
 
 README = RESULTS.parents[1] / "README.md"
-EARLIER = README.parent / "docs" / "paper-scorer.md"
+MORE = README.parent / "docs" / "more-results.md"
 RESULTS_PAGE = README.parent / "docs" / "results.md"
 TITLE = "## What it keeps of the model\n\n"
 
@@ -22,7 +22,7 @@ def main() -> None:
     end = text.index("\n## ", start)
     pages = {
         README: text[:start] + section() + "\n" + text[end:],
-        EARLIER: earlier(),
+        MORE: more_results(),
         RESULTS_PAGE: results_page(),
     }
     if "--check" in sys.argv:

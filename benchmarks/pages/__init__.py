@@ -1,1 +1,1 @@
-"""Markdown written from the result files: the README's section, docs/results.md and docs/paper-scorer.md."""
+"""Markdown written from the result files: the README's section, docs/results.md and docs/more-results.md."""

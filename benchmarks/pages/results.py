@@ -22,8 +22,8 @@ def results_page() -> str:
     """The whole of docs/results.md."""
     lead = (
         "SmolLM2-135M-Instruct with the shipped policy, the question unknown at compression; intervals are 95%. Each "
-        "figure comes from a file under `benchmarks/results/`, which names its command, machine and seed. [Measured "
-        "with the paper's scorer](paper-scorer.md) has all of RULER's tasks, LongBench and more."
+        "figure comes from a file under `benchmarks/results/`, which names its command, machine and seed. [More "
+        "results](more-results.md) has all of RULER's tasks with more methods, RULER over R, and LongBench."
     )
     parts = ["# Results", lead, *_length(), *(needle_tables() if rows("needles", method="lkv-paper") else [])]
     parts += [*_ruler(), *_fidelity(), *_refit()]
