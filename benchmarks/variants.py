@@ -93,23 +93,25 @@ def main() -> None:
         rows = []
         for tokens in contexts:
             samples = [done[f"{task}-{t}-{number}"] for number, t, task in cases if t == tokens]
-            rows += summarise(samples, tokens, options.retention)
+            rows += summarise(samples, {"tokens": tokens, "retention": options.retention, "dtype": options.dtype})
         write_results(options.out, "variants", rows, options.seed, command_of("benchmarks.variants", options))
 
 
-def summarise(samples: Sequence[dict], tokens: int, retention: float) -> list[dict]:
+def summarise(samples: Sequence[dict], setting: dict[str, Any]) -> list[dict]:
     """A row for each variant, over the contexts of one length."""
     rows = []
     for i, name in enumerate(VARIANTS):
         mean, agreement = (bootstrap([[c[i][k] for c in sample["measured"]] for sample in samples]) for k in (0, 1))
         size = bootstrap([[sample["bytes"][i]] for sample in samples])
         rows.append(
-            {"method": "lkv", "variant": name, "tokens": tokens, "retention": retention, "contexts": len(samples)}
+            {"method": "lkv", "variant": name, **setting, "contexts": len(samples)}
             | mean._asdict()
             | {"unit": "nats a token, KL(full || compressed)", "kl": mean.value, "agreement": agreement.value}
             | {"agreement_low": agreement.low, "agreement_high": agreement.high, "bytes": size.value}
         )
-        print(f"{tokens} {name:26} kl {mean.value:.3f} agreement {agreement.value:.3f} bytes {size.value:.3f} of full")
+        print(
+            f"{setting['tokens']} {name:26} kl {mean.value:.3f} agreement {agreement.value:.3f} bytes {size.value:.3f} of full"
+        )
     return rows
 
 

@@ -95,6 +95,7 @@ def _variants() -> list[str]:
     if not measured:
         return []
     lengths = sorted({tokens for _, tokens in measured})
+    dtype = rows("variants")[0]["dtype"]
     contexts = " and ".join(
         f"{next(r['contexts'] for (_, t), r in measured.items() if t == tokens)} contexts of {tokens:,} tokens"
         for tokens in lengths
@@ -104,7 +105,7 @@ def _variants() -> list[str]:
         f"KL(full \\|\\| compressed) and top-1 agreement, {contexts} (`variants.json`; bytes are those of k and v "
         "held, slack included).",
         table(
-            ("", *(f"{tokens:,} tokens" for tokens in lengths), "bytes of the full cache's"),
+            ("", *(f"{tokens:,} tokens" for tokens in lengths), f"bytes of the full cache's in {dtype}"),
             (
                 [
                     variant,
