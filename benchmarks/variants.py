@@ -109,9 +109,8 @@ def summarise(samples: Sequence[dict], setting: dict[str, Any]) -> list[dict]:
             | {"unit": "nats a token, KL(full || compressed)", "kl": mean.value, "agreement": agreement.value}
             | {"agreement_low": agreement.low, "agreement_high": agreement.high, "bytes": size.value}
         )
-        print(
-            f"{setting['tokens']} {name:26} kl {mean.value:.3f} agreement {agreement.value:.3f} bytes {size.value:.3f} of full"
-        )
+        measured = f"kl {mean.value:.3f} agreement {agreement.value:.3f} bytes {size.value:.3f} of full"
+        print(f"{setting['tokens']} {name:26} {measured}")
     return rows
 
 
