@@ -41,7 +41,7 @@ def _ruler(measured: list[dict[str, Any]]) -> list[str]:
         return [*scores, f"{row['kl']:.3f}", f"{row['agreement']:.3f}", f"{row['realised']:.3f}"]
 
     return [
-        f"RULER at {full['tokens']:,} tokens and R = 0.15: the mean over its 13 tasks ({measured[0]['n']} samples), and "
+        f"RULER at {full['tokens']:,} tokens, R = 0.15: the mean over its 13 tasks ({measured[0]['n']} samples), and "
         f"over those where the full cache scores at least 50 ({full['n']} samples; `ruler.json`, as `make "
         "reproduce-small` makes it). KL and agreement are those of the right answer, over all tasks.",
         table(
