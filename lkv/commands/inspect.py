@@ -93,12 +93,18 @@ def _page(options: argparse.Namespace) -> None:
     chosen = options.model or DEFAULT
     model, tokenizer = load_model(chosen, torch_dtype(options.dtype), options.revision)
     model = on_device(model, options.device)
+    _tell("reading the text, to see what every head keeps of it")
     inspected = look(model, tokenizer, text, options.method, policy)
     answers = _answers(options, model, tokenizer, text, policy) if options.question else {}
     shown = Path(chosen).name if exists(chosen) else chosen
     write_text(out, page(inspected, name, shown, options.retention, answers), LkvError, "the page")
-    print(f"[{len(inspected.pieces):,} tokens in {inspected.layers} x {inspected.heads} heads]", file=sys.stderr)
+    _tell(f"{len(inspected.pieces):,} tokens in {inspected.layers} x {inspected.heads} heads")
     print(f"the page is in {out}")
+
+
+def _tell(what: str) -> None:
+    """To whoever waits."""
+    print(f"[{what}]", file=sys.stderr, flush=True)
 
 
 def _answers(options: argparse.Namespace, model: Any, tokenizer: Any, text: str, policy: Any) -> dict[str, list[Any]]:
@@ -111,8 +117,9 @@ def _answers(options: argparse.Namespace, model: Any, tokenizer: Any, text: str,
     for method in dict.fromkeys((FULL, options.method, *options.against)):
         retention = None if method == FULL else options.retention
         learned = policy if method != FULL and needs_policy(method) else None
-        context = compress(model, tokenizer, text, method, retention, learned)
         shown = "Full cache" if method == FULL else label(method)
+        _tell(f"{shown}: reading, then {len(answers)} answer{'s' * (len(answers) > 1)}")
+        context = compress(model, tokenizer, text, method, retention, learned)
         held = (shown, context.realised_retention(), context.nbytes(), context.full_nbytes())
         for question, given in answers.items():
             given.append(Answer(*held, context.ask(question, options.max_new_tokens)))

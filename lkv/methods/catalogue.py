@@ -166,8 +166,15 @@ def register_method(
     "RULE+SELECTOR". `needs` of the new selector are among POLICY, PATTERN, QUERIES and SECOND_PASS. Raises LkvError for
     a name that is taken, or a part that is not known.
     """
-    if name in METHODS or name in (FULL, REFIT[1:]) or "+" in name or "@" in name:
-        raise LkvError(f"the method name {name!r} is taken or holds a '+' or '@'; give another.")
+    if "+" in name or "@" in name:
+        raise LkvError(
+            f"the method name {name!r} holds a '+' or '@', which put parts and policies together; give another."
+        )
+    if name in METHODS or name in (FULL, REFIT[1:]):
+        raise LkvError(
+            f"the method name {name!r} is taken: by LKV, by this program or by an installed plugin; give another, or "
+            "register it in one place alone."
+        )
     chosen = {}
     for kind, given, known in (("rule", rule, RULES), ("selector", selector, SELECTORS)):
         if callable(given):
@@ -192,8 +199,8 @@ def load_plugins() -> None:
                 loaded()
         except Exception as error:  # whatever a stranger's code raises
             raise LkvError(
-                f"the plugin {point.name!r} ({point.value}) could not register its methods ({error}); mend it or "
-                "uninstall its package."
+                f"the plugin {point.name!r} ({point.value}) could not register its methods: {str(error).rstrip('.')}. "
+                "Otherwise mend it, or uninstall its package."
             ) from error
 
 

@@ -22,7 +22,8 @@ class Estimate:
 
     def line(self) -> str:
         """For people; hours where a rate is known."""
-        read = f"{self.contexts:,} contexts, about {self.tokens / 1e6:,.1f} million tokens, {self.flops:.1e} operations"
+        tokens = f"{self.tokens / 1e6:,.1f} million" if self.tokens >= 1e6 else f"{round(self.tokens, -2):,.0f}"
+        read = f"{self.contexts:,} contexts, about {tokens} tokens, {self.flops:.1e} operations"
         return read if self.seconds is None else f"{read}, {duration(self.seconds)}"
 
 

@@ -40,6 +40,8 @@ def test_the_selector_of_the_page_works_everywhere(own_catalogue, capsys):
 def test_a_name_is_given_once_and_a_part_must_be_known(own_catalogue):
     with pytest.raises(LkvError, match="'snapkv' is taken"):
         register_method("snapkv", "knorm")
+    with pytest.raises(LkvError, match=r"'my\+own' holds a '\+' or '@'"):
+        register_method("my+own", "knorm")
     with pytest.raises(LkvError, match="there is no selector 'nothing'"):
         register_method("mine", "nothing")
     register_method("mine", "knorm", "pyramid", paper="Somebody 2026")
@@ -56,7 +58,7 @@ def test_a_plugin_that_fails_is_named(monkeypatch):
     monkeypatch.setattr(catalogue, "entry_points", lambda group: [Broken()])
     catalogue.load_plugins.cache_clear()
     try:
-        with pytest.raises(LkvError, match=r"the plugin 'broken' \(package:register\) could not register"):
+        with pytest.raises(LkvError, match=r"the plugin 'broken' \(package:register\) could not register its methods: out of"):
             find("lkv")
     finally:
         catalogue.load_plugins.cache_clear()
