@@ -186,7 +186,7 @@ class Trainer:
         measured = {"": self._config.retention_end}
         if self._config.retention_high:
             measured["_third"] = self._config.retention_end / 3
-        for sample in self._validation:
+        for sample in tqdm(self._validation, desc="validating", leave=False, disable=self._process[0] != 0):
             run = SampleDistillation(self._model, sample)
             scores, rows = run.scores(self._policy), len(sample.continuations)
             teacher = run.run(None)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from lkv.methods.budget.contest import GlobalTopK
 from lkv.methods.kvzip import replay_scores
@@ -35,7 +36,7 @@ def carry_over(
     optimizer = torch.optim.Adam(parameters, lr=_RATE)
     generator = torch.Generator("cpu").manual_seed(0)
     error = 1.0
-    for number in range(contexts):
+    for number in tqdm(range(contexts), desc="imitating the earlier policy", leave=False):
         ids = samples(number).context[:START_TOKENS]
         prompt = read_prompt(model, torch.tensor([ids], device=policy.tokens.mean.device))
         with torch.no_grad():
@@ -74,7 +75,7 @@ def imitate_kvzip(
     optimizer = torch.optim.Adam(policy.tokens.parameters(), lr=_RATE)
     shares = torch.zeros(len(_RETENTIONS), policy.spec.layers, policy.spec.kv_heads, device=device)
     turns, error = max(1, contexts // count), 1.0
-    for turn in range(turns):
+    for turn in tqdm(range(turns), desc="imitating KVzip", leave=False, disable=index > 0):
         ids = samples(turn * count + index).context[:START_TOKENS]
         prompt = read_prompt(model, torch.tensor([ids], device=device))
         table = replay_scores(model, tokenizer, ids, prompt).to(device)
