@@ -102,9 +102,9 @@ def _page(options: argparse.Namespace) -> None:
     print(f"the page is in {out}")
 
 
-def _tell(what: str) -> None:
+def _tell(line: str) -> None:
     """To whoever waits."""
-    print(f"[{what}]", file=sys.stderr, flush=True)
+    print(f"[{line}]", file=sys.stderr, flush=True)
 
 
 def _answers(options: argparse.Namespace, model: Any, tokenizer: Any, text: str, policy: Any) -> dict[str, list[Any]]:

@@ -1,6 +1,7 @@
 """What a training costs and which settings fit a model: against counted weights and operations."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_settings_come_from_a_file_and_options_win(tmp_path, folder, capsys):  #
     assert (said["steps"], said["beta"], said["position"], said["lr"]) == (2, 0.25, False, PRESETS["cpu"].lr)
     told = capsys.readouterr().err
     assert "2 steps of 2 contexts in 1 process, 60 to 120 tokens each; R drawn from 0.03 to 0.5" in told
-    assert "4 contexts, about 0.0 million tokens" in told and "tokens a second: about" in told
+    assert re.search(r"4 contexts, about [1-9]\d\d tokens", told) and "tokens a second: about" in told
     assert "squad: squad_train_subset.jsonl.gz" in told
 
 
