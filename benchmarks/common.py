@@ -92,9 +92,10 @@ def rows_of(rosters: dict[str, Roster], ids: list[int], prompt: list[PromptLayer
     return rows
 
 
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What a result depends on: every option but the folders."""
-    return {key: str(value) for key, value in vars(options).items() if key not in _FOLDERS and value is not None}
+def settings_of(options: argparse.Namespace, growing: Sequence[str] = ()) -> dict[str, Any]:
+    """What a result depends on: every option but the folders and `growing`, of which more go on where fewer ended."""
+    apart = (*_FOLDERS, *growing)
+    return {key: str(value) for key, value in vars(options).items() if key not in apart and value is not None}
 
 
 def command_of(module: str, options: argparse.Namespace) -> str:

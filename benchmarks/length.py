@@ -52,9 +52,7 @@ def main() -> None:
     out = options.out or subject.results(options.name)
     rosters = rosters_of(model, subject.tokenizer, options.methods, options.retention, subject.policy)
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
-    settings = settings_of(options) | {"policy": subject.policy.digest()}
-    for more in ("contexts", "tokens"):  # more of them go on where fewer ended
-        settings.pop(more)
+    settings = settings_of(options, growing=("contexts", "tokens")) | {"policy": subject.policy.digest()}
     with resumable(out.with_suffix(".jsonl"), settings) as done:
         most = range(max(contexts.values()))
         cases = [(n, t, task) for n in most for t in sorted(contexts) for task in TASKS if n < contexts[t]]

@@ -46,9 +46,7 @@ def main() -> None:
     rosters = rosters_of(model, tokenizer, options.methods, options.retention, subject.policy)
     essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
     prose = [essays["text"].replace("\n", " ")]
-    settings = settings_of(options) | {"policy": subject.policy.digest()}
-    for more in ("samples", "tokens"):  # more of them go on where fewer ended
-        settings.pop(more)
+    settings = settings_of(options, growing=("samples", "tokens")) | {"policy": subject.policy.digest()}
     most = range(max(samples.values()))
     cases = [(t, n, s) for s in most for t in sorted(samples) for n in NEEDLES if s < samples[t]]
     with resumable(out.with_suffix(".jsonl"), settings) as done:

@@ -66,9 +66,7 @@ def main() -> None:
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = default_policy()
     heldout = HeldOut(options.data, tokenizer, options.seed)
-    settings = settings_of(options)
-    for more in ("contexts", "tokens"):  # more of them go on where fewer ended
-        settings.pop(more)
+    settings = settings_of(options, growing=("contexts", "tokens"))
     with resumable(options.out.with_suffix(".jsonl"), settings) as done:
         cases = [(n, t, task) for t in contexts for n in range(contexts[t]) for task in TASKS]
         for number, tokens, task in tqdm(cases, desc="variants"):

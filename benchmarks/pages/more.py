@@ -4,7 +4,6 @@ from typing import Any
 
 from benchmarks.pages.parts import ABLE, figure, interval, name_of, rows, table
 from lkv.methods.catalogue import FULL
-from lkv.report.names import label
 
 _HEAD = """# More results
 
@@ -63,10 +62,7 @@ def _sweep(measured: list[dict[str, Any]]) -> list[str]:
         f"scores {interval(full, digits=1)}; `ruler_sweep.json`).",
         table(
             ("", *(f"R = {r:g}" for r in retentions)),
-            (
-                [f"**{label(m)}**" if m == "lkv" else label(m), *(interval(by[m, r], digits=1) for r in retentions)]
-                for m in reversed(methods)
-            ),
+            ([name_of(m), *(interval(by[m, r], digits=1) for r in retentions)] for m in reversed(methods)),
         ),
         figure("swept_sweep"),
     ]
@@ -87,6 +83,6 @@ def _longbench(measured: list[dict[str, Any]]) -> list[str]:
         "tokens (`longbench.json`). KL and agreement are those of the right answer.",
         table(
             ("", "score", "minus LKV", "KL", "top-1 agreement"),
-            ([f"**{label(r['method'])}**" if r["method"] == "lkv" else label(r["method"]), *cells(r)] for r in ordered),
+            ([name_of(r["method"]), *cells(r)] for r in ordered),
         ),
     ]

@@ -79,11 +79,7 @@ def ruler_tables(measured: list[dict[str, Any]], lead: str, source: str) -> list
         f"{lead} ({samples}; `{source}`).",
         table(
             ("", *head),
-            (
-                [f"**{label(m)}**" if m == "lkv" else label(m)]
-                + [cell for length in lengths for cell in cells(by.get((m, length)))]
-                for m in methods
-            ),
+            ([name_of(m)] + [cell for length in lengths for cell in cells(by.get((m, length)))] for m in methods),
         ),
     ]
 

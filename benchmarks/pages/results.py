@@ -91,21 +91,21 @@ def _fidelity() -> list[str]:
 
 def _variants() -> list[str]:
     """Streaming and quantised storage, by length."""
-    measured = {(row["variant"], row["tokens"]): row for row in rows("variants")}
+    every = rows("variants")
+    measured = {(row["variant"], row["tokens"]): row for row in every}
     if not measured:
         return []
     lengths = sorted({tokens for _, tokens in measured})
-    dtype = rows("variants")[0]["dtype"]
     contexts = " and ".join(
         f"{next(r['contexts'] for (_, t), r in measured.items() if t == tokens)} contexts of {tokens:,} tokens"
         for tokens in lengths
     )
     return [
-        f"Streaming and quantised storage at R = {rows('variants')[0]['retention']:g}, beside LKV of the whole prompt: "
+        f"Streaming and quantised storage at R = {every[0]['retention']:g}, beside LKV of the whole prompt: "
         f"KL(full \\|\\| compressed) and top-1 agreement, {contexts} (`variants.json`; bytes are those of k and v "
         "held, slack included).",
         table(
-            ("", *(f"{tokens:,} tokens" for tokens in lengths), f"bytes of the full cache's in {dtype}"),
+            ("", *(f"{tokens:,} tokens" for tokens in lengths), f"bytes of the full cache's in {every[0]['dtype']}"),
             (
                 [
                     variant,

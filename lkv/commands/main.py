@@ -28,9 +28,9 @@ COMMANDS = {
 
 # What a user can mend ends as argparse's own complaints do; 1 is left to what Python ends with a traceback.
 _REFUSED = 2
+_INTERRUPTED = 130  # as a shell tells of a program that Ctrl-C ended
 # transformers imports torchao where it is installed, and these warn of kernels and types that no command uses.
 _OFF_TOPIC = ("torchao", "torch.utils._pytree")
-_INTERRUPTED = 130  # as a shell tells of a program that Ctrl-C ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

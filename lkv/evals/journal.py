@@ -11,7 +11,7 @@ from lkv.journal import Record, append, check_header, read_samples, write_lines
 _FREE = ("machine", "date")  # what may differ between the runs that fill one file; the first one's stays
 _PLANNED = "planned"  # how many samples a run wants: may differ too; the most is kept
 _LISTS, _TABLES, _LATER = ("methods", "retentions"), ("policies",), ("policy", "pattern", "pattern_from")
-_GROWING = (*_LISTS, *_TABLES, *_LATER)  # what may grow between them
+_GROWING = (*_LISTS, *_TABLES, *_LATER, _PLANNED)  # what may grow between them
 
 
 class SharedJournal:
@@ -30,7 +30,7 @@ class SharedJournal:
         for path in self._files():
             written = read_samples(path)[0] or header
             grown = [name for name in _GROWING if _fits(name, written, header)]
-            check_header(path, written, header, [*_FREE, _PLANNED, *grown])
+            check_header(path, written, header, [*_FREE, *grown])
             self._header = _grown(self._header, written)
         process.wait()
         self._merge()
@@ -90,6 +90,8 @@ def _fits(name: str, written: Record, header: Record) -> bool:
     earlier, later = written.get(name), header.get(name)
     if name in _LISTS:
         return isinstance(written.get(name, []), list)
+    if name == _PLANNED:
+        return isinstance(written.get(name, 0), int)
     if name in _TABLES:
         if not isinstance(written.get(name, {}), dict):
             return False

@@ -141,9 +141,10 @@ def train_policy(
     check_folder(out, TrainingError, "the training")
     shape = Shape.of(load_config(model_name or DEFAULT, revision))
     config = settings(preset, given, shape.positions)
-    if started := (out / CHECKPOINT).exists():
+    resumed = (out / CHECKPOINT).exists()
+    if resumed:
         check_settings(out, config)
-    started = started or init is not None
+    started = resumed or init is not None
     training = open_data(data, config)
     # The same held-out samples for every seed, so that curves of different runs compare.
     held_out = open_data(data, replace(config, seed=0), validation=True)
@@ -154,11 +155,10 @@ def train_policy(
     if accelerator.is_main_process:
         print("\n".join([*training.lines, *plan(config, shape, accelerator.num_processes, started)]), file=sys.stderr)
     model, tokenizer = place(model_name or DEFAULT, getattr(torch, config.dtype), revision, spread, accelerator)
-    rate = 0.0
+    rate, tokens = 0.0, min(_RATED_TOKENS, config.max_tokens)
     if accelerator.is_main_process or spread == "processes":
-        rate = measured_rate(model, min(_RATED_TOKENS, config.max_tokens))
+        rate = measured_rate(model, tokens)
     if accelerator.is_main_process:
-        tokens = min(_RATED_TOKENS, config.max_tokens)
         cost = estimate(shape, config, rate, tokens, accelerator.num_processes, started=started)
         print(f"this machine reads {rate:,.0f} tokens a second: {duration(cost.seconds or 0)}", file=sys.stderr)
     torch.manual_seed(config.seed)

@@ -293,6 +293,9 @@ def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
     out.write_text(lines[0] + lines[1][:40] + "\n" + lines[2])
     with pytest.raises(DataError, match=r"x\.jsonl, line 2 is no JSON object"):
         run(model, policy, out, examples)
+    out.write_text(before.replace('"planned": 4', '"planned": "all"'))
+    with pytest.raises(DataError, match=r'settings \(planned "all" instead of 4\)'):
+        run(model, policy, out, examples)
     out.write_bytes(b"\xff\xfe\n")
     with pytest.raises(DataError, match="is no text"):
         run(model, policy, out, examples)
