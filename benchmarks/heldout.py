@@ -83,13 +83,16 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
         return text, [following]
 
     def longbench(rng: random.Random, tokens: int) -> Asked:
-        row = rng.choice(prose)
         size = int(tokens * CHARS_PER_TOKEN)
-        start = rng.randint(0, max(0, len(row["context"]) - size - 400))
-        text = row["context"][start : start + size]
-        following = row["context"][start + size : start + size + 400]
-        asked = [Continuation(row["input"], row["answers"][0])] if row["input"] else []
-        return text, [*asked, *([Continuation(None, following)] if following else [])]
+        asked: list[Continuation] = []
+        while not asked:  # a whole text without a question leaves nothing to ask
+            row = rng.choice(prose)
+            start = rng.randint(0, max(0, len(row["context"]) - size - 400))
+            text = row["context"][start : start + size]
+            following = row["context"][start + size : start + size + 400]
+            asked = [Continuation(row["input"], row["answers"][0])] if row["input"] else []
+            asked += [Continuation(None, following)] if following else []
+        return text, asked
 
     return {
         "prose QA": prose_qa,

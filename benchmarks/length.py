@@ -1,7 +1,7 @@
 """Fidelity by length, retention and task: KL(full || compressed) and top-1 agreement of every method of one table.
 
 python -m benchmarks.length --data FOLDER    (FOLDER is the evaluation folder; writes length.json)
-python -m benchmarks.length --data FOLDER --model NAME --tokens 2000 16000 32000 --contexts 3 3 1    (length-NAME.json)
+python -m benchmarks.length --data FOLDER --model NAME --tokens 4000 16000 --name longer    (longer-NAME.json)
 
 References are the gold answers, the text that follows, and the model's own answer from its full cache.
 """
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 2000, 4000, 7800])
     parser.add_argument("--retention", type=float, nargs="+", default=[0.3, 0.15, 0.1, 0.05])
     parser.add_argument("--contexts", type=int, nargs="+", default=[3], help="contexts a task, for each length or all")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="length", help="of the result")
     parser.add_argument("--out", type=Path, default=None, help="(default: benchmarks/results/NAME[-MODEL].json)")
@@ -52,10 +53,10 @@ def main() -> None:
     out = options.out or subject.results(options.name)
     rosters = rosters_of(model, subject.tokenizer, options.methods, options.retention, subject.policy)
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
-    settings = settings_of(options, growing=("contexts", "tokens")) | {"policy": subject.policy.digest()}
+    settings = settings_of(options, growing=("contexts", "tokens", "tasks")) | {"policy": subject.policy.digest()}
     with resumable(out.with_suffix(".jsonl"), settings) as done:
         most = range(max(contexts.values()))
-        cases = [(n, t, task) for n in most for t in sorted(contexts) for task in TASKS if n < contexts[t]]
+        cases = [(n, t, task) for n in most for t in sorted(contexts) for task in options.tasks if n < contexts[t]]
         for number, tokens, task in tqdm(cases, desc="length"):
             key = f"{task}-{tokens}-{number}"
             if key not in done:

@@ -85,6 +85,11 @@ def ends_of(model: Any, options: dict[str, Any]) -> set[int]:
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
+def is_cut_off(model: Any, answer: list[int], length: int, options: dict[str, Any]) -> bool:
+    """Whether the ids of an answer of at most `length` tokens stop there, and not at one that ends it."""
+    return len(answer) >= length and answer[-1] not in ends_of(model, options)
+
+
 def streamed(tokenizer: Any, answer: Callable[..., Any]) -> Iterator[str]:
     """The text that `answer(**options of generate)` makes, as it is made, in another thread.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, TextStreamer
 
 from lkv import context_file, saved_context
-from lkv.answers import answer_length, check_options, ended, generated, streamed
+from lkv.answers import answer_length, check_options, ended, generated, is_cut_off, streamed
 from lkv.cache.ragged import RaggedCache, chosen_method
 from lkv.cache.shared import SharedCache
 from lkv.config import asdict
@@ -42,6 +42,7 @@ class Context:
         self.cache = cache
         self.about = about or {}
         self.answered_tokens = 0  # length of the last answer
+        self.cut_off = False  # whether the last answer, or one of a batch, ended only because it was long enough
         self._turn, self._busy = threading.RLock(), False
 
     @property
@@ -120,6 +121,7 @@ class Context:
             answers = generated(self.model, self.tokenizer, rows, self.tokens, shared, **options)
         ids = [ended(self.model, answer, generation) for answer in answers.tolist()]
         self.answered_tokens = sum(map(len, ids))
+        self.cut_off = any(is_cut_off(self.model, answer, length, generation) for answer in ids)
         return [self._text(answer) for answer in ids]
 
     def complete(self, ids: list[int], max_new_tokens: int | None = None, **generation: Any) -> list[int]:
@@ -130,8 +132,9 @@ class Context:
         with self.working_cache() as cache:
             # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
             out = generated(self.model, self.tokenizer, [row], 0, cache, max_new_tokens=length, **generation)
-        self.answered_tokens = out.shape[1]
-        return out[0].tolist()
+        answer: list[int] = out[0].tolist()
+        self.answered_tokens, self.cut_off = len(answer), is_cut_off(self.model, answer, length, generation)
+        return answer
 
     def _question(self, question: str, generation: dict[str, Any]) -> list[int]:
         """Ids of a question; raises for one, or for options, that cannot be."""

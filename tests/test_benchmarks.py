@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import sys
 from importlib.util import find_spec
 
@@ -124,6 +125,33 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
     assert lead == f"The same for **Tiny-Model**; {told}"
     measured = next(row for row in rows if (row["method"], row["tokens"], row["retention"]) == ("lkv", 40, 0.15))
     assert "40 tokens" in numbers and f"{measured['value']:.3f}" in numbers
+
+    longer = tmp_path / "longer-tiny-model.json"
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["length", *arguments, *shlex.split("--tokens 90 --contexts 1 --tasks code --name longer --out"), str(longer)],
+    )
+    length.main()
+    tasks = {row["task"] for row in json.loads(longer.read_text())["rows"]}
+    assert tasks == {"all", "code"}
+    lead, numbers = summary._short_length("length-tiny-model")
+    assert "1 to 10 contexts a length; 90 tokens apart, in bfloat16" in lead and "90 tokens |" in numbers
+    assert "at R = 0.15: code; 1 contexts a length (`longer-tiny-model.json`)" in "\n".join(
+        results._other_model("tiny-model")
+    )
+
+
+def test_rulers_tables_keep_retentions_apart():
+    rows = [
+        {"method": method, "tokens": 4096, "retention": retention, "realised": retention, "n": 5, **interval}
+        for method, retention, value in (("full", 1.0, 80), ("lkv", 0.15, 70), ("lkv", 0.05, 60))
+        for interval in [{"value": value, "low": value - 1.0, "high": value + 1.0}]
+    ]
+    first, table, second, other = results._by_retention(rows, "RULER", "file.json")
+    assert first == "RULER, R = 0.15 (5 samples at 4,096; `file.json`)." and "R = 0.05" in second
+    assert "70.0 [69.0, 71.0]" in table and "60.0" not in table and "80.0" in table
+    assert "60.0 [59.0, 61.0]" in other and "70.0" not in other and "80.0" in other
 
 
 def test_long_contexts_are_made_of_several_texts(monkeypatch):

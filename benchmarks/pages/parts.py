@@ -8,6 +8,7 @@ from benchmarks.common import RESULTS
 from lkv.report.names import label
 
 ABLE = "full >= 50"
+LONGER = ("longer", "longest")  # results like those by length, of fewer methods or tasks
 
 
 def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:

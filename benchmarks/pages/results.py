@@ -1,7 +1,10 @@
 """docs/results.md: the shipped policies by length, by needles, and in serving."""
 
+from typing import Any
+
 from benchmarks.pages.parts import (
     ABLE,
+    LONGER,
     complete,
     counted,
     interval,
@@ -152,13 +155,19 @@ def _costs() -> list[str]:
 
 def _ruler() -> list[str]:
     """RULER's retrieval tasks, a table a retention."""
-    measured = rows("ruler_retrieval", task="all")
-    parts = []
-    for retention in sorted({row["retention"] for row in measured if row["method"] != FULL}, reverse=True):
-        chosen = [row for row in measured if row["retention"] in (1.0, retention)]
-        lead = f"RULER's five retrieval tasks at R = {retention:g}"
-        parts += ruler_tables(chosen, lead, "ruler_retrieval.json")
-    return parts
+    return _by_retention(rows("ruler_retrieval", task="all"), "RULER's five retrieval tasks", "ruler_retrieval.json")
+
+
+def _by_retention(measured: list[dict[str, Any]], lead: str, source: str) -> list[str]:
+    """RULER's tables of what was measured, one for each retention."""
+    retentions = sorted({row["retention"] for row in measured if row["method"] != FULL}, reverse=True)
+    return [
+        part
+        for retention in retentions
+        for part in ruler_tables(
+            [row for row in measured if row["retention"] in (1.0, retention)], f"{lead}, R = {retention:g}", source
+        )
+    ]
 
 
 def _refit() -> list[str]:
@@ -179,11 +188,15 @@ def _other_model(name: str) -> list[str]:
     title = rows(f"length-{name}")[0]["model"].rpartition("/")[2]
     able = rows(f"ruler-{name}", task=ABLE)
     lead = f"RULER: mean score over the tasks in which {title}'s full cache reaches 50"
+    longer = [_length(f"{kind}-{name}") for kind in LONGER]
     return [
         f"### {title}",
         *_length(f"length-{name}"),
-        *(ruler_tables(able, lead, f"ruler-{name}.json") if able else []),
+        *(["Longer texts, in bfloat16; KVzip, which reads a text twice, is left out."] if any(longer) else []),
+        *(part for tables in longer for part in tables),
+        *_by_retention(able, lead, f"ruler-{name}.json"),
         *needle_tables(f"needles-{name}"),
+        *needle_tables(f"longer_needles-{name}"),
         *_length(f"refit-{name}"),
     ]
 
@@ -194,14 +207,15 @@ def _length(name: str = "length") -> list[str]:
         return []
     parts = []
     lengths = sorted({row["tokens"] for row in measured})
+    tasks = ", ".join(dict.fromkeys(row["task"] for row in rows(name) if row["task"] != "all"))
     for retention in sorted({row["retention"] for row in measured if row["method"] != "full"}, reverse=True):
         if retention not in (0.15, 0.05):
             continue
         by = {(row["method"], row["tokens"]): row for row in measured if row["retention"] == retention}
         contexts = [row["contexts"] for row in by.values()]
         parts += [
-            f"KL(full \\|\\| compressed) and top-1 agreement by length at R = {retention:g}: code, LongBench texts, "
-            f"multi-hop facts, meetings, stories; {counted(contexts)} contexts a length (`{name}.json`).",
+            f"KL(full \\|\\| compressed) and top-1 agreement by length at R = {retention:g}: {tasks}; "
+            f"{counted(contexts)} contexts a length (`{name}.json`).",
             table(
                 ("", *(f"{tokens:,} tokens" for tokens in lengths)),
                 (

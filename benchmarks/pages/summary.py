@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.pages.parts import complete, counted, interval, name_of, other_models, rows, table
+from benchmarks.pages.parts import LONGER, complete, counted, interval, name_of, other_models, rows, table
 from lkv.methods.catalogue import FULL
 
 REFITTED = "lkv+refit"
@@ -36,17 +36,25 @@ def _short_length(name: str) -> list[str]:
     lengths = sorted({tokens for _, tokens in by})
     refitted = rows(name.replace("length", "refit"), task="all", method=REFITTED, retention=0.15)
     by |= {(REFITTED, row["tokens"]): row for row in refitted}
+    longer = [row for kind in LONGER for row in rows(name.replace("length", kind), task="all", retention=0.15)]
+    longer = [row for row in longer if row["tokens"] > lengths[-1]]
+    by |= {(row["method"], row["tokens"]): row for row in longer}
+    apart = sorted({row["tokens"] for row in longer})
     options, model = "", measured[0]["model"]
     contexts = counted(row["contexts"] for row in by.values())
     lead = "**Fidelity by length**: KL(full \\|\\| compressed) in nats a token"
     if name != "length":
         options, lead = f" --model {model}", f"The same for **{model.rpartition('/')[2]}**"
+    other = f"; {' and '.join(f'{tokens:,}' for tokens in apart)} tokens apart, in bfloat16" if apart else ""
     return [
-        f"{lead}; {contexts} contexts a length (`python -m benchmarks.length{options}`).",
+        f"{lead}; {contexts} contexts a length{other} (`python -m benchmarks.length{options}`).",
         table(
-            ("", *(f"{tokens:,} tokens" for tokens in lengths)),
+            ("", *(f"{tokens:,} tokens" for tokens in (*lengths, *apart))),
             (
-                [name_of(m), *(interval(by[m, t]) if (m, t) in by else _missing(m) for t in lengths)]
+                [
+                    name_of(m),
+                    *(interval(by[m, t]) if (m, t) in by else _missing(m, t in apart) for t in (*lengths, *apart)),
+                ]
                 for m in ("lkv", REFITTED, "kvzip", "lkv-h+expected", "snapkv")
                 if m != REFITTED or refitted
             ),
@@ -54,9 +62,9 @@ def _short_length(name: str) -> list[str]:
     ]
 
 
-def _missing(method: str) -> str:
+def _missing(method: str, left_out: bool) -> str:
     """What stands where a method has no figure: a refitted one runs wherever it does plain."""
-    return "not measured" if method == REFITTED else "cannot run"
+    return "not measured" if left_out or method == REFITTED else "cannot run"
 
 
 def _short_ruler() -> list[str]:

@@ -60,6 +60,8 @@ def run(options: argparse.Namespace) -> None:
         if len(questions) > 1:
             print(f"\n> {question}", flush=True)
         context.ask(question, options.max_new_tokens, stream=True)
+        if context.cut_off:
+            print(f"[cut off after {context.answered_tokens:,} tokens; --max-new-tokens allows more]", file=sys.stderr)
     if not questions and (not options.save or sys.stdin.isatty()):
         _talk(context, options.max_new_tokens)
 

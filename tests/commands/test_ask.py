@@ -70,6 +70,20 @@ def test_bytes_are_told_beside_those_of_the_full_cache(folder, asked):
     assert "0.5000 of the entries kept, 0.5 asked for" in said
 
 
+def test_an_answer_that_ends_at_its_limit_says_so(folder, asked):
+    model, tokenizer = load_model(str(folder / "model"))
+    context = compress(model, tokenizer, TEXT, "knorm", 0.15)
+    context.ask("When?", 4, eos_token_id=None)
+    assert context.cut_off and context.answered_tokens == 4
+    for most in (4, 1):  # the first token ends it, be it also the last that it may have
+        context.ask("When?", most, eos_token_id=list(range(model.config.vocab_size)))
+        assert not context.cut_off and context.answered_tokens == 1
+    context.batch_ask(["When?", "Where?"], 3, eos_token_id=None)
+    assert context.cut_off
+    _, _, said = asked(folder / "text.md", "When?", "Where?")
+    assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
+
+
 def test_what_is_saved_answers_as_what_was_read(folder, asked, tmp_path):
     saved = tmp_path / "text.kv"
     _, out, said = asked(folder / "text.md", "When?", "--save", saved)

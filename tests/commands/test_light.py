@@ -57,6 +57,20 @@ def test_commands_keep_what_transformers_imports_to_itself():
     assert done.returncode == 0 and not done.stderr and "share of the tokens" in done.stdout
 
 
+@pytest.mark.parametrize(("asked", "wanted"), [(None, False), ("0", True)])
+def test_logs_have_no_bars_of_transformers(asked, wanted, monkeypatch):
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    if asked:
+        monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", asked)
+    program = """
+from lkv.commands.main import main
+main(["methods"])
+from transformers.utils.logging import is_progress_bar_enabled
+print("bars:", is_progress_bar_enabled())
+"""
+    assert run(program).stdout.endswith(f"bars: {wanted}\n")
+
+
 def test_help_is_there_within_half_a_second():
     def seconds() -> float:
         before = os.times()
