@@ -5,6 +5,8 @@ import random
 import shlex
 import sys
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,6 +166,24 @@ def test_long_contexts_are_made_of_several_texts(monkeypatch):
     long = held._after_others(own, "code", rng, 3000)
     assert long.endswith(own) and 2800 <= len(long.split()) <= 3000
     assert held._after_others(own, "code", rng, 910) == own
+
+
+def test_a_longbench_text_always_has_something_to_ask(monkeypatch):
+    """Whole texts without a question, of which nothing is left to go on with, are passed over."""
+    none = SimpleNamespace(**dict.fromkeys(("squad_format", "hotpot_like", "tales", "meetings"), lambda *_: []))
+    none.Passage = lambda title, text: text
+    texts = [
+        {"context": "a report. " * 50, "input": "", "answers": ["none"]},
+        {"context": "a story. " * 50, "input": "Who?", "answers": ["The keeper."]},
+    ]
+    monkeypatch.setattr(heldout, "sources", none)
+    monkeypatch.setattr(heldout, "records", SimpleNamespace(rows=lambda path: texts))
+    build = heldout.builders(Path())["LongBench text"]
+    for seed in range(10):
+        text, asked = build(random.Random(seed), 5000)
+        assert text == texts[1]["context"] and [c.question for c in asked] == ["Who?"]
+        text, asked = build(random.Random(seed), 10)  # of which something is left
+        assert asked[-1].question is None and asked[-1].target
 
 
 def test_stand_ins_are_built_of_and_measured(tmp_path, folder, monkeypatch):  # noqa: F811
