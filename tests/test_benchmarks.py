@@ -168,6 +168,21 @@ def test_long_contexts_are_made_of_several_texts(monkeypatch):
     assert held._after_others(own, "code", rng, 910) == own
 
 
+def test_rulers_figures_of_another_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "RESULTS", tmp_path)
+    assert not summary._other_ruler("tiny")
+    ruler = [
+        {"method": method, "task": "all", "tokens": tokens, "retention": retention, "n": n, "value": value - n}
+        for tokens, n in ((4096, 10), (8192, 5))
+        for method, retention, value in (("full", 1.0, 90), ("lkv", 0.15, 80), ("lkv", 0.05, 70), ("snapkv", 0.15, 10))
+    ]
+    (tmp_path / "ruler-tiny.json").write_text(json.dumps({"rows": ruler}))
+    assert summary._other_ruler("tiny") == (
+        " RULER's five retrieval tasks at 4,096 / 8,192 tokens, 5 to 10 samples a length: "
+        "Full cache 80.0 / 85.0; LKV 70.0 / 75.0; SnapKV 0.0 / 5.0."
+    )
+
+
 def test_a_longbench_text_always_has_something_to_ask(monkeypatch):
     """Whole texts without a question, of which nothing is left to go on with, are passed over."""
     none = SimpleNamespace(**dict.fromkeys(("squad_format", "hotpot_like", "tales", "meetings"), lambda *_: []))

@@ -4,6 +4,7 @@ from typing import Any
 
 from benchmarks.pages.parts import LONGER, complete, counted, interval, name_of, other_models, rows, table
 from lkv.methods.catalogue import FULL
+from lkv.report.names import label
 
 REFITTED = "lkv+refit"
 _COMPILED = {"numba": ", extra `cpu`"}  # what the backend of a row asks for
@@ -47,7 +48,8 @@ def _short_length(name: str) -> list[str]:
         options, lead = f" --model {model}", f"The same for **{model.rpartition('/')[2]}**"
     other = f"; {' and '.join(f'{tokens:,}' for tokens in apart)} tokens apart, in bfloat16" if apart else ""
     return [
-        f"{lead}; {contexts} contexts a length{other} (`python -m benchmarks.length{options}`).",
+        f"{lead}; {contexts} contexts a length{other} (`python -m benchmarks.length{options}`)."
+        + _other_ruler(name.removeprefix("length-")),
         table(
             ("", *(f"{tokens:,} tokens" for tokens in (*lengths, *apart))),
             (
@@ -90,6 +92,23 @@ def _short_ruler() -> list[str]:
             ),
         ),
     ]
+
+
+def _other_ruler(name: str) -> str:
+    """A sentence of RULER's tasks for another model at R = 0.15, as far as they were measured."""
+    measured = rows(f"ruler-{name}", task="all")
+    by = {(row["method"], row["tokens"]): row for row in measured if row["retention"] in (0.15, 1.0)}
+    if not by:
+        return ""
+    lengths = sorted({tokens for _, tokens in by})
+    scores = {
+        label(method): " / ".join(f"{by[method, tokens]['value']:.1f}" for tokens in lengths)
+        for method in dict.fromkeys([FULL, "lkv", *(method for method, _ in by)])
+    }
+    samples = counted(by[FULL, tokens]["n"] for tokens in lengths)
+    at = " / ".join(f"{tokens:,}" for tokens in lengths)
+    told = "; ".join(f"{method} {values}" for method, values in scores.items())
+    return f" RULER's five retrieval tasks at {at} tokens, {samples} samples a length: {told}."
 
 
 def _short_costs() -> list[str]:
