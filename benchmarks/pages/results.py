@@ -186,7 +186,7 @@ def _refit() -> list[str]:
 def _other_model(name: str) -> list[str]:
     """A part of its own for another model: fidelity by length, RULER, needles, whatever there is."""
     title = rows(f"length-{name}")[0]["model"].rpartition("/")[2]
-    able = rows(f"ruler-{name}", task=ABLE)
+    able, others = (rows(f"{kind}-{name}", task=ABLE) for kind in ("ruler", "ruler_other"))
     lead = f"RULER: mean score over the tasks in which {title}'s full cache reaches 50"
     longer = [_length(f"{kind}-{name}") for kind in LONGER]
     return [
@@ -195,6 +195,7 @@ def _other_model(name: str) -> list[str]:
         *(["Longer texts, in bfloat16; KVzip, which reads a text twice, is left out."] if any(longer) else []),
         *(part for tables in longer for part in tables),
         *_by_retention(able, lead, f"ruler-{name}.json"),
+        *_by_retention(others, f"{lead}, of those that are no plain retrieval", f"ruler_other-{name}.json"),
         *needle_tables(f"needles-{name}"),
         *needle_tables(f"longer_needles-{name}"),
         *_length(f"refit-{name}"),
