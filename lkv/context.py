@@ -120,8 +120,7 @@ class Context:
             options = {"max_new_tokens": length, **generation}
             answers = generated(self.model, self.tokenizer, rows, self.tokens, shared, **options)
         ids = [ended(self.model, answer, generation) for answer in answers.tolist()]
-        self.answered_tokens = sum(map(len, ids))
-        self.cut_off = any(is_cut_off(self.model, answer, length, generation) for answer in ids)
+        self._note(ids, length, generation)
         return [self._text(answer) for answer in ids]
 
     def complete(self, ids: list[int], max_new_tokens: int | None = None, **generation: Any) -> list[int]:
@@ -133,8 +132,13 @@ class Context:
             # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
             out = generated(self.model, self.tokenizer, [row], 0, cache, max_new_tokens=length, **generation)
         answer: list[int] = out[0].tolist()
-        self.answered_tokens, self.cut_off = len(answer), is_cut_off(self.model, answer, length, generation)
+        self._note([answer], length, generation)
         return answer
+
+    def _note(self, answers: list[list[int]], length: int, generation: dict[str, Any]) -> None:
+        """Keep what is told of the last answers, of at most `length` tokens each."""
+        self.answered_tokens = sum(map(len, answers))
+        self.cut_off = any(is_cut_off(self.model, answer, length, generation) for answer in answers)
 
     def _question(self, question: str, generation: dict[str, Any]) -> list[int]:
         """Ids of a question; raises for one, or for options, that cannot be."""

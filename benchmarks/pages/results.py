@@ -194,8 +194,8 @@ def _other_model(name: str) -> list[str]:
         *_length(f"length-{name}"),
         *(["Longer texts, in bfloat16; KVzip, which reads a text twice, is left out."] if any(longer) else []),
         *(part for tables in longer for part in tables),
-        *_by_retention(able, lead, f"ruler-{name}.json"),
-        *_by_retention(others, f"{lead}, of those that are no plain retrieval", f"ruler_other-{name}.json"),
+        *_by_retention(able, f"{lead}, of the five retrieval tasks", f"ruler-{name}.json"),
+        *_by_retention(others, f"{lead}, of the other eight", f"ruler_other-{name}.json"),
         *needle_tables(f"needles-{name}"),
         *needle_tables(f"longer_needles-{name}"),
         *_length(f"refit-{name}"),
@@ -203,12 +203,13 @@ def _other_model(name: str) -> list[str]:
 
 
 def _length(name: str = "length") -> list[str]:
-    measured = complete(rows(name, task="all"))
+    every = rows(name)
+    measured = complete([row for row in every if row["task"] == "all"])
     if not measured:
         return []
     parts = []
     lengths = sorted({row["tokens"] for row in measured})
-    tasks = ", ".join(dict.fromkeys(row["task"] for row in rows(name) if row["task"] != "all"))
+    tasks = ", ".join(dict.fromkeys(row["task"] for row in every if row["task"] != "all"))
     for retention in sorted({row["retention"] for row in measured if row["method"] != "full"}, reverse=True):
         if retention not in (0.15, 0.05):
             continue

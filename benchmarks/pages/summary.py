@@ -21,15 +21,15 @@ def section() -> str:
             'Refitted is `method="lkv+refit"`, which moves what is kept, in the same bytes: nearer in the mean, no '
             "better at single facts ([how](docs/methods.md#refitted)).",
             *_short_length("length"),
-            *(part for name in more for part in _short_length(f"length-{name}")),
+            *(part for name in more for part in _short_length(f"length-{name}", _other_ruler(name))),
             *_short_ruler(),
             *_short_costs(),
         ]
     )
 
 
-def _short_length(name: str) -> list[str]:
-    """KL by length of LKV and those closest to it, at R = 0.15."""
+def _short_length(name: str, told: str = "") -> list[str]:
+    """KL by length of LKV and those closest to it, at R = 0.15; what is `told` of the model goes behind the lead."""
     measured = complete(rows(name, task="all"))
     by = {(row["method"], row["tokens"]): row for row in measured if row["retention"] == 0.15}
     if not by:
@@ -48,8 +48,7 @@ def _short_length(name: str) -> list[str]:
         options, lead = f" --model {model}", f"The same for **{model.rpartition('/')[2]}**"
     other = f"; {' and '.join(f'{tokens:,}' for tokens in apart)} tokens apart, in bfloat16" if apart else ""
     return [
-        f"{lead}; {contexts} contexts a length{other} (`python -m benchmarks.length{options}`)."
-        + _other_ruler(name.removeprefix("length-")),
+        f"{lead}; {contexts} contexts a length{other} (`python -m benchmarks.length{options}`).{told}",
         table(
             ("", *(f"{tokens:,} tokens" for tokens in (*lengths, *apart))),
             (

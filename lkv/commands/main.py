@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             options = _parsed(words)
             if not sys.stderr.isatty():
-                # A log would have a hundred pieces of each bar of transformers; LKV says in lines what it is at.
+                # A log would have every step of each bar that transformers draws.
                 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             for name in _OFF_TOPIC:
                 logging.getLogger(name).setLevel(logging.ERROR)
