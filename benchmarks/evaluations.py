@@ -30,7 +30,7 @@ def main() -> None:
     results = read_results([options.file])
     name = options.name or str(results.header["suite"])
     header = results.header
-    measured = {key: header[key] for key in ("date", "machine", "versions") if key in header}
+    measured = {key: header[key] for key in ("date", "machine", "versions", "policy") if header.get(key)}
     write_results(
         RESULTS / f"{name}.json", name, rows_of(results, options.methods), header["seed"], _command(results), measured
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, command_of, methods_of, settings_of
+from benchmarks.common import RESULTS, command_of, measured_with, methods_of, settings_of
 from benchmarks.fidelity import summarise
 from benchmarks.heldout import TASKS, HeldOut
 from lkv.evals.compare import Comparison
@@ -33,9 +33,10 @@ def main() -> None:
     options = parser.parse_args()
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = default_policy()
+    of = measured_with(policy)
     heldout = HeldOut(options.data, tokenizer, options.seed)
     methods = methods_of(NAMES, policy, options.retention, model)
-    with resumable(options.out.with_suffix(".jsonl"), settings_of(options)) as done:
+    with resumable(options.out.with_suffix(".jsonl"), settings_of(options) | of) as done:
         count = dict.fromkeys(TASKS, options.contexts)
         for number, task in tqdm([(n, task) for n in range(options.contexts) for task in TASKS], desc="grid"):
             if f"{task}-{number}" in done:
@@ -45,7 +46,7 @@ def main() -> None:
             measured = [[[f.kl, f.agreement] for f in run.fidelity(ids_, skip)] for ids_, skip in asked]
             done.add(f"{task}-{number}", {"tokens": len(ids), "measured": measured, "realised": run.realised()})
         rows = summarise(dict(done), count, options.retention, NAMES)
-        write_results(options.out, "grid", rows, options.seed, command_of("benchmarks.grid", options))
+        write_results(options.out, "grid", rows, options.seed, command_of("benchmarks.grid", options), of)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import add_subject, command_of, per_length, rosters_of, rows_of, settings_of, subject_of
+from benchmarks.common import (
+    add_subject,
+    command_of,
+    measured_with,
+    per_length,
+    rosters_of,
+    rows_of,
+    settings_of,
+    subject_of,
+)  # fmt: skip
 from benchmarks.heldout import HeldOut
 from lkv.config import asdict
 from lkv.evals.compare import Comparison
@@ -53,7 +62,8 @@ def main() -> None:
     out = options.out or subject.results(options.name)
     rosters = rosters_of(model, subject.tokenizer, options.methods, options.retention, subject.policy)
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
-    settings = settings_of(options, growing=("contexts", "tokens", "tasks")) | {"policy": subject.policy.digest()}
+    of = measured_with(subject.policy)
+    settings = settings_of(options, growing=("contexts", "tokens", "tasks")) | of
     with resumable(out.with_suffix(".jsonl"), settings) as done:
         most = range(max(contexts.values()))
         cases = [(n, t, task) for n in most for t in sorted(contexts) for task in options.tasks if n < contexts[t]]
@@ -63,7 +73,7 @@ def main() -> None:
                 ids, asked = heldout.case(task, number, tokens)
                 done.add(key, measure(model, rosters, ids, asked))
         rows = [{"model": subject.name, **row} for row in summarise(done, cases)]
-        write_results(out, options.name, rows, options.seed, command_of("benchmarks.length", options))
+        write_results(out, options.name, rows, options.seed, command_of("benchmarks.length", options), of)
     draw(rows, out.parent / "small" / f"{out.stem}.png")
 
 

@@ -12,7 +12,16 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import add_subject, command_of, per_length, rosters_of, rows_of, settings_of, subject_of
+from benchmarks.common import (
+    add_subject,
+    command_of,
+    measured_with,
+    per_length,
+    rosters_of,
+    rows_of,
+    settings_of,
+    subject_of,
+)  # fmt: skip
 from lkv.evals.compare import Comparison
 from lkv.evals.needles import make_needles
 from lkv.journal import Done, resumable
@@ -46,7 +55,8 @@ def main() -> None:
     rosters = rosters_of(model, tokenizer, options.methods, options.retention, subject.policy)
     essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
     prose = [essays["text"].replace("\n", " ")]
-    settings = settings_of(options, growing=("samples", "tokens")) | {"policy": subject.policy.digest()}
+    of = measured_with(subject.policy)
+    settings = settings_of(options, growing=("samples", "tokens")) | of
     most = range(max(samples.values()))
     cases = [(t, n, s) for s in most for t in sorted(samples) for n in NEEDLES if s < samples[t]]
     with resumable(out.with_suffix(".jsonl"), settings) as done:
@@ -63,7 +73,7 @@ def main() -> None:
             correct = [item.answer in tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
             done.add(key, {"rows": [row[:2] for row in ready], "found": correct, "realised": kept})
         rows = [{"model": subject.name, **row} for row in summarise(done, cases, options.dtype)]
-        write_results(out, options.name, rows, options.seed, command_of("benchmarks.needles", options))
+        write_results(out, options.name, rows, options.seed, command_of("benchmarks.needles", options), of)
 
 
 def summarise(done: Done, cases: list[tuple[int, int, int]], dtype: str) -> list[dict]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, command_of, per_length, settings_of
+from benchmarks.common import RESULTS, command_of, measured_with, per_length, settings_of
 from benchmarks.heldout import HeldOut
 from benchmarks.length import TASKS
 from lkv.cache.ragged import RaggedCache
@@ -65,8 +65,9 @@ def main() -> None:
     contexts = per_length(options.tokens, options.contexts)
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = default_policy()
+    of = measured_with(policy)
     heldout = HeldOut(options.data, tokenizer, options.seed)
-    settings = settings_of(options, growing=("contexts", "tokens"))
+    settings = settings_of(options, growing=("contexts", "tokens")) | of
     with resumable(options.out.with_suffix(".jsonl"), settings) as done:
         cases = [(n, t, task) for t in contexts for n in range(contexts[t]) for task in TASKS]
         for number, tokens, task in tqdm(cases, desc="variants"):
@@ -92,7 +93,7 @@ def main() -> None:
         for tokens in contexts:
             samples = [done[f"{task}-{t}-{number}"] for number, t, task in cases if t == tokens]
             rows += summarise(samples, {"tokens": tokens, "retention": options.retention, "dtype": options.dtype})
-        write_results(options.out, "variants", rows, options.seed, command_of("benchmarks.variants", options))
+        write_results(options.out, "variants", rows, options.seed, command_of("benchmarks.variants", options), of)
 
 
 def summarise(samples: Sequence[dict], setting: dict[str, Any]) -> list[dict]:

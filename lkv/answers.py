@@ -31,7 +31,7 @@ def check_options(model: Any, cache: Any, generation: dict[str, Any]) -> None:
     several = [generation.get(name) for name in _COUNTS]
     if any(count is not None and (type(count) is not int or count != 1) for count in several):
         raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
-    own_settings = vars(model.generation_config)
+    own_settings = vars(_config(model, generation))
     if not isinstance(cache, RaggedCache) and any(generation.get(x, own_settings.get(x)) for x in _ASSISTED):
         raise CacheError(
             "transformers' assisted decoding goes wrong on a cache of its own that holds a text; leave "
@@ -81,8 +81,13 @@ def ended(model: Any, ids: list[int], options: dict[str, Any]) -> list[int]:
 
 def ends_of(model: Any, options: dict[str, Any]) -> set[int]:
     """The ids that end an answer of `model`, generated with `options`."""
-    ends = options.get("eos_token_id", model.generation_config.eos_token_id)
+    ends = options.get("eos_token_id", _config(model, options).eos_token_id)
     return {ends} if isinstance(ends, int) else set(ends or ())
+
+
+def _config(model: Any, options: dict[str, Any]) -> GenerationConfig:
+    """Where the settings stand that `options` do not name."""
+    return options.get("generation_config") or model.generation_config
 
 
 def is_cut_off(model: Any, answer: list[int], length: int, options: dict[str, Any]) -> bool:

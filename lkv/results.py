@@ -27,8 +27,8 @@ def write_results(
 ) -> None:
     """Write `rows` with command, seed, date, machine and versions, to a temporary name first.
 
-    `measured` tells date, machine and versions where the rows were not measured here and now. Raises DataError where
-    the system refuses the file.
+    `measured` tells what else the rows are of (the policy), and date, machine and versions where they were not measured
+    here and now. Raises DataError where the system refuses the file.
     """
     document = {
         "name": name,

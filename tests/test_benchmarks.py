@@ -107,6 +107,7 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", ["length", *arguments, "--out", str(tmp_path / "length-tiny-model.json")])
     length.main()
     document = json.loads((tmp_path / "length-tiny-model.json").read_text())
+    assert document["policy"] == Policy.from_pretrained(tmp_path / "policy").digest()
     rows = [row for row in document["rows"] if row["task"] == "all"]
     assert {row["model"] for row in rows} == {"owner/Tiny-Model"} and {row["method"] for row in rows} == {
         "full",
@@ -139,9 +140,21 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
     assert tasks == {"all", "code"}
     lead, numbers = summary._short_length("length-tiny-model")
     assert "1 to 10 contexts a length; 90 tokens apart, in bfloat16" in lead and "90 tokens |" in numbers
-    assert "at R = 0.15: code; 1 contexts a length (`longer-tiny-model.json`)" in "\n".join(
+    assert "at R = 0.15: code; 1 contexts a length (`longer-tiny-model.json`" in "\n".join(
         results._other_model("tiny-model")
     )
+
+
+def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "RESULTS", tmp_path)
+    known = Policy.from_pretrained(shipped()[0].folder).digest()
+    for policy, told in (
+        (known, "`some.json`"),
+        (known[::-1], "`some.json`, with the policy before the one shipped"),
+        (None, "`some.json`"),  # of no policy, or of files that did not tell
+    ):
+        (tmp_path / "some.json").write_text(json.dumps({"policy": policy} if policy else {}))
+        assert parts.source("some") == told
 
 
 def test_rulers_tables_keep_retentions_apart():
@@ -150,8 +163,8 @@ def test_rulers_tables_keep_retentions_apart():
         for method, retention, value in (("full", 1.0, 80), ("lkv", 0.15, 70), ("lkv", 0.05, 60))
         for interval in [{"value": value, "low": value - 1.0, "high": value + 1.0}]
     ]
-    first, table, second, other = results._by_retention(rows, "RULER", "file.json")
-    assert first == "RULER, R = 0.15 (5 samples at 4,096; `file.json`)." and "R = 0.05" in second
+    first, table, second, other = results._by_retention(rows, "RULER", "ruler")
+    assert first == "RULER, R = 0.15 (5 samples at 4,096; `ruler.json`)." and "R = 0.05" in second
     assert "70.0 [69.0, 71.0]" in table and "60.0" not in table and "80.0" in table
     assert "60.0 [59.0, 61.0]" in other and "70.0" not in other and "80.0" in other
 

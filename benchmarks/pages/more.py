@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.pages.parts import ABLE, figure, interval, name_of, rows, table
+from benchmarks.pages.parts import ABLE, figure, interval, name_of, rows, source, table
 from lkv.methods.catalogue import FULL
 
 _HEAD = """# More results
@@ -41,7 +41,7 @@ def _ruler(measured: list[dict[str, Any]]) -> list[str]:
 
     return [
         f"RULER at {full['tokens']:,} tokens, R = 0.15: the mean over its 13 tasks ({measured[0]['n']} samples), and "
-        f"over those where the full cache scores at least 50 ({full['n']} samples; `ruler.json`, as `make "
+        f"over those where the full cache scores at least 50 ({full['n']} samples; {source('ruler')}, as `make "
         "reproduce-small` makes it). KL and agreement are those of the right answer, over all tasks.",
         table(
             ("", "13 tasks", "minus LKV", "where full reaches 50", "KL", "top-1 agreement", "kept"),
@@ -59,7 +59,7 @@ def _sweep(measured: list[dict[str, Any]]) -> list[str]:
     methods = [m for m in dict.fromkeys(m for m, _ in by) if m != "full"]
     return [
         f"RULER's five retrieval tasks by retention, at {full['tokens']:,} tokens ({full['n']} samples; the full cache "
-        f"scores {interval(full, digits=1)}; `ruler_sweep.json`).",
+        f"scores {interval(full, digits=1)}; {source('ruler_sweep')}).",
         table(
             ("", *(f"R = {r:g}" for r in retentions)),
             ([name_of(m), *(interval(by[m, r], digits=1) for r in retentions)] for m in reversed(methods)),
@@ -80,7 +80,7 @@ def _longbench(measured: list[dict[str, Any]]) -> list[str]:
     ordered = sorted(measured, key=lambda row: -row["value"])
     return [
         f"A sample of LongBench: the mean over its 16 tasks, {measured[0]['n']} samples in all, cut to the model's 8k "
-        "tokens (`longbench.json`). KL and agreement are those of the right answer.",
+        f"tokens ({source('longbench')}). KL and agreement are those of the right answer.",
         table(
             ("", "score", "minus LKV", "KL", "top-1 agreement"),
             ([name_of(r["method"]), *cells(r)] for r in ordered),

@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from benchmarks.common import RESULTS
+from lkv.policy import Policy
 from lkv.report.names import label
+from lkv.shipped import shipped
 
 ABLE = "full >= 50"
 LONGER = ("longer", "longest")  # results like those by length, of fewer methods or tasks
@@ -16,6 +19,19 @@ def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:
     path = RESULTS / f"{name}.json"
     measured = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
     return [row for row in measured if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def source(name: str) -> str:
+    """The result file that a table is of, and whether it was measured with a policy that is shipped no longer."""
+    policy = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")).get("policy")
+    earlier = policy is not None and policy not in _digests()
+    return f"`{name}.json`" + (", with the policy before the one shipped" if earlier else "")
+
+
+@cache
+def _digests() -> list[str]:
+    """Digests of the shipped policies."""
+    return [Policy.from_pretrained(entry.folder).digest() for entry in shipped()]
 
 
 def other_models() -> list[str]:
@@ -59,7 +75,7 @@ def figure(name: str) -> str:
     return f"![{name}]({path.relative_to(RESULTS.parents[1])})" if path.is_file() else ""
 
 
-def ruler_tables(measured: list[dict[str, Any]], lead: str, source: str) -> list[str]:
+def ruler_tables(measured: list[dict[str, Any]], lead: str, name: str) -> list[str]:
     """RULER's mean over the tasks that the full cache can do, and the paired difference to LKV."""
     lengths = list(dict.fromkeys(row["tokens"] for row in measured))
     by = {(row["method"], row["tokens"]): row for row in measured}
@@ -77,7 +93,7 @@ def ruler_tables(measured: list[dict[str, Any]], lead: str, source: str) -> list
         return [interval(row, digits=1), less, f"{row['realised']:.3f}"]
 
     return [
-        f"{lead} ({samples}; `{source}`).",
+        f"{lead} ({samples}; {source(name)}).",
         table(
             ("", *head),
             ([name_of(m)] + [cell for length in lengths for cell in cells(by.get((m, length)))] for m in methods),
@@ -98,7 +114,7 @@ def _hidden(name: str, needles: int, what: str) -> list[str]:
     kinds = dict.fromkeys((row["method"], row["retention"]) for row in measured)
     by = {(row["method"], row["retention"], row["tokens"]): row for row in measured}
     return [
-        f"{what} in real prose, share found of {counted(row['n'] for row in measured)} (`{name}.json`).",
+        f"{what} in real prose, share found of {counted(row['n'] for row in measured)} ({source(name)}).",
         table(
             ("", "R", *(f"{tokens:,} tokens" for tokens in lengths)),
             (

@@ -13,6 +13,7 @@ from benchmarks.pages.parts import (
     other_models,
     rows,
     ruler_tables,
+    source,
     table,
 )  # fmt: skip
 from lkv.methods.catalogue import FULL
@@ -73,7 +74,7 @@ def _fidelity() -> list[str]:
     learned = fidelity["lkv"]
     parts = [
         f"Fidelity on held-out questions and text at R = {learned['retention']}: {learned['n']} continuations of "
-        f"{learned['contexts']} contexts of 1k to 2k tokens (`fidelity.json`).",
+        f"{learned['contexts']} contexts of 1k to 2k tokens ({source('fidelity')}).",
         table(
             ("", "KL(full \\|\\| compressed)", "top-1 agreement"),
             ([name_of(m), interval(fidelity[m]), interval(fidelity[m], "agreement")] for m in fidelity if m != FULL),
@@ -83,7 +84,7 @@ def _fidelity() -> list[str]:
         rules, selectors = (tuple(dict.fromkeys(m.split("+")[i] for m in grid if "+" in m)) for i in (0, 1))
         parts += [
             f"Budget rules by selectors: KL(full \\|\\| compressed) over {grid[FULL]['contexts']} of these contexts "
-            "(`grid.json`).",
+            f"({source('grid')}).",
             table(
                 ("", *map(part_label, selectors)),
                 ([part_label(rule), *(interval(grid[f"{rule}+{s}"]) for s in selectors)] for rule in rules),
@@ -105,7 +106,7 @@ def _variants() -> list[str]:
     )
     return [
         f"Streaming and quantised storage at R = {every[0]['retention']:g}, beside LKV of the whole prompt: "
-        f"KL(full \\|\\| compressed) and top-1 agreement, {contexts} (`variants.json`; bytes are those of k and v "
+        f"KL(full \\|\\| compressed) and top-1 agreement, {contexts} ({source('variants')}; bytes are those of k and v "
         "held, slack included).",
         table(
             ("", *(f"{tokens:,} tokens" for tokens in lengths), f"bytes of the full cache's in {every[0]['dtype']}"),
@@ -155,17 +156,17 @@ def _costs() -> list[str]:
 
 def _ruler() -> list[str]:
     """RULER's retrieval tasks, a table a retention."""
-    return _by_retention(rows("ruler_retrieval", task="all"), "RULER's five retrieval tasks", "ruler_retrieval.json")
+    return _by_retention(rows("ruler_retrieval", task="all"), "RULER's five retrieval tasks", "ruler_retrieval")
 
 
-def _by_retention(measured: list[dict[str, Any]], lead: str, source: str) -> list[str]:
+def _by_retention(measured: list[dict[str, Any]], lead: str, name: str) -> list[str]:
     """RULER's tables of what was measured, one for each retention."""
     retentions = sorted({row["retention"] for row in measured if row["method"] != FULL}, reverse=True)
     return [
         part
         for retention in retentions
         for part in ruler_tables(
-            [row for row in measured if row["retention"] in (1.0, retention)], f"{lead}, R = {retention:g}", source
+            [row for row in measured if row["retention"] in (1.0, retention)], f"{lead}, R = {retention:g}", name
         )
     ]
 
@@ -194,8 +195,8 @@ def _other_model(name: str) -> list[str]:
         *_length(f"length-{name}"),
         *(["Longer texts, in bfloat16; KVzip, which reads a text twice, is left out."] if any(longer) else []),
         *(part for tables in longer for part in tables),
-        *_by_retention(able, f"{lead}, of the five retrieval tasks", f"ruler-{name}.json"),
-        *_by_retention(others, f"{lead}, of the other eight", f"ruler_other-{name}.json"),
+        *_by_retention(able, f"{lead}, of the five retrieval tasks", f"ruler-{name}"),
+        *_by_retention(others, f"{lead}, of the other eight", f"ruler_other-{name}"),
         *needle_tables(f"needles-{name}"),
         *needle_tables(f"longer_needles-{name}"),
         *_length(f"refit-{name}"),
@@ -217,7 +218,7 @@ def _length(name: str = "length") -> list[str]:
         contexts = [row["contexts"] for row in by.values()]
         parts += [
             f"KL(full \\|\\| compressed) and top-1 agreement by length at R = {retention:g}: {tasks}; "
-            f"{counted(contexts)} contexts a length (`{name}.json`).",
+            f"{counted(contexts)} contexts a length ({source(name)}).",
             table(
                 ("", *(f"{tokens:,} tokens" for tokens in lengths)),
                 (

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from lkv.chat import Chat
 from lkv.commands.main import main
@@ -78,6 +79,9 @@ def test_an_answer_that_ends_at_its_limit_says_so(folder, asked):
     for most in (4, 1):  # the first token ends it, be it also the last that it may have
         context.ask("When?", most, eos_token_id=list(range(model.config.vocab_size)))
         assert not context.cut_off and context.answered_tokens == 1
+    settings = GenerationConfig(eos_token_id=list(range(model.config.vocab_size)))
+    context.ask("When?", 1, generation_config=settings)
+    assert not context.cut_off and context.answered_tokens == 1
     context.batch_ask(["When?", "Where?"], 3, eos_token_id=None)
     assert context.cut_off
     _, _, said = asked(folder / "text.md", "When?", "Where?")
