@@ -14,7 +14,7 @@ from lkv.errors import ReportError
 from lkv.journal import FIDELITY
 from lkv.models import DEFAULT
 from lkv.report.names import CATEGORIES, FULL
-from lkv.report.reading import Results, read_results
+from lkv.report.reading import MeasuredSample, Results, read_results
 from lkv.report.scores import Pair, Scores, Unit, pairs_of
 from lkv.results import write_results
 
@@ -85,10 +85,16 @@ def _command(results: Results) -> str:
         words += ["--tasks", *tasks]
     if header["pattern"]:
         words += ["--pattern", "LONG_TEXT"]
-    if lengths := sorted({sample.length for sample in results.samples if sample.length is not None}):
-        words += ["--lengths", *map(str, lengths)]
-    words += ["--samples", str(1 + max(sample.number for sample in results.samples))]
-    return shlex.join(words)
+    return "; ".join(shlex.join([*words, *rest]) for rest in counts(results.samples))
+
+
+def counts(samples: Sequence[MeasuredSample]) -> list[list[str]]:
+    """--lengths and --samples of the runs that made `samples`: one for all lengths with as many."""
+    most: dict[int | None, int] = {}
+    for sample in samples:
+        most[sample.length] = max(most.get(sample.length, 0), 1 + sample.number)
+    lengths = {n: sorted(length for length in most if most[length] == n and length is not None) for n in most.values()}
+    return [[*(["--lengths", *map(str, of)] if of else []), "--samples", str(n)] for n, of in lengths.items()]
 
 
 if __name__ == "__main__":

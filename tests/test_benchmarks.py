@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import data_build, decode, heldout, length, overlap, quantised_decode
+from benchmarks import data_build, decode, evaluations, heldout, length, overlap, quantised_decode
 from benchmarks.common import RESULTS, Subject, per_length
 from benchmarks.pages import parts, results, summary
 from lkv.commands.main import main
@@ -155,6 +155,15 @@ def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
     ):
         (tmp_path / "some.json").write_text(json.dumps({"policy": policy} if policy else {}))
         assert parts.source("some") == told
+
+
+def test_the_command_of_an_evaluation_counts_the_samples_of_each_length():
+    samples = [SimpleNamespace(length=t, number=i) for t, n in ((4096, 2), (16384, 1), (8192, 2)) for i in range(n)]
+    assert evaluations.counts(samples) == [
+        ["--lengths", "4096", "8192", "--samples", "2"],
+        ["--lengths", "16384", "--samples", "1"],
+    ]
+    assert evaluations.counts([SimpleNamespace(length=None, number=3)]) == [["--samples", "4"]]
 
 
 def test_rulers_tables_keep_retentions_apart():
