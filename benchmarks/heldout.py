@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lkv.errors import DataError
 from lkv.evals.needles import make_needles
 from lkv.prompts import encode, question_ids
 from lkv.training.data import records, sources
@@ -21,6 +22,7 @@ from lkv.training.data.sample import Continuation, Sample, tokenize
 
 CONTINUATIONS = 4
 LONGEST = 160
+_DRAWS = 100  # of texts, until one has something to ask
 _LONG = 8000  # tokens, beyond which single texts are too short and others go before them
 _LONGBENCH = ("narrativeqa", "qasper", "multifieldqa_en", "gov_report", "musique", "2wikimqa")
 TASKS = ("prose QA", "multi-hop QA", "stories", "meetings", "code", "needles")
@@ -84,15 +86,16 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
 
     def longbench(rng: random.Random, tokens: int) -> Asked:
         size = int(tokens * CHARS_PER_TOKEN)
-        asked: list[Continuation] = []
-        while not asked:  # a whole text without a question leaves nothing to ask
+        for _ in range(_DRAWS):
             row = rng.choice(prose)
             start = rng.randint(0, max(0, len(row["context"]) - size - 400))
             text = row["context"][start : start + size]
             following = row["context"][start + size : start + size + 400]
             asked = [Continuation(row["input"], row["answers"][0])] if row["input"] else []
             asked += [Continuation(None, following)] if following else []
-        return text, asked
+            if asked:  # of a whole text without a question there is nothing
+                return text, asked
+        raise DataError(f"of {_DRAWS} LongBench texts none has a question or is longer than {tokens:,} tokens.")
 
     return {
         "prose QA": prose_qa,

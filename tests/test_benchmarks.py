@@ -16,7 +16,7 @@ from benchmarks.common import RESULTS, Subject, per_length
 from benchmarks.pages import parts, results, summary
 from lkv.commands.main import main
 from lkv.config import ScorerInputs
-from lkv.errors import LkvError
+from lkv.errors import DataError, LkvError
 from lkv.host.attention import attach
 from lkv.models import load_model
 from lkv.policy import Policy
@@ -221,6 +221,9 @@ def test_a_longbench_text_always_has_something_to_ask(monkeypatch):
         assert text == texts[1]["context"] and [c.question for c in asked] == ["Who?"]
         text, asked = build(random.Random(seed), 10)  # of which something is left
         assert asked[-1].question is None and asked[-1].target
+    del texts[1]
+    with pytest.raises(DataError, match="none has a question or is longer than 5,000 tokens"):
+        heldout.builders(Path())["LongBench text"](random.Random(0), 5000)
 
 
 def test_stand_ins_are_built_of_and_measured(tmp_path, folder, monkeypatch):  # noqa: F811
