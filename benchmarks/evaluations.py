@@ -18,7 +18,8 @@ from lkv.report.reading import MeasuredSample, Results, read_results
 from lkv.report.scores import Pair, Scores, Unit, pairs_of
 from lkv.results import write_results
 
-_LEAST = 50.0  # the full cache's score from which on a task says something about eviction
+LEAST = 50.0  # the full cache's score from which on a task says something about eviction
+ABLE = f"full >= {LEAST:g}"
 
 
 def main() -> None:
@@ -41,7 +42,7 @@ def rows_of(results: Results, methods: Sequence[str] = ()) -> list[dict[str, Any
     pairs = pairs_of(results, methods)
     averages = Scores(results, pairs)
     try:
-        able = Scores(results, pairs, min_full=_LEAST)
+        able = Scores(results, pairs, min_full=LEAST)
     except ReportError:  # the full cache is good at no task
         able = None
     rows = []
@@ -50,7 +51,7 @@ def rows_of(results: Results, methods: Sequence[str] = ()) -> list[dict[str, Any
             ("all", averages, [unit for unit in averages.units if unit[1] == length]),
         ]
         if able:
-            groups.append((f"full >= {_LEAST:g}", able, [unit for unit in able.units if unit[1] == length]))
+            groups.append((ABLE, able, [unit for unit in able.units if unit[1] == length]))
         groups += [(unit[0], averages, [unit]) for unit in averages.units if unit[1] == length]
         for task, scores, units in groups:
             rows += [_row(scores, pair, task, length, units) for pair in pairs if units]

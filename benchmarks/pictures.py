@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import length
 from benchmarks.common import RESULTS
+from benchmarks.evaluations import ABLE
 from benchmarks.pages.parts import rows
 from lkv.report.figures import save_figure
 from lkv.report.names import AVERAGE, FULL, label, ordered
@@ -17,7 +18,6 @@ from lkv.report.profile import plot_memory, read_profile
 from lkv.report.tables import LEAST, Cell, Column, Table, TableRow
 
 _MODEL = "SmolLM2-135M-Instruct"
-_ABLE = "full >= 50"
 
 Row = dict[str, Any]
 
@@ -68,7 +68,7 @@ def draw_profile(path: Path) -> None:
 
 
 def _tasks(name: str, title: str) -> Table:
-    measured = [row for row in rows(name) if row["task"] != _ABLE]
+    measured = [row for row in rows(name) if row["task"] != ABLE]
     measured = [{**row, "task": AVERAGE if row["task"] == "all" else row["task"]} for row in measured]
     lengths = dict.fromkeys(row["tokens"] for row in measured)
     made = []

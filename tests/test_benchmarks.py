@@ -203,6 +203,18 @@ def test_rulers_figures_of_another_model(tmp_path, monkeypatch):
         " RULER's five retrieval tasks at 4,096 / 8,192 tokens, 5 to 10 samples a length: "
         "Full cache 80.0 / 85.0; LKV 70.0 / 75.0; SnapKV 0.0 / 5.0."
     )
+    ruler += [  # tasks: one that the full cache cannot do, one of the five, and in the other file one more
+        {"method": method, "task": task, "tokens": 4096, "retention": retention, "n": 2, "value": value}
+        for task, values in (("cwe", (10, 80, 90)), ("niah_single_1", (100, 90, 0)), ("fwe", (60, 40, 0)))
+        for method, retention, value in zip(("full", "lkv", "lkv"), (1.0, 0.15, 0.05), values, strict=True)
+    ]
+    (tmp_path / "ruler-tiny.json").write_text(json.dumps({"rows": ruler[:-3]}))
+    (tmp_path / "ruler_other-tiny.json").write_text(
+        json.dumps({"rows": [*ruler[-3:], {"method": "lkv", "task": "full >= 50", "tokens": 4096, "retention": 0.15}]})
+    )
+    assert summary._other_ruler("tiny").endswith(
+        " All 2 of its tasks in which the full cache reaches 50 at 4,096 tokens: Full cache 80.0; LKV 65.0."
+    )
 
 
 def test_a_longbench_text_always_has_something_to_ask(monkeypatch):

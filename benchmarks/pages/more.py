@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from benchmarks.pages.parts import ABLE, figure, interval, name_of, rows, source, table
+from benchmarks.evaluations import ABLE
+from benchmarks.pages.parts import figure, interval, name_of, rows, source, table
 from lkv.methods.catalogue import FULL
 
 _HEAD = """# More results

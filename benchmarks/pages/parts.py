@@ -10,7 +10,6 @@ from lkv.policy import Policy
 from lkv.report.names import label
 from lkv.shipped import shipped
 
-ABLE = "full >= 50"
 LONGER = ("longer", "longest")  # results like those by length, of fewer methods or tasks
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from benchmarks.evaluations import ABLE
 from benchmarks.pages.parts import (
-    ABLE,
     LONGER,
     complete,
     counted,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from benchmarks.evaluations import ABLE, LEAST
 from benchmarks.pages.parts import LONGER, complete, counted, interval, name_of, other_models, rows, table
 from lkv.methods.catalogue import FULL
 from lkv.report.names import label
@@ -107,7 +108,25 @@ def _other_ruler(name: str) -> str:
     samples = counted(by[FULL, tokens]["n"] for tokens in lengths)
     at = " / ".join(f"{tokens:,}" for tokens in lengths)
     told = "; ".join(f"{method} {values}" for method, values in scores.items())
-    return f" RULER's five retrieval tasks at {at} tokens, {samples} samples a length: {told}."
+    return f" RULER's five retrieval tasks at {at} tokens, {samples} samples a length: {told}.{_all_able(name)}"
+
+
+def _all_able(name: str) -> str:
+    """A sentence of every RULER task that the full cache can do, where the others than retrieval were measured too."""
+    other = rows(f"ruler_other-{name}", task=ABLE)
+    if not other:
+        return ""
+    tokens = other[0]["tokens"]
+    tasks: dict[str, dict[str, float]] = {}
+    for row in rows(f"ruler-{name}", tokens=tokens) + rows(f"ruler_other-{name}", tokens=tokens):
+        if row["method"] in (FULL, "lkv") and row["retention"] in (0.15, 1.0) and row["task"] not in ("all", ABLE):
+            tasks.setdefault(row["task"], {})[row["method"]] = row["value"]
+    able = [scores for scores in tasks.values() if scores[FULL] >= LEAST]
+    full, lkv = (sum(scores[method] for scores in able) / len(able) for method in (FULL, "lkv"))
+    return (
+        f" All {len(able)} of its tasks in which the full cache reaches {LEAST:g} at {tokens:,} tokens: Full cache "
+        f"{full:.1f}; LKV {lkv:.1f}."
+    )
 
 
 def _short_costs() -> list[str]:
