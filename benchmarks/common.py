@@ -56,11 +56,6 @@ def subject_of(options: argparse.Namespace) -> Subject:
     return Subject(model, tokenizer, policy, known[0])
 
 
-def measured_with(policy: Policy) -> dict[str, str]:
-    """Which policy a result is of, for its file."""
-    return {"policy": policy.digest()}
-
-
 def per_length(tokens: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
     """How many samples each length gets: one number for all of them, or one each. Raises LkvError for another count."""
     if len(counts) not in (1, len(tokens)):

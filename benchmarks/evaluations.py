@@ -18,8 +18,8 @@ from lkv.report.reading import MeasuredSample, Results, read_results
 from lkv.report.scores import Pair, Scores, Unit, pairs_of
 from lkv.results import write_results
 
-LEAST = 50.0  # the full cache's score from which on a task says something about eviction
-ABLE = f"full >= {LEAST:g}"
+LEAST_SCORE = 50.0  # the full cache's score from which on a task says something about eviction
+ABLE = f"full >= {LEAST_SCORE:g}"
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def rows_of(results: Results, methods: Sequence[str] = ()) -> list[dict[str, Any
     pairs = pairs_of(results, methods)
     averages = Scores(results, pairs)
     try:
-        able = Scores(results, pairs, min_full=LEAST)
+        able = Scores(results, pairs, min_full=LEAST_SCORE)
     except ReportError:  # the full cache is good at no task
         able = None
     rows = []

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, command_of, measured_with, methods_of, settings_of
+from benchmarks.common import RESULTS, command_of, methods_of, settings_of
 from benchmarks.heldout import TASKS, HeldOut
 from lkv.evals.compare import Comparison
 from lkv.journal import resumable
@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
-    of = measured_with(policy)
+    of = {"policy": policy.digest()}
     heldout = HeldOut(options.data, tokenizer, options.seed)
     with resumable(options.out.with_suffix(".jsonl"), settings_of(options) | of) as done:
         count = {task: options.contexts * (2 if task == "code" else 1) for task in TASKS}

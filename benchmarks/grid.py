@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, command_of, measured_with, methods_of, settings_of
+from benchmarks.common import RESULTS, command_of, methods_of, settings_of
 from benchmarks.fidelity import summarise
 from benchmarks.heldout import TASKS, HeldOut
 from lkv.evals.compare import Comparison
@@ -33,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = default_policy()
-    of = measured_with(policy)
+    of = {"policy": policy.digest()}
     heldout = HeldOut(options.data, tokenizer, options.seed)
     methods = methods_of(NAMES, policy, options.retention, model)
     with resumable(options.out.with_suffix(".jsonl"), settings_of(options) | of) as done:

@@ -14,16 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import (
-    add_subject,
-    command_of,
-    measured_with,
-    per_length,
-    rosters_of,
-    rows_of,
-    settings_of,
-    subject_of,
-)  # fmt: skip
+from benchmarks.common import add_subject, command_of, per_length, rosters_of, rows_of, settings_of, subject_of
 from benchmarks.heldout import HeldOut
 from lkv.config import asdict
 from lkv.evals.compare import Comparison
@@ -62,7 +53,7 @@ def main() -> None:
     out = options.out or subject.results(options.name)
     rosters = rosters_of(model, subject.tokenizer, options.methods, options.retention, subject.policy)
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
-    of = measured_with(subject.policy)
+    of = {"policy": subject.policy.digest()}
     settings = settings_of(options, growing=("contexts", "tokens", "tasks")) | of
     with resumable(out.with_suffix(".jsonl"), settings) as done:
         most = range(max(contexts.values()))

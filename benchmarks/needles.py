@@ -12,16 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import (
-    add_subject,
-    command_of,
-    measured_with,
-    per_length,
-    rosters_of,
-    rows_of,
-    settings_of,
-    subject_of,
-)  # fmt: skip
+from benchmarks.common import add_subject, command_of, per_length, rosters_of, rows_of, settings_of, subject_of
 from lkv.evals.compare import Comparison
 from lkv.evals.needles import make_needles
 from lkv.journal import Done, resumable
@@ -55,7 +46,7 @@ def main() -> None:
     rosters = rosters_of(model, tokenizer, options.methods, options.retention, subject.policy)
     essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
     prose = [essays["text"].replace("\n", " ")]
-    of = measured_with(subject.policy)
+    of = {"policy": subject.policy.digest()}
     settings = settings_of(options, growing=("samples", "tokens")) | of
     most = range(max(samples.values()))
     cases = [(t, n, s) for s in most for t in sorted(samples) for n in NEEDLES if s < samples[t]]

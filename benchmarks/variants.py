@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, command_of, measured_with, per_length, settings_of
+from benchmarks.common import RESULTS, command_of, per_length, settings_of
 from benchmarks.heldout import HeldOut
 from benchmarks.length import TASKS
 from lkv.cache.ragged import RaggedCache
@@ -65,7 +65,7 @@ def main() -> None:
     contexts = per_length(options.tokens, options.contexts)
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = default_policy()
-    of = measured_with(policy)
+    of = {"policy": policy.digest()}
     heldout = HeldOut(options.data, tokenizer, options.seed)
     settings = settings_of(options, growing=("contexts", "tokens")) | of
     with resumable(options.out.with_suffix(".jsonl"), settings) as done:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.evaluations import ABLE, LEAST
+from benchmarks.evaluations import ABLE, LEAST_SCORE
 from benchmarks.pages.parts import LONGER, complete, counted, interval, name_of, other_models, rows, table
 from lkv.methods.catalogue import FULL
 from lkv.report.names import label
@@ -121,11 +121,11 @@ def _all_able(name: str) -> str:
     for row in rows(f"ruler-{name}", tokens=tokens) + rows(f"ruler_other-{name}", tokens=tokens):
         if row["method"] in (FULL, "lkv") and row["retention"] in (0.15, 1.0) and row["task"] not in ("all", ABLE):
             tasks.setdefault(row["task"], {})[row["method"]] = row["value"]
-    able = [scores for scores in tasks.values() if scores[FULL] >= LEAST]
+    able = [scores for scores in tasks.values() if scores[FULL] >= LEAST_SCORE]
     full, lkv = (sum(scores[method] for scores in able) / len(able) for method in (FULL, "lkv"))
     return (
-        f" All {len(able)} of its tasks in which the full cache reaches {LEAST:g} at {tokens:,} tokens: Full cache "
-        f"{full:.1f}; LKV {lkv:.1f}."
+        f" All {len(able)} of its tasks in which the full cache reaches {LEAST_SCORE:g} at {tokens:,} tokens: "
+        f"Full cache {full:.1f}; LKV {lkv:.1f}."
     )
 
 
