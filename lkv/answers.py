@@ -28,7 +28,12 @@ def check_options(model: Any, cache: Any, generation: dict[str, Any]) -> None:
     known = vars(GenerationConfig()).keys() | signature(model.generate).parameters.keys()
     if unknown := sorted(set(generation) - known):
         raise CacheError(f"model.generate has no option {', '.join(unknown)}; leave it out.")
-    several = [generation.get(name) for name in _COUNTS]
+    given = generation.get("generation_config")
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise CacheError(
+            f"generation_config is a {type(given).__name__}; give a GenerationConfig of transformers, or options alone."
+        )
+    several = [generation.get(name, getattr(given, name, None)) for name in _COUNTS]
     if any(count is not None and (type(count) is not int or count != 1) for count in several):
         raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
     own_settings = vars(_config(model, generation))
@@ -39,8 +44,11 @@ def check_options(model: Any, cache: Any, generation: dict[str, Any]) -> None:
         )
 
 
-def answer_length(model: Any, tokens: int, asked: int | None) -> int:
-    """New tokens to generate after `tokens`; PromptError where the model has no positions for them."""
+def answer_length(model: Any, tokens: int, asked: int | None, options: dict[str, Any] | None = None) -> int:
+    """New tokens to generate after `tokens`: `asked`, or what a configuration among `options` of generate says, or 128
+    at most. PromptError where the model has no positions for them."""
+    if asked is None:
+        asked = getattr((options or {}).get("generation_config"), "max_new_tokens", None)
     limit = positions(model)
     # The last token of an answer is never read.
     room = limit + 1 - tokens
@@ -66,7 +74,9 @@ def generated(model: Any, tokenizer: Any, rows: list[list[int]], padding: int, c
     positions = torch.arange(length, device=device)[None]
     missing = torch.tensor([[length - len(row)] for row in rows], device=device)
     mask = ((positions < padding) | (positions >= padding + missing)).long()
-    settings = {"do_sample": False, "num_beams": 1, "pad_token_id": pad}
+    # Greedy where neither an option nor a configuration of the caller's says otherwise, whatever the model's says.
+    sampled = bool(getattr(options.get("generation_config"), "do_sample", False))
+    settings = {"do_sample": sampled, "num_beams": 1, "pad_token_id": pad}
     # None is how a configuration says that a count is not set.
     settings |= {name: value for name, value in options.items() if value is not None or name not in _COUNTS}
     out = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)

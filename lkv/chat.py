@@ -70,7 +70,7 @@ class Chat:
         check_options(self._model, self.cache, options)
         tail = (next_question_ids if self.turns else question_ids)(self._tokenizer, question)
         ids = self._ids + tail
-        return ids, {"max_new_tokens": answer_length(self._model, len(ids), asked), **options}
+        return ids, {"max_new_tokens": answer_length(self._model, len(ids), asked, options), **options}
 
     def _answer(self, question: str, ids: list[int], **options: Any) -> str:
         start, held = len(self._ids), self.cache.get_seq_length()

@@ -85,9 +85,9 @@ class Context:
     def ask(self, question: str, max_new_tokens: int | None = None, stream: bool = False, **generation: Any) -> str:
         """Answer `question` from the compressed context; greedy unless `generation` (as of model.generate) says so.
 
-        `max_new_tokens` is 128 unless given, or what the model's positions leave. `stream` prints the answer as it
-        comes. Raises PromptError for an empty question, and before anything is generated where text, question and
-        answer would not fit; CacheError for options that do not belong here.
+        `max_new_tokens` is 128 unless given, also in a `generation_config`, or what the model's positions leave.
+        `stream` prints the answer as it comes. Raises PromptError for an empty question, and before anything is
+        generated where text, question and answer would not fit; CacheError for options that do not belong here.
         """
         tail = self._question(question, generation)
         if stream:
@@ -99,7 +99,7 @@ class Context:
         tail = self._question(question, generation)
         if given := {"streamer", "stopping_criteria"} & generation.keys():
             raise CacheError(f"stream() itself sees to {', '.join(sorted(given))}; leave that out, or use ask().")
-        length = answer_length(self.model, self.tokens + len(tail), max_new_tokens)
+        length = answer_length(self.model, self.tokens + len(tail), max_new_tokens, generation)
         return streamed(self.tokenizer, partial(self.complete, tail, length, **generation))
 
     def batch_ask(self, questions: list[str], max_new_tokens: int | None = None, **generation: Any) -> list[str]:
@@ -114,7 +114,7 @@ class Context:
         if not isinstance(self.cache, RaggedCache) or not self.cache.rewindable:
             return [self.ask(question, max_new_tokens, **generation) for question in questions]
         rows = [self.ids + tail for tail in tails]
-        length = answer_length(self.model, max(map(len, rows)), max_new_tokens)
+        length = answer_length(self.model, max(map(len, rows)), max_new_tokens, generation)
         with self._own_turn():
             shared = SharedCache(self.cache)
             options = {"max_new_tokens": length, **generation}
@@ -127,7 +127,7 @@ class Context:
         """Ids that follow the context and `ids`; what `ask` does between encoding and decoding, which see."""
         check_options(self.model, self.cache, generation)
         row = self.ids + ids
-        length = answer_length(self.model, len(row), max_new_tokens)
+        length = answer_length(self.model, len(row), max_new_tokens, generation)
         with self.working_cache() as cache:
             # generate() wants the ids of everything the cache has seen; it feeds only the new ones to the model.
             out = generated(self.model, self.tokenizer, [row], 0, cache, max_new_tokens=length, **generation)

@@ -6,9 +6,10 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import TextStreamer
+from transformers import GenerationConfig, TextStreamer
 
 from lkv.cache.ragged import RaggedCache
+from lkv.chat import Chat
 from lkv.context import Context, compress
 from lkv.errors import CacheError, PromptError
 from lkv.host.attention import attach
@@ -235,3 +236,24 @@ def test_options_of_ask(model, policy, capsys):
         context.ask("what ?", past_key_values=None)
     with pytest.raises(PromptError, match="the question is a list, but it must be one text"):
         context.ask(["what ?"])
+
+
+@pytest.mark.parametrize("asks", [Context, Chat])
+def test_a_generation_configuration_says_what_single_options_say(model, policy, asks):
+    model.generation_config.do_sample = True  # the model's own is not asked for
+    about = compress(model, Words(), TEXT, policy=policy)
+
+    def answer(**options):
+        torch.manual_seed(0)
+        return (about if asks is Context else Chat(about)).ask("what ?", **options)
+
+    greedy = answer(max_new_tokens=7, eos_token_id=None)
+    config = GenerationConfig(max_new_tokens=7, eos_token_id=None)
+    assert answer(generation_config=config) == greedy == answer(max_new_tokens=7, generation_config=config)
+    config = GenerationConfig(max_new_tokens=7, do_sample=True, temperature=3.0)
+    sampled = answer(generation_config=config)
+    assert sampled == answer(max_new_tokens=7, do_sample=True, temperature=3.0) != greedy
+    with pytest.raises(CacheError, match="for beams use"):
+        answer(generation_config=GenerationConfig(num_beams=3))
+    with pytest.raises(CacheError, match="is a dict; give a GenerationConfig of transformers"):
+        answer(generation_config={"max_new_tokens": 7})

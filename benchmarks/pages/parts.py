@@ -21,10 +21,10 @@ def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:
 
 
 def source(name: str) -> str:
-    """The result file that a table is of, and whether it was measured with a policy that is shipped no longer."""
+    """The result file that a table is of, and whether that was measured with a policy that is not shipped."""
     policy = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")).get("policy")
-    earlier = policy is not None and policy not in _digests()
-    return f"`{name}.json`" + (", with the policy before the one shipped" if earlier else "")
+    other = policy is not None and policy not in _digests()
+    return f"`{name}.json`" + (", with another policy than the shipped one" if other else "")
 
 
 @cache
