@@ -140,7 +140,7 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
     assert tasks == {"all", "code"}
     lead, numbers = summary._short_length("length-tiny-model")
     assert "1 to 10 contexts a length; 90 tokens apart, in bfloat16" in lead and "90 tokens |" in numbers
-    told = "at R = 0.15: code; 1 contexts a length (`longer-tiny-model.json`, with another policy than the shipped one)."
+    told = "at R = 0.15: code; 1 contexts a length (`longer-tiny-model.json`, with a policy that is not shipped)."
     assert told in "\n".join(results._other_model("tiny-model"))
 
 
@@ -149,7 +149,7 @@ def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
     known = Policy.from_pretrained(shipped()[0].folder).digest()
     for policy, told in (
         (known, "`some.json`"),
-        (known[::-1], "`some.json`, with another policy than the shipped one"),
+        (known[::-1], "`some.json`, with a policy that is not shipped"),
         (None, "`some.json`"),  # of no policy, or of files that did not tell
     ):
         (tmp_path / "some.json").write_text(json.dumps({"policy": policy} if policy else {}))

@@ -24,7 +24,7 @@ def source(name: str) -> str:
     """The result file that a table is of, and whether that was measured with a policy that is not shipped."""
     policy = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")).get("policy")
     other = policy is not None and policy not in _digests()
-    return f"`{name}.json`" + (", with another policy than the shipped one" if other else "")
+    return f"`{name}.json`" + (", with a policy that is not shipped" if other else "")
 
 
 @cache
