@@ -36,12 +36,16 @@ def check_options(model: Any, cache: Any, generation: dict[str, Any]) -> None:
     several = [generation.get(name, getattr(given, name, None)) for name in _COUNTS]
     if any(count is not None and (type(count) is not int or count != 1) for count in several):
         raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
-    own_settings = vars(_config(model, generation))
-    if not isinstance(cache, RaggedCache) and any(generation.get(x, own_settings.get(x)) for x in _ASSISTED):
+    if not isinstance(cache, RaggedCache) and is_assisted(model, generation):
         raise CacheError(
             "transformers' assisted decoding goes wrong on a cache of its own that holds a text; leave "
             f"{' and '.join(_ASSISTED)} out, or use a method that compresses."
         )
+
+
+def is_assisted(model: Any, options: dict[str, Any]) -> bool:
+    """Whether answers of `model`, generated with `options`, come by assisted decoding."""
+    return any(_setting(model, options, name) for name in _ASSISTED)
 
 
 def answer_length(model: Any, tokens: int, asked: int | None, options: dict[str, Any] | None = None) -> int:
@@ -76,7 +80,9 @@ def generated(model: Any, tokenizer: Any, rows: list[list[int]], padding: int, c
     mask = ((positions < padding) | (positions >= padding + missing)).long()
     # Greedy where neither an option nor a configuration of the caller's says otherwise, whatever the model's says.
     sampled = bool(getattr(options.get("generation_config"), "do_sample", False))
-    settings = {"do_sample": sampled, "num_beams": 1, "pad_token_id": pad}
+    settings = {"do_sample": sampled, "num_beams": 1, "return_dict_in_generate": False, "pad_token_id": pad}
+    if _setting(model, options, "stop_strings"):
+        settings["tokenizer"] = tokenizer
     # None is how a configuration says that a count is not set.
     settings |= {name: value for name, value in options.items() if value is not None or name not in _COUNTS}
     out = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
@@ -91,13 +97,18 @@ def ended(model: Any, ids: list[int], options: dict[str, Any]) -> list[int]:
 
 def ends_of(model: Any, options: dict[str, Any]) -> set[int]:
     """The ids that end an answer of `model`, generated with `options`."""
-    ends = options.get("eos_token_id", _config(model, options).eos_token_id)
+    ends = _setting(model, options, "eos_token_id")
+    ends = ends.tolist() if isinstance(ends, Tensor) else ends
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
-def _config(model: Any, options: dict[str, Any]) -> GenerationConfig:
-    """Where the settings stand that `options` do not name."""
-    return options.get("generation_config") or model.generation_config
+def _setting(model: Any, options: dict[str, Any], name: str) -> Any:
+    """What generate takes for the setting `name`: of the options, else of a configuration among them that has it, else
+    of the model's own."""
+    if name in options:
+        return options[name]
+    value = getattr(options.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if value is None else value
 
 
 def is_cut_off(model: Any, answer: list[int], length: int, options: dict[str, Any]) -> bool:

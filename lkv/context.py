@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, TextStreamer
 
 from lkv import context_file, saved_context
-from lkv.answers import answer_length, check_options, ended, generated, is_cut_off, streamed
+from lkv.answers import answer_length, check_options, ended, generated, is_assisted, is_cut_off, streamed
 from lkv.cache.ragged import RaggedCache, chosen_method
 from lkv.cache.shared import SharedCache
 from lkv.config import asdict
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.files import path_of
 from lkv.host.attention import attach, device_of
-from lkv.host.stock import cut_to, kv_nbytes
+from lkv.host.stock import cut_to, kv_nbytes, positions, reads_in_parts
 from lkv.methods.budget import Amount
 from lkv.methods.build import Method
 from lkv.methods.catalogue import FULL
@@ -41,7 +41,7 @@ class Context:
         self.model, self.tokenizer, self.ids = model, tokenizer, ids
         self.cache = cache
         self.about = about or {}
-        self.answered_tokens = 0  # length of the last answer
+        self.answered_tokens = 0  # length of the last answer, or of all of a batch
         self.cut_off = False  # whether the last answer, or one of a batch, ended only because it was long enough
         self._turn, self._busy = threading.RLock(), False
 
@@ -71,12 +71,18 @@ class Context:
     def predict(self, question: str, answer: str) -> tuple[Tensor, Tensor]:
         """Logits [n, V] for the n tokens of `answer` given after `question`, and the ids [n] of those tokens.
 
-        Raises PromptError for what is empty or no text.
+        Raises PromptError for what is empty or no text, or together longer than the model reads.
         """
         check_text(question, "the question", "ask something about the text")
         check_text(answer, "the answer", "give some text")
         prefix, target = question_ids(self.tokenizer, question), encode(self.tokenizer, answer)
         device = device_of(self.model)
+        total, limit = self.tokens + len(prefix + target), positions(self.model)
+        if total > limit:
+            raise PromptError(
+                f"text, question and answer would reach {total} tokens, but the model reads at most {limit}; shorten "
+                "one of them."
+            )
         ids = torch.tensor([prefix + target], device=device)
         with self.working_cache() as cache:
             logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
@@ -111,8 +117,11 @@ class Context:
         if isinstance(questions, str) or not questions:
             raise PromptError("batch_ask takes a list of questions, at least one; for a single one use ask().")
         tails = [self._question(question, generation) for question in questions]
-        if not isinstance(self.cache, RaggedCache) or not self.cache.rewindable:
-            return [self.ask(question, max_new_tokens, **generation) for question in questions]
+        if "streamer" in generation:
+            raise CacheError("a streamer shows one answer alone; leave it out, or use ask() or stream().")
+        apart = is_assisted(self.model, generation)  # assisted decoding takes one row at a time
+        if apart or not isinstance(self.cache, RaggedCache) or not self.cache.rewindable:
+            return self._one_by_one(questions, max_new_tokens, generation)
         rows = [self.ids + tail for tail in tails]
         length = answer_length(self.model, max(map(len, rows)), max_new_tokens, generation)
         with self._own_turn():
@@ -122,6 +131,15 @@ class Context:
         ids = [ended(self.model, answer, generation) for answer in answers.tolist()]
         self._note(ids, length, generation)
         return [self._text(answer) for answer in ids]
+
+    def _one_by_one(self, questions: list[str], max_new_tokens: int | None, generation: dict[str, Any]) -> list[str]:
+        """As `batch_ask`, which see."""
+        texts, tokens, cut_off = [], 0, False
+        for question in questions:
+            texts.append(self.ask(question, max_new_tokens, **generation))
+            tokens, cut_off = tokens + self.answered_tokens, cut_off or self.cut_off
+        self.answered_tokens, self.cut_off = tokens, cut_off
+        return texts
 
     def complete(self, ids: list[int], max_new_tokens: int | None = None, **generation: Any) -> list[int]:
         """Ids that follow the context and `ids`; what `ask` does between encoding and decoding, which see."""
@@ -324,7 +342,7 @@ def compress_ids(
         full = DynamicCache()
         _read(model, full, ids, chunk)
         return Context(model, tokenizer, ids, full)
-    if chunk is not None:
+    if chunk is not None or reads_in_parts(model):
         options["prompt_tokens"] = len(ids)
     of_method = {name: options.pop(name, None) for name in ("budget_tokens", "pattern")}
     chosen = chosen_method(model, policy, retention, method, tokenizer=tokenizer, **of_method)

@@ -53,7 +53,7 @@ def load_model(
     """
     name = _checked(name, revision)
     if name == DEFAULT:
-        return load_default(dtype or torch.float32)
+        return load_default(dtype or torch.float32, device)
     path = _converted(Path(name)) if is_gguf(name) else name
     try:
         return _load(path, dtype or "auto", revision, device)
@@ -75,8 +75,8 @@ def _checked(name: str, revision: str | None) -> str:
     return name
 
 
-def load_default(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """(model, tokenizer) of SmolLM2-135M-Instruct, converted at the first call.
+def load_default(dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> tuple[Any, Any]:
+    """(model, tokenizer) of SmolLM2-135M-Instruct, converted at the first call; `device` as in `load_model`.
 
     Raises DefaultModelError, MissingPackageError or ModelFileError.
     """
@@ -84,7 +84,7 @@ def load_default(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     if not is_complete(folder):
         require("default-model", "the embedded default model")
     convert_once(folder, _default_file, torch.float32)
-    return _load(folder, dtype)
+    return _load(folder, dtype, device=device)
 
 
 def load_config(name: str = DEFAULT, revision: str | None = None) -> Any:

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import GenerationConfig
 
 from lkv.context import Context, compress
 from lkv.errors import CacheError, ContextFileError, PromptError, RetentionError
 from lkv.host.spec import inspect_model
 from lkv.methods.build import make_method
 from lkv.policy import Policy
+from lkv.prompts import question_ids
 from tests.conftest import tiny_llama
 
 
@@ -55,6 +57,61 @@ def test_a_models_own_beams_are_not_taken_for_ones_asked_for(model, policy):
     model.generation_config.num_beams = 3
     assert context.ask("what is one ?", 8) == answer
     assert context.ask("what is one ?", 8, num_beams=None, num_return_sequences=None) == answer
+
+
+def test_ends_of_answers_are_the_models_where_a_configuration_names_none(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    whole = context.complete([5, 9, 7], 12, eos_token_id=None)
+    end = whole[4]
+    model.generation_config.eos_token_id = end
+    length = whole.index(end) + 1
+    for options in ({"max_new_tokens": 12}, {"generation_config": GenerationConfig(max_new_tokens=12)}):
+        assert context.complete([5, 9, 7], **options) == whole[:length] and not context.cut_off
+        context.batch_ask(["what is one ?", "what ?"], **options)
+        together = context.answered_tokens
+        assert together == sum(
+            len(context.complete(Words()(q)["input_ids"], **options)) for q in ("what is one ?", "what ?")
+        )
+    context.complete([5, 9, 7], 12, eos_token_id=torch.tensor([end, 66]))
+    assert context.answered_tokens <= length and not context.cut_off
+
+
+def test_a_models_own_setting_of_what_is_returned_is_not_asked_for(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    answer = context.ask("what is one ?", 8, eos_token_id=None)
+    model.generation_config.return_dict_in_generate = True
+    assert context.ask("what is one ?", 8, eos_token_id=None) == answer
+    config = GenerationConfig(max_new_tokens=8, return_dict_in_generate=True)
+    assert context.ask("what is one ?", generation_config=config, eos_token_id=None) == answer
+
+
+def test_what_one_answer_takes_alone_is_asked_one_by_one_or_refused(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    questions = ["what is one ?", "what ?"]
+    answers = context.batch_ask(questions, 8, eos_token_id=None)
+    assert context.answered_tokens == 16 and context.cut_off
+    assert context.batch_ask(questions, 8, eos_token_id=None, prompt_lookup_num_tokens=3) == answers
+    assert context.answered_tokens == 16 and context.cut_off
+    with pytest.raises(CacheError, match="a streamer shows one answer alone"):
+        context.batch_ask(questions, 8, streamer=object())
+
+
+def test_a_model_that_reads_prompts_in_parts_compresses_and_loads(model, policy, tmp_path):
+    expected = compress(model, Words(), TEXT, policy=policy).ask("what is one ?", 8)
+    model.generation_config.prefill_chunk_size = 8
+    context = compress(model, Words(), TEXT, policy=policy)
+    assert context.ask("what is one ?", 8) == expected
+    context.save(tmp_path / "text.kv")
+    assert Context.load(tmp_path / "text.kv", model, Words()).ask("what is one ?", 8) == expected
+
+
+@pytest.mark.parametrize("method", ["lkv", "full"])
+def test_no_positions_are_made_up_beyond_the_models(model, policy, method):
+    context = compress(model, Words(), TEXT, method, policy=policy)
+    room = model.config.max_position_embeddings - context.tokens - len(question_ids(Words(), "what ?"))
+    assert len(context.predict("what ?", "word " * room)[1]) == room
+    with pytest.raises(PromptError, match=r"would reach .* but the model reads at most"):
+        context.predict("what ?", "word " * (room + 1))
 
 
 def test_full_retention_answers_as_the_full_cache(model, policy):

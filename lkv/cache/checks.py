@@ -5,16 +5,20 @@ from typing import Any
 
 from lkv.cache.layer import RaggedLayer
 from lkv.errors import CacheError, PromptError
+from lkv.host.hooks import WindowLayer
 
 
-def check_pass(layers: Sequence[RaggedLayer], rows: int, tokens: int, limit: int) -> None:
+def check_pass(
+    layers: Sequence[RaggedLayer], windows: Sequence[WindowLayer], rows: int, tokens: int, limit: int
+) -> None:
     """Raise CacheError or PromptError unless a pass with `rows` rows, after which the text has `tokens` tokens, can go
-    through all of `layers`; `limit`: what the model can read."""
-    if len({(layer.prompt_length, layer.get_seq_length()) for layer in layers}) > 1:
-        raise CacheError(
-            "an interrupted forward pass left the layers of this cache unequal; call rewind() if the prompt was "
-            "complete, else reset() and read the prompt again."
-        )
+    through all of `layers` and `windows`; `limit`: what the model can read."""
+    lengths = {layer.get_seq_length() for layer in (*layers, *windows)}
+    if len(lengths) > 1 or len({layer.prompt_length for layer in layers}) > 1:
+        mend = "call rewind() if the prompt was complete, else reset() and read the prompt again"
+        if windows:
+            mend = "go on with a fork() made before, or reset() and read the prompt again"
+        raise CacheError(f"an interrupted forward pass left the layers of this cache unequal; {mend}.")
     held = len(layers[0].kept)
     if held and rows != held:
         raise CacheError(

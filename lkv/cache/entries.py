@@ -91,9 +91,15 @@ class Entries:
         pool = self.spans.dtype
         if query.dtype != pool or key.dtype != pool:
             query, key, value = query.to(pool), key.to(pool), value.to(pool)
-        if padding is not None:
-            return extended_by_row(self.spans, query, key, value, scale, padding)
-        return self.spans.extend(query, key, value, scale, scores, self.length, self._layer.shared.buffers)
+        tail = self.spans.tail
+        try:
+            if padding is not None:
+                return extended_by_row(self.spans, query, key, value, scale, padding)
+            return self.spans.extend(query, key, value, scale, scores, self.length, self._layer.shared.buffers)
+        except BaseException:
+            # Appended, and perhaps counted, before attention failed: the pass may be tried again.
+            self.spans.cut(self.spans.tail - tail)
+            raise
 
     def _let_go(self, padding: Tensor, new: int) -> Tensor | None:
         """Let go what of the tail is `padding` now, see `extend`; returns that of the `new` tokens, if there is any."""

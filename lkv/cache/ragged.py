@@ -15,6 +15,7 @@ from lkv.cache.windows import Windows
 from lkv.errors import BudgetError, CacheError, RetentionError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
+from lkv.host.stock import reads_in_parts
 from lkv.methods.budget import Amount, check_table
 from lkv.methods.build import Method, make_method
 from lkv.methods.catalogue import REFIT, needs_pattern, needs_policy, needs_second_pass
@@ -81,7 +82,7 @@ class RaggedCache(Cache):
         self.plan = Plan(
             method, self.amount, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotations
         )
-        if getattr(model.generation_config, "prefill_chunk_size", None):
+        if reads_in_parts(model):
             self.plan.check_announced()
         shared = Shared(self.spec.layers - 1)
         self.ragged = [RaggedLayer(index, self.plan, shared) for index in range(self.spec.layers)]
@@ -94,7 +95,7 @@ class RaggedCache(Cache):
         if layer_idx == 0:
             self.assisted = False
             held, new = self.get_seq_length(), key_states.shape[2]
-            check_pass(self.ragged, key_states.shape[0], held + new, self.spec.max_positions)
+            check_pass(self.ragged, self.windows.layers, key_states.shape[0], held + new, self.spec.max_positions)
             self._ids.read(held, held + new)
         # Of the first layer it is the last one of the pass before.
         check_attended(self.layers[layer_idx - 1])

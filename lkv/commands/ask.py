@@ -80,6 +80,8 @@ def _check(options: argparse.Namespace) -> None:
         raise LkvError("give a file to read (or - for stdin), or --load with one that --save wrote.")
     if options.words[:1] == ["-"] and not options.load and not options.words[1:] and not options.save:
         raise LkvError("with the text on stdin there is no room for a chat there; give the question too.")
+    if options.save and options.method == FULL:
+        raise LkvError(f"the uncompressed cache of {FULL!r} is not saved; leave --save out, or use another method.")
     if options.retention is not None:
         check_retention(options.retention)
     duo = options.method not in (None, FULL) and needs_pattern(options.method)
@@ -171,9 +173,14 @@ def _talk(context: "Context", max_new_tokens: int | None) -> None:
         answers = context
         print("[each question starts from the text alone: this cache holds no turns]", file=sys.stderr)
     for question in _typed():
-        for piece in answers.stream(question, max_new_tokens):
-            print(piece, end="", flush=True)
-        print()
+        try:
+            for piece in answers.stream(question, max_new_tokens):
+                print(piece, end="", flush=True)
+            print()
+        except LkvError as problem:
+            if not sys.stdin.isatty():
+                raise
+            print(f"lkv: {problem}", file=sys.stderr)  # the turns so far are as they were
 
 
 def _typed() -> Iterator[str]:

@@ -139,11 +139,6 @@ class Engine(ABC):
         """Requests that are answered or wait."""
         return len(self._open)
 
-    def contexts_in_use(self) -> list[Context]:
-        """The contexts that open requests follow."""
-        with self._lock:
-            return [context for _, context in self._open.values() if context is not None]
-
     def stop(self, timeout: float = 30.0) -> None:
         """Take no more requests, answer those at hand for up to `timeout` seconds, then end those that are left."""
         with self._lock:

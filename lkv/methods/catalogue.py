@@ -175,17 +175,20 @@ def register_method(
             f"the method name {name!r} is taken: by LKV, by this program or by an installed plugin; give another, or "
             "register it in one place alone."
         )
-    chosen = {}
+    chosen, parts = {}, []
     for kind, given, known in (("rule", rule, RULES), ("selector", selector, SELECTORS)):
         if callable(given):
             if name in known:
                 raise LkvError(f"there is a {kind} {name!r} already; give the method another name.")
-            known[name] = Part(line or (given.__doc__ or name).strip().splitlines()[0], label or name, needs, given)
+            part = Part(line or (given.__doc__ or name).strip().splitlines()[0], label or name, needs, given)
+            parts.append((known, part))
             chosen[kind] = name
         elif given in known:
             chosen[kind] = given
         else:
             raise LkvError(f"there is no {kind} {given!r}; give one of {', '.join(sorted(known))}, or a callable.")
+    for known, part in parts:  # only now, so that a call which was refused leaves nothing
+        known[name] = part
     METHODS[name] = Entry(chosen["rule"], chosen["selector"], paper, link, label or name, colour, marker)
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lkv.cache import rows, spans
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import CacheError, LkvError, PolicyMismatchError, PromptError, RetentionError, UnsupportedModelError
 from lkv.host.attention import attach
@@ -273,6 +274,33 @@ def test_interrupted_forward_is_noticed_and_mended(model, policy):
         model(text[:, PROMPT:], past_key_values=cache, use_cache=True)
     cache.rewind()
     torch.testing.assert_close(model(text[:, PROMPT:], past_key_values=cache, use_cache=True).logits, expected)
+
+
+@pytest.mark.parametrize(("new", "padded"), [(1, False), (4, False), (4, True)])
+def test_a_pass_whose_attention_failed_in_the_first_layer_can_be_made_again(model, policy, monkeypatch, new, padded):
+    """k and v were appended, and counted on their device, before it failed."""
+    text = ids(PROMPT + new, 2)
+    cache = RaggedCache(model, policy, retention=0.5)
+    model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
+    mask = torch.ones(2, PROMPT + new)
+    mask[1, PROMPT + 2 :] = 0 if padded else 1
+    options = {"past_key_values": cache, "use_cache": True, "attention_mask": mask}
+    expected = model(text[:, PROMPT:], **options).logits
+    cache.rewind()
+    where = rows if padded else spans
+    name = "ragged_attention" if padded else "extend"
+    compute = getattr(where, name)
+
+    def failing(*args, **kwargs):
+        compute(*args, **kwargs)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, failing)
+        with pytest.raises(MemoryError):
+            model(text[:, PROMPT:], **options)
+    assert cache.get_seq_length() == PROMPT
+    torch.testing.assert_close(model(text[:, PROMPT:], **options).logits, expected, rtol=0, atol=0)
 
 
 def test_unsupported_architectures_are_refused():

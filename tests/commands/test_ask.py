@@ -88,6 +88,36 @@ def test_an_answer_that_ends_at_its_limit_says_so(folder, asked):
     assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
 
 
+def test_an_answer_ends_behind_a_string_that_stops_it(folder):
+    model, tokenizer = load_model(str(folder / "model"))
+    context = compress(model, tokenizer, TEXT, "knorm", 0.15)
+    ids = context.complete(tokenizer("When?")["input_ids"], 6, eos_token_id=None)
+    stop = tokenizer.decode(ids[2])
+    length = [stop in tokenizer.decode(ids[: end + 1]) for end in range(6)].index(True) + 1
+    stopped = context.complete(tokenizer("When?")["input_ids"], 6, eos_token_id=None, stop_strings=[stop])
+    assert stopped == ids[:length] and length <= 3
+
+
+def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    typed = iter(["When?", "when " * 2000, "Where?"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed, None) or (_ for _ in ()).throw(EOFError()))
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    status, out, said = asked(folder / "text.md")
+    model, tokenizer = load_model(str(folder / "model"))
+    chat = Chat(compress(model, tokenizer, TEXT, "knorm", 0.15))
+    assert status == 0 and out.split("\n")[:-1] == "\n".join(chat.ask(q, 4) for q in ("When?", "Where?")).split("\n")
+    assert said.count("lkv: text, question and 4 new tokens would reach") == 1
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_read(folder, asked, tmp_path):
+    status, _, said = asked(folder / "text.md", "When?", "--save", tmp_path / "text.kv", method="full")
+    assert status == 2 and "the uncompressed cache of 'full' is not saved" in said and "tokens read" not in said
+
+
 def test_what_is_saved_answers_as_what_was_read(folder, asked, tmp_path):
     saved = tmp_path / "text.kv"
     _, out, said = asked(folder / "text.md", "When?", "--save", saved)

@@ -114,6 +114,26 @@ def test_sliding_layers_hold_their_window_and_answers_start_afresh():
         RaggedCache(model, policy).fill(list(read_prompt(model, ids(1, 20))))
 
 
+@torch.no_grad()
+def test_an_interrupted_pass_over_sliding_layers_is_noticed():
+    model, text = build("Gemma3"), ids(1, 46)
+    cache = RaggedCache(model, method=METHOD)
+    model(text[:, :40], past_key_values=cache, use_cache=True)
+    before = cache.fork()
+
+    def interrupt(layer: int) -> None:
+        if layer == 2:  # the first layer of full attention, and the sliding one behind it, are through
+            raise KeyboardInterrupt
+
+    cache.watch = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model(text[:, 40:], past_key_values=cache, use_cache=True)
+    cache.watch = None
+    with pytest.raises(CacheError, match=r"unequal; go on with a fork\(\) made before"):
+        model(text[:, 40:], past_key_values=cache, use_cache=True)
+    assert len(model(text[:, 40:], past_key_values=before, use_cache=True).logits[0]) == 6
+
+
 def test_contexts_with_sliding_layers_are_saved_and_asked_again(tmp_path):
     model = build("Gemma3")
     policy = Policy(attach(model).spec).requires_grad_(False)

