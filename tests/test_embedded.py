@@ -87,6 +87,18 @@ def test_compressed_context_answers_where_snapkv_fails(loaded):
     assert "Fergus" not in answers["snapkv"]
 
 
+def test_its_weights_go_where_they_are_asked_to(loaded):
+    assert loaded[0].device.type == "cpu" and load_model(DEFAULT, device="meta")[0].device.type == "meta"
+
+
+def test_an_answer_ends_behind_a_string_that_stops_it(loaded):
+    context = compress(*loaded, "The lamp of the lighthouse was lit at dusk. " * 20)
+    whole = context.ask("When was the lamp lit?", 12)
+    stop = whole.split()[2]
+    answer = context.ask("When was the lamp lit?", 12, stop_strings=[stop])
+    assert answer == whole[: whole.index(stop) + len(stop)] and len(answer) < len(whole)
+
+
 def test_broken_conversion_is_redone(tmp_path, monkeypatch, loaded, capsys):
     monkeypatch.setenv("LKV_CACHE", str(tmp_path))
     folder = tmp_path / DEFAULT

@@ -88,16 +88,6 @@ def test_an_answer_that_ends_at_its_limit_says_so(folder, asked):
     assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
 
 
-def test_an_answer_ends_behind_a_string_that_stops_it(folder):
-    model, tokenizer = load_model(str(folder / "model"))
-    context = compress(model, tokenizer, TEXT, "knorm", 0.15)
-    ids = context.complete(tokenizer("When?")["input_ids"], 6, eos_token_id=None)
-    stop = tokenizer.decode(ids[2])
-    length = [stop in tokenizer.decode(ids[: end + 1]) for end in range(6)].index(True) + 1
-    stopped = context.complete(tokenizer("When?")["input_ids"], 6, eos_token_id=None, stop_strings=[stop])
-    assert stopped == ids[:length] and length <= 3
-
-
 def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
