@@ -105,6 +105,21 @@ def test_the_page_holds_text_numbers_and_answers_and_needs_nothing_else(folder, 
         assert answer["text"] == context.ask("How many?", 3)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--method", "full"], "'full' keeps everything; look at a method that goes by layers"),
+        (["--method", "kvzip"], "'kvzip' sees all layers before it keeps anything"),
+        (["--question", "why?", "--against", "duo"], "'duo' needs a pattern of retrieval heads"),
+        (["--json"], "--json and --figure are of a policy, but a text was given"),
+    ],
+)
+def test_what_a_page_cannot_show_is_told_before_a_model_is_loaded(tmp_path, capsys, words, said):
+    (tmp_path / "log.txt").write_text("one two")
+    assert main(["inspect", str(tmp_path / "log.txt"), "--model", str(tmp_path / "none"), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_what_cannot_be_looked_at_is_one_sentence(folder, capsys, monkeypatch, tmp_path):
     model, tokenizer = load_model(str(folder / "model"))
     with pytest.raises(LkvError, match="'kvzip' sees all layers before it keeps anything"):

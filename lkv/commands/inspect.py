@@ -40,6 +40,7 @@ def run(options: argparse.Namespace) -> None:
     """Print or draw a policy's budgets, or write the page of a text."""
     check_retention(options.retention)
     if options.what is not None and (options.what == "-" or isfile(options.what)):
+        _check_page(options)
         _page(options)
     elif options.question or options.out:
         raise LkvError(f"questions and pages are of a text, but there is no file {options.what!r}; give one.")
@@ -73,6 +74,20 @@ def _told(policy: Any) -> list[str]:
         return card_lines(policy.spec, policy.card)
     except (AttributeError, KeyError, TypeError, ValueError):
         return [f"model     {policy.spec.architecture}", "card      " + json.dumps(policy.card)]
+
+
+def _check_page(options: argparse.Namespace) -> None:
+    """Raise LkvError for what cannot be shown of a text, before anything is loaded."""
+    from lkv.methods.catalogue import FULL, needs_pattern, needs_second_pass
+
+    if options.json or options.figure:
+        raise LkvError("--json and --figure are of a policy, but a text was given; leave out these, or the text.")
+    if options.method == FULL or needs_second_pass(options.method):
+        why = "keeps everything" if options.method == FULL else "sees all layers before it keeps anything"
+        raise LkvError(f"{options.method!r} {why}; look at a method that goes by layers.")
+    for method in (options.method, *(options.against if options.question else ())):
+        if method != FULL and needs_pattern(method):
+            raise LkvError(f"{method!r} needs a pattern of retrieval heads, which a page takes none of; leave it out.")
 
 
 def _page(options: argparse.Namespace) -> None:
