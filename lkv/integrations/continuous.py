@@ -101,7 +101,7 @@ class Engine(ABC):
         self.model, self.tokenizer = model, tokenizer
         self._waiting = waiting
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[Answer, Context | None]] = {}
+        self._open: dict[str, Answer] = {}
         self._names = map(str, itertools.count())
         self._stopping = False
         self.tokens = 0  # generated so far
@@ -130,7 +130,7 @@ class Engine(ABC):
                 raise BusyError(f"{len(self._open)} requests are being answered or wait already; ask again later.")
             name = next(self._names)
             answer = Answer(lambda _: self._cancel(name), notify, len(ids))
-            self._open[name] = answer, context
+            self._open[name] = answer
         self._begin(name, answer, list(ids), context, length, sampling or Sampling())
         return answer
 
@@ -153,10 +153,9 @@ class Engine(ABC):
     def _deliver(self, name: str, ids: list[int] | None, ended: bool, error: str | None = None) -> None:
         """Hand on what there is of an answer; `None` leaves its ids as they are."""
         with self._lock:
-            entry = self._open.pop(name, None) if ended else self._open.get(name)
-        if entry is None:
+            answer = self._open.pop(name, None) if ended else self._open.get(name)
+        if answer is None:
             return
-        answer = entry[0]
         ids = answer.ids if ids is None else ids
         self.tokens += len(ids) - len(answer.ids)
         if ended and ids:
@@ -199,7 +198,6 @@ class ContinuousEngine(Engine):
         from lkv.host import paged
 
         self._paged, self._room = paged, pages * page_size
-        self._prefixes: dict[str, Any] = {}
         self._manager = paged.FollowingManager(model, pages, page_size, batch_tokens, requests, self._arrived)
         self._manager.start()
 
