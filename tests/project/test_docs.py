@@ -100,6 +100,17 @@ def test_commands_run_as_they_stand(page, session, capsys, monkeypatch):
         assert main(words) == 0, f"lkv {shlex.join(words)}: {capsys.readouterr().err}"
 
 
+def test_messages_that_fail_are_those_of_the_code():
+    """Of every message in the table of troubles, what is no name or number stands in the code."""
+    code = "\n".join(path.read_text() for path in sorted((ROOT / "lkv").rglob("*.py")))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # texts over several lines
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    parts = [re.split(r"\.\.\.|'[^']*'|\b\d[\d.,]*\b|[()\[\]]", message) for message in messages]
+    fixed = [part.strip(" :;,") for message in parts for part in message]
+    assert len(messages) > 15 and [part for part in fixed if part not in code] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_that_is_shown_has_its_options(page, capsys):
     for _, _, kind, code in _BLOCK.findall(page.read_text(encoding="utf-8")):
