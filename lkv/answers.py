@@ -12,7 +12,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import CacheError, PromptError
 from lkv.host.attention import device_of
-from lkv.host.stock import positions
+from lkv.host.stock import positions, reads_in_parts
 
 _LENGTH = 128  # tokens of an answer at most, unless said otherwise
 # What an answer's caller itself gives to generate, or reads of what that returns.
@@ -81,6 +81,8 @@ def generated(model: Any, tokenizer: Any, rows: list[list[int]], padding: int, c
     # Greedy where neither an option nor a configuration of the caller's says otherwise, whatever the model's says.
     sampled = bool(getattr(options.get("generation_config"), "do_sample", False))
     settings = {"do_sample": sampled, "num_beams": 1, "return_dict_in_generate": False, "pad_token_id": pad}
+    if reads_in_parts(model):
+        settings["prefill_chunk_size"] = None  # before 5.3 it began with what the cache has read
     if _setting(model, options, "stop_strings"):
         settings["tokenizer"] = tokenizer
     # None is how a configuration says that a count is not set.

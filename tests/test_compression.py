@@ -88,10 +88,11 @@ def test_a_models_own_setting_of_what_is_returned_is_not_asked_for(model, policy
 def test_what_one_answer_takes_alone_is_asked_one_by_one_or_refused(model, policy):
     context = compress(model, Words(), TEXT, policy=policy)
     questions = ["what is one ?", "what ?"]
-    answers = context.batch_ask(questions, 8, eos_token_id=None)
-    assert context.answered_tokens == 16 and context.cut_off
-    assert context.batch_ask(questions, 8, eos_token_id=None, prompt_lookup_num_tokens=3) == answers
-    assert context.answered_tokens == 16 and context.cut_off
+    answers = context.batch_ask(questions, 8, eos_token_id=66)
+    counted = context.answered_tokens, context.cut_off
+    assert 8 < counted[0] <= 16
+    assert context.batch_ask(questions, 8, eos_token_id=66, prompt_lookup_num_tokens=3) == answers
+    assert (context.answered_tokens, context.cut_off) == counted
     with pytest.raises(CacheError, match="a streamer shows one answer alone"):
         context.batch_ask(questions, 8, streamer=object())
 
