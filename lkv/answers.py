@@ -82,7 +82,7 @@ def generated(model: Any, tokenizer: Any, rows: list[list[int]], padding: int, c
     sampled = bool(getattr(options.get("generation_config"), "do_sample", False))
     settings = {"do_sample": sampled, "num_beams": 1, "return_dict_in_generate": False, "pad_token_id": pad}
     if reads_in_parts(model):
-        settings["prefill_chunk_size"] = None  # before 5.3 it began with what the cache has read
+        settings["prefill_chunk_size"] = None  # 5.2 would begin with what the cache has read
     if _setting(model, options, "stop_strings"):
         settings["tokenizer"] = tokenizer
     # None is how a configuration says that a count is not set.
