@@ -33,7 +33,7 @@ def check_options(model: Any, cache: Any, generation: dict[str, Any]) -> None:
         raise CacheError(
             f"generation_config is a {type(given).__name__}; give a GenerationConfig of transformers, or options alone."
         )
-    several = [generation.get(name, getattr(given, name, None)) for name in _COUNTS]
+    several = [_asked(generation, name) for name in _COUNTS]
     if any(count is not None and (type(count) is not int or count != 1) for count in several):
         raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
     if not isinstance(cache, RaggedCache) and is_assisted(model, generation):
@@ -52,7 +52,7 @@ def answer_length(model: Any, tokens: int, asked: int | None, options: dict[str,
     """New tokens to generate after `tokens`: `asked`, or what a configuration among `options` of generate says, or 128
     at most. PromptError where the model has no positions for them."""
     if asked is None:
-        asked = getattr((options or {}).get("generation_config"), "max_new_tokens", None)
+        asked = _asked(options or {}, "max_new_tokens")
     limit = positions(model)
     # The last token of an answer is never read.
     room = limit + 1 - tokens
@@ -79,7 +79,7 @@ def generated(model: Any, tokenizer: Any, rows: list[list[int]], padding: int, c
     missing = torch.tensor([[length - len(row)] for row in rows], device=device)
     mask = ((positions < padding) | (positions >= padding + missing)).long()
     # Greedy where neither an option nor a configuration of the caller's says otherwise, whatever the model's says.
-    sampled = bool(getattr(options.get("generation_config"), "do_sample", False))
+    sampled = bool(_asked(options, "do_sample"))
     settings = {"do_sample": sampled, "num_beams": 1, "return_dict_in_generate": False, "pad_token_id": pad}
     if reads_in_parts(model):
         settings["prefill_chunk_size"] = None  # 5.2 would begin with what the cache has read
@@ -104,13 +104,16 @@ def ends_of(model: Any, options: dict[str, Any]) -> set[int]:
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
+def _asked(options: dict[str, Any], name: str) -> Any:
+    """What the caller's options say of the setting `name`, or a configuration among them."""
+    return options[name] if name in options else getattr(options.get("generation_config"), name, None)
+
+
 def _setting(model: Any, options: dict[str, Any], name: str) -> Any:
-    """What generate takes for the setting `name`: of the options, else of a configuration among them that has it, else
-    of the model's own."""
-    if name in options:
-        return options[name]
-    value = getattr(options.get("generation_config"), name, None)
-    return getattr(model.generation_config, name, None) if value is None else value
+    """What generate takes for the setting `name`: what is asked for, else the model's own."""
+    value = _asked(options, name)
+    # None among the options themselves is an answer, too.
+    return value if value is not None or name in options else getattr(model.generation_config, name, None)
 
 
 def is_cut_off(model: Any, answer: list[int], length: int, options: dict[str, Any]) -> bool:

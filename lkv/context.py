@@ -121,7 +121,7 @@ class Context:
             raise CacheError("a streamer shows one answer alone; leave it out, or use ask() or stream().")
         apart = is_assisted(self.model, generation)  # assisted decoding takes one row at a time
         if apart or not isinstance(self.cache, RaggedCache) or not self.cache.rewindable:
-            return self._one_by_one(questions, max_new_tokens, generation)
+            return self._one_by_one(tails, max_new_tokens, generation)
         rows = [self.ids + tail for tail in tails]
         length = answer_length(self.model, max(map(len, rows)), max_new_tokens, generation)
         with self._own_turn():
@@ -132,11 +132,11 @@ class Context:
         self._note(ids, length, generation)
         return [self._text(answer) for answer in ids]
 
-    def _one_by_one(self, questions: list[str], max_new_tokens: int | None, generation: dict[str, Any]) -> list[str]:
-        """As `batch_ask`, which see."""
+    def _one_by_one(self, tails: list[list[int]], max_new_tokens: int | None, generation: dict[str, Any]) -> list[str]:
+        """As `batch_ask`, which see, for the ids of the questions."""
         texts, tokens, cut_off = [], 0, False
-        for question in questions:
-            texts.append(self.ask(question, max_new_tokens, **generation))
+        for tail in tails:
+            texts.append(self._text(self.complete(tail, max_new_tokens, **generation)))
             tokens, cut_off = tokens + self.answered_tokens, cut_off or self.cut_off
         self.answered_tokens, self.cut_off = tokens, cut_off
         return texts

@@ -93,8 +93,14 @@ def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, monke
         def isatty(self):
             return True
 
-    typed = iter(["When?", "when " * 2000, "Where?"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(typed, None) or (_ for _ in ()).throw(EOFError()))
+    typed = ["When?", "when " * 2000, "Where?"]
+
+    def input_(prompt: str) -> str:
+        if not typed:
+            raise EOFError
+        return typed.pop(0)
+
+    monkeypatch.setattr("builtins.input", input_)
     monkeypatch.setattr(sys, "stdin", Terminal())
     status, out, said = asked(folder / "text.md")
     model, tokenizer = load_model(str(folder / "model"))
