@@ -12,11 +12,14 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import CacheError, PromptError
 from lkv.host.attention import device_of
-from lkv.host.stock import positions, reads_in_parts
+from lkv.host.stock import positions
 
 _LENGTH = 128  # tokens of an answer at most, unless said otherwise
 # What an answer's caller itself gives to generate, or reads of what that returns.
-_OWN_INPUTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values", "return_dict_in_generate")
+_OWN_INPUTS = (
+    "inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values", "return_dict_in_generate", "use_cache",
+    "cache_implementation", "prefill_chunk_size",
+)  # fmt: skip
 _COUNTS = ("num_beams", "num_return_sequences")
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
 
@@ -32,6 +35,12 @@ def check_options(model: Any, cache: Any, generation: dict[str, Any]) -> None:
     if given is not None and not isinstance(given, GenerationConfig):
         raise CacheError(
             f"generation_config is a {type(given).__name__}; give a GenerationConfig of transformers, or options alone."
+        )
+    temperature = _asked(generation, "temperature")
+    if _asked(generation, "do_sample") and temperature is not None and not temperature > 0:
+        raise CacheError(
+            f"temperature is {temperature!r}, but sampling divides by it: give one above 0, or leave do_sample out for "
+            "the most probable answer."
         )
     several = [_asked(generation, name) for name in _COUNTS]
     if any(count is not None and (type(count) is not int or count != 1) for count in several):
@@ -81,8 +90,8 @@ def generated(model: Any, tokenizer: Any, rows: list[list[int]], padding: int, c
     # Greedy where neither an option nor a configuration of the caller's says otherwise, whatever the model's says.
     sampled = bool(_asked(options, "do_sample"))
     settings = {"do_sample": sampled, "num_beams": 1, "return_dict_in_generate": False, "pad_token_id": pad}
-    if reads_in_parts(model):
-        settings["prefill_chunk_size"] = None  # 5.2 would begin with what the cache has read
+    # Whatever configurations say: without the cache, or in parts in transformers 5.2, the text would be read again.
+    settings |= {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
     if _setting(model, options, "stop_strings"):
         settings["tokenizer"] = tokenizer
     # None is how a configuration says that a count is not set.

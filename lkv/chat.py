@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from lkv.answers import answer_length, check_options, ends_of, generated, streamed
+from lkv.answers import answer_length, check_options, ends_of, generated, is_cut_off, streamed
 from lkv.context import Context, check_text
 from lkv.errors import CacheError
 from lkv.host.stock import cut_to
@@ -33,6 +33,7 @@ class Chat:
         if not getattr(self.cache, "rewindable", False):
             raise CacheError("turns about this context could not be cut back; ask it with ask(), one by one.")
         self.turns: list[Turn] = []
+        self.answered_tokens, self.cut_off = 0, False  # of the last answer, as a Context tells
 
     def ask(self, question: str, max_new_tokens: int | None = None, **generation: Any) -> str:
         """The answer to `question` after all turns so far; arguments and errors as in `Context.ask`.
@@ -79,6 +80,8 @@ class Chat:
         except BaseException:
             cut_to(self.cache, held)
             raise
+        self.answered_tokens = len(answer)
+        self.cut_off = is_cut_off(self._model, answer, options["max_new_tokens"], options)
         text = self._tokenizer.decode(answer, skip_special_tokens=True).strip()
         # The last token was never read. One that ends the answer is written by the template of the next turn.
         self._ids = ids + (answer[:-1] if answer[-1] in ends_of(self._model, options) else answer)

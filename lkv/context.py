@@ -3,7 +3,7 @@
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -21,7 +21,7 @@ from lkv.config import asdict
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.files import path_of
 from lkv.host.attention import attach, device_of
-from lkv.host.stock import cut_to, kv_nbytes, positions, reads_in_parts
+from lkv.host.stock import cut_to, kv_nbytes, positions
 from lkv.methods.budget import Amount
 from lkv.methods.build import Method
 from lkv.methods.catalogue import FULL
@@ -108,13 +108,14 @@ class Context:
         length = answer_length(self.model, self.tokens + len(tail), max_new_tokens, generation)
         return streamed(self.tokenizer, partial(self.complete, tail, length, **generation))
 
-    def batch_ask(self, questions: list[str], max_new_tokens: int | None = None, **generation: Any) -> list[str]:
+    def batch_ask(self, questions: Iterable[str], max_new_tokens: int | None = None, **generation: Any) -> list[str]:
         """The answers to `questions`, generated side by side; each as `ask` gives it, in which see the arguments.
 
         The compressed text is read by all rows and held once. An uncompressed context, or one of a model with sliding
         layers or with decode_eviction, is asked one question after another.
         """
-        if isinstance(questions, str) or not questions:
+        questions = list(questions) if isinstance(questions, Iterable) and not isinstance(questions, str) else []
+        if not questions:
             raise PromptError("batch_ask takes a list of questions, at least one; for a single one use ask().")
         tails = [self._question(question, generation) for question in questions]
         if "streamer" in generation:
@@ -226,6 +227,7 @@ class Context:
         `policy` is not needed; where it is given it must be the one the text was compressed with. Raises
         ContextFileError for a missing, foreign or damaged file, another model or another policy.
         """
+        check_pair(model, tokenizer)
         path = path_of(path, ContextFileError, "the context's place")
         ids, cache, about = saved_context.restored(path, model, policy)
         return cls(model, tokenizer, ids, cache, about)
@@ -236,6 +238,16 @@ def _asked(amount: Amount | None) -> dict[str, Any]:
     if amount is None:
         return {"retention": None, "budget_tokens": None}
     return {"retention": amount.retention if amount.tokens is None else None, "budget_tokens": amount.tokens}
+
+
+def check_pair(model: Any, tokenizer: Any) -> None:
+    """Raise PromptError unless these can be a model and its tokenizer."""
+    if not isinstance(model, torch.nn.Module):
+        raise PromptError(f"the model is a {type(model).__name__}; give one as AutoModelForCausalLM loads it.")
+    if isinstance(tokenizer, torch.nn.Module) or not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise PromptError(
+            f"the tokenizer is a {type(tokenizer).__name__}; give the model's own, as AutoTokenizer loads it."
+        )
 
 
 def check_text(text: Any, name: str, advice: str) -> None:
@@ -301,9 +313,8 @@ def compress(
     Raises PromptError for a text that is empty, too short to keep anything of, or beyond the model's positions, and
     what RaggedCache raises.
     """
+    check_pair(model, tokenizer)
     check_text(text, "the text", "give some text to compress")
-    if not callable(tokenizer):
-        raise PromptError(f"the tokenizer is {tokenizer!r}; give the model's own, as AutoTokenizer loads it.")
     if system is not None:
         check_text(system, "the system prompt", "give some text, or leave it out")
     ids = context_ids(tokenizer, text, system)
@@ -342,7 +353,7 @@ def compress_ids(
         full = DynamicCache()
         _read(model, full, ids, chunk)
         return Context(model, tokenizer, ids, full)
-    if chunk is not None or reads_in_parts(model):
+    if chunk is not None:
         options["prompt_tokens"] = len(ids)
     of_method = {name: options.pop(name, None) for name in ("budget_tokens", "pattern")}
     chosen = chosen_method(model, policy, retention, method, tokenizer=tokenizer, **of_method)

@@ -86,7 +86,10 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> tuple[
             raise PolicyFileError(f"{text!r} is a folder and has no revision {revision!r}; leave the revision out.")
         return folder, None
     if text.count("/") != 1 or text.startswith((".", "/", "~")):
-        raise PolicyFileError(f"there is no policy folder {text!r}; give a folder or a hub id such as 'owner/name'.")
+        raise PolicyFileError(
+            f"there is no policy folder {text!r}; give a folder or a hub id such as 'owner/name' (a shipped policy "
+            "comes by its name from lkv.default_policy)."
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

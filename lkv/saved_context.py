@@ -13,7 +13,6 @@ from lkv.config import ModelSpec, from_dict
 from lkv.errors import CacheError, ContextFileError, QuantizationError
 from lkv.fingerprint import differs
 from lkv.host.attention import attach, device_of
-from lkv.host.stock import reads_in_parts
 from lkv.methods.build import Method
 from lkv.methods.selection import Selector
 from lkv.policy import Policy
@@ -57,8 +56,7 @@ def restored(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], 
 
 def _cache(model: Any, method: str, ids: list[int], tensors: dict[str, Tensor]) -> RaggedCache:
     """A cache that holds `tensors`, as `tensors_of` gave them."""
-    announced = len(ids) if reads_in_parts(model) else None
-    cache = RaggedCache(model, method=Method(method, _Loaded(), _Loaded()), prompt_tokens=announced)
+    cache = RaggedCache(model, method=Method(method, _Loaded(), _Loaded()))
     like = model.get_input_embeddings().weight[:0]
     sliding = {name: tensors.pop(name) for name in list(tensors) if name.startswith("sliding_")}
     for layer, state in zip(cache.ragged, _by_layer(tensors, cache.spec.layers), strict=True):

@@ -1,5 +1,6 @@
 """Compress once, ask many: every question starts from the same cache."""
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -7,6 +8,7 @@ from packaging.version import Version
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
+from lkv.chat import Chat
 from lkv.context import Context, compress
 from lkv.errors import CacheError, ContextFileError, PromptError, RetentionError
 from lkv.host.spec import inspect_model
@@ -110,6 +112,55 @@ def test_a_model_that_reads_prompts_in_parts_compresses_and_loads(model, policy,
     assert context.ask("what is one ?", 8) == expected
     context.save(tmp_path / "text.kv")
     assert Context.load(tmp_path / "text.kv", model, Words()).ask("what is one ?", 8) == expected
+
+
+@pytest.mark.parametrize("method", ["lkv", "full"])
+def test_configurations_without_a_cache_or_in_parts_change_no_answer(model, policy, method):
+    context = compress(model, Words(), TEXT, method, policy=policy)
+    questions = ["what is one ?", "and what now then ?"]
+    expected = [context.ask(question, 8) for question in questions]
+    given = GenerationConfig(use_cache=False, prefill_chunk_size=3, do_sample=False)
+    assert [context.ask(question, 8, generation_config=given) for question in questions] == expected
+    model.generation_config.use_cache = False
+    model.generation_config.prefill_chunk_size = 3
+    model.generation_config.cache_implementation = "static"
+    assert [context.ask(question, 8) for question in questions] == expected
+    assert context.batch_ask((question for question in questions), 8) == expected
+    assert "".join(context.stream(questions[0], 8)).strip() == expected[0]
+    if method == "lkv":
+        assert Chat(context).ask(questions[0], 8) == expected[0]
+
+
+@pytest.mark.parametrize("option", ["use_cache", "cache_implementation", "prefill_chunk_size"])
+def test_how_the_cache_is_fed_is_no_option_of_a_question(model, policy, option):
+    context = compress(model, Words(), TEXT, policy=policy)
+    with pytest.raises(CacheError, match=rf"ask\(\) itself sees to {option}; leave that out"):
+        context.ask("what ?", **{option: False})
+
+
+def test_what_is_no_model_tokenizer_or_list_of_questions_is_told(model, policy, tmp_path):
+    words, path = Words(), tmp_path / "text.kv"
+    context = compress(model, words, TEXT, policy=policy)
+    context.save(path)
+    for given in ((words, model, TEXT), (TEXT, model, words)):
+        with pytest.raises(PromptError, match=r"the model is a \w+; give one as AutoModelForCausalLM loads it"):
+            compress(*given)
+    with pytest.raises(PromptError, match="the model is a Words"):
+        Context.load(path, words, model)
+    for tokenizer in (None, model):
+        with pytest.raises(PromptError, match=r"the tokenizer is a \w+; give the model's own"):
+            Context.load(path, model, tokenizer)
+    for questions in (5, None, [], "what ?"):
+        with pytest.raises(PromptError, match="batch_ask takes a list of questions"):
+            context.batch_ask(questions)
+    with pytest.raises(CacheError, match="temperature is 0, but sampling divides by it"):
+        context.ask("what ?", do_sample=True, temperature=0)
+
+
+def test_a_retention_of_another_kind_of_number_is_saved(model, policy, tmp_path):
+    context = compress(model, Words(), TEXT, retention=np.float32(0.25), policy=policy)
+    context.save(tmp_path / "text.kv")
+    assert Context.load(tmp_path / "text.kv", model, Words()).about["retention"] == 0.25
 
 
 @pytest.mark.parametrize("method", ["lkv", "full"])

@@ -126,6 +126,26 @@ def test_a_model_is_no_policy(model_folder, tmp_path, capsys):
     assert "looks like a model, not like a policy" in refused(capsys, ["inspect", model_folder])
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspect", "bok.txt"], "there is no file or folder 'bok.txt'"),
+        (["inspect", "--question", "who?"], "questions and pages are of a text, but none was given"),
+        (["inspect", "--model", "MODEL"], "no policy is shipped for this model (LlamaForCausalLM"),
+        (["inspect", DEFAULT, "--model", "MODEL"], f"the policy shipped for it, but '{DEFAULT}' is named"),
+        (["inspect", "--policy-revision", "v1"], "--policy-revision without --policy"),
+        (["ask", "book.txt", "who?", "--no-strict"], "--no-strict without --policy, which it says more of"),
+        (["eval", "ruler", "--no-strict", "--policy-revision", "v1", "--out", "x.jsonl"], "which these say more of"),
+        (["profile", "--policy-revision", "v1", "--out", "x.json"], "--policy-revision without --policy"),
+        (["serve", "--no-strict"], "--no-strict without --policy"),
+        (["serve", "--method", "duo"], "'duo' needs a pattern of retrieval heads, which a server takes none of"),
+        (["serve", "--method", "snapvk"], "there is no method 'snapvk'"),
+    ],
+)
+def test_what_would_be_dropped_is_refused(model_folder, capsys, words, message):
+    assert message in refused(capsys, [model_folder if word == "MODEL" else word for word in words])
+
+
 def test_a_question_that_is_no_text(model_folder, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("words " * 50)
     ask = ["ask", tmp_path / "text.txt", "\udcff", "--model", model_folder, "--method", "knorm"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lkv import models
-from lkv.commands.main import main
+from lkv.commands.main import _parsed, main
 from lkv.errors import DefaultModelError, PolicyFileError
 from lkv.host.spec import inspect_model
 from lkv.models import DEFAULT, load_model, load_policy
@@ -96,4 +96,11 @@ def test_every_command_with_a_model_takes_its_revision(hub, tmp_path, capsys):
     assert "--revision v1" in json.loads(profile.read_text())["command"]
     assert hub.count(("own/model", "v1")) == 4 and hub.count(("own/policy", "v2")) == 2
     assert main(["inspect", "own/policy", "--policy-revision", "v2"]) == 0
+    assert hub[-1] == ("own/policy", "v2")
+
+
+def test_a_server_takes_the_policy_of_that_revision(hub, tmp_path):
+    setup = pytest.importorskip("lkv.serving.setup", reason="the extra serve is not installed")
+    words = ["serve", "--model", "own/model", "--policy", "own/policy", "--policy-revision", "v2"]
+    setup.make_service(vars(_parsed([*words, "--store", str(tmp_path)]))).stop()
     assert hub[-1] == ("own/policy", "v2")

@@ -12,10 +12,9 @@ from lkv.cache.ids import ReadIds
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.plan import MOST, Plan, Shared
 from lkv.cache.windows import Windows
-from lkv.errors import BudgetError, CacheError, RetentionError
+from lkv.errors import BudgetError, CacheError, PolicyFileError, RetentionError
 from lkv.host.attention import attach
 from lkv.host.hooks import Cache, WindowLayer
-from lkv.host.stock import reads_in_parts
 from lkv.methods.budget import Amount, check_table
 from lkv.methods.build import Method, make_method
 from lkv.methods.catalogue import REFIT, needs_pattern, needs_policy, needs_second_pass
@@ -68,6 +67,7 @@ class RaggedCache(Cache):
         attached = attach(model)
         self.spec = attached.spec
         self._ids = ReadIds()
+        self._begun_in_parts = False  # whether what was read so far is the first part of a prompt
         # Called with the number of each layer before its attention; what it raises ends the pass.
         self.watch: Callable[[int], None] | None = None
         method = chosen_method(model, policy, retention, method, budget_tokens, pattern)
@@ -82,8 +82,6 @@ class RaggedCache(Cache):
         self.plan = Plan(
             method, self.amount, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotations
         )
-        if reads_in_parts(model):
-            self.plan.check_announced()
         shared = Shared(self.spec.layers - 1)
         self.ragged = [RaggedLayer(index, self.plan, shared) for index in range(self.spec.layers)]
         for layer in self.ragged:
@@ -109,6 +107,13 @@ class RaggedCache(Cache):
         Raises CacheError for ids that do not begin with those read, or hold nothing new.
         """
         self._ids.expect(ids, self.get_seq_length(), whole, begins)
+
+    def expect_part(self, part: bool) -> None:
+        """Raises CacheError for a second part of a prompt whose first one was taken for all of it."""
+        held = self.get_seq_length()
+        if part and held and self._begun_in_parts:
+            self.plan.check_announced()
+        self._begun_in_parts = part and (self._begun_in_parts or not held)
 
     @property
     def ids(self) -> Tensor | None:
@@ -142,6 +147,7 @@ class RaggedCache(Cache):
         """Forget everything, and free it."""
         super().reset()
         self._ids = ReadIds()
+        self._begun_in_parts = False
 
     def activate_past_recording(self) -> None:
         """The tail can always be cut back; but where assisted decoding begins, the prompt must be told apart."""
@@ -233,6 +239,10 @@ def chosen_method(
     """`method`, built for `model` where it is given by its name; see `RaggedCache` for the arguments and errors."""
     if not isinstance(method, str | Method):
         raise CacheError(f"method is {method!r}; give a name that `lkv methods` lists, or a Method of your own.")
+    if policy is not None and not isinstance(policy, Policy | str | os.PathLike):
+        raise PolicyFileError(
+            f"policy is {policy!r}; give a Policy, its folder or its hub id, and how much is kept as retention=0.15."
+        )
     if pattern is not None and (isinstance(method, Method) or not needs_pattern(method)):
         name = method if isinstance(method, str) else method.name
         raise BudgetError(f"the method {name!r} reads no pattern of retrieval heads: leave it out, or use 'duo'.")

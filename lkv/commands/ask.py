@@ -5,13 +5,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lkv.commands.options import add_device, add_dtype, add_model, add_policy, add_revision, positive
+from lkv.commands.options import add_device, add_dtype, add_model, add_policy, add_revision, check_policy, positive
 from lkv.errors import LkvError, check_retention
 
 if TYPE_CHECKING:
+    from lkv.chat import Chat
     from lkv.context import Context
 
 _PART = 1024  # tokens that streaming reads at a time, unless --chunk says otherwise
@@ -60,8 +62,7 @@ def run(options: argparse.Namespace) -> None:
         if len(questions) > 1:
             print(f"\n> {question}", flush=True)
         context.ask(question, options.max_new_tokens, stream=True)
-        if context.cut_off:
-            print(f"[cut off after {context.answered_tokens:,} tokens; --max-new-tokens allows more]", file=sys.stderr)
+        _tell_if_cut_off(context)
     if not questions and (not options.save or sys.stdin.isatty()):
         _talk(context, options.max_new_tokens)
 
@@ -74,6 +75,9 @@ def _check(options: argparse.Namespace) -> None:
     given = [f"--{name}" for name in compressing if getattr(options, name) is not None] + [
         "--streaming"
     ] * options.streaming
+    check_policy(options)
+    if options.load and options.words and isfile(options.words[0]):
+        raise LkvError(f"--load reads the text that was saved, instead of FILE; leave {options.words[0]} out.")
     if options.load and given:
         raise LkvError(f"what --load reads is compressed already; leave {' and '.join(given)} out.")
     if not options.load and not options.words:
@@ -162,6 +166,11 @@ def _progress(model: Any, tokens: int) -> Iterator[None]:
             yield
 
 
+def _tell_if_cut_off(answers: "Context | Chat") -> None:
+    if answers.cut_off:
+        print(f"[cut off after {answers.answered_tokens:,} tokens; --max-new-tokens allows more]", file=sys.stderr)
+
+
 def _talk(context: "Context", max_new_tokens: int | None) -> None:
     """A chat: each question follows those before it, where the cache can hold turns."""
     from lkv.chat import Chat
@@ -177,6 +186,7 @@ def _talk(context: "Context", max_new_tokens: int | None) -> None:
             for piece in answers.stream(question, max_new_tokens):
                 print(piece, end="", flush=True)
             print()
+            _tell_if_cut_off(answers)
         except LkvError as problem:
             if not sys.stdin.isatty():
                 raise

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lkv.commands.options import add_model, add_policy_revision, add_revision, positive
+from lkv.commands.options import add_model, add_policy_revision, add_revision, check_policy, positive
 from lkv.errors import LkvError, check_retention
 from lkv.evals.example import Example
 from lkv.evals.protocol import PROTOCOLS
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", nargs="+", type=positive, default=[4096], help="RULER: tokens, prompt and answer")
     parser.add_argument("--samples", type=positive, default=None, help=f"a task (RULER: {_RULER_SAMPLES}, else all)")
     parser.add_argument("--methods", nargs="+", default=["lkv", "snapkv"], help="names that `lkv methods` lists")
-    parser.add_argument("--retention", nargs="+", type=float, default=[0.15], help="shares of the cache to keep")
-    parser.add_argument("--protocol", choices=PROTOCOLS, default="kvpress", help="how prompts are made")
+    parser.add_argument("--retention", nargs="+", type=float, default=None, help="shares to keep (default: 0.15)")
+    parser.add_argument("--protocol", choices=PROTOCOLS, default=None, help="how prompts are made (default: kvpress)")
     add_model(parser)
     add_revision(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=None, help="of the model")
@@ -80,8 +80,11 @@ def run(options: argparse.Namespace) -> None:
     # What is wrong with the command is told before a model is loaded.
     check_place(options.out, LkvError, "the samples")
     tasks = _tasks(options.suite, options.tasks)
-    if options.preset:
-        options.retention, options.protocol = PRESETS[options.preset], options.preset
+    if options.preset and (options.retention or options.protocol):
+        raise LkvError("--preset says what is kept and how prompts are made; leave --retention and --protocol out.")
+    check_policy(options)
+    options.protocol = options.protocol or options.preset or PROTOCOLS[0]
+    options.retention = options.retention or PRESETS.get(options.preset, [0.15])
     paths = _policies(options.policy)
     options.methods = _of_each(options.methods, [name for name in paths if name])
     for name in options.methods:

@@ -7,10 +7,10 @@ from os.path import exists, isfile
 from pathlib import Path
 from typing import Any
 
-from lkv.commands.options import add_device, add_dtype, add_model, add_policy, add_revision, positive
+from lkv.commands.options import add_device, add_dtype, add_model, add_policy, add_revision, check_policy, positive
 from lkv.config import asdict
 from lkv.errors import LkvError, check_retention
-from lkv.shipped import card_lines
+from lkv.shipped import card_lines, shipped
 
 _RIVALS = ("snapkv", "streaming-llm")
 
@@ -43,15 +43,14 @@ def run(options: argparse.Namespace) -> None:
         _check_page(options)
         _page(options)
     elif options.question or options.out:
-        raise LkvError(f"questions and pages are of a text, but there is no file {options.what!r}; give one.")
+        why = "none was given" if options.what is None else f"there is no file {options.what!r}"
+        raise LkvError(f"questions and pages are of a text, but {why}; give one.")
     else:
         _budgets(options)
 
 
 def _budgets(options: argparse.Namespace) -> None:
-    from lkv.models import DEFAULT, load_policy
-
-    policy = load_policy(options.what or options.policy or DEFAULT, revision=options.policy_revision)
+    policy = _policy(options)
     shares = policy.inference_ratios(options.retention).tolist()
     if options.json:
         about = {"model": asdict(policy.spec), "inputs": asdict(policy.inputs), "card": policy.card}
@@ -68,6 +67,26 @@ def _budgets(options: argparse.Namespace) -> None:
         print(f"the picture is in {options.figure}", file=sys.stderr)
 
 
+def _policy(options: argparse.Namespace) -> Any:
+    """The policy that is named, or the one shipped for the model."""
+    from lkv.models import default_policy, load_model, load_policy
+
+    name = options.what or options.policy
+    if name is None:
+        check_policy(options)
+        if options.model is None:
+            return default_policy()
+        return default_policy(load_model(options.model, revision=options.revision)[0])
+    if options.model is not None:
+        raise LkvError(f"--model asks for the policy shipped for it, but {name!r} is named; leave one of them out.")
+    if options.what and "/" not in name and not exists(name) and name not in [entry.name for entry in shipped()]:
+        raise LkvError(
+            f"there is no file or folder {name!r}, nor is a policy of that name shipped (`lkv policies` lists them); "
+            "give a text, or a policy by its folder or hub id."
+        )
+    return load_policy(name, options.strict, options.policy_revision)
+
+
 def _told(policy: Any) -> list[str]:
     """What the card says, as JSON where it is not of the form that `lkv train` writes."""
     try:
@@ -80,6 +99,7 @@ def _check_page(options: argparse.Namespace) -> None:
     """Raise LkvError for what cannot be shown of a text, before anything is loaded."""
     from lkv.methods.catalogue import FULL, needs_pattern, needs_second_pass
 
+    check_policy(options)
     if options.json or options.figure:
         raise LkvError("--json and --figure are of a policy, but a text was given; leave out these, or the text.")
     if options.method == FULL or needs_second_pass(options.method):

@@ -38,6 +38,17 @@ def add_policy_revision(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--policy-revision", default=None, help="commit, tag or branch of a policy on the hub")
 
 
+def check_policy(options: argparse.Namespace) -> None:
+    """Raise LkvError for what is said of a --policy where none is given."""
+    said = ["--no-strict"] * (not getattr(options, "strict", True))
+    said += ["--policy-revision"] * (options.policy_revision is not None)
+    if said and not options.policy:
+        raise LkvError(
+            f"{' and '.join(said)} without --policy, which {'these say' if len(said) > 1 else 'it says'} more of: name "
+            "the policy too (`lkv policies` lists the shipped ones)."
+        )
+
+
 def add_dtype(parser: argparse._ActionsContainer) -> None:
     """--dtype of the model."""
     parser.add_argument(

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from lkv.commands.options import add_model, add_policy_revision, add_revision, positive
+from lkv.commands.options import add_model, add_policy_revision, add_revision, check_policy, positive
 from lkv.errors import LkvError, PolicyMismatchError, check_retention
 from lkv.journal import resumable
 from lkv.results import write_results
@@ -56,6 +56,7 @@ def run(options: argparse.Namespace) -> None:
 
     # What is wrong with the command is told before a model is made.
     check_retention(options.retention)
+    check_policy(options)
     if options.dry_run:
         return _predict(options)
     if options.out is None:

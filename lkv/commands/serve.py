@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from lkv.commands.options import add_model, add_policy, positive
+from lkv.commands.options import add_model, add_policy, check_policy, positive
 from lkv.errors import LkvError, ServerError, check_retention
 
 _KEY = "LKV_API_KEY"
@@ -34,13 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Serve until interrupted; raises LkvError for what the user can mend."""
     from lkv.extras import require
-    from lkv.methods.catalogue import FULL
+    from lkv.methods.catalogue import FULL, needs_pattern
 
     require("ray" if options.ray else "serve", "lkv serve")
     key = checked_key(options.host)
     check_retention(options.retention)
     if options.method == FULL:
         raise LkvError("uncompressed contexts cannot be stored; give a method that compresses, such as lkv.")
+    if needs_pattern(options.method):
+        raise LkvError(f"{options.method!r} needs a pattern of retrieval heads, which a server takes none of.")
+    check_policy(options)
     if not 0 < options.port < 65536:
         raise ServerError(f"port is {options.port}; give one from 1 to 65535.")
     if options.ray:

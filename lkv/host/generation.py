@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lkv.errors import CacheError
 from lkv.host.hooks import Cache
 
 _MARK = "_lkv_announces"
@@ -36,6 +37,12 @@ def announce_ids(model: Any) -> None:
 
 def _announce(cache: Cache, ids: Tensor, kwargs: dict[str, Any]) -> None:
     held, tokens = cache.get_seq_length(), ids.shape[-1]
+    if kwargs.get("use_cache") is False:
+        raise CacheError(
+            "generate was told use_cache=False, in an option or a configuration, and would feed this cache what it has "
+            "read; give use_cache=True, or leave past_key_values out."
+        )
+    cache.expect_part(_is_part(tokens, held, kwargs))
     mask, fed = kwargs.get("attention_mask"), kwargs.get("next_sequence_length")
     # Where there is no mask, one of nothing but ones may have been dropped.
     if mask is not None:
@@ -51,3 +58,21 @@ def _announce(cache: Cache, ids: Tensor, kwargs: dict[str, Any]) -> None:
     # Assisted decoding begins by feeding all ids, whatever the cache holds of them already.
     if whole and held and fed is None and "next_sequence_length" in kwargs:
         kwargs["next_sequence_length"] = tokens - held
+
+
+def _is_part(tokens: int, held: int, kwargs: dict[str, Any]) -> bool:
+    """Whether `tokens` ids are one of the parts in which `generate` reads a prompt (`prefill_chunk_size`).
+
+    Raises CacheError where it begins with what the cache, after `held` tokens, has read: before transformers 5.4.
+    """
+    positions = kwargs.get("cache_position")
+    if positions is None:
+        return "next_sequence_length" not in kwargs
+    if "next_sequence_length" in kwargs or "is_first_iteration" in kwargs or len(positions) != tokens:
+        return False
+    if int(positions[0]) != held:
+        raise CacheError(
+            "this version of transformers would read a text in parts from its first token on, though this cache holds "
+            "some of it; leave prefill_chunk_size out, or install a newer one."
+        )
+    return True

@@ -68,6 +68,9 @@ class Cache(_StockCache):
         `begins`: this is a first step, not one of decoding.
         """
 
+    def expect_part(self, part: bool) -> None:
+        """Hear from `generate`, before `expect`, whether what comes is one of the parts that it reads a prompt in."""
+
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         if isinstance(query_length, Tensor):  # before transformers 5.4: the positions of the queries
             query_length = query_length.shape[0]

@@ -13,11 +13,6 @@ def commit_of(model: Any) -> str | None:
     return getattr(model.config, "_commit_hash", None)
 
 
-def reads_in_parts(model: Any) -> bool:
-    """Whether `generate` gives a prompt to `model` in parts by itself."""
-    return bool(getattr(model.generation_config, "prefill_chunk_size", None))
-
-
 def positions(model: Any) -> int:
     """How many tokens `model`, to which LKV is attached, can read."""
     return model.config.get_text_config(decoder=True).max_position_embeddings

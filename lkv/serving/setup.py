@@ -5,7 +5,7 @@ from typing import Any
 
 from lkv.host.attention import attach
 from lkv.methods.catalogue import needs_policy
-from lkv.models import DEFAULT, cache_folder, fitting_policy, load_model
+from lkv.models import DEFAULT, cache_folder, fitting_policy, load_model, load_policy
 from lkv.serving.service import Limits, Service
 
 
@@ -15,7 +15,10 @@ def make_service(options: dict[str, Any]) -> Service:
     model, tokenizer = load_model(name)
     policy = None
     if needs_policy(options["method"]):
-        policy = fitting_policy(attach(model).spec, options["policy"] or None, options["strict"])
+        given = options["policy"] or None
+        if given is not None:
+            given = load_policy(given, options["strict"], options["policy_revision"])
+        policy = fitting_policy(attach(model).spec, given)
     limits = Limits(
         options["max_upload"] * 2**20, options["max_requests"], options["max_texts"], options["max_tokens"],
         options["timeout"],

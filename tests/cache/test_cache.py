@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from lkv.cache import rows, spans
 from lkv.cache.ragged import RaggedCache
-from lkv.errors import CacheError, LkvError, PolicyMismatchError, PromptError, RetentionError, UnsupportedModelError
+from lkv.errors import (
+    CacheError,
+    LkvError,
+    PolicyFileError,
+    PolicyMismatchError,
+    PromptError,
+    RetentionError,
+    UnsupportedModelError,
+)
 from lkv.host.attention import attach
 from lkv.methods.budget import PerHead, Uniform
 from lkv.methods.build import Method
@@ -251,9 +259,8 @@ def test_what_cannot_work_is_refused(model, policy):
     model(prompt, past_key_values=cache, use_cache=True)
     with pytest.raises(CacheError, match="this cache holds 1 rows, but 2 were given"):
         model(ids(4, 2), past_key_values=cache, use_cache=True)
-    model.generation_config.prefill_chunk_size = 8
-    with pytest.raises(CacheError, match="must be announced"):
-        RaggedCache(model, policy)
+    with pytest.raises(PolicyFileError, match=r"policy is 0\.5; give a Policy, .* how much is kept as retention=0\.15"):
+        RaggedCache(model, 0.5, method="snapkv")
 
 
 def test_interrupted_forward_is_noticed_and_mended(model, policy):

@@ -8,7 +8,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import CacheError
@@ -190,6 +190,43 @@ def test_generate_reads_a_padded_prompt_in_chunks(policy, stock_chunks):
     cache = RaggedCache(model, policy, 0.4, prompt_tokens=30)
     parts = model.generate(**batch, past_key_values=cache, max_new_tokens=6, do_sample=False, prefill_chunk_size=7)
     assert torch.equal(parts, plain)
+
+
+def test_generate_reads_no_unannounced_prompt_in_parts(policy):
+    """The first part would be taken for the whole prompt, and nothing evicted of the rest."""
+    model, text = tiny_llama(), ids(1, 30)
+    how = {"max_new_tokens": 4, "do_sample": False, "prefill_chunk_size": 8}
+    cache = RaggedCache(model, policy, 0.4)
+    with pytest.raises(CacheError, match=r"must be announced: give prompt_tokens=input_ids\.shape\[1\]"):
+        model.generate(text, past_key_values=cache, **how)
+    cache.reset()
+    plain = model.generate(text[:, :8], past_key_values=cache, max_new_tokens=4, do_sample=False)
+    one = RaggedCache(model, policy, 0.4)
+    assert torch.equal(model.generate(text[:, :8], past_key_values=one, **how), plain)
+    assert one.realised_retention() < 0.5 and one.prompt_length == 8
+
+
+def test_a_turn_in_parts_goes_on_from_a_compressed_prompt(policy):
+    model, text = tiny_llama(), ids(1, 30)
+    caches = [RaggedCache(model, policy, 0.4) for _ in range(2)]
+    for cache in caches:
+        model(text[:, :12], past_key_values=cache, use_cache=True)
+    plain = model.generate(text, past_key_values=caches[0], max_new_tokens=4, do_sample=False)
+    how = {"past_key_values": caches[1], "max_new_tokens": 4, "do_sample": False, "prefill_chunk_size": 7}
+    if Version(transformers.__version__) < Version("5.4"):
+        with pytest.raises(CacheError, match="would read a text in parts from its first token on"):
+            model.generate(text, **how)
+        return
+    assert torch.equal(model.generate(text, **how), plain)
+
+
+def test_generate_without_the_cache_that_it_is_given_is_refused(policy):
+    """It would feed the text again with every token."""
+    model, text = tiny_llama(), ids(1, 20)
+    without = {"use_cache": False, "max_new_tokens": 4}
+    for how in (without, {"generation_config": GenerationConfig(**without)}):
+        with pytest.raises(CacheError, match="generate was told use_cache=False"):
+            model.generate(text, past_key_values=RaggedCache(model, policy, 0.4), **how)
 
 
 @settings(max_examples=12)

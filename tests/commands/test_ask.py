@@ -107,6 +107,7 @@ def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, monke
     chat = Chat(compress(model, tokenizer, TEXT, "knorm", 0.15))
     assert status == 0 and out.split("\n")[:-1] == "\n".join(chat.ask(q, 4) for q in ("When?", "Where?")).split("\n")
     assert said.count("lkv: text, question and 4 new tokens would reach") == 1
+    assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_read(folder, asked, tmp_path):
@@ -155,12 +156,14 @@ def test_parts_streaming_and_types_reach_the_cache(folder, asked):
         (("text", "why?", "--load", "x.kv"), "leave --method out"),
         (("text", "why?", "--device", "nowhere"), "the model cannot be put on the device 'nowhere'"),
         (("text", " "), "the question is empty"),
+        (("--load", "x.kv", "book.txt", "who?"), "--load reads the text that was saved"),
         (("text", "why?", "--save", "text"), "is a folder"),
     ],
 )
 def test_mistakes_are_one_sentence(folder, asked, words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
+    (tmp_path / "book.txt").write_text("A book.")
     names = [folder / "text.md" if word == "text" and i == 0 else word for i, word in enumerate(words)]
     status, _, said = asked(*names)
     lines = [line for line in said.splitlines() if line.startswith("lkv: ")]

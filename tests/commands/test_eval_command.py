@@ -110,6 +110,8 @@ def test_ruler_at_two_lengths(model_folder, tmp_path):
         ("ruler", ["--methods", "duo", "--pattern", "nowhere.txt"], "cannot be read as text"),
         ("longbench", ["--data", "nowhere", "--tasks", "qasper"], "nowhere"),
         ("ruler", ["--policy", "nowhere", "--methods", "lkv"], "there is no policy folder 'nowhere'"),
+        ("ruler", ["--preset", "kvpress", "--retention", "0.3"], "leave --retention and --protocol out"),
+        ("ruler", ["--preset", "kvpress", "--protocol", "longbench"], "leave --retention and --protocol out"),
     ],
 )
 def test_mistakes_are_one_sentence(model_folder, tmp_path, capsys, suite, change, message):

@@ -20,7 +20,8 @@ class Amount:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        check_retention(self.retention)
+        # A float, whatever number it was given as, so that it can be saved.
+        object.__setattr__(self, "retention", check_retention(self.retention))
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
             raise RetentionError(f"budget_tokens is {self.tokens!r}, but a head keeps a whole number of tokens >= 1.")
 
