@@ -12,6 +12,12 @@ class ReadIds:
     def __init__(self) -> None:
         self.known: Tensor | None = None
         self._coming: Tensor | None = None
+        self._in_parts = False  # whether all that was read came as parts of one prompt
+
+    def goes_on(self, held: int, part: bool) -> bool:
+        """Whether what comes after `held` tokens, which may be a `part` of a prompt, follows other parts of it."""
+        begun, self._in_parts = self._in_parts and held > 0, part and (self._in_parts or not held)
+        return part and begun
 
     def expect(self, ids: Tensor, held: int, whole: bool, begins: bool) -> None:
         """What is about to be fed after `held` tokens, compared with what was read where both are known; `whole`: all

@@ -67,7 +67,6 @@ class RaggedCache(Cache):
         attached = attach(model)
         self.spec = attached.spec
         self._ids = ReadIds()
-        self._begun_in_parts = False  # whether what was read so far is the first part of a prompt
         # Called with the number of each layer before its attention; what it raises ends the pass.
         self.watch: Callable[[int], None] | None = None
         method = chosen_method(model, policy, retention, method, budget_tokens, pattern)
@@ -101,19 +100,14 @@ class RaggedCache(Cache):
             self.watch(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def expect(self, ids: Tensor, whole: bool, begins: bool) -> None:
+    def expect(self, ids: Tensor, whole: bool, begins: bool, part: bool) -> None:
         """What `generate` is about to feed, compared with what was read where both are known.
 
-        Raises CacheError for ids that do not begin with those read, or hold nothing new.
+        Raises CacheError for ids that do not begin with those read or hold nothing new, and for unannounced parts.
         """
-        self._ids.expect(ids, self.get_seq_length(), whole, begins)
-
-    def expect_part(self, part: bool) -> None:
-        """Raises CacheError for a second part of a prompt whose first one was taken for all of it."""
-        held = self.get_seq_length()
-        if part and held and self._begun_in_parts:
+        if self._ids.goes_on(self.get_seq_length(), part):
             self.plan.check_announced()
-        self._begun_in_parts = part and (self._begun_in_parts or not held)
+        self._ids.expect(ids, self.get_seq_length(), whole, begins)
 
     @property
     def ids(self) -> Tensor | None:
@@ -147,7 +141,6 @@ class RaggedCache(Cache):
         """Forget everything, and free it."""
         super().reset()
         self._ids = ReadIds()
-        self._begun_in_parts = False
 
     def activate_past_recording(self) -> None:
         """The tail can always be cut back; but where assisted decoding begins, the prompt must be told apart."""

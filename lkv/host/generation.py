@@ -42,7 +42,7 @@ def _announce(cache: Cache, ids: Tensor, kwargs: dict[str, Any]) -> None:
             "generate was told use_cache=False, in an option or a configuration, and would feed this cache what it has "
             "read; give use_cache=True, or leave past_key_values out."
         )
-    cache.expect_part(_is_part(tokens, held, kwargs))
+    part = _is_part(tokens, held, kwargs)
     mask, fed = kwargs.get("attention_mask"), kwargs.get("next_sequence_length")
     # Where there is no mask, one of nothing but ones may have been dropped.
     if mask is not None:
@@ -52,9 +52,9 @@ def _announce(cache: Cache, ids: Tensor, kwargs: dict[str, Any]) -> None:
     else:
         whole = not held or (cache.assisted and tokens > held)
     if whole:
-        cache.expect(ids, True, bool(kwargs.get("is_first_iteration")) or tokens - held > 1)
+        cache.expect(ids, True, bool(kwargs.get("is_first_iteration")) or tokens - held > 1, part)
     else:
-        cache.expect(ids[:, -fed:] if fed else ids, False, False)
+        cache.expect(ids[:, -fed:] if fed else ids, False, False, part)
     # Assisted decoding begins by feeding all ids, whatever the cache holds of them already.
     if whole and held and fed is None and "next_sequence_length" in kwargs:
         kwargs["next_sequence_length"] = tokens - held

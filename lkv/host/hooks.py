@@ -62,14 +62,12 @@ class Cache(_StockCache):
 
     assisted = False  # whether assisted decoding has just begun
 
-    def expect(self, ids: Tensor, whole: bool, begins: bool) -> None:
+    def expect(self, ids: Tensor, whole: bool, begins: bool, part: bool) -> None:
         """Hear from `generate` that `ids` [B, T] come: all from the first on if `whole`, else the new ones alone.
 
-        `begins`: this is a first step, not one of decoding.
+        `begins`: this is a first step, not one of decoding. `part`: `generate` reads the prompt in parts, of which this
+        is one.
         """
-
-    def expect_part(self, part: bool) -> None:
-        """Hear from `generate`, before `expect`, whether what comes is one of the parts that it reads a prompt in."""
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         if isinstance(query_length, Tensor):  # before transformers 5.4: the positions of the queries

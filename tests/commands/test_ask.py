@@ -153,7 +153,7 @@ def test_parts_streaming_and_types_reach_the_cache(folder, asked):
     [
         ((), "give a file to read"),
         (("-",), "there is no room for a chat"),
-        (("text", "why?", "--load", "x.kv"), "leave --method out"),
+        (("why?", "--load", "x.kv"), "leave --method out"),
         (("text", "why?", "--device", "nowhere"), "the model cannot be put on the device 'nowhere'"),
         (("text", " "), "the question is empty"),
         (("--load", "x.kv", "book.txt", "who?"), "--load reads the text that was saved"),
