@@ -114,10 +114,7 @@ class Context:
         The compressed text is read by all rows and held once. An uncompressed context, or one of a model with sliding
         layers or with decode_eviction, is asked one question after another.
         """
-        questions = list(questions) if isinstance(questions, Iterable) and not isinstance(questions, str) else []
-        if not questions:
-            raise PromptError("batch_ask takes a list of questions, at least one; for a single one use ask().")
-        tails = [self._question(question, generation) for question in questions]
+        tails = [self._question(question, generation) for question in listed(questions)]
         if "streamer" in generation:
             raise CacheError("a streamer shows one answer alone; leave it out, or use ask() or stream().")
         apart = is_assisted(self.model, generation)  # assisted decoding takes one row at a time
@@ -248,6 +245,14 @@ def check_pair(model: Any, tokenizer: Any) -> None:
         raise PromptError(
             f"the tokenizer is a {type(tokenizer).__name__}; give the model's own, as AutoTokenizer loads it."
         )
+
+
+def listed(questions: Any) -> list[Any]:
+    """Questions as a list. Raises PromptError for what is none, or none at all."""
+    several = isinstance(questions, Iterable) and not isinstance(questions, str)
+    if not several or not (questions := list(questions)):
+        raise PromptError("batch_ask takes a list of questions, at least one; for a single one use ask().")
+    return questions
 
 
 def check_text(text: Any, name: str, advice: str) -> None:
