@@ -27,13 +27,19 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--name", default=None, help="of the result (default: the suite's)")
     parser.add_argument("--methods", nargs="+", default=(), help="only these (and the full cache)")
+    parser.add_argument("--out", type=Path, default=None, help="(default: benchmarks/results/NAME.json)")
     options = parser.parse_args()
     results = read_results([options.file])
     name = options.name or str(results.header["suite"])
     header = results.header
     measured = {key: header[key] for key in ("date", "machine", "versions", "policy") if header.get(key)}
     write_results(
-        RESULTS / f"{name}.json", name, rows_of(results, options.methods), header["seed"], _command(results), measured
+        options.out or RESULTS / f"{name}.json",
+        name,
+        rows_of(results, options.methods),
+        header["seed"],
+        _command(results),
+        measured,
     )
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import data_build, decode, evaluations, heldout, length, overlap, quantised_decode
+from benchmarks import data_build, decode, evaluations, heldout, length, overlap, quantised_decode, renewed
 from benchmarks.common import RESULTS, Subject, per_length
 from benchmarks.pages import parts, results, summary
 from lkv.commands.main import main
@@ -20,6 +20,7 @@ from lkv.errors import DataError, LkvError
 from lkv.host.attention import attach
 from lkv.models import load_model
 from lkv.policy import Policy
+from lkv.results import write_results
 from lkv.shipped import checked_line, shipped
 from lkv.training.data.overlap import Overlap
 from lkv.training.data.sets import set_of
@@ -154,6 +155,39 @@ def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
     ):
         (tmp_path / "some.json").write_text(json.dumps({"policy": policy} if policy else {}))
         assert parts.source("some") == told
+
+
+def test_a_result_measured_for_another_policy_keeps_the_rows_that_read_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(renewed, "RESULTS", tmp_path)
+    monkeypatch.setattr(parts, "RESULTS", tmp_path)
+    at = {"task": "all", "tokens": 1000, "retention": 0.15}
+    full, paper = {"method": "full", **at, "value": 80.0}, {"method": "lkv-paper", **at, "value": 12.0, "kl": 0.5}
+    rival = {"method": "kvzip", **at, "value": 60.0, "against": "lkv", "difference": -10.0, "difference_low": -15.0}
+    mine = {"method": "lkv+refit", **at, "value": 70.0, "difference": 1.0}
+    changed = mine | {"value": 71.0, "difference": 2.0}
+
+    def run(old: list[dict], new: list[dict], seed: int = 0) -> dict:
+        for path, digest, result in (("some.json", "old", old), ("new.json", "new", new)):
+            write_results(tmp_path / path, "some", result, seed if path == "new.json" else 0, path, {"policy": digest})
+        monkeypatch.setattr("sys.argv", ["renewed", str(tmp_path / "new.json")])
+        renewed.main()
+        return json.loads((tmp_path / "some.json").read_text())
+
+    made = run([rival, full, paper, mine], [paper, full, changed])
+    without = {key: rival[key] for key in ("method", "task", "tokens", "retention", "value")}
+    assert made["rows"] == [without, full, paper, changed]
+    assert made["policy"] == "new" and made["command"] == "some.json" and made["kept"]["methods"] == ["kvzip"]
+    assert parts.source("some").endswith("methods without a policy in an earlier run on the same samples")
+    assert parts.less(made["rows"][0]) == ""
+    for new, seed, why in (
+        ([full, paper], 0, "reads a policy; measure that too"),
+        ([full | {"value": 79.0}, changed], 0, "not of the same texts and program"),
+        ([paper | {"kl": 0.51}, changed], 0, "not of the same texts and program"),
+        ([changed, {**mine, "retention": 0.3}], 0, "the old result has no row"),
+        ([full, changed], 1, "measure with one seed"),
+    ):
+        with pytest.raises(DataError, match=why):
+            run([rival, full, paper, mine], new, seed)
 
 
 def test_the_command_of_an_evaluation_counts_the_samples_of_each_length():

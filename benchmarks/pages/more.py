@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.evaluations import ABLE
-from benchmarks.pages.parts import figure, interval, name_of, rows, source, table
+from benchmarks.pages.parts import figure, interval, less, name_of, rows, source, table
 from lkv.methods.catalogue import FULL
 
 _HEAD = """# More results
@@ -34,8 +34,7 @@ def _ruler(measured: list[dict[str, Any]]) -> list[str]:
     full = able[FULL]
 
     def cells(row: dict[str, Any]) -> list[str]:
-        less = interval(row, "difference", 1) if row["method"] != "lkv" else ""
-        scores = [interval(row, digits=1), less, interval(able[row["method"]], digits=1)]
+        scores = [interval(row, digits=1), less(row), interval(able[row["method"]], digits=1)]
         if row["method"] == FULL:
             return [*scores, "", "", "1"]
         return [*scores, f"{row['kl']:.3f}", f"{row['agreement']:.3f}", f"{row['realised']:.3f}"]
@@ -74,9 +73,8 @@ def _longbench(measured: list[dict[str, Any]]) -> list[str]:
 
     def cells(row: dict[str, Any]) -> list[str]:
         if row["method"] == "full":
-            return [interval(row, digits=1), interval(row, "difference", 1), "", ""]
-        less = interval(row, "difference", 1) if row["method"] != "lkv" else ""
-        return [interval(row, digits=1), less, f"{row['kl']:.3f}", f"{row['agreement']:.3f}"]
+            return [interval(row, digits=1), less(row), "", ""]
+        return [interval(row, digits=1), less(row), f"{row['kl']:.3f}", f"{row['agreement']:.3f}"]
 
     ordered = sorted(measured, key=lambda row: -row["value"])
     return [

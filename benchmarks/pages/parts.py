@@ -21,10 +21,17 @@ def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:
 
 
 def source(name: str) -> str:
-    """The result file that a table is of, and whether that was measured with a policy that is not shipped."""
-    policy = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")).get("policy")
+    """The result file that a table is of, whether that was measured with a policy that is not shipped, and whether rows
+    that have no paired difference are of an earlier run."""
+    document = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    policy = document.get("policy")
     other = policy is not None and policy not in _digests()
-    return f"`{name}.json`" + (", with a policy that is not shipped" if other else "")
+    earlier = "kept" in document and any("difference" in row for row in document["rows"])
+    return (
+        f"`{name}.json`"
+        + (", with a policy that is not shipped" if other else "")
+        + (", methods without a policy in an earlier run on the same samples" if earlier else "")
+    )
 
 
 @cache
@@ -42,6 +49,11 @@ def interval(row: dict[str, Any], key: str = "", digits: int = 3) -> str:
     """value [low, high] of a row, or of the figure `key` in it."""
     value, low, high = (row[part] for part in ((key, f"{key}_low", f"{key}_high") if key else ("value", "low", "high")))
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def less(row: dict[str, Any]) -> str:
+    """The paired difference of a row to LKV's, where there is one."""
+    return interval(row, "difference", 1) if "difference" in row and row["method"] != "lkv" else ""
 
 
 def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
@@ -88,8 +100,7 @@ def ruler_tables(measured: list[dict[str, Any]], lead: str, name: str) -> list[s
     def cells(row: dict[str, Any] | None) -> list[str]:
         if row is None:
             return ["", "", ""]
-        less = interval(row, "difference", 1) if "difference" in row and row["method"] != "lkv" else ""
-        return [interval(row, digits=1), less, f"{row['realised']:.3f}"]
+        return [interval(row, digits=1), less(row), f"{row['realised']:.3f}"]
 
     return [
         f"{lead} ({samples}; {source(name)}).",
