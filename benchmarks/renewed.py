@@ -2,8 +2,8 @@
 
 python -m benchmarks.renewed NEW.json    (writes benchmarks/results/NAME.json, NAME as in NEW.json or of --name)
 
-The other methods' rows stay as they were. What both hold of methods without a policy must agree, or NEW.json is of other
-texts or another program, and is refused.
+The other methods' rows stay as they were. What both files hold of methods without a policy must agree: else NEW.json is
+of other texts or of another program, and is refused.
 """
 
 import argparse
