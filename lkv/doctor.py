@@ -97,7 +97,7 @@ def _tested(name: str, device: torch.device, error_of: Callable[[], float]) -> F
     try:
         error = error_of()
     except BackendError as problem:
-        return Finding(name, OFF, str(problem), "")
+        return Finding(name, OFF, problem.reason)
     # A kernel that does not compile or launch raises anything.
     except Exception as problem:
         first = (str(problem).strip() or type(problem).__name__).splitlines()[0]

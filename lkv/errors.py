@@ -62,7 +62,14 @@ class MissingPackageError(LkvError):
 
 
 class BackendError(LkvError):
-    """A backend asked for by name cannot run here."""
+    """A backend asked for by name cannot run here: for the `reason`, one sentence."""
+
+    def __init__(self, backend: str, reason: str):
+        super().__init__(backend, reason)
+        self.backend, self.reason = backend, reason
+
+    def __str__(self) -> str:
+        return f"the backend {self.backend!r} cannot run: {self.reason} Give backend='auto' for one that can."
 
 
 class IntegrationError(LkvError):

@@ -80,7 +80,7 @@ def test_a_backend_without_codes_says_so():
     held = quantised([[5]], 1, 8, 8, torch.float32, 8)
     pools, codes, starts, lens = held.for_codes()
     new = [torch.zeros(1, 1, 1, 8, device=DEVICE)] * 2
-    with pytest.raises(BackendError, match="'loop' reads no codes"):
+    with pytest.raises(BackendError, match="'loop' cannot run: it reads no codes"):
         extend(new[0], *new, *pools, starts, lens, 1.0, "loop", codes=codes)
 
 

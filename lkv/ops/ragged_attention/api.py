@@ -92,7 +92,7 @@ def extend(
     if chosen == "numba":
         return _module(chosen).extend(q, key, value, k_pool, v_pool, starts, lens, scale, codes)
     if codes is not None:
-        raise BackendError(f"the backend {chosen!r} reads no codes: restore the entries, or use 'triton' or 'numba'.")
+        raise BackendError(chosen, "it reads no codes, as 'triton' and 'numba' do: restore the entries.")
     _module("loop").append(key, value, k_pool, v_pool, starts, lens)
     return _module(chosen).attend(q, k_pool, v_pool, starts, lens, scale)
 
@@ -142,7 +142,7 @@ def _backend_for(
     if backend == "auto":
         return "loop" if reason or rows > numba.MOST_ROWS else "numba"
     if reason:
-        raise BackendError(f"the backend 'numba' cannot run: {reason}")
+        raise BackendError("numba", reason)
     return chosen
 
 
@@ -153,7 +153,7 @@ def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, va
         if backend not in _NAMES:
             raise ValueError(f"backend is {backend!r}, but it must be 'auto' or one of {_NAMES}.")
         if reason := _refusal(backend, device, dtype, dim, value_dim):
-            raise BackendError(f"the backend {backend!r} cannot run: {reason} Give backend='auto' for one that can.")
+            raise BackendError(backend, reason)
         return backend
     if not devices.is_gpu(device):
         return "loop" if _refusal("numba", device, dtype, dim, value_dim) else "numba"

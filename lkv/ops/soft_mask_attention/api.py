@@ -66,7 +66,7 @@ def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, va
     if reason is None:
         return "triton"
     if backend == "triton":
-        raise BackendError(f"the backend 'triton' cannot run: {reason} Give backend='auto' for one that can.")
+        raise BackendError("triton", reason)
     logging.getLogger(__name__).warning("soft-masked attention goes without 'triton': %s", reason)
     return "sdpa"
 
