@@ -37,7 +37,8 @@ def check_options(model: Any, cache: Any, generation: dict[str, Any]) -> None:
             f"generation_config is a {type(given).__name__}; give a GenerationConfig of transformers, or options alone."
         )
     temperature = _asked(generation, "temperature")
-    if _asked(generation, "do_sample") and temperature is not None and not temperature > 0:
+    positive = isinstance(temperature, int | float) and temperature > 0
+    if _asked(generation, "do_sample") and temperature is not None and not positive:
         raise CacheError(
             f"temperature is {temperature!r}, but sampling divides by it: give one above 0, or leave do_sample out for "
             "the most probable answer."

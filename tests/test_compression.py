@@ -153,8 +153,9 @@ def test_what_is_no_model_tokenizer_or_list_of_questions_is_told(model, policy, 
     for questions in (5, None, [], "what ?"):
         with pytest.raises(PromptError, match="batch_ask takes a list of questions"):
             context.batch_ask(questions)
-    with pytest.raises(CacheError, match="temperature is 0, but sampling divides by it"):
-        context.ask("what ?", do_sample=True, temperature=0)
+    for temperature in (0, -1.0, "0.7"):
+        with pytest.raises(CacheError, match=f"temperature is {temperature!r}, but sampling divides by it"):
+            context.ask("what ?", do_sample=True, temperature=temperature)
 
 
 def test_a_retention_of_another_kind_of_number_is_saved(model, policy, tmp_path):
