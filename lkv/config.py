@@ -1,5 +1,6 @@
 """Frozen settings. The paper's tables are the defaults; no torch here."""
 
+import hashlib
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -24,6 +25,11 @@ class ModelSpec:
     max_positions: int
     weights: tuple[float, ...]
     directions: tuple[str, ...] = ()
+
+    def digest(self) -> str:
+        """32 hexadecimal digits, equal for equal weights in one dtype, on whatever machine they were read."""
+        read = {name: value for name, value in asdict(self).items() if name != "directions"}  # which are computed
+        return hashlib.sha256(repr(sorted(read.items())).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)

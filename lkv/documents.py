@@ -59,13 +59,18 @@ def _pdf(data: bytes, name: str) -> str:
     """The pages' text, a blank line between them."""
     require("documents", "reading PDF")
     from pypdf import PdfReader
-    from pypdf.errors import PyPdfError
+    from pypdf.errors import DependencyError, PyPdfError
 
     try:
         reader = PdfReader(io.BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):
             raise DocumentError(f"{name} is locked with a password; give a copy without one.")
         return "\n\n".join(page.extract_text() for page in reader.pages)
+    except DependencyError as error:
+        raise DocumentError(
+            f"{name} is encrypted, which takes one more package to read; run `pip install 'pypdf[crypto]'`, or print "
+            "it to a new PDF."
+        ) from error
     # A damaged file makes the reader raise anything from KeyError to its own errors.
     except (PyPdfError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError, OSError) as error:
         raise DocumentError(f"{name} is a damaged PDF ({error}); print it to a new PDF, or give its text.") from error

@@ -1,5 +1,6 @@
 """Where a prompt is cut: the context, which is compressed before any question is known, and the continuation."""
 
+import hashlib
 from typing import Any
 
 from lkv.errors import PromptError
@@ -55,6 +56,12 @@ def _templated(tokenizer: Any, turns: list[dict[str, str]]) -> str:
     except Exception as error:
         roles = ", ".join(turn["role"] for turn in turns)
         raise PromptError(f"this model's chat template refuses turns of {roles} ({error}); leave out one.") from error
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """What tells one tokenizer from another: its template and how it cuts a text."""
+    probe = encode(tokenizer, "The 27 naïve coders' cafés\n\tdef f(x): return x**2  # ok")
+    return hashlib.sha256(repr((tokenizer.chat_template, len(tokenizer), probe)).encode()).hexdigest()
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

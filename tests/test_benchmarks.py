@@ -199,7 +199,8 @@ def test_the_command_of_an_evaluation_counts_the_samples_of_each_length():
     assert evaluations.counts([SimpleNamespace(length=None, number=3)]) == [["--samples", "4"]]
 
 
-def test_rulers_tables_keep_retentions_apart():
+def test_rulers_tables_keep_retentions_apart(monkeypatch):
+    monkeypatch.setattr(parts, "source", lambda name: f"`{name}.json`")  # whichever policy the file here is of
     rows = [
         {"method": method, "tokens": 4096, "retention": retention, "realised": retention, "n": 5, **interval}
         for method, retention, value in (("full", 1.0, 80), ("lkv", 0.15, 70), ("lkv", 0.05, 60))

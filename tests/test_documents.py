@@ -91,6 +91,17 @@ def test_what_is_no_text_is_one_sentence(reading, name, data, message):
         reading(name, data)
 
 
+def test_an_encrypted_document_without_what_reads_it_is_named(reading, monkeypatch):
+    pypdf = pytest.importorskip("pypdf")
+
+    def refuse(*_):
+        raise pypdf.errors.DependencyError("cryptography>=3.1 is required for AES algorithm")
+
+    monkeypatch.setattr(pypdf, "PdfReader", refuse)
+    with pytest.raises(DocumentError, match=r"a\.pdf is encrypted.*pip install 'pypdf\[crypto\]'"):
+        reading("a.pdf", pdf("x"))
+
+
 def test_a_missing_reader_is_named(reading, monkeypatch):
     monkeypatch.setitem(sys.modules, "pypdf", None)
     with pytest.raises(MissingPackageError, match=r"reading PDF needs pypdf.*lkv-cache\[documents\]"):

@@ -17,6 +17,13 @@ from lkv.methods.build import Method, side_by_side
 from lkv.ops.fidelity import agrees, kl
 from lkv.prefill import PromptLayer, PromptLayers, as_prompt
 
+# Whatever a model's own configuration says: an answer is what the logits say alone, as in the suites themselves.
+_PLAIN: dict[str, Any] = {
+    "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "use_cache": True, "cache_implementation": None,
+    "prefill_chunk_size": None,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Fidelity:
@@ -166,6 +173,7 @@ def greedy(
             min_new_tokens=1 if stops and ids.shape[1] == start else None,
             eos_token_id=ends or None,
             pad_token_id=padding if padding is not None else (ends or [0])[0],
+            **_PLAIN,
             stopping_criteria=StoppingCriteriaList([_HalfEnded(start, ends)] if dropping else []),
         )
         for row, tokens in zip(going, out[:, start:].tolist(), strict=True):

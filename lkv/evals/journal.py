@@ -10,7 +10,11 @@ from lkv.journal import Record, append, check_header, read_samples, write_lines
 
 _FREE = ("machine", "date")  # what may differ between the runs that fill one file; the first one's stays
 _PLANNED = "planned"  # how many samples a run wants: may differ too; the most is kept
-_LISTS, _TABLES, _LATER = ("methods", "retentions"), ("policies",), ("policy", "pattern", "pattern_from")
+_LISTS, _TABLES, _LATER = (
+    ("methods", "retentions"),
+    ("policies",),
+    ("policy", "policy_revision", "pattern", "pattern_from", "fingerprint"),
+)
 _GROWING = (*_LISTS, *_TABLES, *_LATER, _PLANNED)  # what may grow between them
 
 

@@ -81,6 +81,7 @@ def evaluate(
         "retentions": roster.retentions,
         # Commits on the hub, where it is from there that model and policy come.
         "revision": commit_of(model),
+        "fingerprint": attach(model).spec.digest(),
         "policy": policy.digest() if policy is not None else None,
         "policy_revision": policy.commit if policy is not None else None,
         "pattern": None if pattern is None else _digest(pattern),

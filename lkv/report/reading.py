@@ -12,8 +12,8 @@ from lkv.journal import FORMAT, MEASURES, read_lines
 from lkv.report.names import FULL
 
 # What all files of one table must agree in, with the versions of all packages but Python itself.
-_COMMON = ("suite", "protocol", "model", "revision", "policy", "pattern", "dtype", "lkv")
-_ONE_WITHOUT = ("policy", "pattern")  # a file without methods that need one agrees with any
+_COMMON = ("suite", "protocol", "model", "revision", "fingerprint", "policy", "pattern", "dtype", "lkv")
+_ONE_WITHOUT = ("policy", "pattern", "fingerprint")  # a file without methods that need one, or of before, agrees
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """What a server does, without HTTP: texts compressed in the background, questions answered side by side."""
 
-import hashlib
 import queue
 import threading
 import time
@@ -9,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lkv.config import asdict
 from lkv.context import Context, check_text, compress
 from lkv.errors import BusyError, LkvError, PromptError, UnknownContextError, check_retention
 from lkv.host.attention import attach
 from lkv.host.stock import positions
 from lkv.integrations.continuous import Answer, start
 from lkv.policy import Policy
-from lkv.prompts import context_ids, encode, first_ids, messages_text
+from lkv.prompts import context_ids, encode, first_ids, messages_text, tokenizer_digest
 from lkv.sampling import Sampling
 from lkv.serving.store import ContextStore, Entry, Settings, entry_of, name_of
 
@@ -65,9 +63,10 @@ class Service:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._policy = policy
         spec = attach(model).spec
-        fingerprint = hashlib.sha256(repr(sorted(asdict(spec).items())).encode()).hexdigest()[:32]
         digest = None if policy is None else policy.digest()
-        self._settings = Settings(method, check_retention(retention), digest, fingerprint)
+        self._settings = Settings(
+            method, check_retention(retention), digest, spec.digest(), tokenizer_digest(tokenizer)
+        )
         self.store = ContextStore(store, model, tokenizer, digest, memory_bytes)
         self.engine = start(model, tokenizer, self.limits.requests, **sizes)
         self._jobs: dict[str, Job] = {}

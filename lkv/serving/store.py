@@ -28,6 +28,7 @@ class Settings(NamedTuple):
     retention: float
     policy: str | None  # digest
     model: str  # digest of its fingerprint
+    tokenizer: str  # digest of its template and of how it cuts
     system: str | None = None
 
     def digest(self) -> str:
@@ -102,7 +103,10 @@ class ContextStore:
     def get(self, name: str) -> Context:
         """A context, from memory or from its file. Raises UnknownContextError where there is none, ContextFileError
         where its file is damaged or belongs to another model or policy."""
+        stored = _is_name(name) and self._files.exists(self._path(name + _ABOUT))
         with self._lock:
+            if not stored:  # deleted by another process of the same store
+                self._loaded.pop(name, None)
             if name in self._loaded:
                 self._loaded.move_to_end(name)
                 return self._loaded[name]

@@ -37,6 +37,7 @@ class TrainingState(NamedTuple):
             "step": str(step),
             "config": json.dumps(asdict(self.config)),
             "model": json.dumps(asdict(self.policy.spec)),
+            "card": json.dumps(self.policy.card),
         }
         with replacing(folder / CHECKPOINT, TrainingError, "the checkpoint") as temporary:
             temporary.write_bytes(save(tensors, metadata))
@@ -47,6 +48,8 @@ class TrainingState(NamedTuple):
         _check_settings(folder, metadata, self.config)
         _check_model(self.policy, _spec_of(metadata), folder)
         _load_policy(self.policy, tensors, folder)
+        # What the run started from, and on what, is told by the call that began it.
+        self.policy.card = json.loads(metadata["card"]) if "card" in metadata else self.policy.card
         for name, parameter in self.policy.named_parameters():
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 if (value := tensors.get(f"optimizer.{key}.{name}")) is not None:
@@ -57,6 +60,16 @@ class TrainingState(NamedTuple):
 def check_settings(folder: Path, config: TrainingConfig) -> None:
     """Raises TrainingError unless the run in `folder` has the settings `config`; its tensors are not read."""
     _check_settings(folder, _read(folder, with_tensors=False)[1], config)
+
+
+def check_data(folder: Path, digest: str) -> None:
+    """Raises TrainingError where the run in `folder` was on other data than that of this digest."""
+    card = json.loads(_read(folder, with_tensors=False)[1].get("card", "{}"))
+    if card.get("data_digest", digest) != digest:
+        raise TrainingError(
+            f"{folder / CHECKPOINT} belongs to a run on other data; give the same --data to resume it, or another "
+            f"folder (--init {folder} starts from its weights)."
+        )
 
 
 def _check_settings(folder: Path, metadata: dict[str, str], config: TrainingConfig) -> None:

@@ -17,7 +17,7 @@ from lkv.host.stock import commit_of
 from lkv.models import DEFAULT, load_config
 from lkv.policy import Policy
 from lkv.shapes import Shape
-from lkv.training.checkpoint import CHECKPOINT, check_settings, start_from
+from lkv.training.checkpoint import CHECKPOINT, check_data, check_settings, start_from
 from lkv.training.cost import duration, estimate
 from lkv.training.data.built import Built, is_built
 from lkv.training.data.mixture import Mixture
@@ -138,6 +138,8 @@ def train_policy(
             f"{', '.join(available) or 'none'})."
         )
     over(PRESETS[preset or "paper"], given)  # what is out of its range for any model is told first
+    if not is_built(data) and _is_seen(out, data):
+        raise TrainingError(f"{out} lies inside {data} and would be read as data; give an --out elsewhere.")
     check_folder(out, TrainingError, "the training")
     shape = Shape.of(load_config(model_name or DEFAULT, revision))
     config = settings(preset, given, shape.positions)
@@ -146,6 +148,8 @@ def train_policy(
         check_settings(out, config)
     started = resumed or init is not None
     training = open_data(data, config)
+    if resumed:
+        check_data(out, training.digest)
     # The same held-out samples for every seed, so that curves of different runs compare.
     held_out = open_data(data, replace(config, seed=0), validation=True)
     accelerator = Accelerator(log_with=list(trackers) or None, project_dir=out)
@@ -163,7 +167,7 @@ def train_policy(
         print(f"this machine reads {rate:,.0f} tokens a second: {duration(cost.seconds or 0)}", file=sys.stderr)
     torch.manual_seed(config.seed)
     card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
-    card["trained_tokens"] = config.max_tokens
+    card |= {"trained_tokens": config.max_tokens, "data_digest": training.digest}
     if commit := commit_of(model):
         card["revision"] = commit
     if isinstance(training, Built):
@@ -209,3 +213,9 @@ def train_policy(
         policy.save_pretrained(out / "policy", half=True)
         print(f"the policy is in {out / 'policy'}")
     return policy
+
+
+def _is_seen(out: Path, data: Path) -> bool:
+    """Whether what is written to `out` would be among the files of `data`; hidden folders are not."""
+    inside, outside = out.resolve(), data.resolve()
+    return inside.is_relative_to(outside) and not any(p.startswith(".") for p in inside.relative_to(outside).parts)

@@ -175,7 +175,8 @@ class Trainer:
         if count.item():
             raise TrainingError(
                 f"the loss is {broken or 'no number in another process'}; training stopped and "
-                f"{self._folder / CHECKPOINT} keeps the last good state. Lower --lr, or load the model in float32."
+                f"{self._folder / CHECKPOINT} keeps the last good state. Go on from it in another folder, with a "
+                f"lower --lr or --dtype float32: --init {self._folder} --out ANOTHER."
             )
 
     @torch.no_grad()

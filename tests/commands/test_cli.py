@@ -1,6 +1,7 @@
 """The command line: one clear sentence for each mistake, resume after an interruption, figures."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -103,8 +104,27 @@ def test_a_second_stage_starts_from_the_weights_of_the_first(model_folder, folde
     assert two.card["training"]["max_tokens"] == 110 and two.trained_tokens == one.trained_tokens == 120
     for name, tensor in one.state_dict().items():
         torch.testing.assert_close(two.state_dict()[name], tensor, atol=1e-4, rtol=1e-3)
+    # The same command without --init finds nothing to do, and the card still tells where the run began.
+    assert main(arguments(model_folder, folder, second, *SMALL, "--max-tokens", "110", "--lr", "1e-9")) == 0
+    assert Policy.from_pretrained(second / "policy").card == two.card
     assert main(arguments(model_folder, folder, tmp_path / "third", *SMALL, "--init", str(tmp_path))) == 2
     assert "give the folder of a training run" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_its_own_data_alone(model_folder, folder, tmp_path, capsys, monkeypatch):  # noqa: F811
+    out, other = tmp_path / "out", tmp_path / "other"
+    assert main(arguments(model_folder, folder, out, *SMALL)) == 0
+    before = (out / "policy" / "config.json").read_bytes()
+    shutil.copytree(folder, other)
+    assert main(arguments(model_folder, other, out, *SMALL)) == 0  # the same files elsewhere
+    next(other.glob("*.txt")).write_text("other words of the same file. " * 900)
+    capsys.readouterr()
+    monkeypatch.setattr(pipeline, "place", None)  # before the model is loaded
+    assert main(arguments(model_folder, other, out, *SMALL)) == 2
+    assert "belongs to a run on other data; give the same --data to resume it" in capsys.readouterr().err
+    assert main(arguments(model_folder, folder, folder / "runs" / "mine", *SMALL)) == 2
+    assert "would be read as data; give an --out elsewhere" in capsys.readouterr().err
+    assert (out / "policy" / "config.json").read_bytes() == before and not (folder / "runs" / "mine").exists()
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,14 @@ def test_full_cache_is_timed_on_the_first_samples_of_each_task(model, policy, tm
     assert all(line["seconds"]["prefill"] > 0 and line["seconds"]["methods"] > 0 for line in lines)
 
 
+def test_answers_are_what_the_logits_say_whatever_the_models_configuration_says(model):
+    ids = [[7, 30, 12, 44]]
+    free = greedy(model, ids, 12)
+    model.generation_config.update(repetition_penalty=1.8, suppress_tokens=free[0][:2], no_repeat_ngram_size=1)
+    assert model.generate(torch.tensor(ids), do_sample=False, max_new_tokens=12)[0, 4:].tolist() != free[0]
+    assert greedy(model, ids, 12) == free
+
+
 def test_one_line_answers_stop_at_the_newline_but_not_at_once(model):
     ids = [[7, 30, 12, 44]]
     free = greedy(model, ids, 12)[0]
@@ -278,6 +286,17 @@ def test_a_run_goes_on_where_it_was_and_grows(model, policy, tmp_path):
     assert run(model, policy, out, examples[:1]) == (header, lines)
 
 
+def test_a_policy_of_the_hub_may_be_added_to_a_run_without_one(model, policy, tmp_path):
+    examples, out = make_examples(1), tmp_path / "x.jsonl"
+    run(model, None, out, examples, methods=("snapkv",))
+    policy.commit = "c" * 40
+    header, lines = run(model, policy, out, examples)
+    assert header["policy_revision"] == policy.commit and [row["method"] for row in lines[0]["rows"]][1:] == [
+        "snapkv",
+        "lkv",
+    ]
+
+
 def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
     examples, out = make_examples(2), tmp_path / "x.jsonl"
     run(model, policy, out, examples)
@@ -286,6 +305,8 @@ def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
         run(model, policy, out, examples, seed=4)
     with pytest.raises(DataError, match=r"settings \(policy "):
         run(model, Policy(policy.spec), out, examples)
+    with pytest.raises(DataError, match=r"settings \(fingerprint "):
+        run(tiny_llama(7), None, out, examples, methods=("snapkv",))
     with pytest.raises(DataError, match="sample 'alpha-128-0' of another text"):
         run(model, policy, out, make_examples(2, tokens=95))
     assert out.read_text() == before

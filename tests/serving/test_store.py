@@ -20,7 +20,7 @@ from tests.test_compression import TEXT, Words
 pytest.importorskip("fsspec")
 from lkv.serving.store import ContextStore, Settings, entry_of, name_of
 
-SETTINGS = Settings("knorm", 0.4, None, "model")
+SETTINGS = Settings("knorm", 0.4, None, "model", "tokenizer")
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +53,28 @@ def test_contexts_outlive_the_store(model, tmp_path, remote):
         other.get(name)
 
 
+def test_what_another_process_deleted_is_not_answered(model, tmp_path):
+    one, two = made(tmp_path, model), made(tmp_path, model)
+    name, _ = add(one, model, TEXT)
+    assert two.get(name).tokens == 60
+    assert one.delete(name)
+    with pytest.raises(UnknownContextError, match="compress its text first"):
+        two.get(name)
+    assert two.resident() == {}
+
+
 def test_names_tell_texts_and_settings_apart():
-    changes = [{}, {"retention": 0.3}, {"policy": "p"}, {"model": "m"}, {"system": "s"}, {"method": "tova"}]
+    changes = [
+        {},
+        {"retention": 0.3},
+        {"policy": "p"},
+        {"model": "m"},
+        {"system": "s"},
+        {"method": "tova"},
+        {"tokenizer": "t"},
+    ]
     different = [SETTINGS._replace(**change) for change in changes]
-    assert len({name_of(text, settings) for text in ("a", "b") for settings in different}) == 12
+    assert len({name_of(text, settings) for text in ("a", "b") for settings in different}) == 14
     assert name_of("a", SETTINGS) == name_of("a", Settings(*SETTINGS))
 
 
@@ -117,7 +135,7 @@ def test_a_context_of_another_model_or_policy_is_refused(tmp_path, model):
     with pytest.raises(ContextFileError, match="was saved by a model with"):
         made(tmp_path, tiny_llama(3, torch.float32)).get(name)
     policy = Policy(inspect_model(model)).requires_grad_(False)
-    settings = Settings("lkv", 0.4, policy.digest(), "model")
+    settings = Settings("lkv", 0.4, policy.digest(), "model", "tokenizer")
     name, _ = add(made(tmp_path, model, policy.digest()), model, TEXT, settings, policy=policy)
     assert made(tmp_path, model, policy.digest()).get(name).tokens == 60
     with pytest.raises(ContextFileError, match="under another policy than this one"):

@@ -1,5 +1,6 @@
 """The mixture: deterministic, held out from validation, answers present; malformed data named."""
 
+import csv
 import gzip
 import json
 import random
@@ -10,6 +11,7 @@ from lkv.errors import DataError
 from lkv.training.data import Mixture
 from lkv.training.data.facts import fact, hide
 from lkv.training.data.mixture import split
+from lkv.training.data.records import lines, records
 from lkv.training.data.sample import Continuation, Sample, tokenize
 from lkv.training.data.sets import read_names, survey
 from lkv.training.data.sources import read_set
@@ -127,6 +129,31 @@ def test_a_few_plain_texts_are_enough(tmp_path, count):
         mixture = Mixture(tmp_path, 100, 300, validation=validation)
         assert {"prose", "facts"} <= set(mixture.names)
         assert mixture.sample(0, 2).continuations
+
+
+def test_one_short_text_is_too_little_to_hold_any_out(tmp_path):
+    (tmp_path / "text.txt").write_text("A short text of one piece. " * 100)
+    assert Mixture(tmp_path, 100, 300).names
+    with pytest.raises(DataError, match="holds too little to keep some apart for evaluation"):
+        Mixture(tmp_path, 100, 300, validation=True)
+
+
+def test_separators_inside_a_line_do_not_end_it(tmp_path):
+    (tmp_path / "train.src.cleaned").write_text("a b\u2028c ||||| d\r\nx\x0by ||||| z\n", newline="")
+    (tmp_path / "train.tgt").write_text("\u2013 one\n\u2013 two\x85more\n")
+    texts = [
+        (item.text, item.questions[0][1]) for item in read_set("multi_news", [tmp_path / "train.src.cleaned"], tmp_path)
+    ]
+    assert texts == [("a b\u2028c\n\nd", "one"), ("x\x0by\n\nz", "two\x85more")]
+    assert lines("") == [] and lines("a\n\nb") == ["a", "", "b"]
+
+
+def test_a_field_of_a_table_may_be_a_book(tmp_path):
+    with (tmp_path / "book.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["context", "question"], ["word " * 40_000, "why?"]])
+    usual = csv.field_size_limit()
+    ((_, row),) = records(tmp_path / "book.csv")
+    assert len(row["context"]) == 200_000 and csv.field_size_limit() == usual
 
 
 class Letters:

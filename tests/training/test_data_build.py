@@ -356,6 +356,26 @@ def test_a_fetch_goes_on_where_it_broke_and_takes_named_splits_alone(tmp_path):
     assert [bool(row["document"]["text"]) for _, row in records(path)] == [True, False, True, False]
 
 
+def test_a_split_with_too_few_rows_neither_hides_nor_doubles_others(tmp_path):
+    rows = list(rows_of("mmlu", 40))
+
+    def load(repository, stop=None, **options):
+        return Stream(rows[:10] if options["split"] == "auxiliary_train" else rows, stop)
+
+    with pytest.raises(DataError, match="went dead"):
+        fetch("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=15, **o))
+    path, _ = fetch("mmlu", tmp_path, 60, load=load)
+    assert [row for _, row in records(path)] == [*rows[:10], *rows[:30]]
+    assert fetch("mmlu", tmp_path, 60, load=None)[0] == path  # as many as there are were asked for before
+    fetch("mmlu", tmp_path, 100, load=load)
+    assert [row for _, row in records(path)] == [*rows[:10], *rows]
+    assert fetch("mmlu", tmp_path, 9000, load=None)[0] == path  # there are no more
+    other = "b" * 40
+    assert fetch("mmlu", tmp_path, 60, other, load=load) == (path, other)
+    assert [row for _, row in records(path)] == [*rows[:10], *rows[:30]]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["mmlu.about.json", "mmlu.jsonl"]
+
+
 def test_datasets_streams_what_is_read(tmp_path, folder):
     """The real library over the fixtures' Parquet, as it streams the hub's."""
     datasets = pytest.importorskip("datasets")
@@ -480,6 +500,13 @@ def test_the_command_builds_and_tells(tmp_path, folder, monkeypatch, capsys):
     assert "there is no file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", ["[]", "{}", '{"sources": {"squad": {}}}', '{"sources": 3}'])
+def test_a_lock_of_another_kind_is_named(tmp_path, content):
+    (tmp_path / "lock.json").write_text(content)
+    with pytest.raises(DataError, match=r"lock\.json names no source '\w+'; give the manifest of a build"):
+        build(settings(tmp_path / "out", None, lock=tmp_path / "lock.json"), Tokens(), "words", load=None)
+
+
 def test_the_wide_recipe_is_our_own_mixture(tmp_path, folder):
     sets = tmp_path / "sets"
     sets.mkdir()
@@ -489,3 +516,6 @@ def test_the_wide_recipe_is_our_own_mixture(tmp_path, folder):
         made = build(settings(tmp_path / out, sets, recipe="wide", samples=12, held_out=4), Tokens(), "words")
     assert files(tmp_path / "one") == files(tmp_path / "two") and set(made["sources"]) == {"squad", "text"}
     assert all(200 <= row["tokens"] <= 900 and len(row["continuations"]) >= 2 for row in lines_of(tmp_path / "one"))
+    (sets / "book.txt").write_text(prose(random.Random(2), 9000))
+    with pytest.raises(DataError, match="other settings"):
+        build(settings(tmp_path / "one", sets, recipe="wide", samples=12, held_out=4), Tokens(), "words")

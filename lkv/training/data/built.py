@@ -10,6 +10,7 @@ from lkv.errors import DataError
 from lkv.training.data.build import MANIFEST, PROGRESS, read_manifest
 from lkv.training.data.packing import repeat
 from lkv.training.data.sample import Continuation, Sample
+from lkv.training.data.sets import digest_of
 
 
 def is_built(folder: Path) -> bool:
@@ -43,6 +44,11 @@ class Built:
     def max_tokens(self) -> int:
         """The longest that a sample can be."""
         return int(self.manifest["bounds"][1])
+
+    @property
+    def digest(self) -> str:
+        """Digest of the manifest, which has those of the files."""
+        return digest_of([self._folder / MANIFEST])
 
     @property
     def origins(self) -> dict[str, str]:

@@ -5,11 +5,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from shutil import copyfileobj
 from typing import Any
 
 from lkv.errors import DataError
 from lkv.extras import require
-from lkv.files import check_folder, write_text
+from lkv.files import check_folder, replacing, write_text
 from lkv.training.data.records import Row, document
 from lkv.training.data.sets import SETS, Hub
 
@@ -34,44 +35,45 @@ def fetch(
     done, about = folder / f"{name}.jsonl", folder / f"{name}.about.json"
     if about.is_file() and done.is_file():
         known = document(about)
-        if known["rows"] >= rows or known["all"]:
+        # Of the commit that is asked for, enough of every split.
+        if revision in (None, known["revision"]) and (known.get("asked", known["rows"]) >= rows or known["all"]):
             return done, known["revision"]
     commit = revision or _commit(name, hub)
     try:
-        fetched = _stream(name, hub, commit, rows, load or _load(), folder / f"{name}.{commit[:12]}.part")
+        parts, ended = _streamed(name, hub, commit, rows, load or _load(), folder)
     except DataError:
         raise
     # Whatever stopped it (no network, no right to it, a set that has moved), the way out is the same.
     except Exception as error:
         raise _unreachable(name, error) from error
-    os.replace(folder / f"{name}.{commit[:12]}.part", done)
-    write_text(
-        about, json.dumps({"revision": commit, "rows": fetched, "all": fetched < rows}), DataError, "what is fetched"
-    )
+    with replacing(done, DataError, "what is fetched") as temporary, temporary.open("wb") as whole:
+        for part in parts:
+            with part.open("rb") as fetched:
+                copyfileobj(fetched, whole)
+    told = {"revision": commit, "rows": _whole_lines(done), "asked": rows, "all": ended}
+    write_text(about, json.dumps(told), DataError, "what is fetched")
+    for part in parts:
+        part.unlink()
     return done, commit
 
 
-def _stream(name: str, hub: Hub, commit: str, rows: int, load: Load, part: Path) -> int:
-    """Append to `part` what it lacks; returns how many rows it then has."""
-    have = _whole_lines(part)
+def _streamed(name: str, hub: Hub, commit: str, rows: int, load: Load, folder: Path) -> tuple[list[Path], bool]:
+    """A file of rows for each split, with what it lacks appended, and whether none of the splits has more."""
     share = -(-rows // (len(hub.parts) * len(hub.splits)))
-    streams = [(options, split) for options in hub.parts for split in hub.splits]
-    with part.open("ab") as file:
-        count = 0
-        for options, split in streams:
-            stream: Any = load(hub.repository, split=split, revision=commit, streaming=True, **options)
-            skipped = min(share, max(0, have - count))
-            if skipped and hasattr(stream, "skip"):
-                unread = iter(stream.skip(skipped))
-            else:
-                unread = islice(iter(stream), skipped, None)
-            for row in islice(_thin(name, unread), share - skipped):
+    parts, ended = [], True
+    for number, (options, split) in enumerate((options, split) for options in hub.parts for split in hub.splits):
+        part = folder / f"{name}.{commit[:12]}.{number}.part"
+        have = _whole_lines(part)
+        stream: Any = load(hub.repository, split=split, revision=commit, streaming=True, **options)
+        unread = iter(stream.skip(have)) if have and hasattr(stream, "skip") else islice(iter(stream), have, None)
+        with part.open("ab") as file:
+            for count, row in enumerate(islice(_thin(name, unread), max(0, share - have)), have + 1):
                 file.write(json.dumps(row, ensure_ascii=False, sort_keys=True).encode() + b"\n")
-                count += 1
                 if count % _FLUSH == 0:
                     file.flush()
-            count += skipped
-    return count
+        parts.append(part)
+        ended = ended and _whole_lines(part) < share
+    return parts, ended
 
 
 def _whole_lines(part: Path) -> int:

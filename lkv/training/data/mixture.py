@@ -26,7 +26,7 @@ from lkv.training.data.packing import (
     window_start,
 )
 from lkv.training.data.sample import Continuation, Sample
-from lkv.training.data.sets import SETS, Names, survey
+from lkv.training.data.sets import SETS, Names, digest_of, survey
 from lkv.training.data.sources import Asked, Meeting, Passage, Puzzle, identity, read_set, standard_library
 
 T = TypeVar("T")
@@ -100,6 +100,10 @@ class Mixture:
             ("facts", 15, self._facts_sample, self._texts),
         ]
         if not any(items for name, _, _, items in recipes if name != "python"):
+            if any(self.items.values()):
+                raise DataError(
+                    f"{folder} holds too little to keep some apart for evaluation; give more texts, or longer ones."
+                )
             raise DataError(
                 f"{folder} holds no data to train on; put .txt, .md or source files there, or the data sets that the "
                 "documentation of `lkv train` names."
@@ -125,6 +129,11 @@ class Mixture:
     def lines(self) -> list[str]:
         """What is trained on and what is left, for people."""
         return self.survey.lines()
+
+    @property
+    def digest(self) -> str:
+        """Digest of the files in use."""
+        return digest_of(path for paths in self.survey.taken.values() for path in paths)
 
     @property
     def origins(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lkv.errors import DataError
 from lkv.extras import require
-from lkv.training.data.records import records, text
+from lkv.training.data.records import lines, records, text
 from lkv.training.data.sources import texts_of
 
 N = 13  # words: long enough that chance does not make two texts share them
@@ -109,7 +109,7 @@ def _zipped(path: Path) -> Iterator[str]:
             for name in sorted(whole.namelist()):
                 if name.endswith((".jsonl", ".json", ".txt")):
                     content = io.TextIOWrapper(whole.open(name), "utf-8", errors="replace").read()
-                    for line in content.splitlines() if name.endswith(".jsonl") else [content]:
+                    for line in lines(content) if name.endswith(".jsonl") else [content]:
                         yield from [line] if name.endswith(".txt") else _strings(_json(line, f"{path}, {name}"))
     except (OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} cannot be read ({error}); give the official file of the evaluated set.") from error

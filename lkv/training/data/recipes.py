@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lkv.errors import DataError
-from lkv.prompts import encode
+from lkv.prompts import encode, tokenizer_digest
 from lkv.training.data.build import Builder
 from lkv.training.data.hub import Load, fetch
 from lkv.training.data.loom import RATIOS, Loom, usable
@@ -16,7 +16,7 @@ from lkv.training.data.mixture import Mixture, split
 from lkv.training.data.overlap import SHARE, N, Overlap
 from lkv.training.data.records import document, records
 from lkv.training.data.sample import Sample
-from lkv.training.data.sets import SETS, Survey, read_names, set_of, survey
+from lkv.training.data.sets import SETS, Survey, digest_of, read_names, set_of, survey
 from lkv.training.data.sources import READERS, read_set, texts_of
 
 RECIPES = ("loom", "loom-literal", "wide")
@@ -71,16 +71,10 @@ def _plan(
         "seed": settings.seed,
         "asked": {"train": settings.samples, "heldout": settings.held_out},
         "bounds": [settings.min_tokens, settings.max_tokens],
-        "tokenizer": {"name": Path(name).name if exists(name) else name, "sha256": _fingerprint(tokenizer)},
+        "tokenizer": {"name": Path(name).name if exists(name) else name, "sha256": tokenizer_digest(tokenizer)},
         "decontamination": checked,
         "sources": sources,
     }
-
-
-def _fingerprint(tokenizer: Any) -> str:
-    """What tells one tokenizer from another: its template and how it cuts a text."""
-    probe = encode(tokenizer, "The 27 naïve coders' cafés\n\tdef f(x): return x**2  # ok")
-    return hashlib.sha256(repr((tokenizer.chat_template, len(tokenizer), probe)).encode()).hexdigest()
 
 
 def _loom(
@@ -127,10 +121,19 @@ def _fetched(settings: Settings, name: str, load: Load | None) -> tuple[list[Any
     hub = SETS[name].hub
     assert hub is not None
     rows = max(_LEAST_ROWS, round(_ROWS[settings.recipe] * settings.samples * RATIOS[name] / 100))
-    locked = document(settings.lock)["sources"][name].get("commit") if settings.lock else None
+    locked = _locked(settings.lock, name) if settings.lock else None
     print(f"{name}: fetching up to {rows:,} rows of {hub.repository}, {SETS[name].licence}", file=sys.stderr)
     path, commit = fetch(name, settings.out / "fetched", rows, locked, load)
     return list(READERS[name](records(path))), f"{hub.repository} at {commit}, {', '.join(hub.splits)}"
+
+
+def _locked(lock: Path, name: str) -> str | None:
+    """The commit that an earlier build's manifest names for a set, None where that was of local files."""
+    try:
+        commit = document(lock)["sources"][name].get("commit")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{lock} names no source {name!r}; give the manifest of a build of the same recipe.") from error
+    return None if commit is None else str(commit)
 
 
 def _about(name: str, items: int, origin: str, surveyed: Survey | None = None) -> dict[str, Any]:
@@ -202,5 +205,6 @@ def _wide(
     sources = {}
     for name, paths in training.survey.taken.items():
         origin = ", ".join(path.name for path in paths[:8]) + (f" and {len(paths) - 8} more" if paths[8:] else "")
+        origin += f" (SHA-256 of all {digest_of(paths)})"
         sources[name] = _about(name, training.items.get(name, 0), origin) | dropped.get(name, {})
     return Wide(training), Wide(held_out), sources

@@ -12,6 +12,7 @@ from typing import Any
 from lkv.errors import DataError
 
 Row = dict[str, Any]
+_LONGEST_FIELD = 2**31 - 1  # characters: a context may be a book
 _BATCH = 64  # rows of a Parquet file at a time: one row can hold a whole book
 
 
@@ -25,7 +26,7 @@ def records(path: Path) -> Iterator[tuple[str, Row]]:
         for i, row in enumerate(_parquet(path), 1):
             yield f"{path}, row {i}", row
     elif name.endswith(".csv"):
-        for i, row in enumerate(csv.DictReader(io.StringIO(text(path))), 1):
+        for i, row in enumerate(_csv(path), 1):
             yield f"{path}, row {i}", row
     elif name.endswith(".jsonl"):
         for i, row in enumerate(rows(path), 1):
@@ -65,6 +66,11 @@ def text(path: Path, encoding: str = "utf-8") -> str:
     return _bytes(path).decode(encoding, errors="replace")
 
 
+def lines(content: str) -> list[str]:
+    """The lines of a file, which newlines alone end: other separators may stand inside what is written in JSON."""
+    return [line.removesuffix("\r") for line in content.removesuffix("\n").split("\n")] if content else []
+
+
 def field(row: Any, name: str, kind: type | tuple[type, ...], position: str) -> Any:
     """row[name], a value of `kind`. Raises DataError where it is missing or of another kind."""
     value = row.get(name) if isinstance(row, dict) else None
@@ -88,6 +94,16 @@ def _object(row: Any, position: str) -> Row:
             f"{position}: not a JSON object but a {type(row).__name__}; give the official file of the data set."
         )
     return row
+
+
+def _csv(path: Path) -> list[Row]:
+    content, usual = text(path), csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        return list(csv.DictReader(io.StringIO(content)))
+    except csv.Error as error:
+        raise DataError(f"{path} is not a readable CSV file ({error}).") from error
+    finally:
+        csv.field_size_limit(usual)
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -4,6 +4,7 @@
 refused: training on a part of what was meant would show nowhere.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -133,6 +134,15 @@ class Survey:
         for why in dict.fromkeys(self.left.values()):
             said.append(f"left, {why}: {_names(self.folder, [p for p, reason in self.left.items() if reason == why])}")
         return said
+
+
+def digest_of(paths: Iterable[Path]) -> str:
+    """16 hexadecimal digits of what the files hold."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def survey(folder: Path, wanted: Iterable[str] = tuple(SETS), names: Names | None = None) -> Survey:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lkv.errors import DataError
-from lkv.training.data.records import Row, document, field, pair, records, text
+from lkv.training.data.records import Row, document, field, lines, pair, records, text
 
 _PIECE_CHARS = 12_000
 Placed = Iterable[tuple[str, Row]]
@@ -212,7 +212,7 @@ def multi_news(placed: Placed) -> Iterator[Passage]:
 def _paired(path: Path) -> Iterator[tuple[str, Row]]:
     """Multi-News' own pair of files, line by line."""
     target = path.with_name(path.name.replace(".src.cleaned", ".tgt"))
-    articles, summaries = text(path).splitlines(), text(target).splitlines()
+    articles, summaries = lines(text(path)), lines(text(target))
     if len(articles) != len(summaries):
         raise DataError(f"{path} has {len(articles)} lines and {target.name} {len(summaries)}; fetch both again.")
     for i, (article, summary) in enumerate(zip(articles, summaries, strict=True), 1):
@@ -279,7 +279,7 @@ NUM:ord NUM:other NUM:period NUM:perc NUM:speed NUM:temp NUM:volsize NUM:weight
 
 def _labelled(path: Path) -> Iterator[tuple[str, Row]]:
     """TREC's own file: a class and a question a line, in Latin-1; lines without a known class are left out."""
-    for i, line in enumerate(text(path, "latin-1").splitlines(), 1):
+    for i, line in enumerate(lines(text(path, "latin-1")), 1):
         label, _, question = line.partition(" ")
         if label in TREC_CLASSES and question.strip():
             yield f"{path}, line {i}", {"text": question.strip(), "fine_label": label}
