@@ -17,7 +17,7 @@ from lkv.errors import DataError
 from lkv.methods.catalogue import FULL, needs_policy
 from lkv.results import write_results
 
-_KEYS = ("method", "task", "tokens", "needles", "retention")
+_KEYS = ("method", "variant", "task", "tokens", "needles", "retention")
 _TOLERANCE = {"value": 1e-3, "kl": 1e-4}  # what machines differ by; scores go up to 100
 _OF_OTHERS = ("against", "difference")  # compares with a row of the policy before
 
@@ -46,6 +46,8 @@ def main() -> None:
 def renewed(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     """`old` with the rows of `new` in their places. Raises DataError where they cannot be of one measurement."""
     places = {_key(row): row for row in new}
+    if len(places) < len(new):
+        raise DataError("the new result has several rows of one key; measure all of it again.")
     if missing := {_key(row) for row in new} - {_key(row) for row in old}:
         raise DataError(f"the old result has no row of {sorted(missing, key=str)[0]}; measure all of it again.")
     methods = {row["method"] for row in new}

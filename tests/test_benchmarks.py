@@ -185,6 +185,7 @@ def test_a_result_measured_for_another_policy_keeps_the_rows_that_read_none(tmp_
         ([paper | {"kl": 0.51}, changed], 0, "not of the same texts and program"),
         ([changed, {**mine, "retention": 0.3}], 0, "the old result has no row"),
         ([full, changed], 1, "measure with one seed"),
+        ([changed, changed], 0, "several rows of one key"),
     ):
         with pytest.raises(DataError, match=why):
             run([rival, full, paper, mine], new, seed)
