@@ -130,7 +130,7 @@ class Shelf:
         self.store = ContextStore(*self._made, room)
         self.names = []
         for context, text in zip(contexts, texts, strict=True):
-            settings = Settings("lkv", retention, policy, "benchmark")
+            settings = Settings("lkv", retention, policy, "benchmark", "benchmark")
             self.names.append(name_of(text, settings))
             self.store.put(entry_of(self.names[-1], "", context, settings), context)
 
