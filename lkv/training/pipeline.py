@@ -148,8 +148,9 @@ def train_policy(
         check_settings(out, config)
     started = resumed or init is not None
     training = open_data(data, config)
+    digest = training.digest
     if resumed:
-        check_data(out, training.digest)
+        check_data(out, digest)
     # The same held-out samples for every seed, so that curves of different runs compare.
     held_out = open_data(data, replace(config, seed=0), validation=True)
     accelerator = Accelerator(log_with=list(trackers) or None, project_dir=out)
@@ -167,7 +168,7 @@ def train_policy(
         print(f"this machine reads {rate:,.0f} tokens a second: {duration(cost.seconds or 0)}", file=sys.stderr)
     torch.manual_seed(config.seed)
     card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
-    card |= {"trained_tokens": config.max_tokens, "data_digest": training.digest}
+    card |= {"trained_tokens": config.max_tokens, "data_digest": digest}
     if commit := commit_of(model):
         card["revision"] = commit
     if isinstance(training, Built):

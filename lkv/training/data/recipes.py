@@ -1,6 +1,5 @@
 """From the command line's settings to a built folder: sources found or fetched, checked, told of, and written."""
 
-import hashlib
 import sys
 from dataclasses import dataclass
 from os.path import exists
@@ -16,7 +15,7 @@ from lkv.training.data.mixture import Mixture, split
 from lkv.training.data.overlap import SHARE, N, Overlap
 from lkv.training.data.records import document, records
 from lkv.training.data.sample import Sample
-from lkv.training.data.sets import SETS, Survey, digest_of, read_names, set_of, survey
+from lkv.training.data.sets import SETS, Survey, digest_of, read_names, set_of, sha256_of, survey
 from lkv.training.data.sources import READERS, read_set, texts_of
 
 RECIPES = ("loom", "loom-literal", "wide")
@@ -110,11 +109,8 @@ def _survey(settings: Settings) -> Survey | None:
 
 def _local(surveyed: Survey, name: str) -> tuple[list[Any], str]:
     paths = surveyed.taken[name]
-    digests = []
-    for path in paths:
-        with path.open("rb") as file:
-            digests.append(f"{path.name} (SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]})")
-    return read_set(name, paths, surveyed.folder), ", ".join(digests)
+    digests = ", ".join(f"{path.name} (SHA-256 {sha256_of(path)[:16]})" for path in paths)
+    return read_set(name, paths, surveyed.folder), digests
 
 
 def _fetched(settings: Settings, name: str, load: Load | None) -> tuple[list[Any], str]:

@@ -136,13 +136,15 @@ class Survey:
         return said
 
 
+def sha256_of(path: Path) -> str:
+    """Of what a file holds, 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def digest_of(paths: Iterable[Path]) -> str:
-    """16 hexadecimal digits of what the files hold."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
+    """16 hexadecimal digits of what all of the files hold."""
+    return hashlib.sha256(b"".join(bytes.fromhex(sha256_of(path)) for path in paths)).hexdigest()[:16]
 
 
 def survey(folder: Path, wanted: Iterable[str] = tuple(SETS), names: Names | None = None) -> Survey:
