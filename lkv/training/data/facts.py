@@ -38,10 +38,11 @@ def fact(rng: random.Random) -> tuple[str, str, str]:
     """One invented fact as (sentence, question, answer)."""
     person = f"{rng.choice(_NAMES)} {rng.choice(_SURNAMES)}"
     item = f"the {rng.choice(_ADJECTIVES)} {rng.choice(_OBJECTS)}"
-    number = str(rng.randint(100, 99999))
-    code = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(rng.randint(4, 7)))
+    number = _digits(rng)
+    code = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(rng.choice([4, 5, 6, 7, 12, 16])))
+    serial = _serial(rng)
     city, job, food = rng.choice(_CITIES), rng.choice(_JOBS), rng.choice(_FOODS)
-    variable = f"{code.lower()}_{job}"
+    variable = f"{code[:7].lower()}_{job}"
     year = str(rng.randint(1650, 2020))
     forms = [
         (f"The number painted on {item} is {number}.", f"What number is painted on {item}?", number),
@@ -72,8 +73,25 @@ def fact(rng: random.Random) -> tuple[str, str, str]:
             number,
         ),
         (f"The telephone extension of {person} is {number}.", f"What is the extension of {person}?", number),
+        (f"The serial number of {item} reads {serial}.", f"What is the serial number of {item}?", serial),
+        (f"{person} signed in with the token {serial}.", f"With which token did {person} sign in?", serial),
+        (f"The checksum stored for {variable} is {serial}.", f"What is the checksum of {variable}?", serial),
     ]
     return rng.choice(forms)
+
+
+def _digits(rng: random.Random) -> str:
+    """A number of three to five digits, at times of up to ten."""
+    if rng.random() < 0.6:
+        return str(rng.randint(100, 99999))
+    digits = rng.randint(6, 10)
+    return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
+
+
+def _serial(rng: random.Random) -> str:
+    """Groups of hexadecimal digits as machines write them, 15 to 36 characters in all."""
+    sizes = rng.choice([(8, 4, 4, 4, 12), (4, 4, 4, 4), (6, 8), (16,), (5, 5, 5, 5), (32,)])
+    return "-".join("".join(rng.choice("0123456789abcdef") for _ in range(size)) for size in sizes)
 
 
 def hide(rng: random.Random, text: str, sentences: list[str]) -> str:

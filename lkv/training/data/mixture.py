@@ -97,7 +97,7 @@ class Mixture:
             ("prose", 5, self._document_sample, self._prose),
             ("code", 8, self._code_sample, self._code),
             ("python", 10, self._code_sample, self._python),
-            ("facts", 15, self._facts_sample, self._texts),
+            ("facts", 20, self._facts_sample, self._texts),
         ]
         if not any(items for name, _, _, items in recipes if name != "python"):
             if any(self.items.values()):
