@@ -1,11 +1,13 @@
 """A small suite of its own for the runner's tests: examples, prompts and scores for the tiny models."""
 
+import json
 import random
 from dataclasses import dataclass
 
 import torch
 
 from lkv.evals.example import Example
+from lkv.evals.runner import evaluate
 
 VOCABULARY = 67
 NEWLINE = 5
@@ -63,3 +65,14 @@ def make_examples(count, tasks=("alpha", "beta"), tokens=90, **changes):
             }
             examples.append(Example(**(settings | changes)))
     return examples
+
+
+def run(model, policy, out, examples, methods=("lkv", "snapkv"), retentions=(0.3,), **options):
+    options = {"score": score, "make_prompt": make_prompt, "model_name": "tiny"} | options
+    evaluate(model, Letters(), examples, methods, retentions, out, policy=policy, **options)
+    header, *lines = [json.loads(line) for line in out.read_text().splitlines()]
+    return header, lines
+
+
+def without_seconds(lines):
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]

@@ -9,6 +9,7 @@ the attention function that it has already, and its other uses go on meanwhile.
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +36,11 @@ class Prefix:
 
 
 class Follower(NamedTuple):
-    """What the batch must know of one request: the text that it follows, and what draws its tokens, if anything."""
+    """What the batch must know of one request: the text that it follows, and what chooses its tokens from the request's
+    ids so far and logits [V]; None takes the most probable."""
 
     prefix: Prefix | None
-    draw: Callable[[Tensor], int] | None
+    choose: Callable[[list[int], Tensor], int] | None
 
 
 class Row(NamedTuple):
@@ -144,7 +146,7 @@ class FollowingManager(ContinuousBatchingManager):
         super().__init__(model, config, settings)
         self.followers: dict[str, Follower] = {}
         self._cancelled: set[str] = set()
-        self._draws: list[Callable[[Tensor], int] | None] = []
+        self._choices: list[Callable[[Tensor], int] | None] = []
         self._deliver = deliver
         self.output_router = Results(self._delivered)
 
@@ -206,7 +208,8 @@ class FollowingManager(ContinuousBatchingManager):
             if follower.prefix is not None:
                 io.position_ids[start : start + new] += follower.prefix.tokens
             if future.has_new_token:
-                self._draws.append(follower.draw)
+                ids = future.state.initial_tokens + future.state.generated_tokens
+                self._choices.append(follower.choose and partial(follower.choose, ids))
             start += new
         setattr(io.cache, PAGED, PagedBatch(rows, io.device).attend)
         try:
@@ -214,12 +217,12 @@ class FollowingManager(ContinuousBatchingManager):
         finally:
             # What no request follows any more is not held on to.
             delattr(io.cache, PAGED)
-            self._draws = []
+            self._choices = []
 
     def _drawn(self, scores: Tensor, output_ids: Tensor) -> None:
         """In place of the library's own choice, which is one for all requests. `scores` [1, n, V]."""
         chosen = scores[0].argmax(-1)
-        for row, draw in enumerate(self._draws):
-            if draw is not None:
-                chosen[row] = draw(scores[0, row])
+        for row, choose in enumerate(self._choices):
+            if choose is not None:
+                chosen[row] = choose(scores[0, row])
         output_ids[0, : len(chosen)].copy_(chosen)

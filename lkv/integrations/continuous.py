@@ -20,7 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+)  # fmt: skip
 
 from lkv.answers import Stop, answer_length, ends_of, generated
 from lkv.cache.ragged import RaggedCache
@@ -30,6 +37,12 @@ from lkv.host.attention import attach
 from lkv.sampling import Sampling
 
 _LEAST_VERSION = (5, 17)
+# What a model's own configuration may say of its answers, and a batch of requests does not heed.
+_ALONE = (
+    "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "min_length", "min_new_tokens",
+    "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size", "guidance_scale", "watermarking_config", "stop_strings",
+)  # fmt: skip
 _STOPPED = "the engine was stopped before this answer was complete; start one and ask again."
 
 
@@ -227,7 +240,8 @@ class ContinuousEngine(Engine):
         self, name: str, answer: Answer, ids: list[int], context: Context | None, length: int, sampling: Sampling
     ) -> None:
         prefix = None if context is None else self._prefix(context)
-        self._manager.follow(name, self._paged.Follower(prefix, sampling.drawer()))
+        choice = chosen_by(self.model, [] if context is None else context.ids, sampling)
+        self._manager.follow(name, self._paged.Follower(prefix, choice))
         if self._manager.add_request(ids, request_id=name, max_new_tokens=length, streaming=True) is None:
             self._manager.followers.pop(name, None)
             self._deliver(name, None, True, "the engine has failed; start another one.")
@@ -334,6 +348,28 @@ class _Drawn(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([chosen], device=scores.device), 0.0)
 
 
+def chosen_by(model: Any, before: list[int], sampling: Sampling) -> Callable[[list[int], Tensor], int] | None:
+    """What chooses the next token of a request from its ids and logits [V], after a text of the ids `before`: a draw or
+    the most probable one, once the penalties of repetition in the model's own configuration have been heeded. None
+    where it is simply the most probable."""
+    config, draw = model.generation_config, sampling.drawer()
+    penalties = LogitsProcessorList()
+    if (penalty := getattr(config, "repetition_penalty", None)) not in (None, 1.0):
+        penalties.append(RepetitionPenaltyLogitsProcessor(penalty))
+    if size := getattr(config, "no_repeat_ngram_size", None):
+        penalties.append(NoRepeatNGramLogitsProcessor(size))
+    if draw is None and not penalties:
+        return None
+
+    def choose(ids: list[int], logits: Tensor) -> int:
+        if penalties:
+            seen = torch.tensor([before + ids], device=logits.device)
+            logits = penalties(seen, logits[None].float())[0]  # type: ignore[arg-type]
+        return int(logits.argmax()) if draw is None else draw(logits)
+
+    return choose
+
+
 def refusal(model: Any) -> str | None:
     """Why continuous batching cannot serve `model` here, in one sentence; None where it can."""
     import transformers
@@ -343,6 +379,8 @@ def refusal(model: Any) -> str | None:
         return f"it needs transformers 5.17 or newer, and {transformers.__version__} is installed."
     if any(window is not None for window in attach(model).windows):
         return f"{type(model).__name__} has sliding layers, whose windows reach from the question into the text."
+    if set_ := [name for name in _ALONE if getattr(model.generation_config, name, None)]:
+        return f"the model's generation_config sets {', '.join(set_)}, which only answers one by one heed."
     try:
         import lkv.host.paged  # noqa: F401
     except ImportError as error:

@@ -97,6 +97,32 @@ def test_answers_are_those_of_ask_with_and_without_a_context(engine, model, cont
     assert plain.result(60) == alone[0, len(asked("hello there you")) :].tolist()
 
 
+@pytest.mark.parametrize("penalties", [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 1}])
+def test_the_models_own_penalties_of_repetition_are_heeded(engine, model, contexts, monkeypatch, penalties):
+    questions = ["why was it ?", "who is it ?", "where ?"]
+    plain = [expected(context, question, 16) for context in contexts for question in questions]
+    for name, value in penalties.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    asked_of = [(context, question) for context in contexts for question in questions]
+    wanted = [expected(context, question, 16) for context, question in asked_of]
+    assert wanted != plain
+    got = [engine.submit(asked(question), context, 16) for context, question in asked_of]
+    alone = engine.submit(asked("why was it ?"), None, 16)
+    assert [answer.result(60) for answer in got] == wanted
+    ids = torch.tensor([asked("why was it ?")])
+    stock = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    assert alone.result(60) == stock[0, ids.shape[1] :].tolist()
+    cold = Sampling(temperature=1e-4, seed=1)  # draws come after the penalties, too
+    assert engine.submit(asked(questions[0]), contexts[0], 16, cold).result(60) == wanted[0]
+
+
+@NEWER
+def test_a_configuration_that_a_batch_cannot_heed_is_answered_one_by_one(model, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "bad_words_ids", [[3]])
+    monkeypatch.setattr(model.generation_config, "min_new_tokens", 2)
+    assert "sets bad_words_ids, min_new_tokens, which only answers one by one heed" in refusal(model)
+
+
 @NEWER
 def test_other_uses_of_the_model_go_on_meanwhile(model, contexts):
     engine = ContinuousEngine(model, Words())

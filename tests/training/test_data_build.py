@@ -1,4 +1,4 @@
-"""Training data built into a folder: ratios, bounds, resuming, the hub's rows, decontamination."""
+"""Training data built into a folder: ratios, bounds, resuming, decontamination."""
 
 import gzip
 import json
@@ -12,159 +12,21 @@ from lkv.shipped import checked_line
 from lkv.training.data import build as building
 from lkv.training.data.build import Builder, _wanted, read_manifest, stats
 from lkv.training.data.built import Built
-from lkv.training.data.hub import fetch
 from lkv.training.data.loom import RATIOS, Loom
 from lkv.training.data.overlap import Overlap
-from lkv.training.data.recipes import Settings, build
-from lkv.training.data.records import records
+from lkv.training.data.recipes import build
 from lkv.training.data.sample import Continuation, Sample
-from lkv.training.data.sets import SETS, set_of
-from lkv.training.data.sources import READERS, TREC_CLASSES, Asked, Passage, Puzzle, read_set
-
-WORDS = [
-    f"{a}{b}" for a in ("river", "tower", "garden", "letter", "market", "silver", "winter") for b in "abcdefghijkl"
-]
-
-
-def prose(rng, words):
-    return " ".join(rng.choice(WORDS) for _ in range(words)) + "."
-
-
-class Tokens:
-    """A tokenizer of one token a word, with a template around a turn."""
-
-    eos_token_id = 0
-    chat_template = "turns"
-    bos_token_id = None
-
-    def __len__(self):
-        return 1000
-
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": [len(word) for word in text.split()]}
-
-    def apply_chat_template(self, messages, **options):
-        return f"<user> {messages[0]['content']} </user> <assistant> "
-
-
-def rows_of(name, count=30):
-    """Made-up rows in the columns that the hub has."""
-    rng = random.Random(name)
-    for i in range(count):
-        if name == "hotpotqa":
-            titles = [f"Title {i} {j}" for j in range(10)]
-            yield {
-                "id": str(i),
-                "question": f"Who built tower {i}?",
-                "answer": f"Mason {i}",
-                "type": "bridge",
-                "level": "hard",
-                "supporting_facts": {"title": titles[1:3], "sent_id": [0, 1]},
-                "context": {"title": titles, "sentences": [[prose(rng, 20), f" Mason {i}."] for _ in titles]},
-            }
-        elif name == "multi_news":
-            articles = [prose(rng, 60).replace(". ", ". NEWLINE_CHAR ") for _ in range(3)]
-            yield {"document": " ||||| ".join(articles), "summary": "\u2013 " + prose(rng, 30)}
-        elif name == "the_stack":
-            language = ("py", "java", "cpp", "cs")[i % 4]
-            yield {
-                "content": "\n".join(f"value_{k} = {i} + {k}" for k in range(60)),
-                "size": 7,
-                "lang": "X",
-                "hexsha": "0",
-                "max_stars_repo_path": f"src/file{i}.{language}",
-                "max_stars_repo_licenses": ["MIT"],
-            }
-        elif name == "squad":
-            yield {
-                "id": str(i),
-                "title": f"T_{i // 3}",
-                "context": f"{prose(rng, 80)} Key {i}.",
-                "question": f"Which key {i}?",
-                "answers": {"text": [f"Key {i}"], "answer_start": [3]},
-            }
-        elif name == "trec":
-            yield {"text": f"What is the {rng.choice(WORDS)} of {i} ?", "coarse_label": 1, "fine_label": i % 50}
-        elif name == "mmlu":
-            yield {
-                "question": f"How many are {i} and {i}?",
-                "subject": "sums",
-                "choices": ["1", "2", "3", str(2 * i)],
-                "answer": 3,
-            }
-        else:
-            story = prose(random.Random(i // 2), 900)
-            yield {
-                "document": {"id": f"d{i // 2}", "kind": "gutenberg", "text": story, "summary": {"text": "short"}},
-                "question": {"text": f"Who left the {story.split()[i]}?", "tokens": ["Who"]},
-                "answers": [{"text": f"the keeper {i}", "tokens": ["the"]}, {"text": "nobody", "tokens": ["nobody"]}],
-            }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The seven sets as the hub lays them out: Parquet in folders, SQuAD and TREC under their own official names."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    root = tmp_path_factory.mktemp("sets")
-    places = {
-        "hotpotqa": "hotpot/fullwiki/train-00000-of-00002.parquet",
-        "multi_news": "multi_news/default/train/0000.parquet",
-        "the_stack": "the-stack/data/python/data-00000-of-00144.parquet",
-        "mmlu": "mmlu/all/auxiliary_train-00000-of-00001.parquet",
-        "narrativeqa": "narrativeqa/data/train-00000-of-00024.parquet",
-    }  # fmt: skip
-    for name, place in places.items():
-        (root / place).parent.mkdir(parents=True)
-        parquet.write_table(pa.Table.from_pylist(list(rows_of(name))), root / place)
-    articles = [
-        {"title": row["title"], "paragraphs": [{"context": row["context"], "qas": [
-            {"question": row["question"], "answers": [{"text": row["answers"]["text"][0]}]}]}]}
-        for row in rows_of("squad")
-    ]  # fmt: skip
-    (root / "train-v1.1.json").write_text(json.dumps({"data": articles, "version": "1.1"}))
-    lines = "".join(f"{TREC_CLASSES[row['fine_label']]} {row['text']}\n" for row in rows_of("trec"))
-    (root / "train_5500.label.gz").write_bytes(
-        gzip.compress((lines + "NUM:How bad line\nDESC:def caf\xe9 ?\n").encode("latin-1"))
-    )
-    return root
-
-
-def settings(out, folder, **changes):
-    given = {"recipe": "loom", "data": folder, "samples": 40, "held_out": 10, "min_tokens": 200, "max_tokens": 900}
-    return Settings(out=out, **(given | changes))
+from lkv.training.data.sources import Passage
+from tests.training.made_sets import Tokens, lines_of, prose, rows_of, settings
 
 
 def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def lines_of(folder, side="train"):
-    return [
-        json.loads(line) for path in sorted(folder.glob(f"{side}-*.jsonl")) for line in path.read_text().splitlines()
-    ]
-
-
 def test_a_build_without_one_sample_says_why(folder, tmp_path):
     with pytest.raises(DataError, match=r"no train sample has between 3 and 4 tokens \(candidates: [\d,]+ too long\)"):
         build(settings(tmp_path / "out", folder, recipe="loom-literal", min_tokens=3, max_tokens=4), Tokens(), "words")
-
-
-@pytest.mark.parametrize("name", RATIOS)
-def test_the_hub_s_rows_and_the_official_files_are_the_same_items(name, folder):
-    every = [path for path in folder.rglob("*") if path.is_file()]
-    found = [path for path in every if set_of(path.relative_to(folder)) == name]
-    local = read_set(name, found, folder)
-    streamed = list(READERS[name]((str(i), row) for i, row in enumerate(rows_of(name))))
-    assert local[: len(streamed)] == streamed and len(streamed) == (15 if name == "narrativeqa" else 30)
-    if name == "trec":
-        assert local[-1] == Asked("café ?", "DESC:def", "TREC") and len(local) == 31
-    if name == "multi_news":
-        assert "NEWLINE_CHAR" not in local[0].text and "|||||" not in local[0].text
-        assert not local[0].questions[0][1].startswith("\u2013")
-    if name == "hotpotqa":
-        assert isinstance(local[0], Puzzle) and local[0].needed == {1, 2}
 
 
 def test_ratios_are_the_paper_s():
@@ -311,100 +173,6 @@ def test_built_samples_are_read_in_an_order_of_their_own(tmp_path, folder):
     next(tmp_path.glob("train-squad-*.jsonl")).write_text("")
     with pytest.raises(DataError, match="holds 36 of 40 samples; build it again"):
         Built(tmp_path)
-
-
-class Stream(list):
-    """Rows as `datasets` streams them, breaking after some."""
-
-    def __init__(self, rows, stop=None):
-        super().__init__(rows)
-        self.stop = stop
-
-    def skip(self, count):
-        return Stream(self[count:], self.stop and self.stop - count)
-
-    def __iter__(self):
-        for i, row in enumerate(super().__iter__()):
-            if i == self.stop:
-                raise ConnectionError("the line went dead")
-            yield row
-
-
-def test_a_fetch_goes_on_where_it_broke_and_takes_named_splits_alone(tmp_path):
-    asked = []
-
-    def load(repository, stop=None, **options):
-        asked.append((repository, options))
-        return Stream(rows_of("mmlu", 40), stop)
-
-    with pytest.raises(
-        DataError,
-        match=r"MMLU auxiliary_train and dev cannot be fetched from cais/mmlu .* went dead.* all/auxiliary_train",
-    ):
-        fetch("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=25, **o))
-    path, commit = fetch("mmlu", tmp_path, 60, load=load)
-    assert commit == SETS["mmlu"].hub.revision and len(commit) == 40
-    assert [options["split"] for _, options in asked] == ["auxiliary_train", "auxiliary_train", "dev"]
-    assert all(o == {"split": o["split"], "name": "all", "revision": commit, "streaming": True} for _, o in asked)
-    assert [row for _, row in records(path)] == [*list(rows_of("mmlu", 40))[:30]] * 2
-    assert fetch("mmlu", tmp_path, 60, load=None)[0] == path  # nothing is fetched again
-    path, _ = fetch("the_stack", tmp_path, 8, load=lambda *a, **o: Stream(rows_of("the_stack")))
-    assert all(
-        set(row) == {"content", "max_stars_repo_path", "max_stars_repo_licenses", "lang"} for _, row in records(path)
-    )
-    path, _ = fetch("narrativeqa", tmp_path, 4, load=lambda *a, **o: Stream(rows_of("narrativeqa")))
-    assert [bool(row["document"]["text"]) for _, row in records(path)] == [True, False, True, False]
-
-
-def test_a_split_with_too_few_rows_neither_hides_nor_doubles_others(tmp_path):
-    rows = list(rows_of("mmlu", 40))
-
-    def load(repository, stop=None, **options):
-        return Stream(rows[:10] if options["split"] == "auxiliary_train" else rows, stop)
-
-    with pytest.raises(DataError, match="went dead"):
-        fetch("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=15, **o))
-    path, _ = fetch("mmlu", tmp_path, 60, load=load)
-    assert [row for _, row in records(path)] == [*rows[:10], *rows[:30]]
-    assert fetch("mmlu", tmp_path, 60, load=None)[0] == path  # as many as there are were asked for before
-    fetch("mmlu", tmp_path, 100, load=load)
-    assert [row for _, row in records(path)] == [*rows[:10], *rows]
-    assert fetch("mmlu", tmp_path, 9000, load=None)[0] == path  # there are no more
-    other = "b" * 40
-    assert fetch("mmlu", tmp_path, 60, other, load=load) == (path, other)
-    assert [row for _, row in records(path)] == [*rows[:10], *rows[:30]]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["mmlu.about.json", "mmlu.jsonl"]
-
-
-def test_datasets_streams_what_is_read(tmp_path, folder):
-    """The real library over the fixtures' Parquet, as it streams the hub's."""
-    datasets = pytest.importorskip("datasets")
-
-    def load(repository, split, revision, streaming, **options):
-        file = next((folder / "hotpot").rglob("*.parquet"))
-        return datasets.load_dataset(
-            "parquet", data_files={split: str(file)}, split=split, streaming=streaming, cache_dir=str(tmp_path)
-        )
-
-    path, _ = fetch("hotpotqa", tmp_path / "out", 12, load=load)
-    assert [row for _, row in records(path)] == list(rows_of("hotpotqa"))[:12]
-
-
-def test_a_build_from_the_hub_alone(tmp_path):
-    names = {hub.repository: name for name, own in SETS.items() if (hub := own.hub)}
-
-    def load(repository, **options):
-        assert options["streaming"] and len(options["revision"]) == 40
-        return Stream(rows_of(names[repository]))
-
-    lock = tmp_path / "lock.json"
-    lock.write_text(
-        json.dumps({"sources": {name: {"commit": "a" * 40} if name == "multi_news" else {} for name in RATIOS}})
-    )
-    made = build(settings(tmp_path / "out", None, lock=lock), Tokens(), "words", load)
-    assert made["sources"]["multi_news"]["commit"] == "a" * 40
-    assert made["sources"]["squad"]["from"].startswith("rajpurkar/squad at 7b6d24c4")
-    assert len(lines_of(tmp_path / "out")) == 40
 
 
 def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
