@@ -154,8 +154,10 @@ class Entries:
         """The scores of the entries of one head's `span`, with what depends on where the text ends now."""
         assert spans.scores is not None and spans.positions is not None
         plan, (key, value) = self._layer.plan, (spans.k[None, None, span], spans.v[None, None, span])
-        prompt = PromptLayer(key, value, scale, length=self.length, rotation=self._layer.rotation)
-        entries = Arrived(prompt, spans.positions[span], spans.scores[span])
+        # As if the row had been read alone, without its padding: keys are rotated so.
+        padding = self.padding[row] if self.padding else 0
+        prompt = PromptLayer(key, value, scale, length=self.length - padding, rotation=self._layer.rotation)
+        entries = Arrived(prompt, spans.positions[span] - padding, spans.scores[span])
         return plan.method.selector.at_eviction(self._layer.index, head, entries)
 
     def _arrival_scores(self, key: Tensor, value: Tensor, scale: float) -> Tensor:

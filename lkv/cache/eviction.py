@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from lkv.cache.entries import Entries
 from lkv.cache.plan import Layer
 from lkv.cache.spans import Spans
+from lkv.errors import CacheError
 from lkv.methods.refit import references, refitted
 from lkv.methods.selection import check_shape, not_numbers
 from lkv.prefill import PromptLayer, precise
@@ -33,7 +34,7 @@ def evicted(layer: Layer, whole: PromptLayer, padding: list[int] | None) -> Entr
         scores = check_shape(selector, selector.scores(layer.index, part), part.key)
         layer.shared.doubts.append(not_numbers(scores))
         tables.append(_behind_padding(scores, first))
-        counts += plan.method.budget.counts(layer.index, scores)
+        counts += _checked(layer, plan.method.budget.counts(layer.index, scores), scores)
         if plan.decode_eviction:
             arrived.append(pad(selector.on_arrival(layer.index, part), (first, 0)))
     layer.shared.check_doubts(layer.index, selector, whole.key.device)
@@ -44,6 +45,27 @@ def evicted(layer: Layer, whole: PromptLayer, padding: list[int] | None) -> Entr
         if wanted:
             _refit(spans, row, whole.part(slice(row, row + 1), slice(firsts[row], None)))
     return Entries.compressed(layer, spans, tokens, firsts)
+
+
+def _checked(layer: Layer, counts: list[list[int]], scores: Tensor) -> list[list[int]]:
+    """`counts` [B][H] that a budget rule gave for `scores` [B, H, T]. Raises CacheError where they cannot be kept."""
+    batch, heads, tokens = scores.shape
+    try:
+        table = torch.as_tensor(counts, device="cpu")
+    except (TypeError, ValueError) as error:
+        raise CacheError(_bad_counts(layer, f"{counts!r}", scores)) from error
+    whole = not table.is_floating_point() and not table.is_complex() and table.dtype != torch.bool
+    if table.shape != (batch, heads) or not whole or not ((table >= 0) & (table <= tokens)).all():
+        raise CacheError(_bad_counts(layer, f"{table.tolist()}", scores))
+    return table.tolist()
+
+
+def _bad_counts(layer: Layer, given: str, scores: Tensor) -> str:
+    batch, heads, tokens = scores.shape
+    return (
+        f"the budget rule {type(layer.plan.method.budget).__name__} gives layer {layer.index} the counts {given}; its "
+        f"counts() has to return whole numbers from 0 to {tokens}, [{batch}][{heads}] of them."
+    )
 
 
 def _refit(spans: Spans, row: int, prompt: PromptLayer) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lkv.cache.quantization import BITS, require_library
 from lkv.errors import CacheError, PromptError
 from lkv.host.rotation import Rotation
-from lkv.methods.budget import Amount, FixedBudget
+from lkv.methods.budget import ROUNDING, Amount, FixedBudget
 from lkv.methods.build import Method
 from lkv.methods.catalogue import REFIT
 from lkv.methods.selection import Selector, check_numbers
@@ -97,7 +97,7 @@ class Plan:
 
     def check_length(self, tokens: int) -> None:
         """Raise PromptError for a prompt of which nothing would be kept."""
-        if self.amount is not None and tokens * self.amount.of(tokens) < 1:
+        if self.amount is not None and tokens * self.amount.of(tokens) + ROUNDING < 1:
             raise PromptError(
                 f"the prompt has {tokens} tokens: at {self.amount} nothing of it would be kept. Give at least "
                 f"{math.ceil(1 / self.amount.retention)} tokens, or a higher retention."

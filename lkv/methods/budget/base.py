@@ -67,6 +67,10 @@ class FixedBudget(ABC):
         ratios = self.ratios(layer, heads, tokens)
         if len(ratios) != heads:
             raise CacheError(f"the budget rule names {len(ratios)} heads a layer, but {heads} are computed here.")
+        if not all(ratio >= 0 for ratio in ratios):  # not a number fails, too
+            raise CacheError(
+                f"the budget rule gives layer {layer} the ratios {ratios}; a ratio is a number from 0 to 1."
+            )
         return [min(tokens, int(ratio * tokens + ROUNDING)) for ratio in ratios]
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:

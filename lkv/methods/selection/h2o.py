@@ -31,7 +31,7 @@ class H2O(Selector):
         for start in range(0, tokens, _ROWS):
             block = rows[..., start : start + _ROWS, :]
             end = start + block.shape[3]
-            logits = precise(block @ key[:, :, None, :end].transpose(-1, -2) * prompt.scale)
+            logits = precise(block * prompt.scale @ key[:, :, None, :end].transpose(-1, -2))
             future = torch.ones(end - start, end, dtype=torch.bool, device=key.device).triu(start + 1)
             received[..., :end] += torch.softmax(logits.masked_fill_(future, -torch.inf), -1).sum(3).mean(2)
         if self._average:

@@ -29,7 +29,7 @@ class SnapKV(Selector):
                 "give a longer prompt or another method."
             )
         recent = prompt.query[:, :, -window:].reshape(batch, heads, -1, key.shape[-1])
-        logits = (recent @ key.transpose(-1, -2) * prompt.scale).view(batch, heads, -1, window, tokens)
+        logits = (recent * prompt.scale @ key.transpose(-1, -2)).view(batch, heads, -1, window, tokens)
         future = torch.ones(window, tokens, dtype=torch.bool, device=key.device).triu(tokens - window + 1)
         attention = torch.softmax(logits.masked_fill(future, -torch.inf).float(), -1)[..., :-window]
         received = attention.mean(-2).flatten(0, 1)

@@ -22,5 +22,5 @@ class TOVA(Selector):
     def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
         key = prompt.key
         last = prompt.grouped_query[..., -1, :]
-        attention = torch.softmax(precise(last @ key.transpose(-1, -2) * prompt.scale), -1)
+        attention = torch.softmax(precise(last * prompt.scale @ key.transpose(-1, -2)), -1)
         return attention.mean((1, 2))[:, None].expand(key.shape[:3])

@@ -33,8 +33,8 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tens
             product = _widened if half else _plain
             parts.append(product(queries[first], k_pool[start:end], v_pool[start:end]))
             continue
-        k = k_pool.as_strided((count, length, dim), (step * dim, dim, 1), start * dim)
-        v = v_pool.as_strided((count, length, value_dim), (step * value_dim, value_dim, 1), start * value_dim)
+        k = _spans(k_pool, start, step, count, length)
+        v = _spans(v_pool, start, step, count, length)
         if rows == 1 and not half:
             parts.append(torch.bmm(torch.softmax(torch.bmm(scaled[first:last], k.mT), -1), v).flatten(0, 1))
         elif rows == 1:
@@ -55,14 +55,21 @@ def attend_with_lse(
     token = torch.arange(packed.shape[1], device=q.device) % rows
     outs, logarithms = [], []
     for first, count, start, step, length in _runs(starts.flatten().tolist(), lens.flatten().tolist()):
-        k = k_pool.as_strided((count, length, dim), (step * dim, dim, 1), start * dim)
-        v = v_pool.as_strided((count, length, value_dim), (step * value_dim, value_dim, 1), start * value_dim)
+        k = _spans(k_pool, start, step, count, length)
+        v = _spans(v_pool, start, step, count, length)
         visible = torch.arange(length, device=q.device) <= length - rows + token[:, None] if causal else None
         out, lse = _in_blocks(packed[first : first + count], exact(k).mT, exact(v), visible)
         outs.append(out.flatten(0, 1))
         logarithms.append(lse.flatten())
     out = torch.cat(outs).to(q.dtype).view(batch, heads, rows, value_dim)
     return out, torch.cat(logarithms).view(batch, heads, rows)
+
+
+def _spans(pool: Tensor, start: int, step: int, count: int, length: int) -> Tensor:
+    """`count` spans of `length` entries of `pool` [N, d], `step` apart, as a view [count, length, d]."""
+    row, column = pool.stride()
+    strides = (step * row, row, column)
+    return pool.as_strided((count, length, pool.shape[1]), strides, pool.storage_offset() + start * row)
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
