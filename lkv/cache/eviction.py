@@ -52,7 +52,7 @@ def _checked(layer: Layer, counts: list[list[int]], scores: Tensor) -> list[list
     batch, heads, tokens = scores.shape
     try:
         table = torch.as_tensor(counts, device="cpu")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise CacheError(_bad_counts(layer, f"{counts!r}", scores)) from error
     whole = not table.is_floating_point() and not table.is_complex() and table.dtype != torch.bool
     if table.shape != (batch, heads) or not whole or not ((table >= 0) & (table <= tokens)).all():
