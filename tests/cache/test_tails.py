@@ -4,10 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 from transformers import DynamicCache
 
 from lkv.cache.ragged import RaggedCache
+from lkv.config import ScorerInputs
 from lkv.errors import CacheError, PromptError
+from lkv.host.spec import inspect_model
+from lkv.policy import Policy
 from tests.cache.test_generation import METHOD, ids, padded
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
@@ -225,3 +229,36 @@ def test_padding_that_cannot_be_served_is_refused():
         model(**batch, past_key_values=cache)
         with pytest.raises(CacheError, match=message):
             model(ids(2, 4), attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize("padding", [7, 40])
+def test_decode_eviction_of_a_padded_row_is_that_of_the_row_alone(padding):
+    """Scores that hold the attention to expect place the queries to come at the row's own end."""
+    model = tiny_llama()
+    torch.manual_seed(5)
+    policy = Policy(inspect_model(model), inputs=ScorerInputs(key="unrotated", attention="learned", knots=8))
+    for weights, spread in (
+        (policy.heads.embeddings, 5.0),
+        (policy.tokens.query_mean, 3.0),
+        (policy.tokens.start, 1.0),
+    ):
+        torch.nn.init.normal_(weights, std=spread)
+    policy.requires_grad_(False)
+    text, other = torch.randint(3, 60, (1, 60)), torch.randint(3, 60, (1, 60 + padding))
+    rows = torch.cat([torch.cat([torch.zeros(1, padding, dtype=torch.long), text], 1), other])
+    mask = torch.ones_like(rows)
+    mask[0, :padding] = 0
+    steps = torch.randint(3, 60, (40, 1, 1))
+
+    def answers(ids, mask):
+        cache = RaggedCache(model, policy, retention=0.3, decode_eviction=True, slack=4)
+        at = (mask.cumsum(1) - 1).clamp(min=0)
+        out = [model(ids, attention_mask=mask, position_ids=at, past_key_values=cache).logits[0, -1]]
+        for number, step in enumerate(steps, 1):
+            mask = torch.cat([mask, mask.new_ones(len(ids), 1)], 1)
+            at_end, ids = at[:, -1:] + number, step.expand(len(mask), 1)
+            out.append(model(ids, attention_mask=mask, position_ids=at_end, past_key_values=cache).logits[0, -1])
+        return torch.stack(out)
+
+    with torch.no_grad():
+        assert_close(answers(rows, mask), answers(text, torch.ones_like(text)))

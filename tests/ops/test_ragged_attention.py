@@ -271,3 +271,20 @@ def test_a_masked_tail_hides_what_it_should():
     torch.testing.assert_close(out, exact)
     torch.testing.assert_close(lse, scores.logsumexp(-1))
     assert (out[0, :, 1] == 0).all() and (lse[0, :, 1] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("cut", ["later rows", "every second row", "columns"])
+def test_pools_may_be_views(rows, cut):
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, rows, 8, dtype=torch.float64)
+    wide = torch.randn(2, 300, 24, dtype=torch.float64)
+    parts = {"later rows": wide[:, 100:, :8], "every second row": wide[:, ::2, :8], "columns": wide[:, :, 8:16]}
+    k, v = parts[cut]
+    starts, lens = torch.tensor([[0, 50]], dtype=torch.int32), torch.tensor([[50, 50]], dtype=torch.int32)
+    exact, exact_lse = ragged_attention(q, k.clone(), v.clone(), starts, lens, 0.3, "reference", lse=True)
+    for backend in ("loop", "auto"):
+        torch.testing.assert_close(ragged_attention(q, k, v, starts, lens, 0.3, backend), exact)
+    out, lse = ragged_attention(q, k, v, starts, lens, 0.3, "loop", lse=True)
+    torch.testing.assert_close(out, exact)
+    torch.testing.assert_close(lse, exact_lse)
