@@ -26,7 +26,8 @@ from lkv.training.data.overlap import Overlap
 from lkv.training.data.sets import set_of
 from lkv.training.data.sources import Passage
 from tests.conftest import save_model, tiny_llama
-from tests.training.test_data_build import Tokens, folder, prose  # noqa: F401
+from tests.training.conftest import folder  # noqa: F401
+from tests.training.made_sets import Tokens, prose
 
 
 def test_lengths_have_one_number_or_one_each():

@@ -16,13 +16,18 @@ from lkv.prompts import question_ids
 _REQUEST = "Repeat the previous context exactly."
 _NEXT = "Repeat the part of the previous context exactly, starting with: "
 _CHUNK, _OVERLAP = 2048, 8  # tokens repeated at a time, and how many of those before tell where to start
+_SINKS = 4  # first tokens of the prompt, whose attention counts beside that of the part repeated
 _ROWS = 128  # attention rows held at a time; measured best on a CPU
 
 
 class _ListeningLayer(FrozenLayer):
+    """Notes how much attention the tokens `repeated` of the prompt receive from what is read: of all that goes to the
+    prompt's first tokens, to them and to what is read itself, as KVzip's authors have it."""
+
     def __init__(self, prompt: PromptLayer):
         super().__init__(prompt)
         self.scores = prompt.key.new_zeros(prompt.key.shape[:3], dtype=torch.float32)
+        self.repeated = slice(0, prompt.key.shape[2])
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
@@ -31,7 +36,9 @@ class _ListeningLayer(FrozenLayer):
         tokens, kv_heads = self._prompt.key.shape[2], key.shape[1]
         k, v = torch.cat([self._prompt.key, key], 2), torch.cat([self._prompt.value, value], 2)
         grouped = query.view(batch, kv_heads, heads // kv_heads, rows, dim) * scale
-        best, parts = self.scores, []
+        best, parts = self.scores[..., self.repeated], []
+        first, last = self.repeated.start, self.repeated.stop
+        sinks = min(_SINKS, first)
         for start in range(0, rows, _ROWS):
             q = grouped[..., start : start + _ROWS, :]
             count = q.shape[3]
@@ -42,16 +49,21 @@ class _ListeningLayer(FrozenLayer):
             # Half precision stays so outside the kernel, which computes in float32: the logits are no finer anyway, and
             # copies of a matrix this large cost more than its softmax.
             attention = torch.softmax(logits, -1).flatten(2, 3)
-            best = torch.maximum(best, attention[..., :tokens].amax(2))
+            received = attention
+            if last - first < tokens:
+                among = torch.cat([logits[..., :sinks], logits[..., first:last], logits[..., tokens:]], -1)
+                received = torch.softmax(among, -1).flatten(2, 3)[..., sinks:]
+            best = torch.maximum(best, received[..., : last - first].amax(2))
             parts.append((attention @ v[:, :, :end]).unflatten(2, (-1, count)))
-        self.scores = best
+        self.scores[..., self.repeated] = best
         return torch.cat(parts, -2).view(batch, heads, rows, -1).transpose(1, 2)
 
 
 @torch.no_grad()
 def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[PromptLayer]) -> Tensor:
     """The largest attention [L, 1, H, T] that each entry of the one prompt `ids`, already read into `prompt`, receives
-    while the model repeats it, part by part, each part straight after the prompt.
+    while the model repeats it, part by part, each part straight after the prompt. Of a text of several parts an entry
+    counts by its own part's repetition alone, among that part, the first tokens and what is read.
 
     Raises PromptError where a part does not fit behind the prompt.
     """
@@ -67,6 +79,8 @@ def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[Promp
                 f"KVzip repeats the text after it has read it and would reach {end} tokens, but the model reads at "
                 f"most {limit}; shorten the text, or use another method."
             )
+        for layer in layers:
+            layer.repeated = slice(start, min(start + _CHUNK, len(ids)))
         model.base_model(
             input_ids=torch.tensor([replay], device=device),
             position_ids=torch.arange(len(ids), end, device=device)[None],
