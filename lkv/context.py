@@ -21,6 +21,7 @@ from lkv.config import asdict
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.files import path_of
 from lkv.host.attention import attach, device_of
+from lkv.host.progress import each_layer
 from lkv.host.stock import cut_to, kv_nbytes, positions
 from lkv.methods.budget import Amount
 from lkv.methods.build import Method
@@ -356,14 +357,15 @@ def compress_ids(
         )
     if method == FULL:
         full = DynamicCache()
-        _read(model, full, ids, chunk)
+        with _layer_by_layer(model, progress, len(ids)):
+            _read(model, full, ids, chunk)
         return Context(model, tokenizer, ids, full)
     if chunk is not None:
         options["prompt_tokens"] = len(ids)
     of_method = {name: options.pop(name, None) for name in ("budget_tokens", "pattern")}
     chosen = chosen_method(model, policy, retention, method, tokenizer=tokenizer, **of_method)
     if chosen.of_whole_prompts:
-        cache = _read_whole(model, chosen, ids, chunk, options)
+        cache = _read_whole(model, chosen, ids, chunk, options, progress)
     else:
         cache = RaggedCache(model, method=chosen, **options)
         _read(model, cache, ids, chunk, progress)
@@ -391,14 +393,40 @@ def _read(
         cache.watch = None
 
 
-def _read_whole(model: Any, chosen: Method, ids: list[int], chunk: int | None, options: dict[str, Any]) -> RaggedCache:
+def _read_whole(
+    model: Any,
+    chosen: Method,
+    ids: list[int],
+    chunk: int | None,
+    options: dict[str, Any],
+    progress: Callable[[float], None] | None,
+) -> RaggedCache:
     """A cache evicted from by a method that must see all layers of a text before the first."""
     if chunk is not None:
         raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another one.")
-    prompt = read_prompt(model, torch.tensor([ids], device=device_of(model)), chosen.reads_queries)
-    cache = RaggedCache(model, method=chosen.for_prompt(ids, prompt), **options)
+    # A second pass repeats the text.
+    with _layer_by_layer(model, progress, len(ids) * (1 + chosen.selector.second_pass)):
+        prompt = read_prompt(model, torch.tensor([ids], device=device_of(model)), chosen.reads_queries)
+        cache = RaggedCache(model, method=chosen.for_prompt(ids, prompt), **options)
     cache.fill(prompt)
     return cache
+
+
+@contextmanager
+def _layer_by_layer(model: Any, progress: Callable[[float], None] | None, tokens: int) -> Iterator[None]:
+    """In the block, `progress` is told of each decoder layer that is read, of `tokens` in all."""
+    if progress is None:
+        yield
+        return
+    read = 0.0
+
+    def passed(more: float) -> None:
+        nonlocal read
+        read += more
+        progress(min(1.0, read / tokens))
+
+    with each_layer(model, passed):
+        yield
 
 
 def _tell(progress: Callable[[float], None], part: int, parts: int, layers: int, layer: int) -> None:

@@ -195,3 +195,20 @@ def test_progress_rises_layer_by_layer_and_can_end_the_reading(model, chunk):
 
     with pytest.raises(EnoughError):
         compress(model, Words(), TEXT, "knorm", 0.4, progress=enough)
+
+
+@pytest.mark.parametrize("method", ["kvzip", "contest+knorm", "full"])
+def test_methods_of_whole_prompts_tell_how_far_they_are_and_can_be_ended(model, method):
+    retention, shares = None if method == "full" else 0.4, []
+    compress(model, Words(), TEXT, method, retention, progress=shares.append)
+    assert len(shares) >= 3 and shares == sorted(shares) and shares[0] < 0.5 and shares[-1] == 1
+
+    class EnoughError(Exception):
+        pass
+
+    def enough(share):
+        raise EnoughError
+
+    with pytest.raises(EnoughError):
+        compress(model, Words(), TEXT, method, retention, progress=enough)
+    assert not any(layer._forward_hooks for layer in model.model.layers)

@@ -71,6 +71,14 @@ class Plan:
                 "a prompt that comes in parts must be announced: give prompt_tokens=input_ids.shape[1] to RaggedCache."
             )
 
+    def check_ended(self, tokens: int) -> None:
+        """Raise CacheError where an answer begins after `tokens`, before the prompt that was announced has ended."""
+        if self.prompt_tokens is not None and tokens < self.prompt_tokens:
+            raise CacheError(
+                f"prompt_tokens is {self.prompt_tokens}, but the prompt has {tokens} tokens, and nothing of it has "
+                "been evicted: give its own length, input_ids.shape[1]."
+            )
+
     @property
     def scored(self) -> bool:
         """Whether scores stay with the entries, because some are to be evicted later."""

@@ -103,10 +103,13 @@ class RaggedCache(Cache):
     def expect(self, ids: Tensor, whole: bool, begins: bool, part: bool) -> None:
         """What `generate` is about to feed, compared with what was read where both are known.
 
-        Raises CacheError for ids that do not begin with those read or hold nothing new, and for unannounced parts.
+        Raises CacheError for ids that do not begin with those read or hold nothing new, for unannounced parts, and for
+        an answer that begins before an announced prompt has ended.
         """
         if self._ids.goes_on(self.get_seq_length(), part):
             self.plan.check_announced()
+        elif (held := self.get_seq_length()) and not (begins or part or self.prompt_length):
+            self.plan.check_ended(held)
         self._ids.expect(ids, self.get_seq_length(), whole, begins)
 
     @property
@@ -154,6 +157,8 @@ class RaggedCache(Cache):
 
     def fill(self, prompt: list[PromptLayer]) -> None:
         """Take over a prompt that was read before (`prefill.read_prompt`): one prefill serves many methods."""
+        if len(prompt) != len(self.ragged):
+            raise CacheError(f"the prompt has {len(prompt)} layers, but this cache {len(self.ragged)}; read it again.")
         layers = as_prompt(prompt).followed_by(self.ragged)
         if len(layers) != len(self.layers):
             raise CacheError(

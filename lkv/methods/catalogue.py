@@ -48,6 +48,7 @@ class Entry:
     refit: bool = False
 
 
+_COMPARING, _RANKING = ("ada", "contest"), ("critical-snapkv", "critical-expected")
 RULES = {
     "uniform": Part("every head keeps the same share", "Uniform"),
     "pyramid": Part(
@@ -231,6 +232,12 @@ def find(name: str) -> Entry:
         return replace(find(plain), refit=True)
     rule, plus, selector = name.partition("+")
     if plus and rule in RULES and selector in SELECTORS:
+        if rule in _COMPARING and selector in _RANKING:
+            fitting = ", ".join(sorted(known for known in RULES if known not in _COMPARING))
+            raise LkvError(
+                f"{selector!r} ranks the tokens of each head alone, but under {rule!r} heads compete by their scores; "
+                f"use it with one of {fitting}."
+            )
         return Entry(rule, selector)
     if plus and (rule in RULES) != (selector in SELECTORS):
         known, part = (SELECTORS, selector) if rule in RULES else (RULES, rule)

@@ -19,9 +19,9 @@ def plot_sweep(table: Table) -> Any:
     chosen = styles([row.method for row in table.rows])
     for row in table.rows:
         points = [(_abscissa(cell, column), cell) for column in table.columns if (cell := row.cells.get(column.name))]
-        if row.method == FULL:
+        if row.method == FULL and points:
             axes.axhline(points[0][1].value, **full_line(chosen[FULL]), label=row.label)
-        else:
+        elif row.method != FULL:
             _curve(axes, row, points, chosen)
     axes.set_xlabel(table.axis)
     axes.set_ylabel(table.value)

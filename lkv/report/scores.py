@@ -242,10 +242,10 @@ def at_one_retention(pairs: Sequence[Pair]) -> list[Pair]:
             f"this table stands at one retention, and the files hold {', '.join(f'{a:g}' for a in amounts)}; choose "
             "one with --retention."
         )
-    chosen = DEFAULT_RETENTION if len(amounts) > 1 else (amounts or [1.0])[0]
+    chosen = DEFAULT_RETENTION if len(amounts) > 1 else amounts[0]
     return [pair for pair in pairs if pair[0] == FULL or pair[1] == chosen]
 
 
 def retentions_of(pairs: Sequence[Pair]) -> list[float]:
-    """The retentions of the compressed methods, falling."""
-    return sorted({retention for method, retention in pairs if method != FULL}, reverse=True)
+    """The retentions of the compressed methods, falling; that of the full cache where it is alone."""
+    return sorted({retention for method, retention in pairs if method != FULL}, reverse=True) or [1.0]

@@ -434,3 +434,28 @@ def test_a_compiled_model_gives_the_same(policy):
     model.forward = torch.compile(model.forward, backend="eager")
     out = model.generate(text, past_key_values=RaggedCache(model, policy, 0.5), max_new_tokens=3, do_sample=False)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_answer_before_the_end_of_an_announced_prompt_is_refused(streaming):
+    model, prompt = tiny_llama(), torch.arange(3, 53)[None]
+    options = {"max_new_tokens": 6, "do_sample": False}
+    cache = RaggedCache(model, method="knorm", retention=0.3, prompt_tokens=500, streaming=streaming)
+    with pytest.raises(CacheError, match="prompt_tokens is 500, but the prompt has 50 tokens, and nothing"):
+        model.generate(prompt, past_key_values=cache, **options)
+    parted = RaggedCache(model, method="knorm", retention=0.3, prompt_tokens=50)
+    with torch.no_grad():
+        model(prompt[:, :49], past_key_values=parted)  # the last token comes with generate
+    alone = RaggedCache(model, method="knorm", retention=0.3)
+    assert torch.equal(
+        model.generate(prompt, past_key_values=parted, **options),
+        model.generate(prompt, past_key_values=alone, **options),
+    )
+
+
+def test_a_prompt_of_other_layers_is_refused_before_anything_is_filled():
+    model, prompt = tiny_llama(), torch.arange(3, 53)[None]
+    cache = RaggedCache(model, method="knorm", retention=0.3)
+    with pytest.raises(CacheError, match="the prompt has 2 layers, but this cache 3"):
+        cache.fill(read_prompt(model, prompt)[:2])
+    assert cache.get_seq_length() == 0

@@ -168,6 +168,8 @@ def test_at_least_fourteen_methods_are_listed(capsys):
 def test_unknown_methods_and_missing_needs_are_named(policy):
     with pytest.raises(LkvError, match=r"no method 'snapvk'; did you mean .*'snapkv'"):
         make_method("snapvk", 0.15, policy)
+    with pytest.raises(LkvError, match="'critical-snapkv' ranks the tokens of each head alone, but under 'ada'"):
+        find("ada+critical-snapkv")
     with pytest.raises(LkvError, match=r"there is no 'snap' to make 'ada\+snap' of; use one of .*snapkv"):
         make_method("ada+snap", 0.15, policy)
     with pytest.raises(LkvError, match="'full' keeps everything: use transformers' own DynamicCache"):

@@ -11,6 +11,7 @@ from lkv.errors import ReportError
 from lkv.methods.catalogue import METHODS
 from lkv.report import names
 from lkv.report.builders import Request, build
+from lkv.report.curves import plot_ruler, plot_sweep
 from lkv.report.formats import FORMATS
 from lkv.report.reading import read_results
 from lkv.report.statistics import macro, share_of, t_quantile
@@ -320,6 +321,21 @@ def test_ruler_keeps_tasks_where_the_full_cache_is_good_enough(tmp_path):
 def test_ruler_needs_lengths(tmp_path):
     with pytest.raises(ReportError, match="have no lengths"):
         build("ruler", results_of(tmp_path / "a.jsonl", many()), Request())
+
+
+@pytest.mark.parametrize("table", ["main", "tasks", "sweep", "ruler"])
+def test_the_full_cache_alone_has_its_row_and_its_figure(table, tmp_path):
+    lines = [
+        line(task, i, [row("full", 1.0, 50.0 + i)], length)
+        for task in ("niah_single_1", "vt")
+        for length in (2048, 4096)
+        for i in range(6)
+    ]
+    made = build(table, results_of(tmp_path / "a.jsonl", lines, suite="ruler"), Request())
+    assert {row.method for row in made.rows} == {"full"} and made.rows[0].cells
+    if table in ("sweep", "ruler"):
+        figure = {"sweep": plot_sweep, "ruler": plot_ruler}[table](made)
+        assert any(axes.lines for axes in figure.axes)
 
 
 def selection(method):
