@@ -1,9 +1,10 @@
-"""A result measured again for another policy, where only the methods that read one were measured.
+"""A result measured again for another policy, where the methods that read one were measured; or for mended methods.
 
-python -m benchmarks.renewed NEW.json    (writes benchmarks/results/NAME.json, NAME as in NEW.json or of --name)
+python -m benchmarks.renewed NEW.json                    (writes benchmarks/results/NAME.json, NAME that of NEW.json)
+python -m benchmarks.renewed NEW.json --mended METHOD... (takes these methods' rows alone, as far as NEW.json has them)
 
-The other methods' rows stay as they were. What both files hold of methods without a policy must agree: else NEW.json is
-of other texts or of another program, and is refused.
+The other methods' rows stay as they were. What both files hold of methods that did not change must agree: else NEW.json
+is of other texts or of another program, and is refused.
 """
 
 import argparse
@@ -28,12 +29,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("new", type=Path)
     parser.add_argument("--name", default=None, help="of the result (default: NEW's)")
+    parser.add_argument("--mended", nargs="+", default=[], help="methods whose code was mended, under the same policy")
     options = parser.parse_args()
     new = json.loads(options.new.read_text(encoding="utf-8"))
     path = RESULTS / f"{options.name or new['name']}.json"
     old = json.loads(path.read_text(encoding="utf-8"))
     if old["seed"] != new["seed"]:
         raise DataError(f"{path} has seed {old['seed']}, but {options.new} has {new['seed']}; measure with one seed.")
+    if options.mended:
+        if old["policy"] != new["policy"]:
+            raise DataError(f"{path} and {options.new} are of different policies; measure with that of the former.")
+        again = {name: new[name] for name in ("date", "machine", "versions")}
+        again |= {"methods": options.mended, "tokens": sorted({row["tokens"] for row in new["rows"]})}
+        of = {name: value for name, value in old.items() if name not in ("name", "rows", "seed", "command")}
+        made = mended(old["rows"], new["rows"], options.mended)
+        write_results(path, old["name"], made, old["seed"], old["command"], of | {"mended": again})
+        return
     made = renewed(old["rows"], new["rows"])
     of = {name: new[name] for name in ("date", "machine", "versions", "policy")}
     kept = sorted({row["method"] for row in old["rows"]} - {row["method"] for row in new["rows"]})
@@ -59,6 +70,23 @@ def renewed(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
         if found is not None and not _reads_policy(row["method"]):
             _check_same(row, found)
         rows.append(found or {name: row[name] for name in row if not name.startswith(_OF_OTHERS)})
+    return rows
+
+
+def mended(old: Sequence[Row], new: Sequence[Row], methods: Sequence[str]) -> list[Row]:
+    """`old` with those rows of `methods` that `new` has. Raises DataError where the others of both do not agree."""
+    places = {_key(row): row for row in new}
+    if len(places) < len(new):
+        raise DataError("the new result has several rows of one key; measure all of it again.")
+    of_methods = {key for key, row in places.items() if row["method"] in methods}
+    if not of_methods or (missing := of_methods - {_key(row) for row in old}):
+        raise DataError(f"the old result has no row of {sorted(missing, key=str)[0] if of_methods else methods}.")
+    rows = []
+    for row in old:
+        found = places.get(_key(row))
+        if found is not None and row["method"] not in methods:
+            _check_same(row, found)
+        rows.append(found if found is not None and row["method"] in methods else row)
     return rows
 
 

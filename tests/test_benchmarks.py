@@ -192,6 +192,35 @@ def test_a_result_measured_for_another_policy_keeps_the_rows_that_read_none(tmp_
             run([rival, full, paper, mine], new, seed)
 
 
+def test_mended_methods_alone_take_the_place_of_their_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(renewed, "RESULTS", tmp_path)
+    at = {"task": "all", "tokens": 4000, "retention": 0.15}
+    mine, rival = {"method": "lkv", **at, "value": 70.0}, {"method": "kvzip", **at, "value": 60.0}
+    short, other = rival | {"tokens": 1000}, {"method": "snapkv", **at, "value": 9.0}
+    changed = rival | {"value": 55.0}
+
+    def run(new: list[dict], policy: str = "p") -> dict:
+        more = {"policy": "p", "kept": {"methods": ["snapkv"]}}
+        write_results(tmp_path / "some.json", "some", [mine, rival, short, other], 0, "old", more)
+        write_results(tmp_path / "new.json", "some", new, 0, "new", {"policy": policy})
+        monkeypatch.setattr("sys.argv", ["renewed", str(tmp_path / "new.json"), "--mended", "kvzip"])
+        renewed.main()
+        return json.loads((tmp_path / "some.json").read_text())
+
+    made = run([changed, mine])
+    assert made["rows"] == [mine, changed, short, other] and made["command"] == "old"
+    assert made["policy"] == "p" and made["kept"] == {"methods": ["snapkv"]}
+    assert made["mended"]["methods"] == ["kvzip"] and made["mended"]["tokens"] == [4000]
+    for new, policy, why in (
+        ([changed, mine | {"value": 71.0}], "p", "not of the same texts and program"),
+        ([changed, mine], "q", "different policies"),
+        ([mine], "p", "no row of"),
+        ([changed | {"tokens": 7}], "p", "no row of"),
+    ):
+        with pytest.raises(DataError, match=why):
+            run(new, policy)
+
+
 def test_the_command_of_an_evaluation_counts_the_samples_of_each_length():
     samples = [SimpleNamespace(length=t, number=i) for t, n in ((4096, 2), (16384, 1), (8192, 2)) for i in range(n)]
     assert evaluations.counts(samples) == [
