@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from lkv.errors import LkvError
+
 
 def is_gpu(device: torch.device) -> bool:
     """Whether `device` is a GPU that LKV's kernels are written for."""
@@ -55,3 +57,17 @@ def release(device: torch.device) -> None:
     gc.collect()
     if is_gpu(device):
         runtime(device).empty_cache()
+
+
+def torch_dtype(name: str | None) -> Any:
+    """The dtype that --dtype names, None for the one that is stored."""
+    return None if name is None else getattr(torch, name)
+
+
+def on_device(model: Any, name: str | None) -> Any:
+    """`model` on the device that --device names. Raises LkvError where PyTorch has no such device."""
+    try:
+        return model if name is None else model.to(name)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise LkvError(f"the model cannot be put on the device {name!r} ({first}); `lkv doctor` lists them.") from error

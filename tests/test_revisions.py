@@ -7,7 +7,7 @@ import torch
 
 from lkv import models
 from lkv.commands.main import _parsed, main
-from lkv.errors import DefaultModelError, PolicyFileError
+from lkv.errors import DefaultModelError, LkvError, PolicyFileError
 from lkv.host.spec import inspect_model
 from lkv.models import DEFAULT, load_model, load_policy
 from lkv.policy import Policy
@@ -101,6 +101,10 @@ def test_every_command_with_a_model_takes_its_revision(hub, tmp_path, capsys):
 
 def test_a_server_takes_the_policy_of_that_revision(hub, tmp_path):
     setup = pytest.importorskip("lkv.serving.setup", reason="the extra serve is not installed")
-    words = ["serve", "--model", "own/model", "--policy", "own/policy", "--policy-revision", "v2"]
-    setup.make_service(vars(_parsed([*words, "--store", str(tmp_path)]))).stop()
-    assert hub[-1] == ("own/policy", "v2")
+    words = ["serve", "--model", "own/model", "--revision", "v1", "--policy", "own/policy", "--policy-revision", "v2"]
+    service = setup.make_service(vars(_parsed([*words, "--dtype", "bfloat16", "--store", str(tmp_path)])))
+    service.stop()
+    assert ("own/model", "v1") in hub and hub[-1] == ("own/policy", "v2")
+    assert service.engine.model.dtype == torch.bfloat16
+    with pytest.raises(LkvError, match="cannot be put on the device 'abacus'"):
+        setup.make_service(vars(_parsed([*words, "--device", "abacus", "--store", str(tmp_path)])))

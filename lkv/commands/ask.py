@@ -95,7 +95,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _model(options: argparse.Namespace) -> tuple[Any, Any]:
-    from lkv.commands.options import on_device, torch_dtype
+    from lkv.devices import on_device, torch_dtype
     from lkv.models import DEFAULT, load_model
 
     model, tokenizer = load_model(options.model or DEFAULT, torch_dtype(options.dtype), options.revision)

@@ -111,7 +111,7 @@ def _check_page(options: argparse.Namespace) -> None:
 
 
 def _page(options: argparse.Namespace) -> None:
-    from lkv.commands.options import on_device, torch_dtype
+    from lkv.devices import on_device, torch_dtype
     from lkv.documents import STDIN, read_document
     from lkv.files import check_place, write_text
     from lkv.inspection.look import look

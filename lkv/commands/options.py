@@ -1,7 +1,6 @@
 """Options that several commands take, and kinds of them."""
 
 import argparse
-from typing import Any
 
 from lkv.errors import LkvError
 
@@ -59,19 +58,3 @@ def add_dtype(parser: argparse._ActionsContainer) -> None:
 def add_device(parser: argparse._ActionsContainer) -> None:
     """--device of the model."""
     parser.add_argument("--device", default=None, help="where the model runs, such as cuda or mps (default: cpu)")
-
-
-def torch_dtype(name: str | None) -> Any:
-    """The dtype that --dtype names, None for the one stored."""
-    import torch
-
-    return None if name is None else getattr(torch, name)
-
-
-def on_device(model: Any, name: str | None) -> Any:
-    """`model` on the device that --device names. Raises LkvError where PyTorch has no such device."""
-    try:
-        return model if name is None else model.to(name)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise LkvError(f"the model cannot be put on the device {name!r} ({first}); `lkv doctor` lists them.") from error

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from lkv.commands.options import add_model, add_policy, check_policy, positive
+from lkv.commands.options import add_device, add_dtype, add_model, add_policy, add_revision, check_policy, positive
 from lkv.errors import LkvError, ServerError, check_retention
 
 _KEY = "LKV_API_KEY"
@@ -12,6 +12,9 @@ _KEY = "LKV_API_KEY"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add_model(parser)
+    add_revision(parser)
+    add_dtype(parser)
+    add_device(parser)
     add_policy(parser)
     parser.add_argument("--name", default=None, help="what clients call the model (default: from --model)")
     parser.add_argument("--method", default="lkv", help="a name that `lkv methods` lists, but not full")
@@ -20,13 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--store", default=None, help="folder or fsspec URL of contexts (default: the cache folder)")
     parser.add_argument("--memory", type=float, default=1024, help="MiB of contexts in memory (default 1024)")
-    parser.add_argument("--pages", type=positive, default=512, help="of 32 tokens, for questions and answers")
-    parser.add_argument("--max-requests", type=positive, default=64, help="at once; further ones get 429")
-    parser.add_argument("--max-texts", type=positive, default=16, help="that wait to be compressed")
-    parser.add_argument("--max-upload", type=positive, default=16, help="MiB of one request")
-    parser.add_argument("--max-tokens", type=positive, default=1024, help="of one answer")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds of one answer")
-    parser.add_argument("--grace", type=float, default=30.0, help="seconds for answers at hand when the server ends")
+    parser.add_argument(
+        "--pages", type=positive, default=512, help="of 32 tokens, of questions and answers (default 512)"
+    )
+    parser.add_argument("--max-requests", type=positive, default=64, help="at once; further ones get 429 (default 64)")
+    parser.add_argument("--max-texts", type=positive, default=16, help="that wait to be compressed (default 16)")
+    parser.add_argument("--max-upload", type=positive, default=16, help="MiB of one request (default 16)")
+    parser.add_argument("--max-tokens", type=positive, default=1024, help="of one answer (default 1024)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds of one answer (default 300)")
+    parser.add_argument("--grace", type=float, default=30.0, help="seconds for answers at hand at the end (default 30)")
     parser.add_argument("--ray", action="store_true", help="replicas behind one address, by Ray Serve (extra ray)")
     parser.add_argument("--replicas", type=positive, default=2, help="of --ray")
 

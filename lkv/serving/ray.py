@@ -149,7 +149,11 @@ def context_named(path: str, body: bytes) -> str:
 
 def application(options: dict[str, Any], key: str | None) -> Any:
     """What `serve.run` runs, from the options of `lkv serve` by name."""
-    replicas = serve.deployment(Replica, num_replicas=options["replicas"], max_ongoing_requests=options["max_requests"])
+    # A replica on a GPU has one to itself: Ray hides the others from it.
+    gpus = {"num_gpus": 1} if (options["device"] or "").startswith("cuda") else {}
+    replicas = serve.deployment(
+        Replica, num_replicas=options["replicas"], max_ongoing_requests=options["max_requests"], ray_actor_options=gpus
+    )
     gate = serve.deployment(Gate, max_ongoing_requests=1000)
     return gate.bind(replicas.bind(options, key), options["max_upload"] * 2**20)
 

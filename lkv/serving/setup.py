@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from lkv.devices import on_device, torch_dtype
 from lkv.host.attention import attach
 from lkv.methods.catalogue import needs_policy
 from lkv.models import DEFAULT, cache_folder, fitting_policy, load_model, load_policy
@@ -12,7 +13,8 @@ from lkv.serving.service import Limits, Service
 def make_service(options: dict[str, Any]) -> Service:
     """The service that the options of `lkv serve`, by name, describe. Raises what loading a model and a policy does."""
     name = options["model"] or DEFAULT
-    model, tokenizer = load_model(name)
+    model, tokenizer = load_model(name, torch_dtype(options["dtype"]), options["revision"])
+    model = on_device(model, options["device"])
     policy = None
     if needs_policy(options["method"]):
         given = options["policy"] or None
