@@ -5,6 +5,8 @@ from typing import Any
 
 from lkv.errors import UnsupportedModelError
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # as configurations name them
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -50,6 +52,20 @@ class Shape:
             query_norms=kind.startswith("qwen3"),
             biased=kind.startswith("qwen2") or bool(getattr(text, "attention_bias", False)),
         )
+
+    @staticmethod
+    def check_plain(config: Any) -> None:
+        """Raise UnsupportedModelError for a decoder of which no layer is like another, or whose weights are not all
+        used: its bytes do not follow from its shape alone."""
+        text = config.get_text_config(decoder=True)
+        windows = any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ())
+        windows = windows or bool(getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True))
+        if windows or any(getattr(text, name, None) for name in _EXPERTS):
+            what = "layers with a window" if windows else "a mixture of experts"
+            raise UnsupportedModelError(
+                f"{text.model_type} has {what}, and what that needs does not follow from the shape alone; measure it, "
+                "without --dry-run."
+            )
 
     @property
     def layer_parameters(self) -> int:

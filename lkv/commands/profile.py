@@ -105,6 +105,7 @@ def _predict(options: argparse.Namespace) -> None:
     if options.memory <= 0:
         raise LkvError(f"--memory is {options.memory:g}, but it is a size in GiB above 0; give another.")
     config = read_config(options.config) if options.config else load_config(options.model or DEFAULT, options.revision)
+    Shape.check_plain(config)
     shape, element = Shape.of(config), 4 if options.dtype == "float32" else 2
     settings: dict[str, Any] = {
         "retention": options.retention, "element": element, "batch": options.batch, "chunk": options.chunk,

@@ -4,7 +4,16 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from benchmarks.common import RESULTS
 from lkv.cache.ragged import RaggedCache
@@ -76,3 +85,20 @@ def test_the_command_tells_without_measuring(capsys):
     assert "--memory is 0, but it is a size in GiB above 0" in capsys.readouterr().err
     assert main(["profile", "--config", "llama-3.1-8b"]) == 2
     assert "give --out FILE.json, or --dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (MixtralConfig(), "mixtral has a mixture of experts"),
+        (Qwen3MoeConfig(), "qwen3_moe has a mixture of experts"),
+        (Gemma3TextConfig(), "gemma3_text has layers with a window"),
+        (MistralConfig(sliding_window=4096), "mistral has layers with a window"),
+    ],
+)
+def test_what_does_not_follow_from_the_shape_is_not_told(config, what, tmp_path, capsys):
+    config.save_pretrained(tmp_path)
+    assert main(["profile", "--dry-run", "--config", str(tmp_path / "config.json")]) == 2
+    assert f"{what}, and what that needs does not follow from the shape alone" in capsys.readouterr().err
+    for plain in (MistralConfig(sliding_window=None), Qwen2Config(), LlamaConfig(), Qwen3Config()):
+        Shape.check_plain(plain)
