@@ -13,6 +13,7 @@ from lkv import devices
 from lkv.cache.entries import Entries
 from lkv.cache.ragged import RaggedCache
 from lkv.config import ScorerInputs
+from lkv.context import compress
 from lkv.errors import CacheError, UnsupportedModelError
 from lkv.evals import runner
 from lkv.evals.runner import evaluate
@@ -27,6 +28,7 @@ from lkv.policy import Policy
 from tests.conftest import tiny_llama
 from tests.fake_gpu.build import compiler
 from tests.fake_suite import Letters, make_examples, make_prompt, score
+from tests.test_compression import TEXT, Words
 
 if compiler() is None:
     pytest.skip("there is no C++ compiler to build the fake GPU with", allow_module_level=True)
@@ -172,6 +174,14 @@ def test_a_model_over_two_devices(base, split, method):
     (expected, cache), (found, own) = (generated(m, d, text, **options) for m, d in ((base, "cpu"), (split, "fake:0")))
     assert torch.equal(found, expected) and own.kept() == cache.kept()
     assert [str(layer.spans.k.device) for layer in own.ragged] == ["fake:0", "fake:1", "fake:1"]
+
+
+@pytest.mark.parametrize("method", ["kvzip", "contest+knorm", "lkv-h+kvzip"])
+def test_methods_of_whole_prompts_over_two_devices(base, split, method):
+    options = {"policy": policy_of(base)} if method.startswith("lkv") else {}
+    expected, found = (compress(model, Words(), TEXT, method, 0.4, **options).cache for model in (base, split))
+    assert found.kept() == expected.kept()
+    assert [str(layer.spans.k.device) for layer in found.ragged] == ["fake:0", "fake:1", "fake:1"]
 
 
 def test_weights_that_are_nowhere_are_refused():

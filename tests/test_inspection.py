@@ -110,6 +110,7 @@ def test_the_page_holds_text_numbers_and_answers_and_needs_nothing_else(folder, 
     [
         (["--method", "full"], "'full' keeps everything; look at a method that goes by layers"),
         (["--method", "kvzip"], "'kvzip' sees all layers before it keeps anything"),
+        (["--method", "duo"], "'duo' needs a pattern of retrieval heads"),
         (["--question", "why?", "--against", "duo"], "'duo' needs a pattern of retrieval heads"),
         (["--json"], "--json and --figure are of a policy, but a text was given"),
     ],

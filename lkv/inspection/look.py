@@ -12,6 +12,7 @@ from lkv.cache.ragged import chosen_method
 from lkv.errors import LkvError, PromptError
 from lkv.host.attention import attach, device_of
 from lkv.methods.build import Method
+from lkv.methods.catalogue import needs_pattern
 from lkv.policy import Policy
 from lkv.prefill import PromptLayer, read_prompt
 from lkv.prompts import chat_parts, context_ids, encode, first_ids
@@ -47,12 +48,14 @@ def look(
     """Read `text` once and rank its tokens in every head; heads of all layers, layer by layer.
 
     Raises what RaggedCache raises, PromptError for a text beyond the model's positions, and LkvError for a method that
-    reads the text twice.
+    reads the text twice or needs a pattern.
     """
     spec = attach(model).spec
     ids = context_ids(tokenizer, text)
     if len(ids) >= spec.max_positions:
         raise PromptError(f"the text has {len(ids)} tokens, but the model reads {spec.max_positions}; shorten it.")
+    if needs_pattern(method):
+        raise LkvError(f"{method!r} needs a pattern of retrieval heads, which inspecting takes none of; use another.")
     methods = [chosen_method(model, policy, retention, method, tokenizer=tokenizer) for retention in retentions]
     if methods[0].of_whole_prompts:
         raise LkvError(f"{method!r} sees all layers before it keeps anything; look at a method that goes by layers.")

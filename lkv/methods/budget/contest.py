@@ -34,7 +34,8 @@ class Contest:
 
     def for_prompt(self, selector: Any, prompt: list[Any]) -> GlobalTopK:
         """The budgets for one prompt, read into `prompt`, by the scores of `selector`."""
-        table = torch.stack([selector.scores(index, layer) for index, layer in enumerate(prompt)])
+        scores = [selector.scores(index, layer) for index, layer in enumerate(prompt)]
+        table = torch.stack([part.to(scores[0].device) for part in scores])
         return GlobalTopK(table, self._amount.of(table.shape[-1]))
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:

@@ -58,7 +58,8 @@ class GivenScores(Selector):
         self._table = table
 
     def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
-        return self._table[layer]
+        # The layers of a model may lie on several devices, the table lies on one.
+        return self._table[layer].to(prompt.key.device)
 
 
 def check_shape(selector: Selector, scores: Tensor, key: Tensor) -> Tensor:
