@@ -440,3 +440,14 @@ def test_prompts_with_nothing_to_choose_from_are_named(name):
     query, key, value = tensors(1, 2, 2, 4, 0)
     with pytest.raises(PromptError, match=r"the prompt has 4 tokens, but .* more than that; give a longer prompt"):
         selector.scores(0, PromptLayer(key, value, SCALE, query))
+
+
+@pytest.mark.parametrize("selector", [SnapKV(window=4), H2O(), TOVA()])
+def test_float16_scores_stay_numbers_where_attention_does(selector):
+    """Products of q and k may exceed the largest float16 before they are scaled, and not after."""
+    torch.manual_seed(0)
+    key, query = torch.randn(1, 2, 40, 64), torch.randn(1, 4, 40, 64)
+    key[..., 0], query[..., 0] = 300, 235
+    prompt = PromptLayer(key.half(), torch.randn(1, 2, 40, 64).half(), 64**-0.5, query.half())
+    assert (prompt.query[0, 0] @ prompt.key[0, 0].T).isinf().any()
+    assert selector.scores(0, prompt).isfinite().all()

@@ -80,7 +80,7 @@ def _cumulated(prompt: PromptLayer, rotation: Rotation, length: int) -> Tensor:
     key = rotation.undone(precise(prompt.key)).mean(2, keepdim=True)
     keys = rotation.applied(key.expand(-1, -1, length, -1))
     last = rotation.applied(query.expand(-1, -1, length, -1))[:, :, -1:].unflatten(1, (heads, -1))
-    logits = (last @ keys[:, :, None].transpose(-1, -2))[0, :, :, 0] * prompt.scale
+    logits = (last * prompt.scale @ keys[:, :, None].transpose(-1, -2))[0, :, :, 0]
     return torch.softmax(logits.float(), -1).cumsum(-1).mean(-1).mean(-1)
 
 
@@ -93,7 +93,7 @@ def _outside(prompt: PromptLayer, sinks: int, recent: int) -> Tensor:
     first = sinks + recent  # the first row that sees a token outside
     for start in range(first, tokens, _ROWS):
         rows = places[start : start + _ROWS, None]
-        logits = query[0, :, :, start : start + _ROWS] @ key[0, :, None].transpose(-1, -2) * prompt.scale
+        logits = query[0, :, :, start : start + _ROWS] * prompt.scale @ key[0, :, None].transpose(-1, -2)
         attention = torch.softmax(logits.masked_fill(places > rows, -torch.inf).float(), -1)
         outside = (places >= sinks) & (places <= rows - recent)
         mass += (attention * outside).sum(-1).mean(1).sum(-1)
