@@ -61,9 +61,9 @@ class Shape:
         windows = any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ())
         windows = windows or bool(getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True))
         if windows or any(getattr(text, name, None) for name in _EXPERTS):
-            what = "layers with a window" if windows else "a mixture of experts"
+            unlike = "layers with a window" if windows else "a mixture of experts"
             raise UnsupportedModelError(
-                f"{text.model_type} has {what}, and what that needs does not follow from the shape alone; measure it, "
+                f"{text.model_type} has {unlike}, and what that needs does not follow from the shape alone; measure it, "
                 "without --dry-run."
             )
 
