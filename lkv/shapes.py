@@ -63,8 +63,8 @@ class Shape:
         if windows or any(getattr(text, name, None) for name in _EXPERTS):
             unlike = "layers with a window" if windows else "a mixture of experts"
             raise UnsupportedModelError(
-                f"{text.model_type} has {unlike}, and what that needs does not follow from the shape alone; measure it, "
-                "without --dry-run."
+                f"{text.model_type} has {unlike}, and what that needs does not follow from the shape alone; measure "
+                "it, without --dry-run."
             )
 
     @property

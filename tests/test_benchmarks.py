@@ -200,17 +200,18 @@ def test_mended_methods_alone_take_the_place_of_their_rows(tmp_path, monkeypatch
     changed = rival | {"value": 55.0}
 
     def run(new: list[dict], policy: str = "p") -> dict:
-        more = {"policy": "p", "kept": {"methods": ["snapkv"]}}
+        more = {"policy": "p", "kept": {"methods": ["snapkv"]}, "mended": {"methods": ["h2o"], "tokens": [2000]}}
         write_results(tmp_path / "some.json", "some", [mine, rival, short, other], 0, "old", more)
         write_results(tmp_path / "new.json", "some", new, 0, "new", {"policy": policy})
         monkeypatch.setattr("sys.argv", ["renewed", str(tmp_path / "new.json"), "--mended", "kvzip"])
         renewed.main()
         return json.loads((tmp_path / "some.json").read_text())
 
+    run([changed, mine | {"value": 70.2}])  # as another machine rounds
     made = run([changed, mine])
     assert made["rows"] == [mine, changed, short, other] and made["command"] == "old"
     assert made["policy"] == "p" and made["kept"] == {"methods": ["snapkv"]}
-    assert made["mended"]["methods"] == ["kvzip"] and made["mended"]["tokens"] == [4000]
+    assert made["mended"]["methods"] == ["h2o", "kvzip"] and made["mended"]["tokens"] == [2000, 4000]
     for new, policy, why in (
         ([changed, mine | {"value": 71.0}], "p", "not of the same texts and program"),
         ([changed, mine], "q", "different policies"),

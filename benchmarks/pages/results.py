@@ -27,11 +27,9 @@ def results_page() -> str:
     lead = (
         "SmolLM2-135M-Instruct with the shipped policy, the question unknown at compression; intervals are 95%. Each "
         "figure comes from a file under `benchmarks/results/`, which names its command, machine and seed. "
-        "KVzip's figures beyond 2,048 tokens are of scores that were normalised over the whole text, not part by part "
-        "as by its authors; the code is mended, and they are to be measured again. LKV's training data held invented "
-        "facts hidden in text, not unlike needles, and 137 of its 22,869 items overlap with evaluated texts "
-        "(`overlap.json`); the rivals are untrained. [More "
-        "results](more-results.md) has all of RULER's tasks with more methods, RULER over R, and LongBench."
+        "LKV's training data held invented facts hidden in text, not unlike needles, and 137 of its 22,869 items "
+        "overlap with evaluated texts (`overlap.json`); the rivals are untrained. [More results](more-results.md) has "
+        "all of RULER's tasks with more methods, RULER over R, and LongBench."
     )
     parts = ["# Results", lead, *_length(), *(needle_tables() if rows("needles", method="lkv-paper") else [])]
     parts += [*_ruler(), *_fidelity(), *_refit()]

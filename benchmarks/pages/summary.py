@@ -20,8 +20,7 @@ def section() -> str:
             "R = 0.15; 95% intervals. All figures come from `benchmarks/results/`, whose files name command, machine "
             "and seed. More lengths, methods and R: [results](docs/results.md). "
             'Refitted is `method="lkv+refit"`, which moves what is kept, in the same bytes: nearer in the mean, no '
-            "better at single facts ([how](docs/methods.md#refitted)). KVzip's figures beyond 2,048 tokens are of an "
-            "earlier variant of its scores ([results](docs/results.md)).",
+            "better at single facts ([how](docs/methods.md#refitted)).",
             *_short_length("length"),
             *(part for name in more for part in _short_length(f"length-{name}", _other_ruler(name))),
             *_short_ruler(),
