@@ -19,7 +19,7 @@ from lkv.models import DEFAULT, cache_folder
 from lkv.ops.ragged_attention import ragged_attention
 from lkv.ops.soft_mask_attention import soft_mask_attention
 from lkv.ops.soft_topk import soft_topk
-from lkv.ops.token_scores import fast, reference
+from lkv.ops.token_scores import Content, content_scores, reference
 from lkv.version import __version__
 
 OK, OFF, BAD = "ok", "off", "bad"
@@ -140,7 +140,9 @@ def _scores_error(device: torch.device) -> float:
     shapes = ((1, 2, 300, 8), (1, 2, 300, 8), (2, 16), (2, 16), (2, 16, 8), (2, 8), (2, 8))
     given = [_random(*shape, device=device) for shape in shapes]
     given[3] = given[3].abs() + 0.5  # a deviation
-    return _distance(fast.content(*given), reference.content(*(x.cpu().double() for x in given)))
+    key, value, *weights = given
+    computed = content_scores(Content(*weights), key, value)
+    return _distance(computed, reference.content(*(x.cpu().double() for x in given)))
 
 
 def _topk_error(device: torch.device) -> float:

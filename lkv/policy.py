@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,16 @@ from lkv.config import ModelSpec, ScorerInputs, asdict, from_dict
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
 from lkv.fingerprint import differs, fits
 from lkv.ops.soft_topk import soft_topk
-from lkv.ops.token_scores import Attention, Content, Position, Scorer, at_eviction, content_scores, on_arrival
+from lkv.ops.token_scores import (
+    Attention,
+    Content,
+    Position,
+    Scorer,
+    at_eviction,
+    content_scores,
+    on_arrival,
+    scores_in_blocks,
+)
 from lkv.prefill import PromptLayer, precise
 
 SPREAD = 16  # columns of the learned queries' covariance: measured as good as the whole of it
@@ -90,11 +100,14 @@ class TokenScores(nn.Module):
 
         Raises UnsupportedModelError where the model's rotation is needed and cannot be undone.
         """
-        places = self._places(prompt)
         scorer = self.scorer(layer, heads, prompt.key.device)
-        final = on_arrival(scorer, self.read_key(prompt), prompt.value, places)
-        ahead = self._ahead(prompt)
-        rest = at_eviction(scorer, prompt.key, prompt.value, places, prompt.end, ahead, prompt.scale)
+        key, value, places, ahead = prompt.key, prompt.value, self._places(prompt), self._ahead(prompt)
+        if not torch.is_grad_enabled():
+            return scores_in_blocks(
+                scorer, partial(self.read_key, prompt), key, value, places, prompt.end, ahead, prompt.scale
+            )
+        final = on_arrival(scorer, self.read_key(prompt), value, places)
+        rest = at_eviction(scorer, key, value, places, prompt.end, ahead, prompt.scale)
         return final if rest is None else final + rest
 
     def on_arrival(self, prompt: PromptLayer, layer: int, heads: slice = slice(None)) -> Tensor:
@@ -120,11 +133,11 @@ class TokenScores(nn.Module):
             return None
         return prompt.known_rotation.mean(precise(prompt.key[:, :1, :1]), prompt.end, prompt.end + FUTURE)
 
-    def read_key(self, prompt: PromptLayer) -> Tensor:
-        """k [B, H, T, d] as the content term reads it."""
+    def read_key(self, prompt: PromptLayer, part: slice = slice(None)) -> Tensor:
+        """k [B, H, n, d] of the tokens `part` as the content term reads it."""
         if self.inputs.key == "cached":
-            return prompt.key
-        return prompt.known_rotation.undone(prompt.key, prompt.start)
+            return prompt.key[:, :, part]
+        return prompt.known_rotation.undone(prompt.key, prompt.start, part)
 
     def content(self, prompt: PromptLayer, layer: int, tokens: Tensor) -> Tensor:
         """The content term alone for the `tokens` [n] (indices) of one layer: [B, H, n]."""

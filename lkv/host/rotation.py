@@ -43,9 +43,10 @@ class Rotation:
         self._last: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.probed = False  # whether the model's own queries were seen to be rotated so in every layer
 
-    def undone(self, x: Tensor, start: int = 0) -> Tensor:
-        """What x [B, H, T, d], rotated at positions `start` to `start + T - 1`, was before."""
-        return self._turned(x, *self._tables(x, start, start + x.shape[2], undo=True))
+    def undone(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
+        """What the tokens `part` of x [B, H, T, d], rotated at positions `start` to `start + T - 1`, were before."""
+        cos, sin = self._tables(x, start, start + x.shape[2], undo=True)
+        return self._turned(x[:, :, part], cos[:, part], sin[:, part])
 
     def applied(self, x: Tensor, start: int = 0) -> Tensor:
         """x [B, H, T, d] rotated at positions `start` to `start + T - 1`, as the model rotates keys."""
@@ -128,8 +129,8 @@ class NoRotation(Rotation):
     def __init__(self) -> None:
         self.probed = True
 
-    def undone(self, x: Tensor, start: int = 0) -> Tensor:
-        return x
+    def undone(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
+        return x[:, :, part]
 
     def moved(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
         return x

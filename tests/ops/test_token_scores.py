@@ -20,6 +20,7 @@ from lkv.ops.token_scores import (
     at_eviction,
     attention_scores,
     content_scores,
+    fast,
     on_arrival,
 )
 from lkv.policy import FUTURE, Policy
@@ -160,6 +161,24 @@ def test_content_in_blocks_equals_content_with_gradients():
     learning = Content(*(x.clone().requires_grad_() for x in (content.mean, content.std, content.hidden, content.bias,
                                                               content.output)))  # fmt: skip
     torch.testing.assert_close(blocks, content_scores(learning, key, value).detach(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("tokens", [0, 1, 2048, 40_001])
+def test_blocks_hold_every_token_once(tokens, device):
+    blocks = list(fast.blocks(tokens, torch.device(device)))
+    assert blocks and [t for block in blocks for t in range(block.start, block.stop)] == list(range(tokens))
+
+
+def test_all_terms_in_blocks_equal_the_terms_of_the_whole_text():
+    """The prompt is no multiple of a block; one block's attention is not another's."""
+    model = tiny_llama(dtype=torch.float32)
+    policy = filled(attach(model).spec).float()
+    key, value = torch.randn(2, 2, 4500, 8), torch.randn(2, 2, 4500, 8)
+    part = PromptLayer(key, value, 0.4, start=7, length=5000, rotation=attach(model).rotations[0])
+    with torch.no_grad():
+        blocks = policy.tokens(part, 1)
+    torch.testing.assert_close(blocks, policy.tokens(part, 1), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rounded", [torch.bfloat16, torch.float16])

@@ -9,8 +9,10 @@ from lkv.ops.token_scores.api import (
     attention_scores,
     content_scores,
     on_arrival,
+    scores_in_blocks,
 )
 
 __all__ = [
     "Attention", "Content", "Position", "Scorer", "at_eviction", "attention_scores", "content_scores", "on_arrival",
+    "scores_in_blocks",
 ]  # fmt: skip

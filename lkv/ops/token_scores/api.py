@@ -3,6 +3,7 @@
 Shapes: B rows, H KV heads, G query heads a KV head, T tokens, d the head's size, K knots, r columns of spread.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,13 +80,43 @@ def at_eviction(
     """
     scores = None
     if scorer.attention is not None:
-        if ahead is None:
-            raise ValueError("the attention term needs the mean rotation of the positions to come.")
-        scores = attention_scores(scorer.attention, key, value, ahead, scale)
+        scores = attention_scores(scorer.attention, key, value, _known(ahead), scale)
     if scorer.position is not None:
         with full_precision(key.device):
             recency = reference.knots(scorer.position.end, end - places).expand(*value.shape[:3])
         scores = recency if scores is None else scores + recency
+    return scores
+
+
+@torch.no_grad()
+def scores_in_blocks(
+    scorer: Scorer,
+    content_key: Callable[[slice], Tensor],
+    key: Tensor,
+    value: Tensor,
+    places: Tensor,
+    end: int,
+    ahead: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """`on_arrival` and `at_eviction` together, [B, H, T], for inference: a block of tokens goes through all terms.
+
+    `content_key` gives k of a block as the content term reads it; the rest is as there.
+    """
+    scores = torch.empty(*value.shape[:3], device=value.device)
+    with full_precision(value.device):
+        of_content, attention = _content_of_blocks(scorer.content, value), scorer.attention
+        if attention is not None:
+            rows = reference.attention_rows(_known(ahead), scale, attention.mean, attention.spread)
+        for block in fast.blocks(value.shape[2], value.device):
+            v = value[:, :, block]
+            scores[:, :, block] = of_content(content_key(block), v)
+            if attention is not None:
+                k = key[:, :, block]
+                scores[:, :, block] += reference.attention_of(k, v, rows, attention.weight, attention.normaliser)
+        if scorer.position is not None:
+            scores += reference.knots(scorer.position.start, places + 1)
+            scores += reference.knots(scorer.position.end, end - places)
     return scores
 
 
@@ -94,10 +125,15 @@ def content_scores(content: Content, key: Tensor, value: Tensor) -> Tensor:
 
     Differentiable where the weights ask for gradients; otherwise computed in blocks, in bfloat16 where k and v are.
     """
-    graph = torch.is_grad_enabled() and content.hidden.requires_grad
-    backend = reference.content if graph else fast.content
     with full_precision(key.device):
-        return backend(key, value, content.mean, content.std, content.hidden, content.bias, content.output)
+        if torch.is_grad_enabled() and content.hidden.requires_grad:
+            return reference.content(
+                key, value, content.mean, content.std, content.hidden, content.bias, content.output
+            )
+        with torch.no_grad():
+            of_block = _content_of_blocks(content, value)
+            blocks = fast.blocks(value.shape[2], value.device)
+            return torch.cat([of_block(key[:, :, block], value[:, :, block]) for block in blocks], -1)
 
 
 def attention_scores(attention: Attention, key: Tensor, value: Tensor, ahead: Tensor, scale: float) -> Tensor:
@@ -106,3 +142,13 @@ def attention_scores(attention: Attention, key: Tensor, value: Tensor, ahead: Te
         return reference.attention(
             key, value, ahead, scale, attention.weight, attention.mean, attention.spread, attention.normaliser
         )
+
+
+def _content_of_blocks(content: Content, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    return fast.content(like, content.mean, content.std, content.hidden, content.bias, content.output)
+
+
+def _known(ahead: Tensor | None) -> Tensor:
+    if ahead is None:
+        raise ValueError("the attention term needs the mean rotation of the positions to come.")
+    return ahead

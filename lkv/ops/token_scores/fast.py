@@ -1,20 +1,29 @@
-"""The content term for inference: one batched product a block of tokens; beside the scores memory does not grow."""
+"""Inference, a block of tokens at a time: it stays in the processor's caches from term to term, and beside the scores
+memory does not grow."""
+
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-_BLOCK = 2048
+
+def blocks(tokens: int, device: torch.device) -> Iterator[slice]:
+    """The blocks of `tokens` tokens; larger where every product has to be launched."""
+    size = 2048 if device.type == "cpu" else 16_384
+    return (slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size))
 
 
-@torch.no_grad()
 def content(
-    key: Tensor, value: Tensor, mean: Tensor, std: Tensor, hidden: Tensor, bias: Tensor, output: Tensor
-) -> Tensor:
-    """As `reference.content`: products in bfloat16 where k and v are, in float32 otherwise; the rest in float32."""
-    batch, heads, tokens, _ = key.shape
+    like: Tensor, mean: Tensor, std: Tensor, hidden: Tensor, bias: Tensor, output: Tensor
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """`reference.content` as a function of one block's k and v [B, H, n, d], which are as `like` [B, H, T, d] is.
+
+    Products are in bfloat16 where k and v are, in float32 otherwise; the rest is in float32.
+    """
+    batch = like.shape[0]
     # Not float16: divided by a small deviation a weight may be too large for it.
-    dtype = torch.bfloat16 if key.dtype == torch.bfloat16 else torch.float32
+    dtype = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
     hidden, std, mean, bias, output = (x.float() for x in (hidden, std, mean, bias, output))
     weight = (hidden / std[..., None]).to(dtype)
     # The mean is taken off through the weight as it was rounded, and within the product, which adds up in float32:
@@ -24,14 +33,14 @@ def content(
     after = bias - inside.float()
     weight, inside = weight.repeat(batch, 1, 1), inside.repeat(batch, 1, 1)
     products = _apart if dtype == torch.float32 else _together
-    scores = torch.empty(batch, heads, tokens, device=key.device)
-    for start in range(0, tokens, _BLOCK):
-        block = slice(start, start + _BLOCK)
-        k, v = (x[:, :, block].to(dtype).flatten(0, 1) for x in (key, value))
-        units = products(inside, k, v, weight).unflatten(0, (batch, heads))
+
+    def scores(key: Tensor, value: Tensor) -> Tensor:
+        k, v = (x.to(dtype).flatten(0, 1) for x in (key, value))
+        units = products(inside, k, v, weight).unflatten(0, (batch, -1))
         units = silu(units if dtype == torch.float32 else units.float().add_(after), inplace=True)
         # On a CPU a sum of products is several times faster than a product with one column.
-        scores[:, :, block] = units.mul_(output[:, None]).sum(-1)
+        return units.mul_(output[:, None]).sum(-1)
+
     return scores
 
 

@@ -32,14 +32,23 @@ def attention(
 ) -> Tensor:
     """weight * log(sum over the group's heads of E[exp(q k scale)] / normaliser, times ||v||): [B, H, T]."""
     dtype = torch.promote_types(key.dtype, torch.float32)
-    ahead = ahead.to(dtype)
+    return attention_of(key, value, attention_rows(ahead.to(dtype), scale, mean, spread), weight, normaliser)
+
+
+def attention_rows(ahead: Tensor, scale: float, mean: Tensor, spread: Tensor) -> Tensor:
+    """What `attention` multiplies k by, [H, G + r, d], in the precision of `ahead`."""
+    mean, spread = mean.to(ahead.dtype), spread.to(ahead.dtype)
+    return torch.cat([mean, spread.transpose(-1, -2)], -2) @ ahead * scale
+
+
+def attention_of(key: Tensor, value: Tensor, rows: Tensor, weight: Tensor, normaliser: Tensor) -> Tensor:
+    """`attention` of some tokens, from its `rows`."""
+    dtype, group = rows.dtype, normaliser.shape[1]
     # E[exp(q k)] of a normal q is exp(mean k + k cov k / 2); one product serves the means and the spread.
-    columns = torch.cat([(mean.to(dtype) @ ahead).transpose(-1, -2), ahead.T @ spread.to(dtype)], -1) * scale
-    products = key.to(dtype) @ columns
-    group = mean.shape[1]
-    logits = products[..., :group] + products[..., group:].square().sum(-1, keepdim=True) / 2 - normaliser[:, None]
+    products = rows @ key.to(dtype).transpose(-1, -2)
+    logits = products[..., :group, :] + products[..., group:, :].square().sum(-2, keepdim=True) / 2
     norm = torch.linalg.vector_norm(value.to(dtype), dim=-1).clamp(min=_LEAST_NORM)
-    return weight[:, None] * (logits.logsumexp(-1) + norm.log())
+    return weight[:, None] * ((logits - normaliser[..., None]).logsumexp(-2) + norm.log())
 
 
 def knots(table: Tensor, places: Tensor) -> Tensor:
