@@ -38,6 +38,7 @@ def main() -> None:
         drawn = torch.rand(30, 3, generator=torch.Generator().manual_seed(0)).tolist()
         prompt = read_prompt(model, ids, queries=True)
         names = [name for name in METHODS if not needs_second_pass(name) or tokens <= options.kvzip_up_to]
+        names.append("lkv+refit")
         seconds: dict[str, list[float]] = {name: [] for name in ("full", *names)}
         for _ in range(options.repeats):
             for name, record in seconds.items():

@@ -55,11 +55,11 @@ def _serving() -> list[str]:
         "## Serving",
         f"Questions about 4 texts of {rate['tokens']:,} tokens at R = {rate['retention']:g}, answers of at most 32 "
         f"tokens, on two cores ({_SERVING}, `serving.json`): 16 requests at once give "
-        f"{interval(rate, digits=2)} times the tokens a second of one after another "
-        f"({rate['equal']} of {rate['answers']} answers equal). The contexts "
-        f"hold {size['value']:.3f} of the full caches' bytes, loading one is {load['value']:.0f} times as fast as "
-        f"compressing it, and where memory holds little more than one full cache there are {interval(tight, digits=2)} "
-        "times the requests a second of full caches.",
+        f"{interval(rate, digits=2)} times the tokens a second of `Context.ask`, one after another "
+        f"(the table is of the server's engine alone; {rate['equal']} of {rate['answers']} answers equal). The "
+        f"contexts hold {size['value']:.3f} of the full caches' bytes, loading one is {load['value']:.0f} times as "
+        "fast as compressing it, and where memory holds little more than one full cache there are "
+        f"{interval(tight, digits=2)} times the requests a second of full caches.",
         table(
             ("at once", *(f"{name_of(m)}, {unit}" for m in methods for unit in ("tokens/s", "p50, s", "p95, s"))),
             (
@@ -109,9 +109,9 @@ def _variants() -> list[str]:
     return [
         f"Streaming and quantised storage at R = {every[0]['retention']:g}, beside LKV of the whole prompt: "
         f"KL(full \\|\\| compressed) and top-1 agreement, {contexts} ({source('variants')}; bytes are those of k and v "
-        "held, slack included).",
+        f"held, slack included, of {every[0]['dtype']}).",
         table(
-            ("", *(f"{tokens:,} tokens" for tokens in lengths), f"bytes of the full cache's in {every[0]['dtype']}"),
+            ("", *(f"{tokens:,} tokens" for tokens in lengths), f"bytes at {lengths[0]:,}, of the full cache's"),
             (
                 [
                     variant,

@@ -28,14 +28,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, default=None, help="folder with the sources (default: from the hub)")
     parser.add_argument("--haystack", type=Path, default=None, help="RULER: text file, or folder of them, for needles")
     parser.add_argument("--tasks", nargs="+", default=None, help="(default: all)")
-    parser.add_argument("--lengths", nargs="+", type=positive, default=[4096], help="RULER: tokens, prompt and answer")
+    parser.add_argument(
+        "--lengths", nargs="+", type=positive, default=[4096], help="RULER: tokens, prompt and answer (default: 4096)"
+    )
     parser.add_argument("--samples", type=positive, default=None, help=f"a task (RULER: {_RULER_SAMPLES}, else all)")
-    parser.add_argument("--methods", nargs="+", default=["lkv", "snapkv"], help="names that `lkv methods` lists")
+    parser.add_argument(
+        "--methods", nargs="+", default=["lkv", "snapkv"], help="of `lkv methods` (default: lkv snapkv)"
+    )
     parser.add_argument("--retention", nargs="+", type=float, default=None, help="shares to keep (default: 0.15)")
     parser.add_argument("--protocol", choices=PROTOCOLS, default=None, help="how prompts are made (default: kvpress)")
     add_model(parser)
     add_revision(parser)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=None, help="of the model")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default=None,
+        help="of the model (default: float32 if embedded, else as stored)",
+    )
     parser.add_argument(
         "--policy",
         nargs="+",
@@ -58,8 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_ESTIMATES[0],
         help="how a text's pattern is estimated: attention outside the window, or as kvpress does it",
     )
-    parser.add_argument("--seed", type=int, default=0, help="RULER: another seed makes other samples")
-    parser.add_argument("--rows-at-once", type=positive, default=64, help="methods x retentions held at a time")
+    parser.add_argument("--seed", type=int, default=0, help="RULER: another makes other samples (default: 0)")
+    parser.add_argument(
+        "--rows-at-once", type=positive, default=64, help="methods x retentions held at a time (default: 64)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON lines; a run that was interrupted goes on")
 
 

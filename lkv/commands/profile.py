@@ -22,19 +22,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default=None, help="folder or hub id (default: random where none is shipped)")
     add_revision(parser)
     add_policy_revision(parser)
-    parser.add_argument("--tokens", nargs="+", type=positive, default=[1024, 2048, 4096, 8192], help="context lengths")
     parser.add_argument(
-        "--methods", nargs="+", default=["full", "lkv", "snapkv"], help="names that `lkv methods` lists"
+        "--tokens",
+        nargs="+",
+        type=positive,
+        default=[1024, 2048, 4096, 8192],
+        help="context lengths (default: 1024 2048 4096 8192)",
     )
-    parser.add_argument("--retention", type=float, default=0.15, help="share of the cache to keep, in (0, 1]")
-    parser.add_argument("--batch", type=positive, default=1)
-    parser.add_argument("--new-tokens", type=positive, default=16, help="tokens generated after each context")
-    parser.add_argument("--repeats", type=positive, default=3, help="timed rounds, after one that warms up")
+    parser.add_argument(
+        "--methods", nargs="+", default=["full", "lkv", "snapkv"], help="of `lkv methods` (default: full lkv snapkv)"
+    )
+    parser.add_argument("--retention", type=float, default=0.15, help="share to keep, in (0, 1] (default: %(default)g)")
+    parser.add_argument("--batch", type=positive, default=1, help="rows read at once (default: %(default)s)")
+    parser.add_argument(
+        "--new-tokens", type=positive, default=16, help="tokens generated after each context (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=3, help="timed rounds, after one that warms up (default: %(default)s)"
+    )
     parser.add_argument("--dtype", choices=_DTYPES, default=None, help="(default: bfloat16 on CUDA, else float32)")
     parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: CUDA where there is one)")
     parser.add_argument("--chunk", type=positive, default=None, help="read the context in parts of so many tokens")
     parser.add_argument("--streaming", action="store_true", help="evict after every part (needs --chunk)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of tokens and random weights (default: %(default)s)")
     parser.add_argument(
         "--until-out-of-memory", action="store_true", help="also find the largest context each method has room for"
     )
