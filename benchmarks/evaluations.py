@@ -44,7 +44,8 @@ def main() -> None:
 
 
 def rows_of(results: Results, methods: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Flat rows; "all" is the mean over a length's tasks, "full >= 50" over those where the full cache scores that."""
+    """Flat rows; "all" is the mean over a length's tasks, "full >= 50" over those where the full cache scores that at
+    every length."""
     pairs = pairs_of(results, methods)
     averages = Scores(results, pairs)
     try:

@@ -190,7 +190,7 @@ def _other_model(name: str) -> list[str]:
     """A part of its own for another model: fidelity by length, RULER, needles, whatever there is."""
     title = rows(f"length-{name}")[0]["model"].rpartition("/")[2]
     able, others = (rows(f"{kind}-{name}", task=ABLE) for kind in ("ruler", "ruler_other"))
-    lead = f"RULER: mean score over the tasks in which {title}'s full cache reaches 50"
+    lead = f"RULER: mean score over the tasks in which {title}'s full cache reaches 50 at every length"
     longer = [_length(f"{kind}-{name}") for kind in LONGER]
     return [
         f"### {title}",
