@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from lkv.errors import LkvError, PolicyMismatchError
-from lkv.evals.roster import Roster
-from lkv.methods.budget import Uniform
+from lkv.evaluation.roster import Roster
+from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.methods.budgets import Uniform
 from lkv.methods.build import Method, make_method
-from lkv.methods.catalogue import FULL
-from lkv.methods.selection import LearnedScores
-from lkv.models import DEFAULT, default_policy, load_model, load_policy
-from lkv.policy import Policy
-from lkv.prefill import PromptLayer
+from lkv.methods.registry import FULL
+from lkv.methods.selectors import LearnedScores
+from lkv.models.loading import DEFAULT, default_policy, load_model, load_policy
+from lkv.policy.policy import Policy
 
 _FOLDERS = ("data", "out")
 RESULTS = Path(__file__).parent / "results"

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, command_of
-from lkv.evals import ruler
-from lkv.evals.runner import evaluate
-from lkv.journal import read_samples
-from lkv.models import default_policy, load_default
-from lkv.results import write_results
+from lkv.evaluation import ruler
+from lkv.evaluation.runner import evaluate
+from lkv.models.loading import default_policy, load_default
+from lkv.utils.journal import read_samples
+from lkv.utils.results import write_results
 
 _SEVEN = ("lkv", "snapkv", "pyramidkv", "adakv-snapkv", "adakv-expected", "criticalkv", "keydiff")
 _SETS = {"eight methods of one pass": (*_SEVEN, "tova"), "seven of them and KVzip": (*_SEVEN, "kvzip")}

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, command_of
-from lkv.models import DEFAULT, load_tokenizer
-from lkv.results import write_results
+from lkv.models.loading import DEFAULT, load_tokenizer
 from lkv.training.data.build import MANIFEST
 from lkv.training.data.loom import RATIOS
 from lkv.training.data.recipes import Settings, build
 from lkv.training.data.sample import Continuation, Sample, tokenize
+from lkv.utils.results import write_results
 
 STAND_INS = {
     "hotpotqa": "hotpotqa_train_200.jsonl.gz",

@@ -22,13 +22,13 @@ from transformers import DynamicCache
 from benchmarks.common import RESULTS
 from lkv.cache.ragged import RaggedCache
 from lkv.cache.spans import Spans
-from lkv.host.attention import attach
-from lkv.models import default_policy, load_default
-from lkv.ops.ragged_attention import api, ragged_attention
-from lkv.policy import Policy
-from lkv.prefill import PromptLayer
-from lkv.results import provenance, write_results
-from lkv.statistics import bootstrap
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.kernels.ragged_attention import api, ragged_attention
+from lkv.models.loading import default_policy, load_default
+from lkv.policy.policy import Policy
+from lkv.utils.results import provenance, write_results
+from lkv.utils.statistics import bootstrap
 
 
 def random_prompt(model: Any, tokens: int) -> list[PromptLayer]:

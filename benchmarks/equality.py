@@ -12,11 +12,11 @@ import torch
 from benchmarks.common import RESULTS
 from benchmarks.masked import hidden_from_continuation
 from lkv.cache.ragged import RaggedCache
-from lkv.methods.budget import PerHead, Uniform
+from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.build import Method
-from lkv.methods.selection import GivenScores
-from lkv.models import load_default
-from lkv.results import write_results
+from lkv.methods.selectors import GivenScores
+from lkv.models.loading import load_default
+from lkv.utils.results import write_results
 
 LATER = 24
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from benchmarks.common import RESULTS
 from lkv.errors import ReportError
-from lkv.journal import FIDELITY
-from lkv.models import DEFAULT
-from lkv.report.names import CATEGORIES, FULL
-from lkv.report.reading import MeasuredSample, Results, read_results
-from lkv.report.scores import Pair, Scores, Unit, pairs_of
-from lkv.results import write_results
+from lkv.evaluation.report.names import CATEGORIES, FULL
+from lkv.evaluation.report.reading import MeasuredSample, Results, read_results
+from lkv.evaluation.report.scores import Pair, Scores, Unit, pairs_of
+from lkv.models.loading import DEFAULT
+from lkv.utils.journal import FIDELITY
+from lkv.utils.results import write_results
 
 LEAST_SCORE = 50.0  # the full cache's score from which on a task says something about eviction
 ABLE = f"full >= {LEAST_SCORE:g}"

@@ -12,14 +12,14 @@ from tqdm import tqdm
 
 from benchmarks.common import RESULTS, command_of, methods_of, settings_of
 from benchmarks.heldout import TASKS, HeldOut
-from lkv.evals.compare import Comparison
-from lkv.journal import resumable
+from lkv.evaluation.compare import Comparison
+from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.build import make_method
-from lkv.models import default_policy, load_default
-from lkv.policy import Policy
-from lkv.prefill import read_prompt
-from lkv.results import write_results
-from lkv.statistics import bootstrap
+from lkv.models.loading import default_policy, load_default
+from lkv.policy.policy import Policy
+from lkv.utils.journal import resumable
+from lkv.utils.results import write_results
+from lkv.utils.statistics import bootstrap
 
 NAMES = ("full", "lkv", "lkv+refit", "lkv-t", "snapkv")
 ALL = (*NAMES, "kvzip")

@@ -12,11 +12,11 @@ from tqdm import tqdm
 from benchmarks.common import RESULTS, command_of, methods_of, settings_of
 from benchmarks.fidelity import summarise
 from benchmarks.heldout import TASKS, HeldOut
-from lkv.evals.compare import Comparison
-from lkv.journal import resumable
-from lkv.models import default_policy, load_default
-from lkv.prefill import read_prompt
-from lkv.results import write_results
+from lkv.evaluation.compare import Comparison
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.models.loading import default_policy, load_default
+from lkv.utils.journal import resumable
+from lkv.utils.results import write_results
 
 RULES, SELECTORS = ("uniform", "ada", "lkv-h"), ("snapkv", "expected", "lkv-t")
 NAMES = ("full", *(f"{rule}+{selector}" for rule in RULES for selector in SELECTORS))

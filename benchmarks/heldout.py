@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lkv.errors import DataError
-from lkv.evals.needles import make_needles
-from lkv.prompts import encode, question_ids
+from lkv.evaluation.needles import make_needles
 from lkv.training.data import records, sources
 from lkv.training.data.packing import (
     CHARS_PER_TOKEN,
@@ -19,6 +18,7 @@ from lkv.training.data.packing import (
     window_start,
 )
 from lkv.training.data.sample import Continuation, Sample, tokenize
+from lkv.utils.prompts import encode, question_ids
 
 CONTINUATIONS = 4
 LONGEST = 160

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import RESULTS, command_of
-from lkv.inspection.look import LADDER, Look
-from lkv.inspection.page import page
-from lkv.models import default_policy
-from lkv.results import write_results
+from lkv.context.inspection import LADDER, Look
+from lkv.context.inspection_page import page
+from lkv.models.loading import default_policy
+from lkv.utils.results import write_results
 
 OPENED = """new Promise((done) => {
   const drawn = () => requestAnimationFrame(() => setTimeout(() => done(performance.now())));

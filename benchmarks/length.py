@@ -17,16 +17,16 @@ from tqdm import tqdm
 from benchmarks.common import add_subject, command_of, per_length, rosters_of, rows_of, settings_of, subject_of
 from benchmarks.heldout import HeldOut
 from lkv.config import asdict
-from lkv.evals.compare import Comparison
-from lkv.evals.roster import Roster
-from lkv.journal import Done, resumable
-from lkv.methods.catalogue import FULL
-from lkv.prefill import read_prompt
-from lkv.report.figures import new_figure, save_figure
-from lkv.report.names import label
-from lkv.report.style import finish, styles
-from lkv.results import write_results
-from lkv.statistics import Mean, bootstrap
+from lkv.evaluation.compare import Comparison
+from lkv.evaluation.report.figures import new_figure, save_figure
+from lkv.evaluation.report.names import label
+from lkv.evaluation.report.style import finish, styles
+from lkv.evaluation.roster import Roster
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods.registry import FULL
+from lkv.utils.journal import Done, resumable
+from lkv.utils.results import write_results
+from lkv.utils.statistics import Mean, bootstrap
 
 TASKS = ("code", "LongBench text", "multi-hop QA", "meetings", "stories")
 METHODS = ("lkv", "kvzip", "lkv-h+kvzip", "lkv-h+expected", "snapkv", "adakv-snapkv", "keydiff")

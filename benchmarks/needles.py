@@ -13,13 +13,13 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.common import add_subject, command_of, per_length, rosters_of, rows_of, settings_of, subject_of
-from lkv.evals.compare import Comparison
-from lkv.evals.needles import make_needles
-from lkv.journal import Done, resumable
-from lkv.prefill import read_prompt
-from lkv.prompts import question_ids
-from lkv.results import write_results
-from lkv.statistics import bootstrap
+from lkv.evaluation.compare import Comparison
+from lkv.evaluation.needles import make_needles
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.utils.journal import Done, resumable
+from lkv.utils.prompts import question_ids
+from lkv.utils.results import write_results
+from lkv.utils.statistics import bootstrap
 
 METHODS = ("lkv", "kvzip", "lkv-h+expected", "snapkv")
 NEEDLES = (1, 4)  # hidden in a text, of which one is asked for

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
-from lkv.policy import Policy
-from lkv.results import write_results
-from lkv.shipped import checked_line, shipped
+from lkv.policy.policy import Policy
+from lkv.policy.shipped import checked_line, shipped
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.overlap import SHARE, N, Overlap
 from lkv.training.data.records import records
 from lkv.training.data.sets import SETS
 from lkv.training.data.sources import mmlu, standard_library, texts_of
+from lkv.utils.results import write_results
 
 _TEST_TOO = "mmlu"
 

@@ -11,11 +11,11 @@ from benchmarks import length
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
 from benchmarks.pages.parts import rows
-from lkv.report.figures import save_figure
-from lkv.report.names import AVERAGE, FULL, label, ordered
-from lkv.report.plots import plot
-from lkv.report.profile import plot_memory, read_profile
-from lkv.report.tables import LEAST, Cell, Column, Table, TableRow
+from lkv.evaluation.report.figures import save_figure
+from lkv.evaluation.report.names import AVERAGE, FULL, label, ordered
+from lkv.evaluation.report.plots import plot
+from lkv.evaluation.report.profile import plot_memory, read_profile
+from lkv.evaluation.report.tables import LEAST, Cell, Column, Table, TableRow
 
 _MODEL = "SmolLM2-135M-Instruct"
 

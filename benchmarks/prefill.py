@@ -13,10 +13,10 @@ from transformers import DynamicCache
 
 from benchmarks.common import RESULTS
 from lkv.cache.ragged import RaggedCache
-from lkv.host.stock import kv_nbytes
-from lkv.models import default_policy, load_default
-from lkv.results import write_results
-from lkv.statistics import bootstrap
+from lkv.integrations.transformers.stock import kv_nbytes
+from lkv.models.loading import default_policy, load_default
+from lkv.utils.results import write_results
+from lkv.utils.statistics import bootstrap
 
 METHODS = ("lkv", "snapkv")
 

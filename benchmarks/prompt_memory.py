@@ -23,10 +23,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from benchmarks.common import RESULTS, command_of
-from lkv.profiling.predict import longest
-from lkv.profiling.shapes import read_config
-from lkv.results import write_results
-from lkv.shapes import Shape
+from lkv.evaluation.profiling.predict import longest
+from lkv.evaluation.profiling.shapes import read_config
+from lkv.models.shapes import Shape
+from lkv.utils.results import write_results
 
 _ATTENTION = "lkv_sizes_alone"
 _SMALL, _STEP, _ROUND = 2**20, 2 * 2**20, 512  # up to _SMALL bytes: blocks of other segments, too few to matter

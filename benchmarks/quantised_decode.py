@@ -15,14 +15,14 @@ from torch import Tensor
 
 from benchmarks.common import RESULTS, command_of
 from benchmarks.decode import interleaved, random_prompt, row_of
-from lkv import devices
 from lkv.cache.quantization import BITS
 from lkv.cache.ragged import RaggedCache
-from lkv.host.attention import attach
-from lkv.models import default_policy, load_default
-from lkv.policy import Policy
-from lkv.profiling.shapes import allow_positions, random_model, random_policy, read_config
-from lkv.results import write_results
+from lkv.evaluation.profiling.shapes import allow_positions, random_model, random_policy, read_config
+from lkv.integrations.transformers.attention import attach
+from lkv.models.loading import default_policy, load_default
+from lkv.policy.policy import Policy
+from lkv.utils import devices
+from lkv.utils.results import write_results
 
 
 def one_token(model: Any, cache: RaggedCache, token: Tensor) -> None:

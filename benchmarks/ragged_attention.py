@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import RESULTS
-from lkv.ops.ragged_attention import extend, ragged_attention
-from lkv.results import write_results
-from lkv.statistics import bootstrap
+from lkv.kernels.ragged_attention import extend, ragged_attention
+from lkv.utils.results import write_results
+from lkv.utils.statistics import bootstrap
 
 _ROOM = 256
 _COPIED = {"cuda": 2**30, "cpu": 2**20}

@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.common import RESULTS
 from lkv.errors import DataError
-from lkv.methods.catalogue import FULL, needs_policy
-from lkv.results import write_results
+from lkv.methods.registry import FULL, needs_policy
+from lkv.utils.results import write_results
 
 _KEYS = ("method", "variant", "task", "tokens", "needles", "retention")
 _TOLERANCE = {"value": 1e-3, "kl": 1e-4}  # what machines differ by, or 0.3%; scores go up to 100

@@ -12,11 +12,11 @@ from transformers import DynamicCache
 
 from benchmarks.common import RESULTS, command_of
 from lkv.cache.ragged import RaggedCache, chosen_method
-from lkv.methods.catalogue import METHODS, needs_pattern, needs_second_pass
-from lkv.models import default_policy, load_default
-from lkv.prefill import read_prompt
-from lkv.results import write_results
-from lkv.statistics import bootstrap
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods.registry import METHODS, needs_pattern, needs_second_pass
+from lkv.models.loading import default_policy, load_default
+from lkv.utils.results import write_results
+from lkv.utils.statistics import bootstrap
 
 
 @torch.no_grad()

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
-from lkv.context import Context, compress
+from lkv.context.context import Context, compress
 from lkv.integrations.continuous import ContinuousEngine
-from lkv.models import default_policy, load_default
-from lkv.prompts import context_ids, question_ids
-from lkv.results import write_results
+from lkv.models.loading import default_policy, load_default
 from lkv.serving.store import ContextStore, Settings, entry_of, name_of
-from lkv.statistics import bootstrap
+from lkv.utils.prompts import context_ids, question_ids
+from lkv.utils.results import write_results
+from lkv.utils.statistics import bootstrap
 
 _BUILDINGS = "harbour mill quarry library station market orchard tower bridge school chapel archive".split()
 _GOODS = "boats sacks stones books trains stalls trees bells arches desks candles maps".split()

@@ -21,9 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import RESULTS
-from lkv.ops.soft_mask_attention import soft_mask_attention
-from lkv.results import write_results
-from lkv.statistics import bootstrap
+from lkv.kernels.soft_mask_attention import soft_mask_attention
+from lkv.utils.results import write_results
+from lkv.utils.statistics import bootstrap
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -200,7 +200,7 @@ def tune(shape: Shape, tokens: int, repeats: int) -> None:
     """Print the time of each kernel's candidates, the other two kernels as they are in use."""
     from triton.runtime.errors import OutOfResources
 
-    from lkv.ops.soft_mask_attention import triton as backend
+    from lkv.kernels.soft_mask_attention import triton as backend
 
     arguments = inputs(shape, tokens, "cuda")
     used = backend.tiles_on(arguments[0].device, shape.dtype, shape.dim)

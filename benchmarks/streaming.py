@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import RESULTS
 from lkv.cache.ragged import RaggedCache
-from lkv.host.attention import attach
-from lkv.profiling.memory import LiveBytes
-from lkv.profiling.shapes import random_policy
-from lkv.results import write_results
+from lkv.evaluation.profiling.memory import LiveBytes
+from lkv.evaluation.profiling.shapes import random_policy
+from lkv.integrations.transformers.attention import attach
+from lkv.utils.results import write_results
 
 
 @torch.no_grad()

@@ -17,15 +17,15 @@ import torch
 
 from benchmarks.common import RESULTS, command_of
 from lkv.config import TrainingConfig
-from lkv.host.attention import attach
-from lkv.models import default_policy, load_default
-from lkv.policy import Policy
-from lkv.results import write_results
-from lkv.statistics import bootstrap
+from lkv.integrations.transformers.attention import attach
+from lkv.models.loading import default_policy, load_default
+from lkv.policy.policy import Policy
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.sample import TokenizedSample, tokenize
 from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
 from lkv.training.trainer import Trainer
+from lkv.utils.results import write_results
+from lkv.utils.statistics import bootstrap
 
 _TARGET = 120  # tokens of a continuation
 _RETENTION = 0.15

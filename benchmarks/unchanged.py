@@ -7,6 +7,7 @@ Exits with 1 where anything differs: kept indices must be equal, numbers within 
 """
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import tarfile
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("tiny", "embedded")
 RETENTIONS = (0.5, 0.15)
+SECOND_PASS = ("kvzip",)  # methods that read the text twice
 _TOKENS = {"tiny": 300, "embedded": 300}  # characters are tokens of the tiny model
 _MEASURES = ("realised", "nbytes", "score", "kl", "agreement", "hidden_error")
 _QUESTION = "What is this text about?"
@@ -82,9 +85,17 @@ def differences(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor], t
     return lines
 
 
+def import_either(*modules: str) -> Any:
+    """Return the first of `modules` that exists: packages of other revisions have another layout."""
+    for name in modules:
+        with contextlib.suppress(ModuleNotFoundError):
+            return import_module(name)
+    raise ModuleNotFoundError(f"none of {', '.join(modules)} can be imported")
+
+
 def probe(kind: str, samples: int) -> dict[str, torch.Tensor]:
     """Every result by its name, with the package that is imported."""
-    from lkv.methods.catalogue import METHODS
+    methods = import_either("lkv.methods.registry", "lkv.methods.catalogue").METHODS
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -95,8 +106,8 @@ def probe(kind: str, samples: int) -> dict[str, torch.Tensor]:
         results: dict[str, torch.Tensor] = {}
         for number, text in enumerate(texts):
             compressed = compressing(model, tokenizer, policy, text, kind == "embedded")
-            results |= kept_and_predicted(compressed, METHODS, f"text {number}", text, folder / "context.kv")
-        results |= fidelity(model, tokenizer, policy, list(METHODS), texts, folder / "eval.jsonl")
+            results |= kept_and_predicted(compressed, methods, f"text {number}", text, folder / "context.kv")
+        results |= fidelity(model, tokenizer, policy, list(methods), texts, folder / "eval.jsonl")
         return results | (training(folder) if kind == "tiny" else {})
 
 
@@ -112,10 +123,8 @@ def compressing(model: Any, tokenizer: Any, policy: Any, text: str, once: bool) 
     """What gives the context of `text` under a method at a retention. `once`: a method that needs no second pass evicts
     from what was read before, because reading takes nearly all of the time."""
     import lkv
-    from lkv.context import Context
-    from lkv.methods.catalogue import needs_second_pass
-    from lkv.prefill import read_prompt
 
+    read_prompt = import_either("lkv.integrations.transformers.prefill", "lkv.prefill").read_prompt
     full = lkv.compress(model, tokenizer, text, method="full")
     prompt = read_prompt(model, torch.tensor([full.ids]), queries=True) if once else None
 
@@ -123,11 +132,11 @@ def compressing(model: Any, tokenizer: Any, policy: Any, text: str, once: bool) 
         pattern = pattern_of(model) if method == "duo" else None
         if method == "full":
             return full
-        if prompt is None or needs_second_pass(method):
+        if prompt is None or method in SECOND_PASS:
             return lkv.compress(model, tokenizer, text, method, retention, policy, pattern=pattern)
         cache = lkv.RaggedCache(model, policy, retention, method, pattern=pattern)
         cache.fill(prompt)
-        return Context(model, tokenizer, full.ids, cache)
+        return lkv.Context(model, tokenizer, full.ids, cache)
 
     return context
 
@@ -171,13 +180,13 @@ def fidelity(
     model: Any, tokenizer: Any, policy: Any, methods: list[str], texts: list[str], out: Path
 ) -> dict[str, torch.Tensor]:
     """All that an evaluation writes of each method, retention and text."""
-    from lkv.evals.example import Example
-    from lkv.evals.runner import evaluate
+    example = import_either("lkv.evaluation.example", "lkv.evals.example").Example
+    evaluate = import_either("lkv.evaluation.runner", "lkv.evals.runner").evaluate
 
     fields: dict[str, Any] = {"suite": "longbench", "task": "code", "question": _QUESTION, "answer_prefix": ""}
     fields |= {"max_new_tokens": 8, "metric": "qa_f1"}
     examples = [
-        Example(number=number, context=text, answers=(text[40:100],), **fields) for number, text in enumerate(texts)
+        example(number=number, context=text, answers=(text[40:100],), **fields) for number, text in enumerate(texts)
     ]
     evaluate(model, tokenizer, examples, methods, RETENTIONS, out, policy=policy, pattern=pattern_of(model), timed=0)
     results: dict[str, torch.Tensor] = {}
@@ -192,7 +201,7 @@ def fidelity(
 
 def training(folder: Path) -> dict[str, torch.Tensor]:
     """The policies of two steps of training, with the paper's scorer and with every term."""
-    from lkv.commands.main import main as command
+    command = import_either("lkv.cli.main", "lkv.commands.main").main
 
     (folder / "data").mkdir()
     for number in range(40):

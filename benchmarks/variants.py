@@ -16,12 +16,12 @@ from benchmarks.common import RESULTS, command_of, per_length, settings_of
 from benchmarks.heldout import HeldOut
 from benchmarks.length import TASKS
 from lkv.cache.ragged import RaggedCache
-from lkv.journal import resumable
-from lkv.models import default_policy, load_default
-from lkv.ops.fidelity import agrees, kl
-from lkv.policy import Policy
-from lkv.results import write_results
-from lkv.statistics import bootstrap
+from lkv.kernels.fidelity import agrees, kl
+from lkv.models.loading import default_policy, load_default
+from lkv.policy.policy import Policy
+from lkv.utils.journal import resumable
+from lkv.utils.results import write_results
+from lkv.utils.statistics import bootstrap
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {},

@@ -93,7 +93,7 @@ assert 0.2 < held["realised_retention"] <= 0.25 and held["bytes_held"] < held["b
 """
 COMPILED = """
 import torch
-from lkv.ops.ragged_attention import ragged_attention
+from lkv.kernels.ragged_attention import ragged_attention
 q, pool, counts = torch.randn(1, 4, 1, 64), torch.randn(90, 64), torch.tensor([[40, 50]], dtype=torch.int32)
 starts = torch.tensor([[0, 40]], dtype=torch.int32)
 ours, exact = (ragged_attention(q, pool, pool, starts, counts, 0.125, name) for name in ("numba", "reference"))

@@ -19,10 +19,10 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 CHECKS = [
-    "tests/ops/test_ragged_triton.py",
-    "tests/ops/test_code_kernels.py",
-    "tests/ops/test_soft_mask_triton.py",
-    "tests/test_cuda.py",
+    "tests/kernels/test_ragged_triton.py",
+    "tests/kernels/test_code_kernels.py",
+    "tests/kernels/test_soft_mask_triton.py",
+    "tests/gpu/test_cuda.py",
 ]
 Run = Callable[[list[str], float], int]
 

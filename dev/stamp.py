@@ -5,9 +5,9 @@ python dev/stamp.py MODEL FOLDER...    (MODEL as `lkv ask --model` takes it, of 
 
 import sys
 
-from lkv.host.attention import attach
-from lkv.models import load_model
-from lkv.policy import Policy
+from lkv.integrations.transformers.attention import attach
+from lkv.models.loading import load_model
+from lkv.policy.policy import Policy
 
 
 def main() -> None:

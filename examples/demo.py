@@ -10,8 +10,8 @@ import torch
 
 from examples.document import NOTES, document
 from lkv import Context, compress, default_policy, load_default
-from lkv.report.figures import draw_budgets
-from lkv.results import write_results
+from lkv.evaluation.report.figures import draw_budgets
+from lkv.utils.results import write_results
 
 OUT = Path("demo-output")
 RETENTION = 0.15

@@ -11,31 +11,31 @@ from lkv.version import __version__
 
 if TYPE_CHECKING:
     from lkv.cache.ragged import RaggedCache
-    from lkv.chat import Chat
-    from lkv.context import Context, compress
-    from lkv.hub import push_to_hub
-    from lkv.methods.budget import Budget
+    from lkv.context.chat import Chat
+    from lkv.context.context import Context, compress
+    from lkv.methods.budgets import Budget
     from lkv.methods.build import Method
-    from lkv.methods.catalogue import register_method
-    from lkv.methods.selection import Selector
-    from lkv.models import default_policy, load_default, load_model, policy_for
-    from lkv.policy import Policy
+    from lkv.methods.registry import register_method
+    from lkv.methods.selectors import Selector
+    from lkv.models.loading import default_policy, load_default, load_model, policy_for
+    from lkv.policy.hub import push_to_hub
+    from lkv.policy.policy import Policy
 
 _HOMES = {
-    "Budget": "lkv.methods.budget",
-    "Chat": "lkv.chat",
-    "Context": "lkv.context",
+    "Budget": "lkv.methods.budgets",
+    "Chat": "lkv.context.chat",
+    "Context": "lkv.context.context",
     "Method": "lkv.methods.build",
-    "Policy": "lkv.policy",
+    "Policy": "lkv.policy.policy",
     "RaggedCache": "lkv.cache.ragged",
-    "Selector": "lkv.methods.selection",
-    "compress": "lkv.context",
-    "default_policy": "lkv.models",
-    "load_default": "lkv.models",
-    "load_model": "lkv.models",
-    "policy_for": "lkv.models",
-    "push_to_hub": "lkv.hub",
-    "register_method": "lkv.methods.catalogue",
+    "Selector": "lkv.methods.selectors",
+    "compress": "lkv.context.context",
+    "default_policy": "lkv.models.loading",
+    "load_default": "lkv.models.loading",
+    "load_model": "lkv.models.loading",
+    "policy_for": "lkv.models.loading",
+    "push_to_hub": "lkv.policy.hub",
+    "register_method": "lkv.methods.registry",
 }
 __all__ = [
     "Budget",

@@ -2,7 +2,7 @@
 
 import sys
 
-from lkv.commands.main import main
+from lkv.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,7 +12,7 @@ from lkv.errors import TrainingError
 class ModelSpec:
     """What a policy must know of the model it was trained for.
 
-    `directions` are those of sampled rows, a fingerprint that survives quantisation (`lkv.fingerprint` compares it).
+    `directions` are those of sampled rows, a fingerprint that survives quantisation (see `lkv.policy.fingerprint`).
     `weights` are single values from fixed places; policies saved before have these alone.
     """
 

@@ -15,16 +15,16 @@ import torch
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import LkvError, check_retention
-from lkv.host.attention import attach
-from lkv.methods.budget import estimate_pattern, read_pattern
+from lkv.evaluation.report.figures import draw_policies
+from lkv.evaluation.report.names import label
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods.budgets import estimate_pattern, read_pattern
 from lkv.methods.build import make_method
-from lkv.models import DEFAULT, default_policy, load_model
-from lkv.policy import Policy
-from lkv.prefill import read_prompt
-from lkv.prompts import context_ids
-from lkv.report.figures import draw_policies
-from lkv.report.names import label
-from lkv.results import write_results
+from lkv.models.loading import DEFAULT, default_policy, load_model
+from lkv.policy.policy import Policy
+from lkv.utils.prompts import context_ids
+from lkv.utils.results import write_results
 
 METHODS = ("snapkv", "pyramidkv", "duo", "adakv-snapkv", "lkv")
 

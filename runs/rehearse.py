@@ -25,7 +25,7 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from lkv.evals.longbench import TASKS
+from lkv.evaluation.longbench import TASKS
 
 ROOT = Path(__file__).parent.parent
 ARCHITECTURES = ("llama", "qwen")

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from examples.document import document
-from lkv.commands.main import main as lkv
-from lkv.methods.catalogue import METHODS
-from lkv.models import load_default
+from lkv.cli.main import main as lkv
+from lkv.methods.registry import METHODS
+from lkv.models.loading import load_default
 from runs import budget_policies
 
 SWEPT = ("snapkv", "pyramidkv", "adakv-snapkv", "kvzip", "lkv")
@@ -65,7 +65,7 @@ def _command(arguments: list[str], processes: int) -> int:
         return lkv(arguments)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    return subprocess.run([*launch, "-m", "lkv.commands.main", *arguments], env=one_thread, check=False).returncode
+    return subprocess.run([*launch, "-m", "lkv.cli.main", *arguments], env=one_thread, check=False).returncode
 
 
 def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:

@@ -15,8 +15,8 @@ from hypothesis import settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lkv.host.spec import inspect_model
-from lkv.policy import Policy
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.policy.policy import Policy
 
 settings.register_profile("lkv", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("lkv")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lkv.evals.example import Example
-from lkv.evals.runner import evaluate
+from lkv.evaluation.example import Example
+from lkv.evaluation.runner import evaluate
 
 VOCABULARY = 67
 NEWLINE = 5

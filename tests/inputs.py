@@ -20,23 +20,23 @@ from typing import Any
 import torch
 
 from lkv.cache.ragged import RaggedCache
-from lkv.commands.main import main
+from lkv.cli.main import main
 from lkv.config import TrainingConfig, replace
-from lkv.context import Context, compress
+from lkv.context.context import Context, compress
 from lkv.errors import LkvError
-from lkv.evals.journal import SharedJournal
-from lkv.evals.processes import Process
-from lkv.host.spec import inspect_model
-from lkv.methods.budget import read_pattern
+from lkv.evaluation.journal import SharedJournal
+from lkv.evaluation.processes import Process
+from lkv.evaluation.report.reading import read_results
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.methods.budgets import read_pattern
 from lkv.methods.build import make_method
-from lkv.models import load_model, load_policy
-from lkv.policy import Policy
-from lkv.report.reading import read_results
+from lkv.models.loading import load_model, load_policy
+from lkv.policy.policy import Policy
 from lkv.training.checkpoint import read_checkpoint, start_from
 from tests.conftest import save_model, tiny_llama
+from tests.context.test_compression import TEXT, Words
 from tests.results import many, write
 from tests.ruler import hotpot_rows, write_lines, write_sources
-from tests.test_compression import TEXT, Words
 from tests.training.test_training import train_for, trainer
 
 COMMAND, API = "of the command line", "of the API"
@@ -397,7 +397,7 @@ def _remove(path: Path) -> None:
 
 def _good_files(folder: Path) -> Path:
     """One good file of each kind."""
-    from tests.test_gguf import write_gguf
+    from tests.models.test_gguf import write_gguf
 
     folder.mkdir()
     (folder / "text.txt").write_text("a few words of text. " * 40)

@@ -18,16 +18,16 @@ import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from lkv.context import Context, compress
-from lkv.conversion import convert_once, is_complete
-from lkv.evals.runner import evaluate
-from lkv.host.spec import inspect_model
-from lkv.journal import resumable
-from lkv.policy import Policy
-from lkv.results import write_results
+from lkv.context.context import Context, compress
+from lkv.evaluation.runner import evaluate
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.models.conversion import convert_once, is_complete
+from lkv.policy.policy import Policy
+from lkv.utils.journal import resumable
+from lkv.utils.results import write_results
 from tests import fake_suite
 from tests.conftest import tiny_llama
-from tests.test_compression import TEXT, Words
+from tests.context.test_compression import TEXT, Words
 from tests.training.test_training import trainer
 
 Work = Callable[[Path], None]
@@ -159,7 +159,7 @@ class Kills:
         self._whole = folder / "whole"
         self._whole.mkdir()
         if "conversions" in kinds:
-            from tests.test_gguf import write_gguf
+            from tests.models.test_gguf import write_gguf
 
             write_gguf(folder / "tiny.gguf")
         for kind, work in {"trainings": train, "evaluations": measure, "conversions": convert}.items():

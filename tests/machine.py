@@ -15,13 +15,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from lkv.cache.quantization import BITS
 from lkv.cache.ragged import RaggedCache
-from lkv.context import Context
-from lkv.methods.budget import FixedBudget
+from lkv.context.context import Context
+from lkv.methods.budgets import FixedBudget
 from lkv.methods.build import Method
-from lkv.methods.selection import Selector
+from lkv.methods.selectors import Selector
 from tests.conftest import tiny_llama
+from tests.context.test_compression import Words
 from tests.dense import Dense, Row, beams, in_bits, kept_of
-from tests.test_compression import Words
 
 RETENTIONS = (0.3, 0.5, 1.0)
 # Of the largest logit. Storage in few bits multiplies the rounding of k and v where a value lies between two codes.

@@ -4,7 +4,7 @@ import gzip
 import json
 import re
 
-from lkv.evals.ruler import Sources, make_examples
+from lkv.evaluation.ruler import Sources, make_examples
 
 ESSAY = " ".join(f"Sentence number {i} tells of a hill and a river." for i in range(300))
 

@@ -22,21 +22,20 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from tqdm import tqdm
 
-from lkv import context_file
-from lkv.context import Context, compress
+from lkv.context.context import Context, compress, context_file
 from lkv.errors import LkvError
-from lkv.evals.journal import SharedJournal
-from lkv.evals.processes import Process
-from lkv.policy import Policy
-from lkv.report.reading import read_results
-from lkv.results import provenance, write_results
+from lkv.evaluation.journal import SharedJournal
+from lkv.evaluation.processes import Process
+from lkv.evaluation.report.reading import read_results
+from lkv.policy.policy import Policy
 from lkv.training.checkpoint import read_checkpoint
+from lkv.utils.results import provenance, write_results
 from tests.conftest import tiny_llama
+from tests.context.test_compression import TEXT, Words
 from tests.inputs import Inputs
 from tests.kills import Kills
 from tests.machine import HAS_BITS, CacheMachine
 from tests.results import many, write
-from tests.test_compression import TEXT, Words
 from tests.test_trust import QUESTIONS, in_threads
 from tests.training.test_training import train_for, trainer
 

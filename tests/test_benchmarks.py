@@ -14,17 +14,17 @@ import torch
 from benchmarks import data_build, decode, evaluations, heldout, length, overlap, quantised_decode, renewed
 from benchmarks.common import RESULTS, Subject, per_length
 from benchmarks.pages import parts, results, summary
-from lkv.commands.main import main
+from lkv.cli.main import main
 from lkv.config import ScorerInputs
 from lkv.errors import DataError, LkvError
-from lkv.host.attention import attach
-from lkv.models import load_model
-from lkv.policy import Policy
-from lkv.results import write_results
-from lkv.shipped import checked_line, shipped
+from lkv.integrations.transformers.attention import attach
+from lkv.models.loading import load_model
+from lkv.policy.policy import Policy
+from lkv.policy.shipped import checked_line, shipped
 from lkv.training.data.overlap import Overlap
 from lkv.training.data.sets import set_of
 from lkv.training.data.sources import Passage
+from lkv.utils.results import write_results
 from tests.conftest import save_model, tiny_llama
 from tests.training.conftest import folder  # noqa: F401
 from tests.training.made_sets import Tokens, prose

@@ -10,19 +10,19 @@ import torch
 from safetensors.torch import save
 
 from lkv.cache.ragged import RaggedCache
-from lkv.commands.main import main
-from lkv.context import compress
+from lkv.cli.main import main
+from lkv.context.context import compress
 from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, RetentionError
-from lkv.evals.journal import SharedJournal
-from lkv.evals.longbench import load_examples
-from lkv.evals.processes import Process
-from lkv.journal import resumable
+from lkv.evaluation.journal import SharedJournal
+from lkv.evaluation.longbench import load_examples
+from lkv.evaluation.processes import Process
 from lkv.methods.build import make_method
-from lkv.models import DEFAULT, load_policy
-from lkv.results import write_results
+from lkv.models.loading import DEFAULT, load_policy
+from lkv.utils.journal import resumable
+from lkv.utils.results import write_results
 from tests.conftest import save_model
+from tests.context.test_compression import TEXT, Words
 from tests.results import many, write
-from tests.test_compression import TEXT, Words
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +342,7 @@ def test_what_the_disk_has_no_room_for_leaves_the_old_file(model, policy, tmp_pa
 
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_missing_accelerate_is_named_before_anything_is_loaded(monkeypatch, tmp_path, capsys, command):
-    monkeypatch.setattr("lkv.extras.find_spec", lambda name: None if name == "accelerate" else 1)
+    monkeypatch.setattr("lkv.utils.extras.find_spec", lambda name: None if name == "accelerate" else 1)
     rest = ["--data", tmp_path] if command == "train" else ["ruler"]
     said = refused(capsys, [command, *rest, "--model", "no/such", "--out", tmp_path / "out"])
     assert "needs accelerate, which is not installed; run `pip install 'lkv-cache[" in said

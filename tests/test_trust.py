@@ -9,15 +9,15 @@ from packaging.version import Version
 from transformers import GenerationConfig, TextStreamer
 
 from lkv.cache.ragged import RaggedCache
-from lkv.chat import Chat
-from lkv.context import Context, compress
+from lkv.context.chat import Chat
+from lkv.context.context import Context, compress
 from lkv.errors import CacheError, PromptError
-from lkv.host.attention import attach
-from lkv.methods.budget import Uniform
+from lkv.integrations.transformers.attention import attach
+from lkv.methods.budgets import Uniform
 from lkv.methods.build import Method
-from lkv.methods.selection import Selector
+from lkv.methods.selectors import Selector
 from tests.conftest import tiny_llama
-from tests.test_compression import TEXT, Words
+from tests.context.test_compression import TEXT, Words
 
 QUESTIONS = ("what is one ?", "and what now then ?", "who ?", "say it all again")
 

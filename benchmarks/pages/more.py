@@ -4,7 +4,7 @@ from typing import Any
 
 from benchmarks.evaluations import ABLE
 from benchmarks.pages.parts import figure, interval, less, name_of, rows, source, table
-from lkv.methods.catalogue import FULL
+from lkv.methods.registry import FULL
 
 _HEAD = """# More results
 

@@ -6,9 +6,9 @@ from functools import cache
 from typing import Any
 
 from benchmarks.common import RESULTS
-from lkv.policy import Policy
-from lkv.report.names import label
-from lkv.shipped import shipped
+from lkv.evaluation.report.names import label
+from lkv.policy.policy import Policy
+from lkv.policy.shipped import shipped
 
 LONGER = ("longer", "longest")  # results like those by length, of fewer methods or tasks
 

@@ -16,8 +16,8 @@ from benchmarks.pages.parts import (
     source,
     table,
 )  # fmt: skip
-from lkv.methods.catalogue import FULL
-from lkv.report.names import part_label
+from lkv.evaluation.report.names import part_label
+from lkv.methods.registry import FULL
 
 _SERVING = "`python -m benchmarks.serving`"
 

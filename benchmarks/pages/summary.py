@@ -4,8 +4,8 @@ from typing import Any
 
 from benchmarks.evaluations import ABLE, LEAST_SCORE
 from benchmarks.pages.parts import LONGER, complete, counted, interval, name_of, other_models, rows, table
-from lkv.methods.catalogue import FULL
-from lkv.report.names import label
+from lkv.evaluation.report.names import label
+from lkv.methods.registry import FULL
 
 REFITTED = "lkv+refit"
 _COMPILED = {"numba": ", extra `cpu`"}  # what the backend of a row asks for

@@ -5,7 +5,7 @@ from typing import Any
 
 from lkv.cache.layer import RaggedLayer
 from lkv.errors import CacheError, PromptError
-from lkv.host.hooks import WindowLayer
+from lkv.integrations.transformers.hooks import WindowLayer
 
 
 def check_pass(
@@ -37,6 +37,7 @@ def check_attended(layer: Any) -> None:
     if isinstance(layer, RaggedLayer) and layer.unattended:
         raise CacheError(
             "the model computed attention without LKV: it is a copy that LKV was never attached to, or its "
-            "attention implementation was set anew; call lkv.host.attention.attach(model), then go on after "
+            "attention implementation was set anew; call "
+            "lkv.integrations.transformers.attention.attach(model), then go on after "
             "cache.rewind(), or after cache.reset() if the prompt was being read."
         )

@@ -13,11 +13,11 @@ from lkv.cache.quantized_spans import QuantizedSpans
 from lkv.cache.rows import extended_by_row
 from lkv.cache.spans import Held, Spans
 from lkv.config import ModelSpec
-from lkv.devices import is_out_of_memory
 from lkv.errors import CacheError
-from lkv.methods.budget import FixedBudget
-from lkv.methods.selection import Arrived, check_shape, not_numbers
-from lkv.prefill import PromptLayer
+from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.methods.budgets import FixedBudget
+from lkv.methods.selectors import Arrived, check_shape, not_numbers
+from lkv.utils.devices import is_out_of_memory
 
 
 class Entries:

@@ -10,9 +10,9 @@ from lkv.cache.entries import Entries
 from lkv.cache.plan import Layer
 from lkv.cache.spans import Spans
 from lkv.errors import CacheError
-from lkv.methods.refit import references, refitted
-from lkv.methods.selection import check_shape, not_numbers
-from lkv.prefill import PromptLayer, precise
+from lkv.integrations.transformers.prefill import PromptLayer, precise
+from lkv.methods.compensation import references, refitted
+from lkv.methods.selectors import check_shape, not_numbers
 
 
 def evicted(layer: Layer, whole: PromptLayer, padding: list[int] | None) -> Entries:

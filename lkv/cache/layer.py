@@ -13,9 +13,9 @@ from lkv.cache.plan import Layer, Plan, Shared
 from lkv.cache.spans import Held
 from lkv.cache.unread import Unread
 from lkv.errors import CacheError
-from lkv.host.hooks import HookedLayer
-from lkv.host.masks import hidden_keys, left_padding
-from lkv.prefill import PromptLayer
+from lkv.integrations.transformers.hooks import HookedLayer
+from lkv.integrations.transformers.masks import hidden_keys, left_padding
+from lkv.integrations.transformers.prefill import PromptLayer
 
 
 class RaggedLayer(HookedLayer):

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lkv.cache.quantization import BITS, require_library
 from lkv.errors import CacheError, PromptError
-from lkv.host.rotation import Rotation
-from lkv.methods.budget import ROUNDING, Amount, FixedBudget
+from lkv.integrations.transformers.rotation import Rotation
+from lkv.methods.budgets import ROUNDING, Amount, FixedBudget
 from lkv.methods.build import Method
-from lkv.methods.catalogue import REFIT
-from lkv.methods.selection import Selector, check_numbers
+from lkv.methods.registry import REFIT
+from lkv.methods.selectors import Selector, check_numbers
 
 # Room for appended tokens: a quarter of what a head holds, between these.
 _LEAST_SLACK = 16

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv import devices
 from lkv.cache.quantization import QuantizedPool
 from lkv.cache.spans import Spans, places
-from lkv.ops.ragged_attention import Codes, append, ragged_attention, reads_codes
-from lkv.ops.ragged_attention import extend as extended
+from lkv.kernels.ragged_attention import Codes, append, ragged_attention, reads_codes
+from lkv.kernels.ragged_attention import extend as extended
+from lkv.utils import devices
 
 
 class QuantizedSpans:

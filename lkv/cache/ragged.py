@@ -13,14 +13,14 @@ from lkv.cache.layer import RaggedLayer
 from lkv.cache.plan import MOST, Plan, Shared
 from lkv.cache.windows import Windows
 from lkv.errors import BudgetError, CacheError, PolicyFileError, RetentionError
-from lkv.host.attention import attach
-from lkv.host.hooks import Cache, WindowLayer
-from lkv.methods.budget import Amount, check_table
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.hooks import Cache, WindowLayer
+from lkv.integrations.transformers.prefill import PromptLayer, as_prompt, check_queries
+from lkv.methods.budgets import Amount, check_table
 from lkv.methods.build import Method, make_method
-from lkv.methods.catalogue import REFIT, needs_pattern, needs_policy, needs_second_pass
-from lkv.models import fitting_policy
-from lkv.policy import Policy
-from lkv.prefill import PromptLayer, as_prompt, check_queries
+from lkv.methods.registry import REFIT, needs_pattern, needs_policy, needs_second_pass
+from lkv.models.loading import fitting_policy
+from lkv.policy.policy import Policy
 
 
 class RaggedCache(Cache):

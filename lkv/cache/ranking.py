@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lkv.devices import uploaded
+from lkv.utils.devices import uploaded
 
 
 class Rows(NamedTuple):

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lkv.cache.spans import Held
-from lkv.ops.ragged_attention import append, ragged_attention
+from lkv.kernels.ragged_attention import append, ragged_attention
 
 
 def extended_by_row(spans: Held, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged import RaggedCache
-from lkv.host.hooks import Cache, HookedLayer
-from lkv.ops.ragged_attention import attend_masked, join, ragged_attention
+from lkv.integrations.transformers.hooks import Cache, HookedLayer
+from lkv.kernels.ragged_attention import attend_masked, join, ragged_attention
 
 
 class SharedLayer(HookedLayer):

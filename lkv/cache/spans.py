@@ -6,10 +6,10 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from lkv import devices
 from lkv.cache.ranking import Rows, best, sources
 from lkv.cache.tail import Tail
-from lkv.ops.ragged_attention import extend
+from lkv.kernels.ragged_attention import extend
+from lkv.utils import devices
 
 
 class Held(Protocol):

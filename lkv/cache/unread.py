@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lkv.prefill import PromptLayer
+from lkv.integrations.transformers.prefill import PromptLayer
 
 
 class Unread:

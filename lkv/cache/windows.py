@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from lkv.config import ModelSpec
-from lkv.host.hooks import WindowLayer
+from lkv.integrations.transformers.hooks import WindowLayer
 
 _SIDES = ("sliding_k", "sliding_v")
 

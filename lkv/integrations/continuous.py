@@ -29,12 +29,12 @@ from transformers import (
     StoppingCriteriaList,
 )  # fmt: skip
 
-from lkv.answers import Stop, answer_length, ends_of, generated
 from lkv.cache.ragged import RaggedCache
-from lkv.context import Context
+from lkv.context.answers import Stop, answer_length, ends_of, generated
+from lkv.context.context import Context
 from lkv.errors import BusyError, IntegrationError, LkvError
-from lkv.host.attention import attach
-from lkv.sampling import Sampling
+from lkv.integrations.sampling import Sampling
+from lkv.integrations.transformers.attention import attach
 
 _LEAST_VERSION = (5, 17)
 # What a model's own configuration may say of its answers, and a batch of requests does not heed.
@@ -208,7 +208,7 @@ class ContinuousEngine(Engine):
         super().__init__(model, tokenizer, waiting)
         if reason := refusal(model):
             raise IntegrationError(f"continuous batching cannot be used: {reason}")
-        from lkv.host import paged
+        from lkv.integrations.transformers import paged
 
         self._paged, self._room = paged, pages * page_size
         self._manager = paged.FollowingManager(model, pages, page_size, batch_tokens, requests, self._arrived)
@@ -382,7 +382,7 @@ def refusal(model: Any) -> str | None:
     if set_ := [name for name in _ALONE if getattr(model.generation_config, name, None)]:
         return f"the model's generation_config sets {', '.join(set_)}, which only answers one by one heed."
     try:
-        import lkv.host.paged  # noqa: F401
+        import lkv.integrations.transformers.paged  # noqa: F401
     except ImportError as error:
         return f"transformers {transformers.__version__} has changed there ({error})."
     return None

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lkv.errors import IntegrationError, UnsupportedModelError
-from lkv.host.rotation import Rotation, rotations_of
-from lkv.host.spec import inspect_model, layer_windows
-from lkv.methods.budget import LearnedBudget
-from lkv.methods.selection import LearnedScores
-from lkv.policy import Policy
-from lkv.prefill import PromptLayer
+from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.rotation import Rotation, rotations_of
+from lkv.integrations.transformers.spec import inspect_model, layer_windows
+from lkv.methods.budgets import LearnedBudget
+from lkv.methods.selectors import LearnedScores
+from lkv.policy.policy import Policy
 
 try:
     from kvpress import BasePress, ScorerPress

@@ -16,11 +16,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lkv.cache.ragged import RaggedCache, chosen_method
-from lkv.context import Context, compress_ids
+from lkv.context.context import Context, compress_ids
 from lkv.errors import IntegrationError
-from lkv.host.attention import attach
 from lkv.integrations.splitting import Split, shared_prefix
-from lkv.methods.catalogue import FULL
+from lkv.integrations.transformers.attention import attach
+from lkv.methods.registry import FULL
 
 try:
     from lm_eval.__main__ import cli_evaluate

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lkv.errors import LkvError
-from lkv.methods.budget import (
+from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.methods.budgets import (
     Ada,
     Amount,
     Budget,
@@ -21,10 +22,10 @@ from lkv.methods.budget import (
     Uniform,
     amount_of,
 )
-from lkv.methods.budget.duo import SINKS
-from lkv.methods.catalogue import builder_of, find, needs_policy
+from lkv.methods.budgets.duo import SINKS
 from lkv.methods.kvzip import KVzip
-from lkv.methods.selection import (
+from lkv.methods.registry import builder_of, find, needs_policy
+from lkv.methods.selectors import (
     H2O,
     TOVA,
     CriticalKV,
@@ -38,8 +39,7 @@ from lkv.methods.selection import (
     SnapKV,
     StreamingLLM,
 )
-from lkv.policy import Policy
-from lkv.prefill import PromptLayer
+from lkv.policy.policy import Policy
 
 
 @dataclass(frozen=True)

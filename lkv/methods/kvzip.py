@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from lkv.errors import CacheError, PromptError
-from lkv.host.attention import attach
-from lkv.host.hooks import Cache
-from lkv.methods.selection import GivenScores, Selector
-from lkv.prefill import FrozenLayer, PromptLayer, as_prompt
-from lkv.prompts import question_ids
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.hooks import Cache
+from lkv.integrations.transformers.prefill import FrozenLayer, PromptLayer, as_prompt
+from lkv.methods.selectors import GivenScores, Selector
+from lkv.utils.prompts import question_ids
 
 _REQUEST = "Repeat the previous context exactly."
 _NEXT = "Repeat the part of the previous context exactly, starting with: "

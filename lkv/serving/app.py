@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
-from lkv.context import Context
+from lkv.context.context import Context
 from lkv.errors import (
     BusyError,
     ContextFileError,

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator
 
 from lkv.errors import PromptError
-from lkv.sampling import Sampling
+from lkv.integrations.sampling import Sampling
 from lkv.serving.service import Job
 from lkv.serving.store import Entry
 

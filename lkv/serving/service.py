@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lkv.context import Context, check_text, compress
+from lkv.context.context import Context, check_text, compress
 from lkv.errors import BusyError, LkvError, PromptError, UnknownContextError, check_retention
-from lkv.host.attention import attach
-from lkv.host.stock import positions
 from lkv.integrations.continuous import Answer, start
-from lkv.policy import Policy
-from lkv.prompts import context_ids, encode, first_ids, messages_text, tokenizer_digest
-from lkv.sampling import Sampling
+from lkv.integrations.sampling import Sampling
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.stock import positions
+from lkv.policy.policy import Policy
 from lkv.serving.store import ContextStore, Entry, Settings, entry_of, name_of
+from lkv.utils.prompts import context_ids, encode, first_ids, messages_text, tokenizer_digest
 
 _WINDOW = 10.0  # seconds over which tokens a second are taken
 _REMEMBERED = 256  # failed jobs that are still told of

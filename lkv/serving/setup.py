@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from lkv.devices import on_device, torch_dtype
-from lkv.host.attention import attach
-from lkv.methods.catalogue import needs_policy
-from lkv.models import DEFAULT, cache_folder, fitting_policy, load_model, load_policy
+from lkv.integrations.transformers.attention import attach
+from lkv.methods.registry import needs_policy
+from lkv.models.loading import DEFAULT, cache_folder, fitting_policy, load_model, load_policy
 from lkv.serving.service import Limits, Service
+from lkv.utils.devices import on_device, torch_dtype
 
 
 def make_service(options: dict[str, Any]) -> Service:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from lkv.context import Context
+from lkv.context.context import Context
 from lkv.errors import ContextFileError, StoreError, UnknownContextError
-from lkv.files import reason, write_text
+from lkv.utils.files import reason, write_text
 
 _CONTEXT, _ABOUT = ".kv", ".json"
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.ops.token_scores import attention_scores
-from lkv.policy import FUTURE, Policy
-from lkv.prefill import PromptLayer, precise, read_prompt
+from lkv.integrations.transformers.prefill import PromptLayer, precise, read_prompt
+from lkv.kernels.token_scores import attention_scores
+from lkv.policy.policy import FUTURE, Policy
 
 _SINKS = 4  # the first tokens draw attention whatever they say: left out of the statistics of queries
 _DEVIATION = 2.0  # of the attention term at the start, about the noise that training adds to scores

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lkv.config import ModelSpec, ScorerInputs, TrainingConfig, asdict, from_dict, replace
 from lkv.errors import PolicyMismatchError, TrainingError
-from lkv.files import replacing, write_text
-from lkv.policy import Policy
-from lkv.policy_file import is_policy
+from lkv.policy.policy import Policy
+from lkv.policy.policy_file import is_policy
+from lkv.utils.files import replacing, write_text
 
 CHECKPOINT = "checkpoint.safetensors"
 _CURVE = "curve.jsonl"

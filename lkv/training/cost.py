@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lkv.config import TrainingConfig
-from lkv.shapes import Shape
+from lkv.models.shapes import Shape
 
 CALIBRATION_SAMPLES = 8  # texts whose k, v and queries are measured before the first step
 START_TOKENS = 2000  # of such a text, or of one on which KVzip is imitated, at most

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, pad
 
-from lkv.host.attention import device_of
-from lkv.methods.budget import LearnedBudget
-from lkv.ops.fidelity import agrees, kl
-from lkv.ops.soft_topk import soft_topk
-from lkv.policy import Policy
-from lkv.prefill import read_prompt
+from lkv.integrations.transformers.attention import device_of
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.kernels.fidelity import agrees, kl
+from lkv.kernels.soft_topk import soft_topk
+from lkv.methods.budgets import LearnedBudget
+from lkv.policy.policy import Policy
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.student import FrozenPrompt, MaskedSequence
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lkv.config import TrainingConfig
 from lkv.errors import TrainingError
-from lkv.host.attention import attach
-from lkv.policy import Policy
+from lkv.integrations.transformers.attention import attach
+from lkv.policy.policy import Policy
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, soft_mask
 from lkv.training.schedule import Schedule, draw_retentions, weights

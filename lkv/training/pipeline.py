@@ -11,12 +11,11 @@ import torch
 
 from lkv.config import PRESETS, TrainingConfig, asdict, check_positions, fitted, knots_for, replace
 from lkv.errors import TrainingError
-from lkv.files import check_folder
-from lkv.host.attention import attach, device_of
-from lkv.host.stock import commit_of
-from lkv.models import DEFAULT, load_config
-from lkv.policy import Policy
-from lkv.shapes import Shape
+from lkv.integrations.transformers.attention import attach, device_of
+from lkv.integrations.transformers.stock import commit_of
+from lkv.models.loading import DEFAULT, load_config
+from lkv.models.shapes import Shape
+from lkv.policy.policy import Policy
 from lkv.training.checkpoint import CHECKPOINT, check_data, check_settings, start_from
 from lkv.training.cost import duration, estimate
 from lkv.training.data.built import Built, is_built
@@ -25,6 +24,7 @@ from lkv.training.data.sample import TokenizedSample, tokenize
 from lkv.training.placing import place
 from lkv.training.trainer import Trainer, require_samples
 from lkv.training.warm_start import carry_over, imitate_kvzip
+from lkv.utils.files import check_folder
 
 Data = Mixture | Built
 _RATED_TOKENS = 512  # of the text whose reading is timed

@@ -7,10 +7,10 @@ import torch
 
 from lkv.config import ModelSpec
 from lkv.errors import LkvError, TrainingError
-from lkv.host.attention import attach
-from lkv.host.sharding import sharded
-from lkv.host.spec import inspect_model
-from lkv.models import load_config, load_model, load_tokenizer
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.sharding import sharded
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.models.loading import load_config, load_model, load_tokenizer
 
 
 def place(name: str, dtype: torch.dtype, revision: str | None, spread: str, accelerator: Any) -> tuple[Any, Any]:

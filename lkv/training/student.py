@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.host.hooks import Cache, HookedLayer
-from lkv.ops.soft_mask_attention import soft_mask_attention
-from lkv.prefill import FrozenLayer, PromptLayer, as_prompt
+from lkv.integrations.transformers.hooks import Cache, HookedLayer
+from lkv.integrations.transformers.prefill import FrozenLayer, PromptLayer, as_prompt
+from lkv.kernels.soft_mask_attention import soft_mask_attention
 
 
 class FrozenPrompt(Cache):

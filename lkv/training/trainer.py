@@ -10,10 +10,9 @@ from tqdm import tqdm
 
 from lkv.config import TrainingConfig
 from lkv.errors import DataError, TrainingError, TrainingStoppedError
-from lkv.files import check_folder
-from lkv.host.attention import attach, evaluation_mode
-from lkv.policy import Policy
-from lkv.shapes import Shape
+from lkv.integrations.transformers.attention import attach, evaluation_mode
+from lkv.models.shapes import Shape
+from lkv.policy.policy import Policy
 from lkv.training.calibration import calibrate
 from lkv.training.checkpoint import CHECKPOINT, TrainingState, extend_curve, read_curve
 from lkv.training.cost import CALIBRATION_SAMPLES, START_TOKENS, context_flops, shares
@@ -22,6 +21,7 @@ from lkv.training.distillation import SampleDistillation, hard_mask
 from lkv.training.interruption import first_interrupt
 from lkv.training.losses import check_sharing, grouped, losses
 from lkv.training.schedule import schedule
+from lkv.utils.files import check_folder
 
 
 class Trainer:

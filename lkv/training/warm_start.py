@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lkv.methods.budget.contest import GlobalTopK
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods.budgets.contest import GlobalTopK
 from lkv.methods.kvzip import replay_scores
-from lkv.policy import HeadScores, Policy
-from lkv.prefill import read_prompt
+from lkv.policy.policy import HeadScores, Policy
 from lkv.training.cost import START_TOKENS
 from lkv.training.data.sample import TokenizedSample
 

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-import lkv.ops.ragged_attention.api as api
-import lkv.ops.ragged_attention.triton_launch as launch
-from lkv import devices
+import lkv.kernels.ragged_attention.api as api
+import lkv.kernels.ragged_attention.triton_launch as launch
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged import RaggedCache
-from lkv.methods.budget import Uniform
+from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.methods.budgets import Uniform
 from lkv.methods.build import Method
-from lkv.methods.selection import Knorm
-from lkv.prefill import PromptLayer
+from lkv.methods.selectors import Knorm
+from lkv.utils import devices
 from tests.conftest import tiny_llama
-from tests.ops.compile_kernels import GPUS, Driver
+from tests.kernels.compile_kernels import GPUS, Driver
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 ROUNDS = 10

@@ -5,9 +5,9 @@ import torch
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import CacheError
-from lkv.methods.budget import PerHead
+from lkv.methods.budgets import PerHead
 from lkv.methods.build import Method
-from lkv.methods.selection import Knorm
+from lkv.methods.selectors import Knorm
 from tests.conftest import tiny_llama
 
 IDS = torch.arange(3, 53)[None]

@@ -19,11 +19,11 @@ from lkv.errors import (
     RetentionError,
     UnsupportedModelError,
 )
-from lkv.host.attention import attach
-from lkv.methods.budget import PerHead, Uniform
+from lkv.evaluation.profiling.memory import LiveBytes
+from lkv.integrations.transformers.attention import attach
+from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.build import Method
-from lkv.methods.selection import Selector
-from lkv.profiling.memory import LiveBytes
+from lkv.methods.selectors import Selector
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
 

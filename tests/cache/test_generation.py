@@ -12,11 +12,11 @@ from transformers import DynamicCache, GenerationConfig
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import CacheError
-from lkv.host.attention import attach
-from lkv.methods.budget import Amount, PerHead, Uniform
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods.budgets import Amount, PerHead, Uniform
 from lkv.methods.build import Method
-from lkv.methods.selection import Selector, SnapKV
-from lkv.prefill import read_prompt
+from lkv.methods.selectors import Selector, SnapKV
 from tests.conftest import tiny_llama
 from tests.oracle import evicting_at, hidden_from_continuation
 

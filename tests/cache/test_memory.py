@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lkv.cache.ragged import RaggedCache
-from lkv.devices import is_out_of_memory
-from lkv.host.attention import attach
-from lkv.prefill import PromptLayer
-from lkv.profiling.memory import LiveBytes, peak_of
-from lkv.profiling.shapes import random_policy
+from lkv.evaluation.profiling.memory import LiveBytes, peak_of
+from lkv.evaluation.profiling.shapes import random_policy
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.utils.devices import is_out_of_memory
 from tests.conftest import tiny_llama
 
 CPU = torch.device("cpu")

@@ -9,11 +9,11 @@ from lkv.cache.layer import RaggedLayer
 from lkv.cache.quantized_spans import QuantizedSpans
 from lkv.cache.ragged import RaggedCache
 from lkv.cache.spans import Spans
-from lkv.context import Context, compress
+from lkv.context.context import Context, compress
 from lkv.errors import CacheError
 from tests.cache.test_generation import METHOD, ids
 from tests.conftest import tiny_llama
-from tests.test_compression import TEXT, Words
+from tests.context.test_compression import TEXT, Words
 
 pytest.importorskip("torchao")
 

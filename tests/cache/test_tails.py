@@ -10,8 +10,8 @@ from transformers import DynamicCache
 from lkv.cache.ragged import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.errors import CacheError, PromptError
-from lkv.host.spec import inspect_model
-from lkv.policy import Policy
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.policy.policy import Policy
 from tests.cache.test_generation import METHOD, ids, padded
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import lkv.ops.ragged_attention.api as ragged_api
-import lkv.ops.ragged_attention.triton as ragged
-import lkv.ops.ragged_attention.triton_launch as launch
-import lkv.ops.soft_mask_attention.api as soft_api
-import lkv.ops.soft_mask_attention.triton as soft
-from lkv import devices
+import lkv.kernels.ragged_attention.api as ragged_api
+import lkv.kernels.ragged_attention.triton as ragged
+import lkv.kernels.ragged_attention.triton_launch as launch
+import lkv.kernels.soft_mask_attention.api as soft_api
+import lkv.kernels.soft_mask_attention.triton as soft
+from lkv.utils import devices
 from tests.fake_gpu.device import NAME, load, logs, watched
 
 _GRID = (2**31 - 1, 65_535, 65_535)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from lkv.context import compress
+from lkv.context.context import compress
 from lkv.errors import BusyError, IntegrationError, LkvError, PromptError
 from lkv.integrations import continuous
 from lkv.integrations.continuous import ContinuousEngine, PlainEngine, refusal, start
-from lkv.prompts import question_ids
-from lkv.sampling import Sampling
+from lkv.integrations.sampling import Sampling
+from lkv.utils.prompts import question_ids
 from tests.conftest import tiny_llama
-from tests.test_compression import TEXT, Words
+from tests.context.test_compression import TEXT, Words
 
 QUESTIONS = ["what is one ?", "and what now then please ?", "why ?", "where did all of them go to ?"]
 NEWER = pytest.mark.skipif(

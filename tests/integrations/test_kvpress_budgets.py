@@ -23,14 +23,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lkv import default_policy, load_default
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import DataError, IntegrationError, PolicyMismatchError, UnsupportedModelError
-from lkv.host.attention import attach
 from lkv.integrations.kvpress import LKVHeadBudgetPress, LKVScorerPress
-from lkv.methods.budget import Ada, Pyramid, PyramidOfKvpress, Uniform, estimate_mean_pattern
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods.budgets import Ada, Pyramid, PyramidOfKvpress, Uniform, estimate_mean_pattern
 from lkv.methods.build import Method, make_method
-from lkv.methods.selection import SnapKV
-from lkv.prefill import read_prompt
+from lkv.methods.selectors import SnapKV
 from tests.conftest import tiny_llama
-from tests.host.test_models import build
+from tests.integrations.transformers.test_models import build
 
 TOKENS = 200
 # kvpress masks by a key on the other side of all queries: it finds none for many queries of few dimensions.

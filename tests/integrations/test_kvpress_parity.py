@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from lkv.cache.ragged import RaggedCache
-from lkv.host.attention import ALL_ATTENTION_FUNCTIONS, attach
-from lkv.methods.budget import Uniform
+from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, attach
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods.budgets import Uniform
 from lkv.methods.build import Method
-from lkv.methods.selection import (
+from lkv.methods.selectors import (
     H2O,
     TOVA,
     CriticalKV,
@@ -24,9 +25,8 @@ from lkv.methods.selection import (
     SnapKV,
     StreamingLLM,
 )
-from lkv.prefill import read_prompt
 from tests.cache.test_generation import ids
-from tests.host.test_models import build
+from tests.integrations.transformers.test_models import build
 
 TOKENS = 90
 families = pytest.mark.parametrize("family", ["Llama", "Qwen3"])

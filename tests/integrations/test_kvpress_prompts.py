@@ -12,8 +12,8 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "'pipes' is deprecated", DeprecationWarning)
     kvpress = pytest.importorskip("kvpress")
 
-from lkv.evals.protocol import make_prompt
-from tests.evals.test_protocol import CHAT, byte_tokenizer, example
+from lkv.evaluation.protocol import make_prompt
+from tests.evaluation.test_protocol import CHAT, byte_tokenizer, example
 
 BASE = byte_tokenizer(None, bos=True)
 # kvpress finds the place of the context by a run of this character.

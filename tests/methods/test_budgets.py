@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lkv.cache.ragged import RaggedCache
-from lkv.context import compress
+from lkv.context.context import compress
 from lkv.errors import BudgetError, DataError, LkvError, PromptError, RetentionError
-from lkv.methods.budget import (
+from lkv.methods.budgets import (
     Ada,
     Amount,
     Duo,
@@ -24,10 +24,10 @@ from lkv.methods.budget import (
     read_pattern,
 )  # fmt: skip
 from lkv.methods.build import Method
-from lkv.methods.selection import Selector
+from lkv.methods.selectors import Selector
 from tests.conftest import tiny_llama
+from tests.context.test_compression import Words
 from tests.oracle import hidden_from_continuation
-from tests.test_compression import Words
 
 RETENTIONS = st.floats(0.001, 1.0)
 

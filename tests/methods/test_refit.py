@@ -12,17 +12,17 @@ from torch import Tensor
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import CacheError, LkvError, UnsupportedModelError
-from lkv.evals.compare import Comparison
-from lkv.evals.roster import Roster
-from lkv.host.attention import attach
-from lkv.methods import refit
-from lkv.methods.budget import PerHead
+from lkv.evaluation.compare import Comparison
+from lkv.evaluation.report.names import is_lkv, parts
+from lkv.evaluation.report.style import styles
+from lkv.evaluation.roster import Roster
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods import compensation as refit
+from lkv.methods.budgets import PerHead
 from lkv.methods.build import Method
-from lkv.methods.catalogue import describe, find, label, named_like, needs, register_method
-from lkv.methods.selection import SnapKV
-from lkv.prefill import read_prompt
-from lkv.report.names import is_lkv, parts
-from lkv.report.style import styles
+from lkv.methods.registry import describe, find, label, named_like, needs, register_method
+from lkv.methods.selectors import SnapKV
 from tests.cache.test_generation import RATIOS, OwnScores, ids, padded
 from tests.conftest import tiny_llama
 from tests.families import SERVED

@@ -8,20 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lkv.cache.ragged import RaggedCache
-from lkv.commands.main import main
-from lkv.context import compress
+from lkv.cli.main import main
+from lkv.context.context import compress
 from lkv.errors import LkvError, PromptError
-from lkv.host.spec import inspect_model
-from lkv.methods.budget import PerHead, Uniform
+from lkv.integrations.transformers.prefill import PromptLayer, read_prompt
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.build import make_method
-from lkv.methods.catalogue import METHODS, SELECTORS, describe, find, needs_pattern, needs_second_pass
-from lkv.methods.selection import LearnedScores, SnapKV
-from lkv.policy import Policy
-from lkv.prefill import PromptLayer, read_prompt
+from lkv.methods.registry import METHODS, SELECTORS, describe, find, needs_pattern, needs_second_pass
+from lkv.methods.selectors import LearnedScores, SnapKV
+from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
+from tests.context.test_compression import Words
 from tests.oracle import hidden_from_continuation
 from tests.second_pass import kvzip
-from tests.test_compression import Words
 
 
 def test_snapkv_equals_its_definition():

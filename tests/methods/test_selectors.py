@@ -12,11 +12,12 @@ from torch import Tensor
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import PromptError, UnsupportedModelError
-from lkv.host.attention import attach
-from lkv.host.spec import output_projections
-from lkv.methods.budget import PerHead, Uniform
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.prefill import PromptLayer, read_prompt
+from lkv.integrations.transformers.spec import output_projections
+from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.build import Method, make_method
-from lkv.methods.selection import (
+from lkv.methods.selectors import (
     H2O,
     TOVA,
     CriticalKV,
@@ -28,11 +29,10 @@ from lkv.methods.selection import (
     SnapKV,
     StreamingLLM,
 )
-from lkv.methods.selection.criticalkv import staged_ranks
-from lkv.prefill import PromptLayer, read_prompt
+from lkv.methods.selectors.criticalkv import staged_ranks
 from tests.cache.test_generation import RATIOS, ids, padded
 from tests.conftest import tiny_llama
-from tests.host.test_models import FAMILIES, build
+from tests.integrations.transformers.test_models import FAMILIES, build
 from tests.oracle import hidden_from_continuation
 
 SCALE = 0.3

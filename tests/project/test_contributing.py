@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from lkv.cache.ragged import RaggedCache
-from lkv.commands.main import main
+from lkv.cli.main import main
 from lkv.errors import LkvError
-from lkv.methods import catalogue
-from lkv.methods.catalogue import describe, find, register_method
-from lkv.report.names import label
-from lkv.report.style import styles
+from lkv.evaluation.report.names import label
+from lkv.evaluation.report.style import styles
+from lkv.methods import registry
+from lkv.methods.registry import describe, find, register_method
 from tests.conftest import tiny_llama
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 def own_catalogue(monkeypatch):
     """Registered methods go when the test ends."""
     for name in ("METHODS", "RULES", "SELECTORS"):
-        monkeypatch.setattr(catalogue, name, dict(getattr(catalogue, name)))
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
 
 
 def test_the_selector_of_the_page_works_everywhere(own_catalogue, capsys):
@@ -46,7 +46,7 @@ def test_a_name_is_given_once_and_a_part_must_be_known(own_catalogue):
         register_method("mine", "nothing")
     with pytest.raises(LkvError, match="there is no selector 'nothing'"):
         register_method("mine", "nothing", lambda inputs: None)  # which leaves no rule behind
-    assert "mine" not in catalogue.RULES
+    assert "mine" not in registry.RULES
     register_method("mine", "knorm", "pyramid", paper="Somebody 2026")
     assert describe("mine").startswith("lower layers keep more") and "Somebody 2026" in describe("mine")
 
@@ -58,13 +58,13 @@ def test_a_plugin_that_fails_is_named(monkeypatch):
         def load(self):
             raise RuntimeError("out of order")
 
-    monkeypatch.setattr(catalogue, "entry_points", lambda group: [Broken()])
-    catalogue.load_plugins.cache_clear()
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Broken()])
+    registry.load_plugins.cache_clear()
     try:
         with pytest.raises(LkvError, match=r"'broken' \(package:register\) could not register its methods: out"):
             find("lkv")
     finally:
-        catalogue.load_plugins.cache_clear()
+        registry.load_plugins.cache_clear()
 
 
 def test_files_named_on_the_page_are_there():

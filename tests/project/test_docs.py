@@ -15,14 +15,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import lkv.models
-import lkv.shipped
-from lkv.commands.main import COMMANDS, _parsed, main
+import lkv.models.loading
+import lkv.policy.shipped
+from lkv.cli.main import COMMANDS, _parsed, main
 from lkv.config import ScorerInputs
-from lkv.conversion import _DONE
-from lkv.host.attention import attach
-from lkv.methods import catalogue
-from lkv.policy import Policy
+from lkv.integrations.transformers.attention import attach
+from lkv.methods import registry
+from lkv.models.conversion import _DONE
+from lkv.policy.policy import Policy
 from tests.conftest import save_model
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def reader(tmp_path_factory):
     """A folder such as a reader has: a text, and the embedded model and its policy, tiny."""
     path = tmp_path_factory.mktemp("reader")
-    model_folder = save_model(path / "cache" / lkv.models.DEFAULT, max_position_embeddings=4096)
+    model_folder = save_model(path / "cache" / lkv.models.loading.DEFAULT, max_position_embeddings=4096)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(model_folder)
@@ -56,10 +56,10 @@ def reader(tmp_path_factory):
     (model_folder / _DONE).write_text(json.dumps({"files": sizes}))
     (path / "HuggingFaceTB").mkdir()
     (path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(model_folder)
-    model, _ = lkv.models._load(model_folder, torch.float32)
+    model, _ = lkv.models.loading._load(model_folder, torch.float32)
     torch.manual_seed(1)
     policy = Policy(attach(model).spec, {"trained_tokens": 4096}, ScorerInputs(key="unrotated"))
-    policy.save_pretrained(path / "policies" / lkv.models.DEFAULT)
+    policy.save_pretrained(path / "policies" / lkv.models.loading.DEFAULT)
     for name in ("book.txt", "README.md"):
         (path / name).write_text("The harbour of Old Quay was built by Ada Brooks in the year of the great storm. " * 8)
     return path
@@ -70,9 +70,9 @@ def session(reader, monkeypatch):
     """As if the reader's shell were open in that folder; what a page registers goes when its test ends."""
     monkeypatch.chdir(reader)
     monkeypatch.setenv("LKV_CACHE", str(reader / "cache"))
-    monkeypatch.setattr(lkv.shipped, "_POLICIES", reader / "policies")
+    monkeypatch.setattr(lkv.policy.shipped, "_POLICIES", reader / "policies")
     for name in ("METHODS", "RULES", "SELECTORS"):
-        monkeypatch.setattr(catalogue, name, dict(getattr(catalogue, name)))
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,9 @@ def test_the_notebook_runs_and_shows_what_it_says(reader, session):
     notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in code), "commit it without outputs"
-    shipped = f"import lkv.shipped, pathlib; lkv.shipped._POLICIES = pathlib.Path({str(reader / 'policies')!r})"
+    shipped = (
+        f"import lkv.policy.shipped, pathlib; lkv.policy.shipped._POLICIES = pathlib.Path({str(reader / 'policies')!r})"
+    )
     notebook.cells.insert(0, nbformat.v4.new_code_cell(shipped))
     NotebookClient(
         notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(reader)}}

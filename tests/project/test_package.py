@@ -15,7 +15,7 @@ import pytest
 import lkv
 from dev import release
 from lkv.errors import MissingPackageError
-from lkv.extras import EXTRAS, require
+from lkv.utils.extras import EXTRAS, require
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "https://example.org/owner/lkv"
@@ -42,8 +42,10 @@ def test_the_wheel_has_its_data_its_types_and_nothing_else(built):
         files = set(wheel.namelist())
         (info,) = (name for name in files if name.endswith("METADATA"))
         about = Parser().parsestr(wheel.read(info).decode())
-    assert {"lkv/py.typed", "lkv/report/published.json", "lkv/evals/longbench.json"} <= files
-    assert {f"lkv/policies/smollm2-135m-instruct/{name}" for name in ("config.json", "policy.safetensors")} <= files
+    assert {"lkv/py.typed", "lkv/evaluation/report/published.json", "lkv/evaluation/longbench.json"} <= files
+    assert {
+        f"lkv/policy/checkpoints/smollm2-135m-instruct/{name}" for name in ("config.json", "policy.safetensors")
+    } <= files
     assert all(name.startswith(("lkv/", "lkv_cache-")) for name in files)
     assert about["Version"] == lkv.__version__ == "".join(re.findall(r"lkv_cache-([^-]+)-", path.name))
     assert f"Source, {ADDRESS}" in about.get_all("Project-URL")
@@ -97,7 +99,7 @@ def test_tests_of_the_sdist_run_from_the_sdist(built):
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     for words in (
         ["--collect-only"],
-        ["tests/ops/test_soft_topk.py", "tests/test_policy.py", "tests/report/test_report.py"],
+        ["tests/kernels/test_soft_topk.py", "tests/policy/test_policy.py", "tests/evaluation/report/test_report.py"],
     ):
         done = subprocess.run([*pytest_, *words], cwd=root, env=env, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from benchmarks.readme import MORE, README, RESULTS_PAGE, more_results, results_page, section
-from lkv.methods.catalogue import METHODS, RULES, SELECTORS
+from lkv.methods.registry import METHODS, RULES, SELECTORS
 
 ROOT = README.parent
 PAGES = [

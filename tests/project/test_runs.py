@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from lkv.commands.main import _parser
-from lkv.commands.main import main as lkv
-from lkv.methods.budget import Ada
-from lkv.methods.catalogue import METHODS
-from lkv.methods.selection import SnapKV
-from lkv.prefill import read_prompt
-from lkv.report.names import RULES, SELECTORS, parts
+from lkv.cli.main import _parser
+from lkv.cli.main import main as lkv
+from lkv.evaluation.report.names import RULES, SELECTORS, parts
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods.budgets import Ada
+from lkv.methods.registry import METHODS
+from lkv.methods.selectors import SnapKV
 from runs import budget_policies, rehearse, small
 from tests.conftest import tiny_llama
 from tests.results import GRID, many, write
@@ -112,13 +112,13 @@ def test_the_scripts_ask_for_what_they_need(script, tmp_path):
         commands = [item.split() for item in said.splitlines()]
         understood = [_parser(words[2:]).parse_args(words[2:]) for words in commands if words[1] == "lkv"]
         for options in understood:
-            if options.run.__module__ == "lkv.commands.eval":
+            if options.run.__module__ == "lkv.cli.eval":
                 assert set(options.methods) <= set(METHODS) | {f"{r}+{s}" for r in RULES for s in SELECTORS}
                 assert (options.pattern is not None) == ("duo-kvpress" in options.methods)
         assert understood or f"--text {tmp_path / 'a.txt'}" in said  # a path of the caller's folder
         assert name in said or "--config" in said
         log.unlink()
-        reports = [item.split() for item in said.splitlines() if "lkv.commands.main report" in item]
+        reports = [item.split() for item in said.splitlines() if "lkv.cli.main report" in item]
         for item in reports:  # what they report they have made
             made = item[item.index("--profile") + 1] if "--profile" in item else item[3]
             assert f"--out {made}" in said

@@ -24,9 +24,9 @@ from pathlib import Path
 import ray
 from ray import serve
 
-from lkv.context import compress
-from lkv.results import write_results
+from lkv.context.context import compress
 from lkv.serving.ray import application
+from lkv.utils.results import write_results
 from tests.serving.server import tiny
 
 CLIENTS = 8

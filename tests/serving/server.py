@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lkv.serving.app import make_app
 from lkv.serving.service import Service
 from tests.conftest import save_model
-from tests.test_chat import TEMPLATE
+from tests.context.test_chat import TEMPLATE
 
 KNORM = {"method": "knorm", "retention": 0.4}
 

@@ -10,13 +10,13 @@ import time
 
 import pytest
 
-from lkv.commands.main import main
-from lkv.commands.serve import check_port, checked_key
-from lkv.context import compress
+from lkv.cli.main import main
+from lkv.cli.serve import check_port, checked_key
+from lkv.context.context import compress
 from lkv.errors import ServerError
-from lkv.prompts import messages_text
 from lkv.serving.service import Limits, Service
 from lkv.serving.text import Growing
+from lkv.utils.prompts import messages_text
 from tests.conftest import save_model
 
 openai = pytest.importorskip("openai")

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lkv import tensor_file
-from lkv.context import Context, compress
+from lkv.context.context import Context, compress
 from lkv.errors import ContextFileError, StoreError, UnknownContextError
-from lkv.host.spec import inspect_model
-from lkv.policy import Policy
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.policy.policy import Policy
+from lkv.utils import tensor_file
 from tests.conftest import tiny_llama
-from tests.test_compression import TEXT, Words
+from tests.context.test_compression import TEXT, Words
 
 pytest.importorskip("fsspec")
 from lkv.serving.store import ContextStore, Settings, entry_of, name_of

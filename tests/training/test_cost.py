@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from lkv.commands.main import main
+from lkv.cli.main import main
 from lkv.config import HELP, PRESETS, TrainingConfig, check_positions, fitted, replace
 from lkv.errors import TrainingError, UnsupportedModelError
-from lkv.models import load_model
-from lkv.profiling.shapes import SHAPES, read_config
-from lkv.shapes import Shape
+from lkv.evaluation.profiling.shapes import SHAPES, read_config
+from lkv.models.loading import load_model
+from lkv.models.shapes import Shape
 from lkv.training.cost import context_flops, duration, estimate, mean_length, shares
 from lkv.training.pipeline import measured_rate, settings
 from tests.conftest import save_model, tiny_llama

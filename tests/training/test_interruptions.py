@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from lkv.commands.main import main
+from lkv.cli.main import main
 from lkv.config import TrainingConfig, replace
 from lkv.errors import TrainingError, TrainingStoppedError
-from lkv.host.attention import attach
-from lkv.policy import Policy
-from lkv.prefill import read_prompt
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.policy.policy import Policy
 from lkv.training.checkpoint import TrainingState, read_checkpoint, start_from
 from lkv.training.trainer import CALIBRATION_SAMPLES
 from tests.conftest import tiny_llama
@@ -165,7 +165,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("lkv.files.os.replace", full)
+        patch.setattr("lkv.utils.files.os.replace", full)
         with pytest.raises(TrainingError, match=r"cannot be written .*No space left on device"):
             trainer(tmp_path)[0].run()
     assert (tmp_path / "checkpoint.safetensors").read_bytes() == before and not list(tmp_path.glob("*.tmp"))
@@ -195,7 +195,7 @@ def test_an_interrupted_command_prints_no_traceback(monkeypatch, capsys):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lkv.commands.methods.run", interrupt)
+    monkeypatch.setattr("lkv.cli.methods.run", interrupt)
     assert main(["methods"]) == 130
     assert capsys.readouterr().err == "lkv: interrupted\n"
 

@@ -12,10 +12,10 @@ import torch
 
 from lkv.config import ScorerInputs, TrainingConfig, replace
 from lkv.errors import TrainingError
-from lkv.host.attention import attach
-from lkv.host.spec import inspect_model
-from lkv.models import load_model
-from lkv.policy import Policy
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.models.loading import load_model
+from lkv.policy.policy import Policy
 from lkv.training.calibration import calibrate
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.distillation import SampleDistillation, hard_mask
@@ -184,7 +184,7 @@ sys.path.insert(0, {root!r})
 from accelerate import Accelerator
 import lkv.training.placing as placing
 from lkv.config import ScorerInputs, replace
-from lkv.policy import Policy
+from lkv.policy.policy import Policy
 from lkv.training.trainer import Trainer
 from tests.training.test_sharing import CONFIG, uneven
 from tests.training.test_training import sample
@@ -199,7 +199,7 @@ assert len(loads) == (rank == 0), loads
 local = sum(p.to_local().numel() for p in model.parameters() if hasattr(p, "to_local"))
 whole = sum(p.numel() for p in model.parameters() if hasattr(p, "to_local"))
 assert local * 2 == whole > 0, (local, whole)
-from lkv.host.attention import attach
+from lkv.integrations.transformers.attention import attach
 torch.manual_seed(1)
 policy = Policy(attach(model).spec)
 config, folder = replace(CONFIG, batch=6, steps=2), Path({folder!r})

@@ -19,10 +19,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from lkv.cache.ragged import RaggedCache
 from lkv.config import PRESETS, TrainingConfig, replace
 from lkv.errors import DataError, TrainingError
-from lkv.host.attention import attach
-from lkv.host.spec import inspect_model
-from lkv.ops.soft_topk import soft_topk
-from lkv.policy import Policy
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.kernels.soft_topk import soft_topk
+from lkv.policy.policy import Policy
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
 from lkv.training.schedule import schedule

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from lkv.config import ScorerInputs
-from lkv.host.attention import attach
-from lkv.methods.budget.contest import GlobalTopK
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods.budgets.contest import GlobalTopK
 from lkv.methods.kvzip import replay_scores
-from lkv.models import load_model
-from lkv.policy import Policy
-from lkv.prefill import read_prompt
+from lkv.models.loading import load_model
+from lkv.policy.policy import Policy
 from lkv.training.calibration import calibrate
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.warm_start import carry_over, imitate_kvzip

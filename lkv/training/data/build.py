@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from lkv.errors import DataError
-from lkv.files import check_folder, write_text
 from lkv.training.data.records import document
 from lkv.training.data.sample import Sample, tokenize
+from lkv.utils.files import check_folder, write_text
 
 FORMAT = 1
 MANIFEST, PROGRESS = "build.json", "progress.json"

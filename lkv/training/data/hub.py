@@ -9,10 +9,10 @@ from shutil import copyfileobj
 from typing import Any
 
 from lkv.errors import DataError
-from lkv.extras import require
-from lkv.files import check_folder, replacing, write_text
 from lkv.training.data.records import Row, document
 from lkv.training.data.sets import SETS, Hub
+from lkv.utils.extras import require
+from lkv.utils.files import check_folder, replacing, write_text
 
 # What is kept of a row, where it has more than is read.
 _COLUMNS = {"the_stack": ("content", "max_stars_repo_path", "max_stars_repo_licenses", "lang")}

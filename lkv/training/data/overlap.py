@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lkv.errors import DataError
-from lkv.extras import require
 from lkv.training.data.records import lines, records, text
 from lkv.training.data.sources import texts_of
+from lkv.utils.extras import require
 
 N = 13  # words: long enough that chance does not make two texts share them
 SHARE = 0.1  # of a text's n-grams

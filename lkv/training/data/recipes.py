@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from lkv.errors import DataError
-from lkv.prompts import encode, tokenizer_digest
 from lkv.training.data.build import Builder
 from lkv.training.data.hub import Load, fetch
 from lkv.training.data.loom import RATIOS, Loom, usable
@@ -17,6 +16,7 @@ from lkv.training.data.records import document, records
 from lkv.training.data.sample import Sample
 from lkv.training.data.sets import SETS, Survey, digest_of, read_names, set_of, sha256_of, survey
 from lkv.training.data.sources import READERS, read_set, texts_of
+from lkv.utils.prompts import encode, tokenizer_digest
 
 RECIPES = ("loom", "loom-literal", "wide")
 _MEASURED = 40  # items whose characters a token are counted

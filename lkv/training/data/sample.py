@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lkv.prompts import context_ids, encode, question_ids
+from lkv.utils.prompts import context_ids, encode, question_ids
 
 
 @dataclass(frozen=True)

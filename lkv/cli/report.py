@@ -1,0 +1,92 @@
+"""`lkv report`."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from lkv.errors import ReportError
+from lkv.evaluation.report.builders import TABLES, Request, build
+from lkv.evaluation.report.figures import save_figure
+from lkv.evaluation.report.formats import FORMATS
+from lkv.evaluation.report.plots import plot
+from lkv.evaluation.report.profile import build_prefill, plot_memory, published_prefill, read_profile
+from lkv.evaluation.report.published import model_of, models, with_published
+from lkv.evaluation.report.reading import read_results
+from lkv.evaluation.report.tables import Table
+from lkv.evaluation.report.training import build_training, plot_training, read_curves
+from lkv.utils.files import write_text
+
+_MATCHING = "matching"
+
+
+def add_arguments(report: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    report.add_argument("files", type=Path, nargs="*", help="what `lkv eval` wrote")
+    report.add_argument(
+        "--weights", action="store_true", help="memory figure: with the weights in the peak, as in Fig. 5"
+    )
+    report.add_argument("--profile", type=Path, help="what `lkv profile` wrote: prefill table and memory figure")
+    report.add_argument("--training", type=Path, nargs="+", help="folders of `lkv train`: their curves, side by side")
+    report.add_argument("--table", choices=TABLES, default="main")
+    report.add_argument("--format", choices=FORMATS, default="terminal")
+    report.add_argument("--out", type=Path, help="write the table here instead of printing it")
+    report.add_argument("--figure", type=Path, help="write the figure here, as .png, .pdf or .svg")
+    report.add_argument("--methods", nargs="+", default=(), help="only these (and the full cache)")
+    report.add_argument("--retention", nargs="+", type=float, default=(), help="only these")
+    report.add_argument("--against", default="", help="the method that differences are taken to (default: lkv)")
+    report.add_argument("--min-full", type=float, default=0.0, help="only tasks where the full cache scores this much")
+    report.add_argument(
+        "--published",
+        nargs="?",
+        const=_MATCHING,
+        choices=[*models(), _MATCHING],
+        help="add the paper's numbers, by default of the model that the results are of",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print or write the table, and draw the figure where one is asked for."""
+    if bool(options.profile) + bool(options.files) + bool(options.training) != 1:
+        raise ReportError(
+            "give either result files of `lkv eval`, or --profile with one file of `lkv profile`, or --training with "
+            "folders of `lkv train`."
+        )
+    made = _profile if options.profile else _training if options.training else _evaluation
+    table, figure = made(options)
+    text = FORMATS[options.format](table)
+    if options.out:
+        write_text(options.out, text, ReportError, "the table")
+    else:
+        print(text, end="")
+    if figure:
+        save_figure(figure, options.figure)
+        print(f"the figure is in {options.figure}", file=sys.stderr)
+
+
+def _evaluation(options: argparse.Namespace) -> tuple[Table, Any]:
+    results = read_results(options.files)
+    request = Request(tuple(options.methods), tuple(options.retention), options.min_full, options.against)
+    table = build(options.table, results, request)
+    if options.published:
+        measured = str(results.header["model"])
+        table = with_published(table, _model(options, measured), str(results.header["suite"]), measured)
+    return table, plot(table) if options.figure else None
+
+
+def _profile(options: argparse.Namespace) -> tuple[Table, Any]:
+    profile = read_profile(options.profile)
+    model = _model(options, profile.model) if options.published else ""
+    table = build_prefill(profile)
+    if model:
+        table = published_prefill(table, model)
+    return table, plot_memory(profile, model, options.weights) if options.figure else None
+
+
+def _training(options: argparse.Namespace) -> tuple[Table, Any]:
+    curves = read_curves(options.training)
+    return build_training(curves), plot_training(curves) if options.figure else None
+
+
+def _model(options: argparse.Namespace, evaluated: str) -> str:
+    return model_of(evaluated) if options.published == _MATCHING else options.published

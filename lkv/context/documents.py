@@ -1,0 +1,76 @@
+"""Documents as text: UTF-8 as it stands (Markdown is text already), HTML and PDF through their readers; no torch."""
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from lkv.errors import DocumentError
+from lkv.utils.extras import require
+from lkv.utils.files import reason
+
+STDIN = "-"
+
+
+def read_document(name: str) -> str:
+    """The text of the file `name`, or of standard input for "-"; its kind is told by its first bytes, then its suffix.
+
+    Raises DocumentError for what cannot be read, holds no text or is of another kind, and MissingPackageError for the
+    extra `documents`.
+    """
+    try:
+        data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+    except OSError as error:
+        raise DocumentError(f"{name} cannot be read as text ({reason(error)}); give a file, or - for stdin.") from error
+    shown = "standard input" if name == STDIN else name
+    try:
+        text = _reader(data, Path(name).suffix.lower())(data, shown)
+    except UnicodeDecodeError as error:
+        raise DocumentError(
+            f"{shown} cannot be read as text ({error}); give UTF-8 text, Markdown, HTML or PDF."
+        ) from error
+    if not text.strip():
+        raise DocumentError(f"{shown} holds no text; a scanned document must go through text recognition first.")
+    return text
+
+
+def _reader(data: bytes, suffix: str) -> Callable[[bytes, str], str]:
+    if data[:1024].lstrip().startswith(b"%PDF-"):
+        return _pdf
+    start = data[:256].lstrip().lower()
+    if suffix in (".html", ".htm", ".xhtml") or start.startswith((b"<!doctype html", b"<html")):
+        return _html
+    return _plain
+
+
+def _plain(data: bytes, name: str) -> str:
+    return data.decode("utf-8-sig")
+
+
+def _html(data: bytes, name: str) -> str:
+    """What a browser would show as text; tables and lists keep their layout."""
+    require("documents", "reading HTML")
+    from inscriptis import get_text
+
+    return get_text(data.decode("utf-8-sig"))
+
+
+def _pdf(data: bytes, name: str) -> str:
+    """The pages' text, a blank line between them."""
+    require("documents", "reading PDF")
+    from pypdf import PdfReader
+    from pypdf.errors import DependencyError, PyPdfError
+
+    try:
+        reader = PdfReader(io.BytesIO(data))
+        if reader.is_encrypted and not reader.decrypt(""):
+            raise DocumentError(f"{name} is locked with a password; give a copy without one.")
+        return "\n\n".join(page.extract_text() for page in reader.pages)
+    except DependencyError as error:
+        raise DocumentError(
+            f"{name} is encrypted, which takes one more package to read; run `pip install 'pypdf[crypto]'`, or print "
+            "it to a new PDF."
+        ) from error
+    # A damaged file makes the reader raise anything from KeyError to its own errors.
+    except (PyPdfError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError, OSError) as error:
+        raise DocumentError(f"{name} is a damaged PDF ({error}); print it to a new PDF, or give its text.") from error

@@ -1,0 +1,106 @@
+"""Which tokens every head of a method keeps of a text, at every retention of a ladder, from one reading."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lkv.cache.ragged import chosen_method
+from lkv.errors import LkvError, PromptError
+from lkv.integrations.transformers.attention import attach, device_of
+from lkv.integrations.transformers.prefill import PromptLayer, read_prompt
+from lkv.methods.build import Method
+from lkv.methods.registry import needs_pattern
+from lkv.policy.policy import Policy
+from lkv.utils.prompts import chat_parts, context_ids, encode, first_ids
+
+LADDER = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
+
+
+@dataclass(frozen=True)
+class Look:
+    """A text as a method sees it: `pieces` [T], the text of each token; `ranks` [T, L * H], the place of each token in
+    each head, 0 the best (uint16, or uint32 for long texts); `counts` [R, L * H], how many tokens each head keeps at
+    each of `retentions`; `entry_bytes` of k and v of one token in one head."""
+
+    method: str
+    pieces: list[str]
+    ranks: np.ndarray
+    counts: np.ndarray
+    retentions: tuple[float, ...]
+    layers: int
+    heads: int
+    entry_bytes: int
+
+
+@torch.no_grad()
+def look(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    method: str = "lkv",
+    policy: Policy | None = None,
+    retentions: Sequence[float] = LADDER,
+) -> Look:
+    """Read `text` once and rank its tokens in every head; heads of all layers, layer by layer.
+
+    Raises what RaggedCache raises, PromptError for a text beyond the model's positions, and LkvError for a method that
+    reads the text twice or needs a pattern.
+    """
+    spec = attach(model).spec
+    ids = context_ids(tokenizer, text)
+    if len(ids) >= spec.max_positions:
+        raise PromptError(f"the text has {len(ids)} tokens, but the model reads {spec.max_positions}; shorten it.")
+    if needs_pattern(method):
+        raise LkvError(f"{method!r} needs a pattern of retrieval heads, which inspecting takes none of; use another.")
+    methods = [chosen_method(model, policy, retention, method, tokenizer=tokenizer) for retention in retentions]
+    if methods[0].of_whole_prompts:
+        raise LkvError(f"{method!r} sees all layers before it keeps anything; look at a method that goes by layers.")
+    prompt = read_prompt(model, torch.tensor([ids], device=device_of(model)), methods[0].selector.reads_queries)
+    ranks, counts = _ranked(methods, prompt)
+    first = prompt[0]
+    return Look(
+        method,
+        pieces_of(tokenizer, text, ids),
+        ranks,
+        counts,
+        tuple(retentions),
+        len(prompt),
+        first.key.shape[1],
+        (first.key.shape[-1] + first.value.shape[-1]) * first.key.element_size(),
+    )
+
+
+def _ranked(methods: Sequence[Method], prompt: list[PromptLayer]) -> tuple[np.ndarray, np.ndarray]:
+    """`ranks` and `counts` of a Look; all methods share the selector of the first."""
+    ranks, counts = [], []
+    for layer, read in enumerate(prompt):
+        scores = methods[0].selector.scores(layer, read)
+        ranks.append(_places(scores[0]))
+        counts.append([method.budget.counts(layer, scores)[0] for method in methods])
+    kind = np.uint16 if ranks[0].shape[-1] <= 1 << 16 else np.uint32
+    return np.concatenate(ranks).T.astype(kind), np.asarray(counts).transpose(1, 0, 2).reshape(len(methods), -1)
+
+
+def _places(scores: Tensor) -> np.ndarray:
+    """The place of each token among those of its head [H, T], 0 for the highest score."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    return order.argsort(-1).cpu().numpy()
+
+
+def pieces_of(tokenizer: Any, text: str, ids: list[int]) -> list[str]:
+    """The text of each token of the context, so that all pieces put together are the text as the model reads it."""
+    whole = chat_parts(tokenizer)[0] + text
+    extra = len(ids) - len(encode(tokenizer, whole))
+    if not getattr(tokenizer, "is_fast", False):
+        return [tokenizer.decode([token]) for token in ids]
+    spans = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    pieces, start = [], 0
+    # A character of several tokens goes to the first of them; what lies between two tokens, to the second.
+    for _, end in spans:
+        pieces.append(whole[start : max(start, end)])
+        start = max(start, end)
+    return [tokenizer.decode([token]) for token in first_ids(tokenizer)[:extra]] + pieces

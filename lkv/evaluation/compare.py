@@ -1,0 +1,210 @@
+"""Several methods on one prompt, from one prefill, through the real cache."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from lkv.cache.ragged import RaggedCache
+from lkv.integrations.transformers.attention import device_of
+from lkv.integrations.transformers.prefill import PromptLayer, PromptLayers, as_prompt
+from lkv.integrations.transformers.stock import cut_to
+from lkv.kernels.fidelity import agrees, kl
+from lkv.methods.build import Method, side_by_side
+
+# Whatever a model's own configuration says: an answer is what the logits say alone, as in the suites themselves.
+_PLAIN: dict[str, Any] = {
+    "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "use_cache": True, "cache_implementation": None,
+    "prefill_chunk_size": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How close a method's continuation is to the full cache's (means over the target tokens).
+
+    `kl`: KL(full || compressed) in nats; `agreement`: the share of tokens with the same most probable token;
+    `hidden_error`: ||h - h_full|| / ||h_full|| of the last layer's hidden states, as the output head reads them.
+    """
+
+    kl: float
+    agreement: float
+    hidden_error: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one row gives for the target tokens: log-probabilities [n, V] and the output head's input [n, D]."""
+
+    log_probs: Tensor
+    hidden: Tensor
+
+    def against(self, full: "Prediction") -> Fidelity:
+        """How close this is to what the full cache gives."""
+        divergence, equal = kl(full.log_probs, self.log_probs), agrees(full.log_probs, self.log_probs)
+        norm = torch.linalg.vector_norm
+        error = norm(self.hidden - full.hidden, dim=-1) / norm(full.hidden, dim=-1).clamp(min=1e-12)
+        return Fidelity(float(divergence.mean()), float(equal.float().mean()), float(error.mean()))
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Logits [B, n, V] and the head's input [B, n, D]; in float32 a row at a time, for all at once may be large."""
+
+    logits: Tensor
+    hidden: Tensor
+
+    def row(self, index: int) -> Prediction:
+        """Those of one method."""
+        return Prediction(log_softmax(self.logits[index].float(), -1), self.hidden[index].float())
+
+
+class Comparison:
+    """Answers and fidelity of several methods over one prompt."""
+
+    def __init__(self, model: Any, ids: list[int], prompt: list[PromptLayer], methods: Sequence[Method]):
+        """`prompt` is what `read_prompt(model, ids, queries=True)` gave; row i of every result is `methods[i]`."""
+        self._model, self._ids, self._rows = model, list(ids), len(methods)
+        self._prompt_tokens = len(ids)
+        self._cache = RaggedCache(model, method=side_by_side(methods))
+        self._cache.fill(PromptLayers((_repeat(layer, self._rows) for layer in prompt), as_prompt(prompt).windows))
+
+    def held(self) -> list[int]:
+        """Entries that each method kept of the prompt, over all layers and heads."""
+        return torch.stack([layer.kept for layer in self._cache.ragged]).sum((0, 2)).tolist()
+
+    def realised(self) -> list[float]:
+        """Kept entries / all entries of each method."""
+        entries = sum(layer.kept.shape[1] for layer in self._cache.ragged) * self._prompt_tokens
+        return [kept / entries for kept in self.held()]
+
+    @torch.no_grad()
+    def read(self, ids: list[int]) -> None:
+        """Let every later question and continuation begin with `ids`, which are read once."""
+        if ids:
+            self._model.base_model(input_ids=self._batch(ids), past_key_values=self._cache, use_cache=True)
+            self._ids += ids
+
+    def answers(
+        self, question: list[int], max_new_tokens: int, stops: Sequence[int] = (), last: bool = False
+    ) -> list[list[int]]:
+        """Answer ids of each method to the ids of a question, see `greedy`.
+
+        `last`: nothing is asked afterwards, so that methods whose answers have ended can be dropped, which saves time.
+        """
+        ids = [self._ids + question] * self._rows
+        with self._working_cache(last) as cache:
+            return greedy(self._model, ids, max_new_tokens, stops, cache, dropping=last)
+
+    def fidelity(self, continuation: list[int], skip: int) -> list[Fidelity]:
+        """Each method against the first one, over the tokens of `continuation` from `skip` on."""
+        predictions = self.predict(continuation, skip)
+        full = predictions.row(0)
+        return [predictions.row(index).against(full) for index in range(self._rows)]
+
+    @torch.no_grad()
+    def predict(self, continuation: list[int], skip: int) -> Predictions:
+        """What each method gives for the tokens of `continuation` from `skip` on."""
+        # The last token predicts nothing; the first is predicted where another precedes it here.
+        ids = self._batch(continuation[:-1])
+        targets = len(continuation) - max(1, skip)
+        hidden: list[Tensor] = []
+        head = self._model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+        try:
+            with self._working_cache() as cache:
+                out = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=targets)
+        finally:
+            handle.remove()
+        return Predictions(out.logits[:, -targets:], hidden[0][:, -targets:])
+
+    def _batch(self, ids: list[int]) -> Tensor:
+        device = device_of(self._model)
+        return torch.tensor([ids], device=device).expand(self._rows, -1)
+
+    @contextmanager
+    def _working_cache(self, last: bool = False) -> Iterator[RaggedCache]:
+        """The cache, cut back afterwards unless this is its `last` use; a copy where it cannot be cut back."""
+        if not self._cache.rewindable:
+            yield self._cache.fork()
+            return
+        try:
+            yield self._cache
+        finally:
+            if not last:
+                cut_to(self._cache, len(self._ids))
+
+
+@torch.no_grad()
+def greedy(
+    model: Any,
+    rows: Sequence[list[int]],
+    max_new_tokens: int,
+    stops: Sequence[int] = (),
+    cache: Any = None,
+    dropping: bool = False,
+) -> list[list[int]]:
+    """What `model.generate` adds to `rows` of equal length, each cut after its first end token.
+
+    `cache` may hold the beginning of the rows. `stops` end an answer, as the model's own end tokens do, from its second
+    token on (LongBench's way with one-line answers). `dropping` takes rows out of the cache once half of them have
+    ended, so that a few long answers do not cost as many steps of all; the cache is of no use afterwards.
+    """
+    ids = torch.tensor(rows, device=device_of(model))
+    own_ends = model.generation_config.eos_token_id
+    ends = [*([] if own_ends is None else [own_ends] if isinstance(own_ends, int) else own_ends), *stops]
+    padding = model.generation_config.pad_token_id
+    start, end = ids.shape[1], ids.shape[1] + max_new_tokens
+    going = list(range(len(rows)))
+    answers: list[list[int]] = [[] for _ in rows]
+    while True:
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            do_sample=False,
+            max_new_tokens=end - ids.shape[1],
+            min_new_tokens=1 if stops and ids.shape[1] == start else None,
+            eos_token_id=ends or None,
+            pad_token_id=padding if padding is not None else (ends or [0])[0],
+            **_PLAIN,
+            stopping_criteria=StoppingCriteriaList([_HalfEnded(start, ends)] if dropping else []),
+        )
+        for row, tokens in zip(going, out[:, start:].tolist(), strict=True):
+            answers[row] = _until(tokens, ends)
+        left = [index for index, row in enumerate(going) if answers[row][-1] not in ends]
+        if not left or out.shape[1] == end:
+            return answers
+        going, chosen = [going[index] for index in left], torch.tensor(left, device=ids.device)
+        cache.batch_select_indices(chosen)
+        ids = out[chosen]
+
+
+class _HalfEnded(StoppingCriteria):
+    """Stops all rows when at least half of them have one of `ends` after their first `start` tokens."""
+
+    def __init__(self, start: int, ends: Sequence[int]):
+        self._start, self._ends = start, ends
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        ends = torch.tensor(self._ends, device=input_ids.device, dtype=input_ids.dtype)
+        ended = torch.isin(input_ids[:, self._start :], ends).any(-1)
+        return (ended.sum() * 2 >= len(ended)).expand(len(ended))
+
+
+def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """`ids` up to the first of `ends`, that one included: what follows is padding."""
+    last = next((index for index, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: last + 1]
+
+
+def _repeat(layer: PromptLayer, rows: int) -> PromptLayer:
+    queries = None if layer.queries is None else layer.queries.expand(rows, -1, -1, -1)
+    key, value = layer.key.expand(rows, -1, -1, -1), layer.value.expand(rows, -1, -1, -1)
+    return replace(layer, key=key, value=value, queries=queries)

@@ -1,0 +1,161 @@
+"""LongBench: its 16 English and code tasks (Section 4.1; the five Chinese ones are left out as in the paper).
+
+Rows are in LongBench's own fields, from local files or from the hub; prompts, generation lengths and metrics are the
+official ones, kept in longbench.json.
+"""
+
+import gzip
+import io
+import json
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from difflib import get_close_matches
+from functools import cache
+from importlib import resources
+from itertools import islice
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any, TextIO
+
+from huggingface_hub import hf_hub_download
+
+from lkv.errors import DataError
+from lkv.evaluation.example import Example
+from lkv.evaluation.metrics import require_rouge
+
+# The columns of the paper's Table 1 (tab:longbench), with the tasks of its appendix.
+CATEGORIES = {
+    "Single-Doc QA": ("narrativeqa", "qasper", "multifieldqa_en"),
+    "Multi-Doc QA": ("hotpotqa", "2wikimqa", "musique"),
+    "Summarization": ("gov_report", "qmsum", "multi_news"),
+    "Few-Shot": ("trec", "triviaqa", "samsum"),
+    "Synthetic": ("passage_count", "passage_retrieval_en"),
+    "Code": ("lcc", "repobench-p"),
+}
+TASKS = tuple(task for tasks in CATEGORIES.values() for task in tasks)
+
+_HUB = "zai-org/LongBench"
+_ARCHIVE = "data.zip"
+# The upload of data.zip; the revisions after it change the card only.
+_REVISION = "4a90f81c8db79f60c15f77dcd207a1099038c775"
+
+
+def load_examples(task: str, folder: Path | None, count: int | None = None) -> list[Example]:
+    """The first `count` rows (None: all) of `task`.
+
+    `folder` holds TASK.jsonl, TASK.jsonl.gz or LongBench's data.zip; None fetches data.zip from the hub (114 MB, once).
+    Raises DataError for an unknown task and for files that are missing or malformed, IntegrationError where the task's
+    metric needs a package that is missing.
+    """
+    if task not in TASKS:
+        near = get_close_matches(task, TASKS, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(TASKS)}."
+        raise DataError(f"there is no LongBench task {task!r}; {hint} (The five Chinese tasks are left out.)")
+    if count is not None and count < 1:
+        raise DataError(f"{count} rows of {task} are asked for; ask for at least 1, or for None to take all.")
+    if _definitions()[task]["metric"] == "rouge_l":
+        require_rouge()
+    path = _download() if folder is None else _find(task, Path(folder))
+    lines = islice(_lines(path, task), count)
+    examples = [_example(task, number, _row(line, where), where) for number, line, where in lines]
+    if not examples:
+        raise DataError(f"{path} holds no row of {task}; get the file again, or leave the task out.")
+    return examples
+
+
+@cache
+def _definitions() -> dict[str, dict[str, Any]]:
+    text = resources.files("lkv.evaluation").joinpath("longbench.json").read_text(encoding="utf-8")
+    return json.loads(text)["tasks"]
+
+
+def _download() -> Path:
+    try:
+        return Path(hf_hub_download(_HUB, _ARCHIVE, repo_type="dataset", revision=_REVISION))
+    except OSError as error:
+        raise DataError(
+            f"{_ARCHIVE} of {_HUB} could not be fetched ({error}); try again with a connection, "
+            "or give a folder that holds the task's .jsonl."
+        ) from error
+
+
+def _find(task: str, folder: Path) -> Path:
+    names = (f"{task}.jsonl", f"{task}.jsonl.gz", _ARCHIVE)
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise DataError(f"{folder} holds none of {', '.join(names)}; give the folder that LongBench's files lie in.")
+
+
+def _lines(path: Path, task: str) -> Iterator[tuple[int, str, str]]:
+    """(row number, line, where it is) of each line that is not blank."""
+    try:
+        with ExitStack() as stack:
+            file: TextIO
+            if path.suffix == ".zip":
+                archive = stack.enter_context(zipfile.ZipFile(path))
+                file = io.TextIOWrapper(stack.enter_context(archive.open(f"data/{task}.jsonl")), encoding="utf-8")
+            elif path.suffix == ".gz":
+                file = stack.enter_context(gzip.open(path, "rt", encoding="utf-8"))
+            else:
+                file = stack.enter_context(path.open(encoding="utf-8"))
+            lines = ((line_number, line) for line_number, line in enumerate(file, 1) if line.strip())
+            for number, (line_number, line) in enumerate(lines):
+                yield number, line, f"{path}, line {line_number}"
+    except KeyError as error:
+        raise DataError(f"{path} holds no data/{task}.jsonl; get LongBench's {_ARCHIVE} again.") from error
+    except (OSError, EOFError, UnicodeDecodeError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} cannot be read ({error}); get the file again.") from error
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        # Half a character, which JSON can escape, is no text that a tokenizer could read.
+        json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not a JSON object of valid text ({error}).") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a {type(row).__name__} instead of a JSON object with LongBench's fields.")
+    return row
+
+
+def _example(task: str, number: int, row: dict[str, Any], where: str) -> Example:
+    definition = _definitions()[task]
+    for field in ("input", "context"):
+        if not isinstance(row.get(field), str):
+            raise DataError(f"{where}: field {field!r} must be a text, but is {short(row.get(field))}.")
+    if not row["context"].strip():
+        raise DataError(f"{where}: field 'context' is empty, but it is the text to compress.")
+    answers = _texts(row, "answers", where)
+    if definition["metric"] == "retrieval" and not all(re.search(r"Paragraph \d", answer) for answer in answers):
+        raise DataError(f"{where}: field 'answers' must name a paragraph ('Paragraph 3'), but is {short(answers)}.")
+    # The beginning of the answer is part of the input here, possibly with white space behind it.
+    end = definition["input_ends_with"]
+    prefix = match[0] if end and (match := re.search(re.escape(end) + r"\s*\Z", row["input"])) else ""
+    question = definition["question"].format(input=row["input"])
+    return Example(
+        suite="longbench",
+        task=task,
+        number=number,
+        context=definition["context"].format(context=row["context"]),
+        question=question.removesuffix(prefix),
+        answer_prefix=prefix or definition["answer_prefix"],
+        answers=tuple(answers),
+        max_new_tokens=definition["max_new_tokens"],
+        metric=definition["metric"],
+        classes=tuple(_texts(row, "all_classes", where)) if definition["metric"] == "classification" else (),
+        first_line=definition["first_line"],
+        stop_at_newline=definition["stop_at_newline"],
+        chat=definition["chat"],
+    )
+
+
+def _texts(row: dict[str, Any], field: str, where: str) -> list[str]:
+    value = row.get(field)
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+        raise DataError(f"{where}: field {field!r} must be a list of at least one text, but is {short(value)}.")
+    return value

@@ -1,0 +1,194 @@
+"""A model's fingerprint: directions of stretches of rows from the matrices of its first, middle and last layer.
+
+Rows are read from whatever holds them: plain tensors, DTensors, and the packed tensors of torchao and bitsandbytes.
+What reads a norm is taken together with that norm: AWQ and SmoothQuant, which many quantised files were made with, move
+factors of the columns from the one to the other and leave the model as it is.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from lkv.policy.fingerprint import encode
+
+_ROWS = 2  # stretches of each matrix
+# Short and aligned: within a block of columns that share a scale the direction is the same before it is applied.
+_WIDTH = 64
+_VALUES = 4  # single values of each matrix, for policies saved before
+# The matrices of a layer that read a norm's output, and the names that this norm may have.
+_READERS = (
+    (re.compile(r"self_attn\.(q|k|v|qkv)_proj\.weight$"), ("input_layernorm",)),
+    (re.compile(r"mlp\.(gate|up|gate_up)_proj\.weight$"), ("pre_feedforward_layernorm", "post_attention_layernorm")),
+)
+
+
+@torch.no_grad()
+def read_norms(decoder: nn.Module, layers: int) -> dict[str, Tensor]:
+    """What the norms of the sampled layers multiply their input by: [columns] by the norm's name within the decoder."""
+    wanted = {name for _, names in _READERS for name in names}
+    norms = {}
+    for name, norm in decoder.named_modules():
+        weight = getattr(norm, "weight", None)
+        if name.rpartition(".")[2] not in wanted or _layer(name) not in _sampled(layers):
+            continue
+        if not isinstance(weight, Tensor) or weight.ndim != 1 or getattr(weight, "device_mesh", None) is not None:
+            continue
+        # Asked of the norm itself: some multiply by 1 + weight. Of mean 0 and variance 1, for all kinds of norms.
+        probe = torch.ones_like(weight)
+        probe[1::2] = -1
+        norms[name] = (norm.forward(probe) - norm.forward(-probe)) / 2 * probe
+    return norms
+
+
+def read_directions(
+    weights: Mapping[str, Tensor], layers: int, norms: Mapping[str, Tensor] | None = None
+) -> tuple[str, ...]:
+    """The fingerprint of the decoder's `weights` by name, as `lkv.policy.fingerprint.agreement` compares it.
+
+    `norms` is what `read_norms` gives. Matrices in a form that cannot be read as rows are left out: nothing is left of
+    a model that has only such. Under tensor parallelism every process of the group must call this.
+    """
+    norms = norms or {}
+    places: list[str] = []
+    parts: list[Tensor] = []
+    for name, weight in _matrices(weights, layers):
+        height, columns = _shape(weight)
+        norm = _norm_before(name, norms)
+        wanted = [height * (number + 1) // (_ROWS + 1) for number in range(_ROWS)]
+        rows = _rows(weight, wanted)
+        if rows is None:
+            continue
+        for number, row in enumerate(wanted):
+            start = _start(columns, number)
+            part = rows[number, start : start + _WIDTH].float()
+            label = _short(name)
+            if norm is not None:
+                part = part * norms[norm][start : start + _WIDTH].to(part)
+                label += f" * {norm.rpartition('.')[2]}"
+            places.append(f"{label}[{row}, {start}:{start + len(part)}]")
+            parts.append(part.to(parts[0].device if parts else part.device))
+    # One copy from the device for all of them.
+    values = torch.cat(parts).tolist() if parts else []
+    directions = []
+    for position, part in zip(places, parts, strict=True):
+        directions.append(encode(position, values[: len(part)]))
+        values = values[len(part) :]
+    return tuple(direction for direction in directions if direction)
+
+
+def read_values(weights: Mapping[str, Tensor], layers: int) -> tuple[float, ...]:
+    """A few single values of each matrix, which policies saved before know their model by."""
+    values: list[float] = []
+    for _, weight in _matrices(weights, layers, plain=True):
+        height, columns = weight.shape
+        places = torch.linspace(0, height * columns - 1, _VALUES + 2, dtype=torch.float64, device="cpu")[1:-1].long()
+        rows = _rows(weight, (places // columns).tolist())
+        if rows is not None:
+            values += rows.float().cpu().gather(1, (places % columns)[:, None])[:, 0].tolist()
+    return tuple(round(value, 8) for value in values)
+
+
+def _matrices(weights: Mapping[str, Tensor], layers: int, plain: bool = False) -> Iterable[tuple[str, Tensor]]:
+    """(name, matrix) of the sampled layers, in the order of their names."""
+    for name, weight in sorted(weights.items()):
+        if _layer(name) not in _sampled(layers) or len(_shape(weight)) != 2:
+            continue
+        if weight.is_floating_point() or (not plain and _kind(weight) in ("Params4bit", "Int8Params")):
+            yield name, weight
+
+
+def _sampled(layers: int) -> set[int]:
+    return {0, layers // 2, layers - 1}
+
+
+def _layer(name: str) -> int | None:
+    """The layer that a module or parameter belongs to, by its name."""
+    match = re.search(r"(?:^|\.)(\d+)\.", name)
+    return int(match[1]) if match else None
+
+
+def _short(name: str) -> str:
+    """A parameter's name from its layer's number on."""
+    return re.sub(r"^(?:.*?\.)?(?=\d+\.)", "", name)
+
+
+def _norm_before(name: str, norms: Mapping[str, Tensor]) -> str | None:
+    """The one of `norms` whose output the matrix `name` reads, where that is known."""
+    for matrix, possible in _READERS:
+        if match := matrix.search(name):
+            layer = name[: match.start()]
+            # Without a norm before the attention, those of the layer follow what they are named after.
+            before = [layer + norm for norm in possible if layer + "input_layernorm" in norms and layer + norm in norms]
+            return before[0] if before else None
+    return None
+
+
+def _kind(weight: Tensor) -> str:
+    return type(weight).__name__
+
+
+def _shape(weight: Tensor) -> tuple[int, ...]:
+    """Of the matrix that `weight` stands for: bitsandbytes packs two values of 4 bits into a byte."""
+    state = getattr(weight, "quant_state", None)
+    return tuple(weight.shape if state is None else state.shape)
+
+
+def _start(columns: int, number: int) -> int:
+    """First column of a row's stretch, a multiple of its width."""
+    blocks = max(1, columns // _WIDTH)
+    return _WIDTH * min(blocks - 1, blocks * (number + 1) // (_ROWS + 1))
+
+
+@torch.no_grad()
+def _rows(weight: Tensor, rows: list[int]) -> Tensor | None:
+    """The `rows` [n, columns] of a matrix, or None where its form does not give them."""
+    if getattr(weight, "device_mesh", None) is not None:
+        return _gathered(weight, rows)
+    if type(weight) in (Tensor, torch.nn.Parameter):
+        return torch.stack([weight[row] for row in rows])
+    if _kind(weight) == "Params4bit" and getattr(weight, "quant_state", None) is not None:
+        return _four_bits(weight, rows)
+    if _kind(weight) == "Int8Params":
+        # Each row has one scale, which leaves its direction as it is.
+        return torch.stack([weight.data[row] for row in rows])
+    return _dequantised(weight, rows)
+
+
+def _gathered(weight: Any, rows: list[int]) -> Tensor | None:
+    """Of a matrix whose rows or columns lie in several processes; a lookup fetches the few rows alone."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = weight.device_mesh
+    index = torch.tensor(rows, device=weight.device)
+    try:
+        gathered: Any = embedding(DTensor.from_local(index, mesh, [Replicate()] * mesh.ndim, run_check=False), weight)
+    except NotImplementedError:
+        return None  # packed as well as shared out
+    return gathered.full_tensor()
+
+
+def _four_bits(weight: Any, rows: list[int]) -> Tensor | None:
+    try:
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(weight.data, weight.quant_state)[rows]
+    except (ImportError, RuntimeError, ValueError):
+        return None
+
+
+def _dequantised(weight: Any, rows: list[int]) -> Tensor | None:
+    """Of a tensor class with a `dequantize` of its own, as torchao's have: the rows alone, or else all of it."""
+    if type(weight).dequantize is Tensor.dequantize:
+        return torch.stack([weight[row] for row in rows])
+    try:
+        return torch.cat([weight[row : row + 1].dequantize() for row in rows])
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError, IndexError):
+        pass  # packed in tiles: no row can be taken out by itself
+    try:
+        return weight.dequantize()[rows]
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError, IndexError):
+        return None

@@ -1,0 +1,147 @@
+"""What LKV must know of a transformers model: its shape, which layers it evicts from, a fingerprint of its weights."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lkv.config import ModelSpec
+from lkv.errors import UnsupportedModelError
+from lkv.integrations.transformers.fingerprint import read_directions, read_norms, read_values
+
+_KINDS = ("full_attention", "sliding_attention")
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+_OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")
+
+
+def inspect_model(model: Any) -> ModelSpec:
+    """Read what a policy must know from a causal language model; UnsupportedModelError says why one is refused.
+
+    Under tensor parallelism the spec is that of the whole model, and every process of the group must call this.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "generate"):
+        raise UnsupportedModelError("this is no transformers causal language model; give one with .generate().")
+    name = type(model).__name__
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None)
+    kv_heads = _kv_heads(text)
+    if not isinstance(kv_heads, int) or not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):
+        raise UnsupportedModelError(
+            f"{name} has no per-head key-value cache; LKV works with multi-head and grouped-query attention."
+        )
+    windows = layer_windows(model)
+    unknown = {kind for kind in getattr(text, "layer_types", None) or [] if kind not in _KINDS}
+    if unknown or None not in windows:
+        raise UnsupportedModelError(
+            f"{name} has layers of kind {sorted(unknown) or ['sliding_attention']}; LKV evicts from full-attention "
+            "ones beside sliding ones that stay as they are. Use a model of such layers."
+        )
+    weights = dict(model.named_parameters())
+    if any(key.endswith(".sinks") for key in weights) or getattr(text, "attn_logit_softcapping", None):
+        raise UnsupportedModelError(
+            f"{name} has attention sinks or capped attention logits, which LKV does not compute yet; use a model with "
+            "plain softmax attention, such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3."
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; LKV works with decoder-only models.")
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        raise UnsupportedModelError(f"{name} states no number of positions; LKV works with models that have a limit.")
+    devices = {weight.device.type for weight in weights.values()}
+    if "meta" in devices:
+        raise UnsupportedModelError(
+            f"weights of {name} are kept off its devices; load all of them on GPUs, or on the CPU."
+        )
+    local_heads(model)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    rope = getattr(text, "rope_parameters", None) or {}
+    decoder, depth = model.get_decoder(), text.num_hidden_layers
+    return ModelSpec(
+        architecture=name,
+        layers=windows.count(None),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=", ".join(f"{key} {rope[key]}" for key in sorted(rope) if rope[key] is not None),
+        max_positions=limit,
+        weights=read_values(weights, depth),
+        directions=read_directions(dict(decoder.named_parameters()), depth, read_norms(decoder, depth)),
+    )
+
+
+def layer_windows(model: Any) -> list[int | None]:
+    """The sliding window of each layer, None where a layer sees everything: the ones that are evicted from."""
+    text = model.config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    # Without a list of kinds a window holds for all layers.
+    everywhere = "sliding_attention" if window else "full_attention"
+    kinds = getattr(text, "layer_types", None) or [everywhere] * text.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def local_heads(model: Any) -> slice:
+    """The KV heads whose k and v this process computes: all of them, or its share under tensor parallelism.
+
+    Raises UnsupportedModelError where the heads cannot be shared out evenly, or the model is split in another way.
+    """
+    heads = _kv_heads(model.config.get_text_config(decoder=True))
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or mesh.size() == 1:
+        return slice(0, heads)
+    name, size = type(model).__name__, getattr(model, "tp_size", None) or 1
+    if mesh.size() != size:
+        raise UnsupportedModelError(
+            f"{name} is split over {mesh.size()} processes, but only {size} share its heads; load it with tensor "
+            "parallelism alone (tp_plan='auto')."
+        )
+    # A plan may leave attention whole, or gather k and v again ("colwise_gather_output"): then all heads are here.
+    if not any(key.endswith(_KEY_PROJECTIONS) and style == "colwise" for key, style in model.tp_plan.items()):
+        return slice(0, heads)
+    if heads % size:
+        raise UnsupportedModelError(
+            f"{name} has {heads} KV heads, which {size} processes cannot share evenly; use a number of processes that "
+            f"divides {heads}."
+        )
+    rank = (mesh if mesh.ndim == 1 else mesh["tp"]).get_local_rank()
+    return slice(rank * heads // size, (rank + 1) * heads // size)
+
+
+def _kv_heads(text: Any) -> Any:
+    return getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+
+
+def output_projections(model: Any) -> list[Tensor]:
+    """The weight [hidden, Hq * d] of each full-attention layer's output projection; only the columns of the heads
+    computed here under tensor parallelism.
+
+    Raises UnsupportedModelError for a model that has no such matrices, or quantised ones.
+    """
+    weights = []
+    for module, name in full_attention_modules(model):
+        # GPTQ's and AWQ's layers have no weight at all, only codes.
+        weight: Any = getattr(getattr(module, name), "weight", None)
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has a quantised output projection, which cannot be read as a matrix; load the "
+                "model without quantisation, or use a method that needs no weights."
+            )
+        weights.append(weight.detach())
+    return weights
+
+
+def full_attention_modules(model: Any) -> list[tuple[nn.Module, str]]:
+    """The attention module of each full-attention layer, with the name of its output projection."""
+    modules: dict[int, tuple[nn.Module, str]] = {}
+    for module in model.get_decoder().modules():
+        index = getattr(module, "layer_idx", None)
+        name = next((name for name in _OUTPUT_PROJECTIONS if isinstance(getattr(module, name, None), nn.Module)), None)
+        if isinstance(index, int) and name is not None:
+            modules[index] = module, name
+    windows = layer_windows(model)
+    if sorted(modules) != list(range(len(windows))):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has attention layers without an output projection that LKV knows; use a model "
+            "such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3, or another method."
+        )
+    return [modules[index] for index, window in enumerate(windows) if window is None]

@@ -1,0 +1,155 @@
+"""Soft-masked attention in Triton: tile sizes, launches and the autograd function around `triton_kernels`."""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import lkv.kernels.soft_mask_attention.triton_kernels as kernels
+from lkv.utils import devices
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Tile(NamedTuple):
+    """Block sizes of one kernel: query rows, key columns, warps and pipeline stages."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """The tiles of the three kernels, the shared memory in bytes that the hungriest of them needs, and the major
+    compute capabilities on which they need too much of something else."""
+
+    forward: Tile
+    query_gradient: Tile
+    key_gradient: Tile
+    shared: int
+    not_on: tuple[int, ...] = ()
+
+
+# By bytes a number and padded head dim, the largest first: in half precision the largest that leave the loops over full
+# blocks without register spills on Hopper (as ptxas reports; `benchmarks.soft_mask_attention --tune` times others).
+_TILES = {
+    (2, 64): (Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), 83_000),),
+    (2, 128): (
+        Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), 133_000),
+        Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), 100_000),
+    ),
+    (2, 256): (
+        Tiles(Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2), 197_000),
+        Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), 100_000),
+    ),
+    # Float32 has no tensor cores of full precision: the products take registers, and larger tiles spill them.
+    (4, 64): (
+        Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), 83_000, (8, 10, 12)),
+        Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), 100_000),
+    ),
+    (4, 128): (Tiles(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 100_000),),
+    (4, 256): (Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 100_000),),
+}
+
+
+def interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), on any device."""
+    return not isinstance(kernels.forward, triton.JITFunction)
+
+
+def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
+    """Why these kernels cannot run, in one sentence; None where they can."""
+    if not devices.is_gpu(device) and not interpreted():
+        return f"the tensors are on {device.type!r}, but Triton needs a CUDA device (or TRITON_INTERPRET=1)."
+    if dtype not in DTYPES:
+        return f"the dtype is {dtype}, but the Triton kernels take float32, bfloat16 and float16."
+    if dim not in HEAD_DIMS or value_dim != dim:
+        return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take {HEAD_DIMS}, equal for k and v."
+    if devices.is_gpu(device) and not interpreted():
+        gpu = devices.runtime(device).get_device_properties(device)
+        if gpu.major < 8:
+            return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, but the Triton kernels need 8.0."
+        if tiles_on(device, dtype, dim) is None:
+            room = _shared_memory(device)
+            return f"{gpu.name} has {room} bytes of shared memory a block, too little for heads of {dim} in {dtype}."
+    return None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, tiles: Tiles | None = None) -> Tensor:
+    """Shapes as in `api.soft_mask_attention`, where `refusal` has no objection. `tiles`: block sizes to try out."""
+    tiles = tiles or tiles_on(q.device, q.dtype, q.shape[3])
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    with devices.current(q.device):
+        return _SoftMaskAttention.apply(q, k, v, log_mask.float().contiguous(), scale, tiles)
+
+
+@functools.cache
+def tiles_on(device: torch.device, dtype: torch.dtype, dim: int) -> Tiles | None:
+    """The tiles in use on a device; None where its shared memory is too small."""
+    options = _TILES[dtype.itemsize, triton.next_power_of_2(dim)]
+    if interpreted():
+        return options[0]
+    memory, major = _shared_memory(device), devices.runtime(device).get_device_properties(device).major
+    return next((tiles for tiles in options if tiles.shared <= memory and major not in tiles.not_on), None)
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one block may use, as Triton checks them."""
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+
+
+class _SoftMaskAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, tiles: Tiles) -> Tensor:
+        batch, heads, rows, _ = q.shape
+        out = _laid_out_as_rows(q)
+        lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+        tile = tiles.forward
+        grid = (triton.cdiv(rows, tile.rows), batch * heads)
+        kernels.forward[grid](q, k, v, log_mask, out, lse, **_shared_arguments(q, k, v, scale, tile))
+        ctx.save_for_backward(q, k, v, log_mask, out, lse)
+        ctx.scale, ctx.tiles = scale, tiles
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, log_mask, out, lse = ctx.saved_tensors
+        batch, heads, rows, _ = q.shape
+        kv_heads, columns = k.shape[1:3]
+        d_out = _laid_out_as_rows(d_out).copy_(d_out) if d_out.stride() != out.stride() else d_out
+        d_q, d_k, d_v = (_laid_out_as_rows(x) for x in (q, k, v))
+        d_mask, delta = torch.empty_like(log_mask), torch.empty_like(lse)
+        tile = ctx.tiles.query_gradient
+        kernels.query_gradient[(triton.cdiv(rows, tile.rows), batch * heads)](
+            q, k, v, log_mask, out, d_out, lse, delta, d_q, **_shared_arguments(q, k, v, ctx.scale, tile)
+        )
+        tile = ctx.tiles.key_gradient
+        kernels.key_gradient[(triton.cdiv(columns, tile.columns), batch * kv_heads)](
+            q, k, v, log_mask, d_out, lse, delta, d_k, d_v, d_mask,
+            bounded=rows % tile.rows != 0, **_shared_arguments(q, k, v, ctx.scale, tile),
+        )  # fmt: skip
+        return d_q, d_k, d_v, d_mask, None, None
+
+
+def _laid_out_as_rows(x: Tensor) -> Tensor:
+    """An empty tensor of the shape of x [B, H, T, d], laid out as [B, T, H, d]: as models want it."""
+    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
+
+
+def _shared_arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> dict[str, Any]:
+    strides = {
+        f"{name}_{axis}": stride
+        for name, x in (("q", q), ("k", k), ("v", v))
+        for axis, stride in zip(("batch", "head", "row"), x.stride(), strict=False)
+    }
+    return strides | {
+        "scale": scale, "rows": q.shape[2], "columns": k.shape[2], "heads": q.shape[1], "kv_heads": k.shape[1],
+        "dim": q.shape[3], "width": triton.next_power_of_2(q.shape[3]),
+        "block_rows": tile.rows, "block_columns": tile.columns, "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip

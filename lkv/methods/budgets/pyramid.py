@@ -1,0 +1,75 @@
+"""PyramidKV (Cai et al. 2024)."""
+
+from fractions import Fraction
+
+from lkv.errors import BudgetError
+from lkv.methods.budgets.base import ROUNDING, Amount, FixedBudget, amount_of
+
+
+class Pyramid(FixedBudget):
+    """PyramidKV (Cai et al. 2024): what a layer keeps falls linearly from the first layer to the last.
+
+    At R of T tokens on average the last layer keeps R T / `beta` and the first as much above the mean as the last is
+    below it. Where the first would keep more than all T, it keeps T and the line is tilted around its mean: every count
+    lies in [0, T] and the mean over the layers stays what was asked for. The counts are the line's values rounded down,
+    and of the floor(L R T) tokens those left over go one each to the layers with the largest fractions, lower layers
+    first. All heads of a layer keep the same.
+    """
+
+    def __init__(self, retention: float | Amount, layers: int, beta: int = 20):
+        """`layers`: those evicted from. Raises BudgetError for `layers` or `beta` below 1, and RetentionError."""
+        if layers < 1 or beta < 1:
+            raise BudgetError(
+                f"a pyramid of {layers} layers with beta {beta} cannot be built: both must be 1 or more; use the "
+                "model's number of layers, and beta 20 as in the paper (1 makes all layers equal)."
+            )
+        self._amount, self._layers, self._beta = amount_of(retention), layers, beta
+        self._solved: tuple[int, list[int]] | None = None
+
+    def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
+        if self._solved is None or self._solved[0] != tokens:
+            self._solved = (tokens, self._counts(tokens))
+        return [self._solved[1][layer] / max(1, tokens)] * heads
+
+    def _counts(self, tokens: int) -> list[int]:
+        """What a head of each layer keeps, [L]."""
+        layers = self._layers
+        total = min(layers * tokens, int(self._amount.of(tokens) * layers * tokens + ROUNDING))
+        # Fractions: the line's sum is the total itself, so that rounding can neither lose nor invent a token.
+        mean = Fraction(total, layers)
+        first = min(2 * mean - mean / Fraction(self._beta), Fraction(tokens))
+        step = 2 * (first - mean) / max(1, layers - 1)
+        line = [first - step * layer if layers > 1 else mean for layer in range(layers)]
+        counts = [int(value) for value in line]
+        by_fraction = sorted(range(layers), key=lambda layer: counts[layer] - line[layer])
+        for layer in by_fraction[: total - sum(counts)]:
+            counts[layer] += 1
+        return counts
+
+
+class PyramidOfKvpress(FixedBudget):
+    """PyramidKV as kvpress has it, which the LKV paper measured (App. D).
+
+    The last layer keeps R T / `beta`, and the first as much above the mean as the last is below it, but no more than
+    T - `window`; each layer's count is rounded by itself. Where the last would keep less than `window`, all layers keep
+    the same: below `window` `beta` / R tokens (8,534 at R = 0.15) it is SnapKV with uniform budgets.
+    """
+
+    def __init__(self, retention: float | Amount, layers: int, window: int = 64, beta: int = 20):
+        """`layers`: those evicted from; `window`: of SnapKV. Raises BudgetError and RetentionError."""
+        if min(layers, window, beta) < 1:
+            raise BudgetError(f"layers {layers}, window {window} and beta {beta} must all be 1 or more.")
+        self._amount, self._layers, self._window, self._beta = amount_of(retention), layers, window, beta
+
+    def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
+        return [min(tokens, self._count(layer, tokens)) / max(1, tokens)] * heads
+
+    def _count(self, layer: int, tokens: int) -> int:
+        mean = tokens * self._amount.of(tokens)
+        last, most = mean / self._beta, tokens - self._window
+        first = 2 * mean - last
+        if first >= most:
+            first, last = most, 2 * mean - most
+        if not tokens >= first >= last >= self._window:
+            return max(1, round(mean))
+        return round(first - layer * (first - last) / max(1, self._layers - 1))

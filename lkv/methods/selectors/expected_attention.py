@@ -1,0 +1,62 @@
+"""Expected Attention (Devoto et al. 2025)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lkv.integrations.transformers.prefill import PromptLayer, check_queries
+from lkv.methods.selectors.base import Selector, check_sinks, precise
+
+
+class ExpectedAttention(Selector):
+    """Expected Attention (Devoto et al. 2025): the attention that a token is to expect from the next `future` queries,
+    times the norm of its value.
+
+    The queries to come are taken to be normal, with the mean and covariance of the prompt's before RoPE, rotated by the
+    mean rotation of their positions. The first `sinks` tokens are always kept and are left out of all statistics.
+    `epsilon` is added before the norm of v weighs: it orders tokens of no expected attention (0.01 in kvpress's
+    evaluations under AdaKV). `covariance` False takes the mean alone; `value_norm` False gives the attention alone, as
+    `CriticalKV` needs it.
+
+    The tokens of a prompt are taken to stand at positions 0 to T - 1. Raises UnsupportedModelError for a model whose
+    queries cannot be rotated back, and PromptError for a prompt of no more than `sinks` tokens.
+    """
+
+    reads_queries = True
+
+    def __init__(
+        self,
+        model: Any,
+        future: int = 512,
+        sinks: int = 4,
+        covariance: bool = True,
+        value_norm: bool = True,
+        epsilon: float = 0.0,
+    ):
+        self.sinks = sinks
+        self._future, self._covariance, self._value_norm, self._epsilon = future, covariance, value_norm, epsilon
+        self._rotations = check_queries(model, type(self).__name__)
+
+    @torch.no_grad()
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        key, value, scale = prompt.key, prompt.value, prompt.scale
+        heads, tokens = key.shape[1:3]
+        rotated = prompt.query
+        check_sinks(self, tokens, self.sinks)
+        rotation = self._rotations[layer]
+        ahead = rotation.mean(precise(rotated), tokens, tokens + self._future)
+        seen = rotation.undone(precise(rotated))[:, :, self.sinks :] @ ahead
+        mean = seen.mean(2, keepdim=True)
+        keys = precise(key[:, :, None, self.sinks :])
+        logits = (keys @ mean.unflatten(1, (heads, -1)).transpose(-1, -2)).squeeze(-1) * scale
+        if self._covariance:
+            centred = seen - mean
+            spread = (centred.transpose(-1, -2) @ centred / seen.shape[2]).unflatten(1, (heads, -1))
+            # E[exp(q k)] of a normal q is exp(mean k + k cov k / 2).
+            logits += ((keys @ spread) * keys).sum(-1) * (scale**2 / 2)
+        expected = torch.softmax(logits, -1).mean(2)
+        if self._value_norm:
+            expected = (expected + self._epsilon) * torch.linalg.vector_norm(precise(value[:, :, self.sinks :]), dim=-1)
+        first = (expected.max() + 1).expand(*expected.shape[:2], self.sinks)
+        return torch.cat([first, expected], -1)

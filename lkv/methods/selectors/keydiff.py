@@ -1,0 +1,19 @@
+"""KeyDiff (Park et al. 2025)."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.methods.selectors.base import Selector, precise
+
+
+class KeyDiff(Selector):
+    """KeyDiff (Park et al. 2025): minus the cosine between a key and the mean direction of all the head's keys, so that
+    keys unlike the others stay. Nothing is protected."""
+
+    @torch.no_grad()
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        directions = normalize(precise(prompt.key), dim=-1)
+        anchor = normalize(directions.mean(2, keepdim=True), dim=-1)
+        return -(directions * anchor).sum(-1)

@@ -1,0 +1,18 @@
+"""Key norms (Devoto et al. 2024)."""
+
+import torch
+from torch import Tensor
+
+from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.methods.selectors.base import Selector, precise
+
+
+class Knorm(Selector):
+    """Key norms (Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression"): minus
+    the L2 norm of k. Nothing is protected."""
+
+    local = True
+
+    @torch.no_grad()
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        return -torch.linalg.vector_norm(precise(prompt.key), dim=-1)

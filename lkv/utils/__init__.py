@@ -1,0 +1,1 @@
+"""Files, devices, results and statistics that every package uses."""

@@ -1,0 +1,181 @@
+"""lkv ask: documents in, answers out; what is saved is loaded again, and questions may be typed."""
+
+import io
+import re
+import sys
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from lkv.cli.main import main
+from lkv.context.chat import Chat
+from lkv.context.context import compress
+from lkv.integrations.transformers.progress import each_layer
+from lkv.models.loading import load_model
+from tests.conftest import save_model, tiny_llama
+
+TEXT = "The lamp of the lighthouse was lit at dusk. " * 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model and a text."""
+    path = tmp_path_factory.mktemp("ask")
+    save_model(path / "model", max_position_embeddings=2048)
+    (path / "text.md").write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def asked(folder, capsys):
+    """What `lkv ask` prints and says, and its exit status."""
+
+    def ask(*words: object, method: str = "knorm"):
+        given = ["--method", method] if method else []
+        status = main(["ask", *map(str, words), "--model", str(folder / "model"), "--max-new-tokens", "4", *given])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return ask
+
+
+def answer(folder, question: str, **options) -> str:
+    """What the library itself answers."""
+    model, tokenizer = load_model(str(folder / "model"))
+    context = compress(model, tokenizer, TEXT, "knorm", 0.15, **options)
+    return context.ask(question, 4)
+
+
+def test_several_questions_are_answered_from_one_reading(folder, asked):
+    status, out, said = asked(folder / "text.md", "When?", "Where?")
+    assert status == 0 and said.count("tokens read in") == 1
+    assert re.findall(r"^> (.*)$", out, re.MULTILINE) == ["When?", "Where?"]
+    for question in ("When?", "Where?"):
+        assert answer(folder, question) in out
+
+
+def test_questions_may_stand_behind_options(folder, asked):
+    _, out, _ = asked(folder / "text.md", "--retention", "0.5", "When?", "--chunk", "100", "Where?")
+    assert re.findall(r"^> (.*)$", out, re.MULTILINE) == ["When?", "Where?"]
+    with pytest.raises(SystemExit):
+        asked(folder / "text.md", "When?", "--nothing", "x")
+
+
+def test_bytes_are_told_beside_those_of_the_full_cache(folder, asked):
+    _, _, said = asked(folder / "text.md", "When?", "--retention", "0.5")
+    held, full, share = map(float, re.search(r"held ([\d.]+) of ([\d.]+) MB \(([\d.]+)\)", said).groups())
+    # 3 layers x 2 heads x 2 x 8 float32 values a token.
+    assert full == pytest.approx(len(TEXT) * 3 * 2 * 2 * 8 * 4 / 1e6, abs=0.06)
+    assert 0.5 <= share < 0.6 and held == pytest.approx(share * full, abs=0.06)
+    assert "0.5000 of the entries kept, 0.5 asked for" in said
+
+
+def test_an_answer_that_ends_at_its_limit_says_so(folder, asked):
+    model, tokenizer = load_model(str(folder / "model"))
+    context = compress(model, tokenizer, TEXT, "knorm", 0.15)
+    context.ask("When?", 4, eos_token_id=None)
+    assert context.cut_off and context.answered_tokens == 4
+    for most in (4, 1):  # the first token ends it, be it also the last that it may have
+        context.ask("When?", most, eos_token_id=list(range(model.config.vocab_size)))
+        assert not context.cut_off and context.answered_tokens == 1
+    settings = GenerationConfig(eos_token_id=list(range(model.config.vocab_size)))
+    context.ask("When?", 1, generation_config=settings)
+    assert not context.cut_off and context.answered_tokens == 1
+    context.batch_ask(["When?", "Where?"], 3, eos_token_id=None)
+    assert context.cut_off
+    _, _, said = asked(folder / "text.md", "When?", "Where?")
+    assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
+
+
+def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    typed = ["When?", "when " * 2000, "Where?"]
+
+    def input_(prompt: str) -> str:
+        if not typed:
+            raise EOFError
+        return typed.pop(0)
+
+    monkeypatch.setattr("builtins.input", input_)
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    status, out, said = asked(folder / "text.md")
+    model, tokenizer = load_model(str(folder / "model"))
+    chat = Chat(compress(model, tokenizer, TEXT, "knorm", 0.15))
+    assert status == 0 and out.split("\n")[:-1] == "\n".join(chat.ask(q, 4) for q in ("When?", "Where?")).split("\n")
+    assert said.count("lkv: text, question and 4 new tokens would reach") == 1
+    assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_read(folder, asked, tmp_path):
+    status, _, said = asked(folder / "text.md", "When?", "--save", tmp_path / "text.kv", method="full")
+    assert status == 2 and "the uncompressed cache of 'full' is not saved" in said and "tokens read" not in said
+
+
+def test_what_is_saved_answers_as_what_was_read(folder, asked, tmp_path):
+    saved = tmp_path / "text.kv"
+    _, out, said = asked(folder / "text.md", "When?", "--save", saved)
+    assert f"saved to {saved}" in said and saved.is_file()
+    status, again, said = asked("--load", saved, "When?", method="")
+    assert status == 0 and again == out and f"[{len(TEXT)} tokens loaded; held" in said
+
+
+def test_a_text_comes_from_stdin_and_questions_are_typed(folder, asked, monkeypatch, tmp_path):
+    class Input(io.StringIO):
+        buffer = io.BytesIO(TEXT.encode())
+
+    monkeypatch.setattr(sys, "stdin", Input())
+    _, piped, _ = asked("-", "When?")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("When?\n\nWhere?\n"))
+    status, out, _ = asked(folder / "text.md")
+    assert status == 0 and piped.strip() == answer(folder, "When?")
+    model, tokenizer = load_model(str(folder / "model"))
+    chat = Chat(compress(model, tokenizer, TEXT, "knorm", 0.15))
+    turns = [chat.ask(question, 4) for question in ("When?", "Where?")]
+    assert out.split() == " ".join(turns).split()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("When?\n"))
+    status, out, said = asked(folder / "text.md", method="full")
+    assert status == 0 and out.strip() and "each question starts from the text alone" in said
+
+
+def test_parts_streaming_and_types_reach_the_cache(folder, asked):
+    _, _, said = asked(folder / "text.md", "When?", "--dtype", "bfloat16", "--chunk", "100")
+    assert re.search(r"of 0\.1 MB", said)
+    status, _, _ = asked(folder / "text.md", "When?", "--streaming", "--chunk", "100", "--device", "cpu")
+    assert status == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give a file to read"),
+        (("-",), "there is no room for a chat"),
+        (("why?", "--load", "x.kv"), "leave --method out"),
+        (("text", "why?", "--device", "nowhere"), "the model cannot be put on the device 'nowhere'"),
+        (("text", " "), "the question is empty"),
+        (("--load", "x.kv", "book.txt", "who?"), "--load reads the text that was saved"),
+        (("text", "why?", "--save", "text"), "is a folder"),
+    ],
+)
+def test_mistakes_are_one_sentence(folder, asked, words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "book.txt").write_text("A book.")
+    names = [folder / "text.md" if word == "text" and i == 0 else word for i, word in enumerate(words)]
+    status, _, said = asked(*names)
+    lines = [line for line in said.splitlines() if line.startswith("lkv: ")]
+    assert status == 2 and len(lines) == 1 and message in lines[0]
+
+
+def test_layers_tell_of_every_token_once():
+    model, seen = tiny_llama(), []
+    ids = torch.arange(3, 43)[None]
+    with each_layer(model, seen.append):
+        for part in ids.split(16, 1):
+            model(part)
+    assert len(seen) == 3 * 3 and sum(seen) == pytest.approx(40)
+    model(ids)
+    assert len(seen) == 9

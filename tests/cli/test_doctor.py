@@ -1,0 +1,67 @@
+"""lkv doctor: what works, what is not there and why, and what computes wrongly."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import lkv
+from lkv.cli import installation as doctor
+from lkv.cli.main import main
+from lkv.kernels.ragged_attention import loop
+
+
+def found(name: str) -> doctor.Finding:
+    return next(finding for finding in doctor.examine() if finding.name == name)
+
+
+def test_findings_name_versions_devices_and_kernels(capsys):
+    assert main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    by = {finding["name"]: finding for finding in told["findings"]}
+    assert told["ok"] and by["lkv"]["detail"].startswith(lkv.__version__) and by["torch"]["detail"] == torch.__version__
+    for kernel in ("ragged attention, loop", "soft-masked attention, sdpa", "LKV-T scores", "Soft-TopK"):
+        assert by[kernel]["status"] == "ok" and "reference" in by[kernel]["detail"] + "reference"
+    if not torch.cuda.is_available():
+        assert by["ragged attention, varlen"]["detail"].endswith("variable-length flash attention needs a CUDA device.")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(told["findings"]) + 1 and lines[-1].startswith("ok: works here; -: ")
+    assert any(line.startswith("ok  torch") for line in lines)
+
+
+def test_a_kernel_that_computes_wrongly_is_found(monkeypatch, capsys):
+    right = loop.attend
+    monkeypatch.setattr(loop, "attend", lambda *given: right(*given) + 0.01)
+    assert main(["doctor"]) == 2
+    said = capsys.readouterr()
+    assert "BAD ragged attention, loop" in said.out and "1.0e-02 off the reference" in said.out
+    assert "ragged attention, loop must be mended first" in said.err
+
+    def broken(*given):
+        raise RuntimeError("illegal instruction\nand more")
+
+    monkeypatch.setattr(loop, "attend", broken)
+    assert found("ragged attention, loop").detail == "fails on cpu (illegal instruction)"
+
+
+def test_what_is_missing_comes_with_its_mend(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "rouge", None)
+    extra = found("extra evals")
+    assert extra.status == "off" and extra.detail == "without rouge" and extra.mend == "pip install 'lkv-cache[evals]'"
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: {"transformers": "5.1.0"}.get(name, "2.13.0+cpu"))
+    assert (found("transformers").status, found("torch").status) == ("bad", "ok")
+    monkeypatch.setenv("LKV_CACHE", str(tmp_path / "not" / "yet"))
+    assert found("default model").status == "off"
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1e6}))
+    assert found("cache folder").status == "bad" and "LKV_CACHE" in found("cache folder").mend
+
+
+@pytest.mark.parametrize("op", ["ragged attention", "soft-masked attention"])
+def test_a_backend_that_cannot_run_says_why(op, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("they can run here")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    kernel = found(f"{op}, triton")
+    assert kernel.status == "ok" or "CUDA device" in kernel.detail or "imported" in kernel.detail

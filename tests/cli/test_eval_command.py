@@ -1,0 +1,123 @@
+"""lkv eval: from a command line to a file that lkv report reads; one clear sentence for each mistake."""
+
+import json
+import re
+
+import pytest
+
+from lkv.cli.eval import PRESETS, _of_each, _policies
+from lkv.cli.main import _parsed, main
+from tests.conftest import save_model
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A tiny random model of 2,048 positions and a byte-level tokenizer, saved as a user would have them."""
+    return save_model(tmp_path / "model", max_position_embeddings=2048)
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_longbench_from_local_files_to_a_report(model_folder, tmp_path, capsys):
+    rows = [
+        {
+            "input": f"Who wrote book {number}?",
+            "context": f"Book {number} was written by Ann{number}. " * 20,
+            "answers": [f"Ann{number}"],
+            "length": 20,
+            "dataset": "hotpotqa",
+            "language": "en",
+            "all_classes": None,
+            "_id": str(number),
+        }
+        for number in range(3)
+    ]
+    (tmp_path / "hotpotqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text, out = tmp_path / "long.txt", tmp_path / "out.jsonl"
+    text.write_text("words to estimate a pattern from " * 20)
+    command = ["eval", "longbench", "--data", str(tmp_path), "--tasks", "hotpotqa", "--samples", "2", "--model"]
+    command += [str(model_folder), "--methods", "knorm", "duo", "--retention", "0.5", "0.25", "--out", str(out)]
+    assert main([*command, "--pattern", str(text)]) == 0
+    header, *lines = lines_of(out)
+    assert header["suite"] == "longbench" and header["protocol"] == "kvpress" and header["model"] == "model"
+    assert header["dtype"] == "float32" and header["policy"] is None and header["pattern"]
+    assert header["pattern_from"] == "estimated on long.txt, by the attention that a window would miss"
+    assert [line["key"] for line in lines] == ["hotpotqa-0", "hotpotqa-1"]
+    printed = capsys.readouterr().out
+    assert "Avg. over retention" in printed and "R = 0.25" in printed
+    assert "DuoAttention's retrieval heads are estimated on long.txt" in printed
+    (row,) = [line for line in printed.splitlines() if line.startswith("Knorm")]
+    means = [
+        sum(r["score"] for line in lines for r in line["rows"] if (r["method"], r["retention"]) == ("knorm", at)) / 2
+        for at in (0.5, 0.25)
+    ]
+    assert [float(number) for number in re.findall(r"([\d.]+) @", row)] == pytest.approx(means, abs=0.006)
+    assert main(["report", str(out), "--table", "fidelity", "--retention", "0.25"]) == 0
+    assert "duo" in capsys.readouterr().out.lower()
+
+
+def test_policies_have_names_of_their_own(capsys, tmp_path):
+    assert _policies(None) == {} and _policies(["runs/mine"]) == {"": "runs/mine"}
+    assert _policies(["a=x/y", "b=hub/id"]) == {"a": "x/y", "b": "hub/id"}
+    (tmp_path / "odd=name").mkdir()
+    assert _policies([str(tmp_path / "odd=name")]) == {"": str(tmp_path / "odd=name")}
+    assert _of_each(["lkv", "knorm", "full", "lkv-h+knorm"], ["a", "b"]) == [
+        "lkv@a", "lkv@b", "knorm", "full", "lkv-h+knorm@a", "lkv-h+knorm@b",
+    ]  # fmt: skip
+    for given in (["a=x", "y"], ["a=x", "a=y"], ["a+b=x", "c=y"]):
+        command = ["eval", "ruler", "--policy", *given, "--out", str(tmp_path / "x.jsonl")]
+        assert main(command) == 2
+        assert "policies are told apart" in (said := capsys.readouterr().err) or "give another" in said
+
+
+def test_ladder_and_preset_stand_for_retentions(tmp_path, capsys):
+    base = ["eval", "ruler", "--out", str(tmp_path / "x.jsonl")]
+    assert _parsed([*base, "--ladder"]).retention == [0.5, 0.25, 0.125, 0.0625]
+    # kvpress's leaderboard names what is evicted.
+    assert [round(1 - kept, 2) for kept in PRESETS["kvpress"]] == [0.1, 0.25, 0.5, 0.75, 0.9]
+    assert _parsed([*base, "--preset", "kvpress"]).preset == "kvpress"
+
+
+def test_ruler_at_two_lengths(model_folder, tmp_path):
+    out = tmp_path / "out.jsonl"
+    command = ["eval", "ruler", "--data", str(tmp_path), "--tasks", "niah_single_1", "--lengths", "1400", "1500"]
+    command += ["--samples", "1", "--seed", "3", "--model", str(model_folder), "--methods", "keydiff"]
+    command += ["--out", str(out)]
+    assert main(command) == 0
+    header, *lines = lines_of(out)
+    keys = [f"niah_single_1-{length}-0" for length in (1400, 1500)]
+    assert [line["key"] for line in lines] == keys and header["seed"] == 3
+    for line in lines:
+        assert line["prompt_tokens"] < line["length"] and not line["truncated"]
+        assert [row["method"] for row in line["rows"]] == ["full", "keydiff"]
+
+
+@pytest.mark.parametrize(
+    ("suite", "change", "message"),
+    [
+        ("ruler", ["--tasks", "niah_singel_1"], "did you mean 'niah_single_1'"),
+        ("longbench", ["--tasks", "hotpotq"], "did you mean 'hotpotqa'"),
+        ("ruler", ["--methods", "snapvk"], "did you mean 'snapkv'"),
+        ("ruler", ["--retention", "15"], "must lie in (0, 1]"),
+        ("ruler", ["--lengths", "1500", "4096"], "a length of 4096 is asked for, but"),
+        ("ruler", ["--methods", "duo"], "give --pattern"),
+        ("ruler", ["--tasks", "vt", "niah_multivalue"], "name a text file or such a folder with --haystack"),
+        ("ruler", ["--haystack", "nowhere"], "there is no nowhere; give a text file"),
+        ("ruler", ["--out", "."], "is a folder; give a file"),
+        ("ruler", ["--methods", "lkv"], "no policy is shipped for this model"),
+        ("ruler", ["--methods", "duo", "--pattern", "nowhere.txt"], "cannot be read as text"),
+        ("longbench", ["--data", "nowhere", "--tasks", "qasper"], "nowhere"),
+        ("ruler", ["--policy", "nowhere", "--methods", "lkv"], "there is no policy folder 'nowhere'"),
+        ("ruler", ["--preset", "kvpress", "--retention", "0.3"], "leave --retention and --protocol out"),
+        ("ruler", ["--preset", "kvpress", "--protocol", "longbench"], "leave --retention and --protocol out"),
+    ],
+)
+def test_mistakes_are_one_sentence(model_folder, tmp_path, capsys, suite, change, message):
+    command = ["eval", suite, "--data", str(tmp_path), "--tasks", "niah_single_1" if suite == "ruler" else "hotpotqa"]
+    command += ["--lengths", "1500", "--samples", "1", "--methods", "knorm", "--model", str(model_folder)]
+    assert main([*command, "--out", str(tmp_path / "x.jsonl"), *change]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert message in error and error.startswith("lkv: ")
+    assert not (tmp_path / "x.jsonl").exists()

@@ -1,0 +1,40 @@
+"""lkv policies for a model that has none."""
+
+import re
+
+import pytest
+import torch
+
+from lkv.cli.main import main
+from lkv.config import PRESETS, replace
+from lkv.models.shapes import Shape
+from lkv.training import pipeline
+from lkv.training.cost import duration, estimate
+from tests.conftest import save_model, tiny_llama
+
+
+def test_a_model_without_a_policy_is_told_what_there_is_for_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pipeline, "time_here", lambda model, config: f"about {config.steps} minutes")
+    folder = save_model(tmp_path / "tiny")
+    assert main(["policies", "--model", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert f"No policy is shipped for {folder} (LlamaForCausalLM, 3 layers of 2 KV heads)." in said
+    assert "these need none: snapkv, pyramidkv" in said
+    command = f"`lkv train --preset cpu --model {folder} --data FOLDER --out FOLDER`"
+    assert f"{command}, about 200 minutes on this machine as it is now (about 1000 minutes with --preset paper)" in said
+
+
+def test_a_model_that_cannot_be_loaded_is_one_sentence(capsys):
+    assert main(["policies", "--model", "no/such/model"]) == 2
+    assert "lkv: no model could be loaded from 'no/such/model'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [10, 4000])
+def test_the_time_is_that_of_the_machine_s_rate(monkeypatch, steps):
+    model = tiny_llama(dtype=torch.float32, max_position_embeddings=8192)
+    monkeypatch.setattr(pipeline, "measured_rate", lambda model, tokens: 1000.0 if tokens == 512 else None)
+    config = replace(PRESETS["cpu"], steps=steps)
+    seconds = estimate(Shape.of(model.config), config, 1000.0, 512).seconds
+    said = pipeline.time_here(model, config)
+    assert said == duration(seconds)
+    assert re.fullmatch(r"about [\d,.]+ (s|minutes|hours)", said)

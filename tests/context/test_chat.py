@@ -1,0 +1,214 @@
+"""Questions side by side, in turns, and as they come: all held to `ask` and to the model without any cache."""
+
+import threading
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lkv.context.chat import Chat
+from lkv.context.context import compress
+from lkv.errors import CacheError, PromptError
+from lkv.utils.prompts import chat_parts, context_ids, next_question_ids, question_ids
+from tests.conftest import save_model, tiny_llama
+from tests.context.test_compression import TEXT, Words
+
+QUESTIONS = ["what is one ?", "and what now then please ?", "why ?", "where did all of them go to ?", "why ?"]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A tiny model with a byte tokenizer and a chat template."""
+    folder = save_model(tmp_path_factory.mktemp("model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    return AutoModelForCausalLM.from_pretrained(folder).double().eval(), tokenizer
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_batch_ask_answers_as_ask_does(policy, dtype, attention):
+    model = tiny_llama(dtype=dtype)
+    model.set_attn_implementation(attention)
+    context = compress(model, Words(), TEXT, retention=0.3, policy=policy)
+    expected = [context.ask(question, 12) for question in QUESTIONS]
+    held = context.nbytes()
+    assert context.batch_ask(QUESTIONS, 12) == expected
+    assert len(set(expected)) > 2
+    assert context.batch_ask(QUESTIONS[1:2], 12) == expected[1:2]
+    assert context.ask(QUESTIONS[0], 12) == expected[0]
+    assert context.nbytes() == held and context.cache.get_seq_length() == context.tokens
+
+
+def test_rows_that_end_early_are_cut(policy):
+    model = tiny_llama()
+    context = compress(model, Words(), TEXT, method="knorm", retention=0.4)
+    ends = [
+        int(context.ask(question, 12).split()[place]) for question, place in zip(QUESTIONS[:2], (2, 5), strict=True)
+    ]
+    expected = [context.ask(question, 12, eos_token_id=ends) for question in QUESTIONS]
+    assert context.batch_ask(QUESTIONS, 12, eos_token_id=ends) == expected
+    assert len({len(answer.split()) for answer in expected}) > 1
+
+
+@pytest.mark.parametrize("method", ["full", "knorm"])
+def test_batch_ask_where_rows_cannot_share(method):
+    model = tiny_llama()
+    options = {} if method == "full" else {"retention": 0.5, "decode_eviction": True}
+    context = compress(model, Words(), TEXT, method, **options)
+    assert context.batch_ask(QUESTIONS[:2], 6) == [context.ask(question, 6) for question in QUESTIONS[:2]]
+
+
+def test_batch_ask_over_quantised_entries(policy):
+    pytest.importorskip("torchao")
+    context = compress(tiny_llama(dtype=torch.float32), Words(), TEXT, method="knorm", retention=0.5, bits=8)
+    assert context.batch_ask(QUESTIONS[:3], 8) == [context.ask(question, 8) for question in QUESTIONS[:3]]
+
+
+@pytest.mark.parametrize(
+    ("questions", "says"),
+    [([], "at least one"), ("why ?", "takes a list"), (["why ?", " "], "question is empty"), (["w " * 600], "at most")],
+)
+def test_bad_lists_of_questions(model, policy, questions, says):
+    context = compress(model, Words(), TEXT, policy=policy)
+    with pytest.raises(PromptError, match=says):
+        context.batch_ask(questions)
+
+
+def test_a_stream_is_the_answer_in_pieces(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    pieces = list(context.stream(QUESTIONS[1], 9))
+    assert len(pieces) > 3 and "".join(pieces).strip() == context.ask(QUESTIONS[1], 9)
+
+
+def test_a_closed_stream_stops_generating(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    threads = threading.active_count()
+    stream = context.stream(QUESTIONS[1], 400)
+    next(stream)
+    stream.close()
+    assert threading.active_count() == threads and context.answered_tokens < 400
+    assert context.cache.get_seq_length() == context.tokens
+
+
+def test_what_goes_wrong_in_a_stream_is_raised_where_it_is_read(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    with pytest.raises(PromptError, match="question is empty"):
+        context.stream(" ")
+    with pytest.raises(CacheError, match="itself sees to streamer"):
+        context.stream("why ?", streamer=1)
+    broken = context.stream("why ?", 5, bad_words_ids="x")
+    with pytest.raises(ValueError, match="bad_words_ids"):
+        list(broken)
+
+
+def test_turns_equal_one_prompt_of_all_of_them(saved):
+    """With everything kept, a chat is the model reading the whole conversation; greedy ids compared."""
+    model, tokenizer = saved
+    context = compress(model, tokenizer, TEXT[:120], method="knorm", retention=1.0, system="Be brief.")
+    chat = Chat(context)
+    ids = context_ids(tokenizer, TEXT[:120], "Be brief.")
+    for number, question in enumerate(["what?", "and then, at last?", "so?"]):
+        ids = ids + (next_question_ids if number else question_ids)(tokenizer, question)
+        out = model.generate(torch.tensor([ids]), max_new_tokens=7, do_sample=False)[0, len(ids) :].tolist()
+        assert chat.ask(question, 7) == tokenizer.decode(out, skip_special_tokens=True).strip()
+        ids += out[:-1] if out[-1] == 2 else out
+    assert [turn.question for turn in chat.turns] == ["what?", "and then, at last?", "so?"]
+    assert chat.cache.get_seq_length() >= len(ids) - 1 and context.cache.get_seq_length() == context.tokens
+
+
+def test_turns_can_be_taken_back(saved):
+    model, tokenizer = saved
+    chat = Chat(compress(model, tokenizer, TEXT[:200], method="knorm", retention=0.4))
+    first, second = chat.ask("one?", 6), chat.ask("two?", 6)
+    assert chat.ask("three?", 6) and len(chat.turns) == 3
+    chat.back(2)
+    assert [turn.answer for turn in chat.turns] == [first]
+    assert "".join(chat.stream("two?", 6)).strip() == second
+    chat.back(2)
+    assert chat.ask("one?", 6) == first and chat.ask("two?", 6) == second
+    with pytest.raises(CacheError, match=r"there are 2; give 0 to that"):
+        chat.back(3)
+
+
+def test_a_turn_that_fails_leaves_the_chat_as_it_was(saved):
+    model, tokenizer = saved
+    chat = Chat(compress(model, tokenizer, TEXT[:200], method="knorm", retention=0.4))
+    first = chat.ask("one?", 6)
+    second = chat.ask("two?", 6)
+    chat.back()
+
+    class BrokenError(Exception):
+        pass
+
+    def fails(ids, scores, **_):
+        raise BrokenError
+
+    with pytest.raises(BrokenError):
+        chat.ask("another?", 6, stopping_criteria=[fails])
+    assert len(chat.turns) == 1 and chat.turns[0].answer == first
+    assert chat.ask("two?", 6) == second
+
+
+def test_a_system_prompt_stands_before_the_text(saved):
+    model, tokenizer = saved
+    context = compress(model, tokenizer, "some text", method="knorm", retention=1.0, system="Be brief.")
+    assert context.ids == tokenizer("[system]Be brief.</s>[user]some text", add_special_tokens=False)["input_ids"]
+    tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    with pytest.raises(PromptError, match="leaves a system prompt out"):
+        chat_parts(tokenizer, "Be brief.")
+    tokenizer.chat_template = "{{ raise_exception('no system here') if messages[0].role == 'system' }}"
+    with pytest.raises(PromptError, match="refuses turns of system, user"):
+        chat_parts(tokenizer, "Be brief.")
+    tokenizer.chat_template = TEMPLATE
+    with pytest.raises(PromptError, match="system prompt is empty"):
+        compress(model, tokenizer, "some text", method="knorm", system=" ")
+
+
+def test_a_context_and_a_chat_tell_what_they_are(model, policy):
+    context = compress(model, Words(), TEXT, retention=0.3, policy=policy)
+    assert repr(context).startswith("<Context of 60 tokens, lkv: ") and "of the entries kept" in repr(context)
+    chat = Chat(context)
+    chat.ask("why ?", 3)
+    assert repr(chat) == f"<Chat of 1 turns, {60 + 4 + 3:,} tokens, about {chat._context!r}>"
+    with pytest.raises(CacheError, match="not compressed"):
+        Chat(compress(model, Words(), TEXT, method="full"))
+
+
+@pytest.mark.parametrize("chunk", [None, 20])
+def test_progress_rises_layer_by_layer_and_can_end_the_reading(model, chunk):
+    shares = []
+    context = compress(model, Words(), TEXT, "knorm", 0.4, chunk=chunk, progress=shares.append)
+    parts = 3 if chunk else 1
+    assert shares == pytest.approx([(part + layer / 3) / parts for part in range(parts) for layer in range(3)])
+    assert context.ask("why ?", 3) and len(shares) == 3 * parts
+
+    class EnoughError(Exception):
+        pass
+
+    def enough(share):
+        raise EnoughError
+
+    with pytest.raises(EnoughError):
+        compress(model, Words(), TEXT, "knorm", 0.4, progress=enough)
+
+
+@pytest.mark.parametrize("method", ["kvzip", "contest+knorm", "full"])
+def test_methods_of_whole_prompts_tell_how_far_they_are_and_can_be_ended(model, method):
+    retention, shares = None if method == "full" else 0.4, []
+    compress(model, Words(), TEXT, method, retention, progress=shares.append)
+    assert len(shares) >= 3 and shares == sorted(shares) and shares[0] < 0.5 and shares[-1] == 1
+
+    class EnoughError(Exception):
+        pass
+
+    def enough(share):
+        raise EnoughError
+
+    with pytest.raises(EnoughError):
+        compress(model, Words(), TEXT, method, retention, progress=enough)
+    assert not any(layer._forward_hooks for layer in model.model.layers)

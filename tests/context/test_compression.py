@@ -1,0 +1,349 @@
+"""Compress once, ask many: every question starts from the same cache."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from safetensors.torch import save_file
+from transformers import GenerationConfig
+
+from lkv.context.chat import Chat
+from lkv.context.context import Context, compress
+from lkv.errors import CacheError, ContextFileError, PromptError, RetentionError
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.methods.build import make_method
+from lkv.policy.policy import Policy
+from lkv.utils.prompts import question_ids
+from tests.conftest import tiny_llama
+
+
+class Words:
+    """A tokenizer of one token a word, numbered as they come (vocabulary of the tiny models)."""
+
+    chat_template = None
+    eos_token_id, pad_token_id = 2, 0
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [3 + sum(map(ord, word)) % 64 for word in text.split()]}
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids.tolist() if isinstance(ids, torch.Tensor) else ids))
+
+
+TEXT = " ".join(f"word{number}" for number in range(60))
+
+
+@pytest.mark.parametrize("method", ["lkv", "lkv-t", "full"])
+def test_questions_do_not_see_each_other(model, policy, method):
+    context = compress(model, Words(), TEXT, method=method, retention=None if method == "full" else 0.4, policy=policy)
+    first = context.ask("what is one ?", max_new_tokens=8)
+    other = context.ask("and what now then ?", max_new_tokens=8)
+    assert context.ask("what is one ?", max_new_tokens=8) == first != other
+    context.rewind()
+    assert context.cache.get_seq_length() == context.tokens == 60
+
+
+@pytest.mark.parametrize("method", ["lkv", "full"])
+def test_what_else_was_done_with_the_cache_is_forgotten(model, policy, method):
+    context = compress(model, Words(), TEXT, method, policy=policy)
+    answer, (logits, _) = context.ask("what is one ?", 8), context.predict("what is one ?", "so it is")
+    ids = torch.tensor([Words()(TEXT)["input_ids"] + [9] * 6])
+    model.generate(ids, past_key_values=context.cache, max_new_tokens=4)
+    assert context.ask("what is one ?", 8) == answer
+    model(torch.full((1, 5), 9), past_key_values=context.cache, use_cache=True)
+    assert torch.equal(context.predict("what is one ?", "so it is")[0], logits)
+
+
+def test_a_models_own_beams_are_not_taken_for_ones_asked_for(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    answer = context.ask("what is one ?", 8)
+    model.generation_config.num_beams = 3
+    assert context.ask("what is one ?", 8) == answer
+    assert context.ask("what is one ?", 8, num_beams=None, num_return_sequences=None) == answer
+
+
+def test_ends_of_answers_are_the_models_where_a_configuration_names_none(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    whole = context.complete([5, 9, 7], 12, eos_token_id=None)
+    end = whole[4]
+    model.generation_config.eos_token_id = end
+    length = whole.index(end) + 1
+    for options in ({"max_new_tokens": 12}, {"generation_config": GenerationConfig(max_new_tokens=12)}):
+        assert context.complete([5, 9, 7], **options) == whole[:length] and not context.cut_off
+        context.batch_ask(["what is one ?", "what ?"], **options)
+        together = context.answered_tokens
+        assert together == sum(
+            len(context.complete(Words()(q)["input_ids"], **options)) for q in ("what is one ?", "what ?")
+        )
+    context.complete([5, 9, 7], 12, eos_token_id=torch.tensor([end, 66]))
+    assert context.answered_tokens <= length and not context.cut_off
+
+
+def test_a_models_own_setting_of_what_is_returned_is_not_asked_for(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    answer = context.ask("what is one ?", 8, eos_token_id=None)
+    model.generation_config.return_dict_in_generate = True
+    assert context.ask("what is one ?", 8, eos_token_id=None) == answer
+    config = GenerationConfig(max_new_tokens=8, return_dict_in_generate=True)
+    assert context.ask("what is one ?", generation_config=config, eos_token_id=None) == answer
+
+
+def test_what_one_answer_takes_alone_is_asked_one_by_one_or_refused(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    questions = ["what is one ?", "what ?"]
+    answers = context.batch_ask(questions, 8, eos_token_id=66)
+    counted = context.answered_tokens, context.cut_off
+    assert 8 < counted[0] <= 16
+    with pytest.raises(CacheError, match="a streamer shows one answer alone"):
+        context.batch_ask(questions, 8, streamer=object())
+    if Version(transformers.__version__) < Version("5.17"):
+        with pytest.raises(CacheError, match=r"it needs transformers 5\.17 or newer"):
+            context.batch_ask(questions, 8, eos_token_id=66, prompt_lookup_num_tokens=3)
+        return
+    assert context.batch_ask(questions, 8, eos_token_id=66, prompt_lookup_num_tokens=3) == answers
+    assert (context.answered_tokens, context.cut_off) == counted
+
+
+def test_a_model_that_reads_prompts_in_parts_compresses_and_loads(model, policy, tmp_path):
+    expected = compress(model, Words(), TEXT, policy=policy).ask("what is one ?", 8)
+    model.generation_config.prefill_chunk_size = 8
+    context = compress(model, Words(), TEXT, policy=policy)
+    assert context.ask("what is one ?", 8) == expected
+    context.save(tmp_path / "text.kv")
+    assert Context.load(tmp_path / "text.kv", model, Words()).ask("what is one ?", 8) == expected
+
+
+@pytest.mark.parametrize("method", ["lkv", "full"])
+def test_configurations_without_a_cache_or_in_parts_change_no_answer(model, policy, method):
+    context = compress(model, Words(), TEXT, method, policy=policy)
+    questions = ["what is one ?", "and what now then ?"]
+    expected = [context.ask(question, 8) for question in questions]
+    given = GenerationConfig(use_cache=False, prefill_chunk_size=3, do_sample=False)
+    assert [context.ask(question, 8, generation_config=given) for question in questions] == expected
+    model.generation_config.use_cache = False
+    model.generation_config.prefill_chunk_size = 3
+    model.generation_config.cache_implementation = "static"
+    assert [context.ask(question, 8) for question in questions] == expected
+    assert context.batch_ask((question for question in questions), 8) == expected
+    assert "".join(context.stream(questions[0], 8)).strip() == expected[0]
+    if method == "lkv":
+        assert Chat(context).ask(questions[0], 8) == expected[0]
+
+
+@pytest.mark.parametrize("option", ["use_cache", "cache_implementation", "prefill_chunk_size"])
+def test_how_the_cache_is_fed_is_no_option_of_a_question(model, policy, option):
+    context = compress(model, Words(), TEXT, policy=policy)
+    with pytest.raises(CacheError, match=rf"ask\(\) itself sees to {option}; leave that out"):
+        context.ask("what ?", **{option: False})
+
+
+def test_what_is_no_model_tokenizer_or_list_of_questions_is_told(model, policy, tmp_path):
+    words, path = Words(), tmp_path / "text.kv"
+    context = compress(model, words, TEXT, policy=policy)
+    context.save(path)
+    for given in ((words, model, TEXT), (TEXT, model, words)):
+        with pytest.raises(PromptError, match=r"the model is a \w+; give one as AutoModelForCausalLM loads it"):
+            compress(*given)
+    with pytest.raises(PromptError, match="the model is a Words"):
+        Context.load(path, words, model)
+    for tokenizer in (None, model):
+        with pytest.raises(PromptError, match=r"the tokenizer is a \w+; give the model's own"):
+            Context.load(path, model, tokenizer)
+    for questions in (5, None, [], "what ?"):
+        with pytest.raises(PromptError, match="batch_ask takes a list of questions"):
+            context.batch_ask(questions)
+    for temperature in (0, -1.0, "0.7"):
+        with pytest.raises(CacheError, match=f"temperature is {temperature!r}, but sampling divides by it"):
+            context.ask("what ?", do_sample=True, temperature=temperature)
+
+
+def test_a_retention_of_another_kind_of_number_is_saved(model, policy, tmp_path):
+    context = compress(model, Words(), TEXT, retention=np.float32(0.25), policy=policy)
+    context.save(tmp_path / "text.kv")
+    assert Context.load(tmp_path / "text.kv", model, Words()).about["retention"] == 0.25
+
+
+@pytest.mark.parametrize("method", ["lkv", "full"])
+def test_no_positions_are_made_up_beyond_the_models(model, policy, method):
+    context = compress(model, Words(), TEXT, method, policy=policy)
+    room = model.config.max_position_embeddings - context.tokens - len(question_ids(Words(), "what ?"))
+    assert len(context.predict("what ?", "word " * room)[1]) == room
+    with pytest.raises(PromptError, match=r"would reach .* but the model reads at most"):
+        context.predict("what ?", "word " * (room + 1))
+
+
+def test_full_retention_answers_as_the_full_cache(model, policy):
+    answers = {
+        method: compress(model, Words(), TEXT, method=method, retention=1.0, policy=policy).ask("say it", 10)
+        for method in ("lkv", "lkv-t", "full")
+    }
+    assert len(set(answers.values())) == 1
+
+
+def test_compressed_bytes_are_a_fraction_of_the_full_cache(model, policy):
+    full = compress(model, Words(), TEXT, method="full").nbytes()
+    assert full == 60 * 3 * 2 * 2 * 8 * 8
+    ours = compress(model, Words(), TEXT, retention=0.25, policy=policy)
+    assert ours.cache.full_nbytes() == full
+    assert ours.cache.realised_retention() <= 0.25
+
+
+def test_prediction_is_teacher_forced(model, policy):
+    context = compress(model, Words(), TEXT, method="full")
+    logits, ids = context.predict("why ?", "so it is")
+    whole = Words()(TEXT + " Question: why ? Answer: so it is")["input_ids"]
+    expected = model(torch.tensor([whole])).logits[0, -4:-1]
+    assert ids.tolist() == whole[-3:]
+    torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_sampling_settings_reach_generate(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    torch.manual_seed(0)
+    sampled = {context.ask("go", 6, do_sample=True, temperature=5.0) for _ in range(4)}
+    assert len(sampled) > 1
+
+
+def test_bad_prompts_are_named(model, policy):
+    with pytest.raises(PromptError, match="the text is empty"):
+        compress(model, Words(), "  \n", policy=policy)
+    with pytest.raises(
+        PromptError, match=r"has 3 tokens: at retention 0\.15 nothing of it would be kept\. Give at least 7"
+    ):
+        compress(model, Words(), "one two three", policy=policy)
+    with pytest.raises(PromptError, match="has 600 tokens, but the model reads at most 512"):
+        compress(model, Words(), "word " * 600, policy=policy)
+    with pytest.raises(RetentionError):
+        compress(model, Words(), TEXT, retention=1.5, policy=policy)
+    context = compress(model, Words(), TEXT, policy=policy)
+    with pytest.raises(PromptError, match="the question is empty"):
+        context.ask(" ")
+    with pytest.raises(PromptError, match="the model reads at most 512"):
+        context.ask("word " * 500)
+    assert context.cache.get_seq_length() == 60
+
+
+def test_a_fork_goes_its_own_way(model, policy):
+    context = compress(model, Words(), TEXT, retention=0.4, policy=policy)
+    answer = context.ask("what is one ?", max_new_tokens=8)
+    twin = context.fork()
+    model(torch.full((1, 5), 9), past_key_values=twin.cache, use_cache=True)
+    assert context.cache.get_seq_length() == 60 and twin.cache.get_seq_length() == 65
+    twin.rewind()
+    assert twin.ask("what is one ?", max_new_tokens=8) == context.ask("what is one ?", max_new_tokens=8) == answer
+    with pytest.raises(CacheError, match="every method but 'full'"):
+        compress(model, Words(), TEXT, method="full").fork()
+
+
+@pytest.mark.parametrize("options", [{"chunk": 7}, {"chunk": 100}, {"chunk": 60, "streaming": True}])
+def test_reading_in_parts_gives_the_same_context(model, policy, options):
+    whole = compress(model, Words(), TEXT, retention=0.4, policy=policy)
+    parts = compress(model, Words(), TEXT, retention=0.4, policy=policy, **options)
+    assert parts.cache.kept() == whole.cache.kept()
+    assert parts.ask("what is one ?", 8) == whole.ask("what is one ?", 8)
+
+
+def test_long_answers_leave_the_context_as_it_was(model, policy):
+    context = compress(model, Words(), TEXT, retention=0.3, policy=policy, decode_eviction=True, slack=2)
+    kept, size = context.cache.kept(), context.nbytes()
+    answer = context.ask("go on", max_new_tokens=30, eos_token_id=None)
+    assert context.answered_tokens == 30
+    assert (context.cache.kept(), context.nbytes(), context.cache.get_seq_length()) == (kept, size, 60)
+    assert context.ask("go on", max_new_tokens=30, eos_token_id=None) == answer
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_saved_context_answers_as_before(dtype, tmp_path):
+    model = tiny_llama(dtype=dtype)
+    policy = Policy(inspect_model(model)).requires_grad_(False)
+    context = compress(model, Words(), TEXT, retention=0.4, policy=policy)
+    answer = context.ask("what is one ?", max_new_tokens=8)
+    context.save(tmp_path / "deep" / "context.kv")
+    again = Context.load(tmp_path / "deep" / "context.kv", model, Words(), policy)
+    assert again.ask("what is one ?", max_new_tokens=8) == answer
+    assert again.about == context.about and again.cache.kept() == context.cache.kept()
+    assert again.cache.realised_retention() == context.cache.realised_retention()
+    for mine, theirs in zip(again.cache.ragged, context.cache.ragged, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.spans.packed(), theirs.spans.packed(), strict=True))
+    # No bytes of the evicted entries are in the file.
+    entries = sum(map(sum, context.cache.kept()))
+    size = (tmp_path / "deep" / "context.kv").stat().st_size
+    # Beside them stand the names, the places and the fingerprint of the model.
+    assert size - entries * 2 * 8 * torch.finfo(dtype).bits // 8 < 7500
+    again.cache.reset()
+    with pytest.raises(CacheError, match="cannot read another text"):
+        model(torch.full((1, 30), 9), past_key_values=again.cache, use_cache=True)
+
+
+def test_a_context_that_does_not_fit_is_refused(model, policy, tmp_path):
+    path = tmp_path / "context.kv"
+    compress(model, Words(), TEXT, retention=0.4, policy=policy).save(path)
+    before = path.read_bytes()
+    other = tiny_llama(seed=3)
+    with pytest.raises(ContextFileError, match="saved by a model with other weights"):
+        Context.load(path, other, Words())
+    with pytest.raises(ContextFileError, match="saved by a model with layers 3, but the model given has 2"):
+        Context.load(path, tiny_llama(num_hidden_layers=2), Words())
+    torch.manual_seed(1)
+    with pytest.raises(ContextFileError, match="compressed under another policy"):
+        Context.load(path, model, Words(), Policy(inspect_model(model)))
+    with pytest.raises(ContextFileError, match="there is no file"):
+        Context.load(tmp_path / "nothing.kv", model, Words())
+    for place in (40, len(before) - 9):
+        damaged = bytearray(before)
+        damaged[place] ^= 0x41
+        (tmp_path / "damaged.kv").write_bytes(damaged)
+        with pytest.raises(ContextFileError, match=r"damaged|no saved context"):
+            Context.load(tmp_path / "damaged.kv", model, Words())
+    (tmp_path / "short.kv").write_bytes(before[: len(before) // 2])
+    with pytest.raises(ContextFileError, match="no saved context"):
+        Context.load(tmp_path / "short.kv", model, Words())
+    save_file({"k": torch.zeros(3)}, tmp_path / "foreign.kv")
+    with pytest.raises(ContextFileError, match="no saved context"):
+        Context.load(tmp_path / "foreign.kv", model, Words())
+
+
+def test_a_failed_save_leaves_the_old_file(model, policy, tmp_path, monkeypatch):
+    path = tmp_path / "context.kv"
+    context = compress(model, Words(), TEXT, retention=0.4, policy=policy)
+    context.save(path)
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("lkv.utils.files.os.replace", full)
+    with pytest.raises(ContextFileError, match="no space left on device"):
+        compress(model, Words(), TEXT, retention=0.8, policy=policy).save(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_context_tells_how_it_was_compressed(model, policy):
+    def about(method, **options):
+        found = compress(model, Words(), TEXT, method, policy=policy, **options).about
+        return {name: found[name] for name in ("retention", "budget_tokens", "policy")}
+
+    digest = policy.digest()
+    assert about("lkv") == {"retention": 0.15, "budget_tokens": None, "policy": digest}
+    assert about("knorm", retention=0.3) == {"retention": 0.3, "budget_tokens": None, "policy": None}
+    for method, own in [("lkv", digest), ("lkv-h+kvzip", digest), ("kvzip", None)]:
+        assert about(method, budget_tokens=9) == {"retention": None, "budget_tokens": 9, "policy": own}
+        assert about(method, retention=0.4) == {"retention": 0.4, "budget_tokens": None, "policy": own}
+    method = make_method("knorm", 0.5)
+    assert about(method) == {"retention": 0.5, "budget_tokens": None, "policy": None}
+
+
+def test_bad_options_are_named(model, policy):
+    with pytest.raises(PromptError, match="the whole text is the prompt here"):
+        compress(model, Words(), TEXT, policy=policy, prompt_tokens=100)
+    with pytest.raises(CacheError, match="'full' has no options; leave bits, slack out"):
+        compress(model, Words(), TEXT, "full", bits=8, slack=2)
+    with pytest.raises(RetentionError, match="has a budget rule of its own"):
+        compress(model, Words(), TEXT, make_method("knorm", 0.5), retention=0.3)
+    with pytest.raises(PromptError, match="chunk is 0"):
+        compress(model, Words(), TEXT, policy=policy, chunk=0)
+    with pytest.raises(PromptError, match="give their size in tokens as chunk"):
+        compress(model, Words(), TEXT, policy=policy, streaming=True)
+    with pytest.raises(CacheError, match="one answer"):
+        compress(model, Words(), TEXT, policy=policy).ask("why ?", num_beams=2)

@@ -1,0 +1,242 @@
+"""Saved contexts: what is damaged, forged or changed later never answers, and never takes the process with it."""
+
+import hashlib
+import json
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+
+from lkv.context.context import Context, compress, context_file
+from lkv.errors import ContextFileError
+from tests.conftest import tiny_llama
+from tests.context.test_compression import TEXT, Words
+
+
+@pytest.fixture(params=[None, 8])
+def saved(request, model, tmp_path):
+    """A saved context, whole and quantised, with its model."""
+    if request.param:
+        pytest.importorskip("torchao")
+    path = tmp_path / "context.kv"
+    compress(model, Words(), TEXT, "knorm", 0.4, bits=request.param).save(path)
+    return path, model
+
+
+def test_what_happens_to_the_file_later_does_not_reach_a_loaded_context(saved):
+    path, model = saved
+    context = Context.load(path, model, Words())
+    answer = context.ask("what is one ?", 6)
+    with open(path, "r+b") as file:
+        file.seek(os.path.getsize(path) // 2)
+        file.write(os.urandom(os.path.getsize(path) // 2))
+    assert context.ask("what is one ?", 6) == answer
+    os.truncate(path, 64)
+    assert context.ask("what is one ?", 6) == answer
+
+
+def test_no_changed_byte_is_taken_for_good(saved):
+    """A sample of the bytes: refused, or nothing that is read has changed."""
+    path, _ = saved
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    tensors, about = context_file.read(path)
+    for place in [*range(0, header, 7), *range(header, len(whole), 97)]:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 + place % 255
+        path.write_bytes(damaged)
+        try:
+            again, told = context_file.read(path)
+        except ContextFileError:
+            continue
+        assert told == about and again.keys() == tensors.keys()
+        assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+def forge(path, change, **about):
+    """The file with other tensors or other metadata, and a checksum that fits."""
+    tensors, told = context_file.read(path)
+    change(tensors)
+    context_file.write(path, tensors, {**{k: v for k, v in told.items() if k != "format"}, **about})
+
+
+def set_to(name, value):
+    def change(tensors):
+        if name in tensors:
+            tensors[name] = value(tensors[name]) if callable(value) else value
+
+    return change
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name, None)
+
+
+FORGED = {
+    "huge counts": set_to("kept.1", lambda t: t * 0 + 40_000_000),
+    "negative counts": set_to("kept.0", lambda t: t - 1000),
+    "counts of other heads": set_to("kept.0", lambda t: t[:, :1].clone()),
+    "counts of two rows": set_to("kept.2", lambda t: t.repeat(2, 1)),
+    "counts as fractions": set_to("kept.0", lambda t: t.double()),
+    "no counts": drop("kept.1"),
+    "another length": set_to("length.0", lambda t: t + 1),
+    "no length": drop("length.2"),
+    "real tokens": set_to("real.0", lambda t: t * 0),
+    "ids as fractions": set_to("ids", lambda t: t.double()),
+    "ids as a table": set_to("ids", lambda t: t[None].clone()),
+    "ids beyond the vocabulary": set_to("ids", lambda t: t + 1000),
+    "negative ids": set_to("ids", lambda t: t - 100),
+    "no ids": drop("ids"),
+    "fewer ids": set_to("ids", lambda t: t[1:].clone()),
+    "a layer too many": lambda tensors: tensors.update({"kept.3": tensors["kept.0"].clone()}),
+    "a tensor of no layer": lambda tensors: tensors.update({"extra": tensors["ids"].clone()}),
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_a_forged_file_is_refused_in_one_sentence(saved, how):
+    path, model = saved
+    forge(path, FORGED[how])
+    with pytest.raises(ContextFileError, match="does not hold a whole context"):
+        Context.load(path, model, Words())
+
+
+POOLS = {
+    "wide": set_to("k.0", lambda t: t.repeat(1, 2)),
+    "flat": set_to("v.0", lambda t: t.flatten()),
+    "whole numbers": set_to("v.1", lambda t: t.long()),
+    "short": set_to("k.2", lambda t: t[1:].clone()),
+}
+QUANTISED = {
+    "group": set_to("v_layout.0", torch.tensor([8, 2**33, 8, 2])),
+    "bits": set_to("k_layout.0", torch.tensor([3, 32, 8, 2])),
+    "no width": set_to("v_layout.0", torch.tensor([8, 32, 0, 2])),
+    "fractions": set_to("v_layout.0", torch.tensor([8.0, 32.0, 8.0, 2.0])),
+    "short layout": set_to("v_layout.0", torch.tensor([8, 32])),
+    "codes": set_to("k_codes.1", lambda t: t[1:].clone()),
+    "spans": set_to("k_lens.1", lambda t: t.flip(0) + torch.tensor([1, -1])),
+    "steps": set_to("v_step.0", lambda t: t.float()),
+    "no steps": drop("v_step.2"),
+}
+
+
+@pytest.mark.parametrize("how", [*POOLS, *QUANTISED])
+def test_pools_that_do_not_fit_are_refused(model, tmp_path, how):
+    path, bits = tmp_path / "context.kv", 8 if how in QUANTISED else None
+    if bits:
+        pytest.importorskip("torchao")
+    compress(model, Words(), TEXT, "knorm", 0.4, bits=bits).save(path)
+    forge(path, (QUANTISED if bits else POOLS)[how])
+    with pytest.raises(ContextFileError, match="does not hold a whole context"):
+        Context.load(path, model, Words())
+
+
+@pytest.mark.parametrize(
+    "about",
+    [{"retention": "0.3"}, {"method": None}, {"model": []}, {"model": {}}, {"model": None}, {"budget_tokens": True},
+     {"bits": "8"}, {"policy": 3}, {"text_sha256": None}],
+)  # fmt: skip
+def test_forged_metadata_is_refused_in_one_sentence(saved, about):
+    path, model = saved
+    forge(path, lambda tensors: None, **about)
+    with pytest.raises(ContextFileError, match="does not hold a whole context"):
+        Context.load(path, model, Words())
+
+
+@pytest.mark.parametrize("field", ["retention", "policy", "text_sha256", "method", "model", "bits"])
+def test_a_missing_field_is_refused_in_one_sentence(saved, field):
+    path, model = saved
+    tensors, about = context_file.read(path)
+    context_file.write(path, tensors, {name: value for name, value in about.items() if name not in ("format", field)})
+    with pytest.raises(ContextFileError, match=f"does not hold a whole context .*{field}"):
+        Context.load(path, model, Words())
+
+
+def test_a_policy_is_compared_where_the_file_names_none(saved, policy):
+    path, model = saved
+    tensors, about = context_file.read(path)
+    context_file.write(
+        path, tensors, {name: value for name, value in about.items() if name not in ("format", "policy")}
+    )
+    with pytest.raises(ContextFileError, match="does not hold a whole context"):
+        Context.load(path, model, Words(), policy)
+
+
+def test_a_forged_file_takes_no_memory(saved):
+    path, model = saved
+    forge(path, FORGED["huge counts"])
+    with pytest.raises(ContextFileError), torch.profiler.profile(profile_memory=True) as profile:
+        Context.load(path, model, Words())
+    assert max((event.self_cpu_memory_usage for event in profile.events()), default=0) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [None, {}, {"lkv-context": "["}, {"lkv-context": "[" * 100_000}, {"lkv-context": "[]"}, {"lkv-context": "3"},
+     {"lkv-context": "{}"}, {"lkv-context": '{"format": 1}'}, {"lkv-context": '{"format": []}'},
+     {"lkv-context": '{"format": 2}'}],
+)  # fmt: skip
+def test_foreign_metadata_is_refused_in_one_sentence(model, tmp_path, metadata):
+    path = tmp_path / "context.kv"
+    path.write_bytes(save({"ids": torch.zeros(3)}, metadata))
+    with pytest.raises(ContextFileError, match=r"is no saved context|has format|was damaged"):
+        Context.load(path, model, Words())
+
+
+def test_the_checksum_covers_the_metadata(saved):
+    path, model = saved
+    data = path.read_bytes()
+    assert data.count(b'retention\\": 0.4') == 1
+    path.write_bytes(data.replace(b'retention\\": 0.4', b'retention\\": 0.9'))
+    with pytest.raises(ContextFileError, match="damaged or changed"):
+        Context.load(path, model, Words())
+
+
+@pytest.mark.parametrize("way", ["parent", "long", "folder", "read-only", "full"])
+def test_what_cannot_be_written_is_one_sentence(model, tmp_path, way, monkeypatch):
+    context = compress(model, Words(), TEXT, "knorm", 0.4)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder.kv").mkdir()
+    path = {
+        "parent": tmp_path / "file" / "context.kv",
+        "long": tmp_path / ("x" * 300),
+        "folder": tmp_path / "folder.kv",
+        "read-only": tmp_path / "closed" / "context.kv",
+        "full": tmp_path / "context.kv",
+    }[way]
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied") if way == "read-only" else OSError(28, "No space left on device")
+
+    if way in ("read-only", "full"):
+        monkeypatch.setattr("pathlib.Path.write_bytes", refuse)
+    with pytest.raises(ContextFileError, match=r"the context cannot be written to .*nothing was changed there"):
+        context.save(path)
+    assert (tmp_path / "file").read_text() == "mine" and not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_a_place_without_a_name_is_no_file(model, path):
+    with pytest.raises(ContextFileError, match="is a folder; give a file for the context"):
+        compress(model, Words(), TEXT, "knorm", 0.4).save(path)
+
+
+def test_a_long_name_can_be_saved(model, tmp_path):
+    path = tmp_path / ("x" * 255)
+    context = compress(model, Words(), TEXT, "knorm", 0.4)
+    context.save(path)
+    (tmp_path / "y.kv.tmp").mkdir()
+    context.save(tmp_path / "y.kv")
+    assert Context.load(path, model, Words()).ask("what ?", 3) == context.ask("what ?", 3)
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["lkv-context"])
+    assert about["text_sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
+
+
+def test_a_model_of_another_vocabulary_does_not_take_foreign_ids(tmp_path):
+    path = tmp_path / "context.kv"
+    compress(tiny_llama(), Words(), TEXT, "knorm", 0.4).save(path)
+    with pytest.raises(ContextFileError):
+        Context.load(path, tiny_llama(vocab_size=9), Words())

@@ -1,0 +1,108 @@
+"""Documents as text: what a reader sees, whatever the format."""
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from lkv.context.documents import read_document
+from lkv.errors import DocumentError, MissingPackageError
+
+PAGE = b"""<!DOCTYPE html><html><head><title>Log</title><style>p { color: red }</style></head><body>
+<p>The keeper &amp; her <b>lamp</b>.</p><script>alert("no")</script>
+<table><tr><td>height</td><td>42 m</td></tr></table></body></html>"""
+
+
+def pdf(*pages: str) -> bytes:
+    """A PDF of one line a page, written by hand."""
+    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
+    parts = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>".encode(),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    for i, line in enumerate(pages):
+        stream = f"BT /F1 12 Tf 72 700 Td ({line}) Tj ET".encode()
+        page = "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Resources << /Font << /F1 3 0 R >> >> "
+        parts.append(f"{page}/Contents {5 + 2 * i} 0 R >>".encode())
+        parts.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream))
+    out, places = bytearray(b"%PDF-1.4\n"), []
+    for number, part in enumerate(parts, 1):
+        places.append(len(out))
+        out += b"%d 0 obj\n%s\nendobj\n" % (number, part)
+    start = len(out)
+    out += b"xref\n0 %d\n0000000000 65535 f \n" % (len(parts) + 1)
+    out += b"".join(b"%010d 00000 n \n" % place for place in places)
+    out += b"trailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % (len(parts) + 1, start)
+    return bytes(out)
+
+
+@pytest.fixture
+def reading(tmp_path):
+    def read(name: str, data: bytes) -> str:
+        (tmp_path / name).write_bytes(data)
+        return read_document(str(tmp_path / name))
+
+    return read
+
+
+def test_text_and_markdown_stay_as_they_are(reading):
+    text = "# Log\n\n* the *keeper* — 42 m\n"
+    assert reading("log.md", text.encode()) == reading("log", b"\xef\xbb\xbf" + text.encode()) == text
+
+
+@pytest.mark.parametrize("name", ["log.html", "log.HTM", "log"])
+def test_html_gives_what_a_browser_shows(reading, name):
+    pytest.importorskip("inscriptis")
+    text = reading(name, PAGE)
+    assert "The keeper & her lamp." in text and "height" in text and "42 m" in text
+    assert not any(word in text for word in ("alert", "color", "<", "&amp;"))
+
+
+@pytest.mark.parametrize("name", ["log.pdf", "log"])
+def test_pdf_gives_the_text_of_its_pages_in_order(reading, name):
+    pytest.importorskip("pypdf")
+    assert reading(name, pdf("The keeper counted.", "Forty-two steps.")).split("\n\n") == [
+        "The keeper counted.",
+        "Forty-two steps.",
+    ]
+
+
+def test_standard_input_is_read_to_its_end(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO("Öl and water".encode())))
+    assert read_document("-") == "Öl and water"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.txt", b" \n", "holds no text"),
+        ("a.bin", b"\xff\xfe\x00", "cannot be read as text"),
+        ("a.html", b"<html><body></body></html>", "holds no text"),
+        ("a.pdf", pdf(""), "a scanned document must go through text recognition"),
+        ("b.pdf", b"%PDF-1.7 and then nothing", "is a damaged PDF"),
+    ],
+)
+def test_what_is_no_text_is_one_sentence(reading, name, data, message):
+    pytest.importorskip("pypdf")
+    pytest.importorskip("inscriptis")
+    with pytest.raises(DocumentError, match=message):
+        reading(name, data)
+
+
+def test_an_encrypted_document_without_what_reads_it_is_named(reading, monkeypatch):
+    pypdf = pytest.importorskip("pypdf")
+
+    def refuse(*_):
+        raise pypdf.errors.DependencyError("cryptography>=3.1 is required for AES algorithm")
+
+    monkeypatch.setattr(pypdf, "PdfReader", refuse)
+    with pytest.raises(DocumentError, match=r"a\.pdf is encrypted.*pip install 'pypdf\[crypto\]'"):
+        reading("a.pdf", pdf("x"))
+
+
+def test_a_missing_reader_is_named(reading, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    with pytest.raises(MissingPackageError, match=r"reading PDF needs pypdf.*lkv-cache\[documents\]"):
+        reading("a.pdf", pdf("x"))

@@ -1,0 +1,135 @@
+"""lkv inspect of a text: the page shows what the cache really keeps."""
+
+import base64
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lkv.cache.ragged import RaggedCache
+from lkv.cli.main import main
+from lkv.context.context import compress
+from lkv.context.inspection import look, pieces_of
+from lkv.errors import LkvError
+from lkv.integrations.transformers.attention import attach
+from lkv.models.loading import load_model
+from lkv.policy.policy import Policy
+from lkv.utils.prompts import context_ids
+from tests.conftest import save_model
+
+TEXT = "The keeper counted <b>42</b> steps; naïve & proud — 灯台. </script> " * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("look")
+    save_model(path / "model")
+    (path / "log.txt").write_text(TEXT, encoding="utf-8")
+    model, _ = load_model(str(path / "model"))
+    torch.manual_seed(3)
+    policy = Policy(attach(model).spec)
+    torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
+    policy.save_pretrained(path / "policy")
+    return path
+
+
+def data_of(page: str) -> dict:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("method", ["lkv", "knorm", "ada+keydiff", "snapkv"])
+def test_a_head_keeps_on_the_page_what_it_keeps_in_the_cache(folder, method):
+    model, tokenizer = load_model(str(folder / "model"))
+    policy = Policy.from_pretrained(folder / "policy") if method == "lkv" else None
+    found = look(model, tokenizer, TEXT, method, policy, retentions=(0.3, 1.0))
+    cache = RaggedCache(model, policy, retention=0.3, method=method)
+    ids = torch.tensor([context_ids(tokenizer, TEXT)])
+    model(ids, past_key_values=cache, use_cache=True)
+    assert cache.kept() == found.counts[0].reshape(found.layers, found.heads).tolist()
+    whole = RaggedCache(model, method="knorm", retention=1.0)
+    model(ids, past_key_values=whole, use_cache=True)
+    for layer in range(found.layers):
+        for head in range(found.heads):
+            keys = [held_keys(cached, layer, head) for cached in (cache, whole)]
+            place = layer * found.heads + head
+            tokens = np.flatnonzero(found.ranks[:, place] < found.counts[0][place])
+            torch.testing.assert_close(keys[0].sort(0).values, keys[1][tokens].sort(0).values)
+
+
+def held_keys(cache: RaggedCache, layer: int, head: int) -> torch.Tensor:
+    """The keys [n, d] that a head holds of the prompt, in the order of their tokens."""
+    state = cache.ragged[layer].state()
+    start = int(state["kept"][0, :head].sum())
+    return state["k"].reshape(-1, state["k"].shape[-1])[start : start + int(state["kept"][0, head])]
+
+
+@given(st.text(min_size=1, max_size=60))
+def test_pieces_put_together_are_the_text(tokenizer, text):
+    if text.encode("utf-8", "ignore").decode() != text:  # half a surrogate pair is no text
+        return
+    ids = context_ids(tokenizer, text)
+    pieces = pieces_of(tokenizer, text, ids)
+    assert len(pieces) == len(ids) and "".join(pieces).endswith(text)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_model(str(folder / "model"))[1]
+
+
+def test_the_page_holds_text_numbers_and_answers_and_needs_nothing_else(folder, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    words = ["inspect", str(folder / "log.txt"), "--model", str(folder / "model"), "--out", str(out)]
+    more = ["--policy", str(folder / "policy"), "--question", "How many?", "--against", "knorm", "--retention", "0.3"]
+    assert main([*words, *more, "--max-new-tokens", "3"]) == 0
+    page = out.read_text(encoding="utf-8")
+    assert "the page is in" in capsys.readouterr().out
+    assert not re.search(r"(?:src|href)=|@import|url\(|https?://", page)
+    data = data_of(page)
+    assert "".join(data["pieces"]).endswith(TEXT) and data["retentions"][data["start"]] == 0.3
+    ranks = np.frombuffer(base64.b64decode(data["ranks"]), "<u2").reshape(len(data["pieces"]), -1)
+    assert ranks.shape[1] == data["layers"] * data["heads"] == 6
+    assert (np.sort(ranks, 0) == np.arange(len(ranks))[:, None]).all()
+    answers = data["answers"]["How many?"]
+    assert [answer["label"] for answer in answers] == ["Full cache", "LKV", "Knorm"]
+    model, tokenizer = load_model(str(folder / "model"))
+    for answer, method in zip(answers[::2], ("full", "knorm"), strict=True):
+        context = compress(model, tokenizer, TEXT, method, None if method == "full" else 0.3)
+        # Before it is asked: what an answer appends is none of the text's.
+        assert answer["nbytes"] == context.nbytes() and answer["realised"] == context.realised_retention()
+        assert answer["text"] == context.ask("How many?", 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--method", "full"], "'full' keeps everything; look at a method that goes by layers"),
+        (["--method", "kvzip"], "'kvzip' sees all layers before it keeps anything"),
+        (["--method", "duo"], "'duo' needs a pattern of retrieval heads"),
+        (["--question", "why?", "--against", "duo"], "'duo' needs a pattern of retrieval heads"),
+        (["--json"], "--json and --figure are of a policy, but a text was given"),
+    ],
+)
+def test_what_a_page_cannot_show_is_told_before_a_model_is_loaded(tmp_path, capsys, words, said):
+    (tmp_path / "log.txt").write_text("one two")
+    assert main(["inspect", str(tmp_path / "log.txt"), "--model", str(tmp_path / "none"), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_cannot_be_looked_at_is_one_sentence(folder, capsys, monkeypatch, tmp_path):
+    model, tokenizer = load_model(str(folder / "model"))
+    with pytest.raises(LkvError, match="'kvzip' sees all layers before it keeps anything"):
+        look(model, tokenizer, TEXT, "kvzip")
+    with pytest.raises(LkvError, match="shorten it"):
+        look(model, tokenizer, TEXT * 9, "knorm")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log.html").write_text("<html><p>words</p></html>")
+    assert main(["inspect", "log.html", "--model", str(folder / "model")]) == 2
+    assert "the page would take the place of log.html itself" in capsys.readouterr().err
+    assert main(["inspect", "nowhere.txt", "--question", "why?"]) == 2
+    assert "there is no file 'nowhere.txt'" in capsys.readouterr().err

@@ -1,0 +1,273 @@
+"""Profiles: bytes against their formulas, ratios, reasons, resuming, and the search for the largest context."""
+
+import json
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from lkv.cli.main import main
+from lkv.errors import UnsupportedModelError
+from lkv.evaluation.profiling.measure import OUT_OF_MEMORY, Profiler, Settings, largest_fitting
+from lkv.evaluation.profiling.shapes import SHAPES, allow_positions, random_model, random_policy, read_config
+from lkv.integrations.transformers.attention import attach
+
+CPU = torch.device("cpu")
+LAYERS, HEADS, WIDTH = 3, 2, 8
+ENTRY = 2 * WIDTH * 4  # bytes of k and v of one token in one head, in float32
+TINY = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": WIDTH, "vocab_size": 67,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+NUMBERS = ("prefill_seconds", "prefill_ratio", "prefill_low", "prefill_high", "decode_ms", "decode_ratio", "kv_bytes")
+
+
+def config_file(tmp_path, **changes):
+    path = tmp_path / "tiny" / "config.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(TINY | changes))
+    return path
+
+
+def profiler(tmp_path, *, layers=LAYERS, **settings):
+    model = random_model(read_config(str(config_file(tmp_path, num_hidden_layers=layers))), torch.float32, CPU)
+    allow_positions(model, 100_000)
+    settings = {"repeats": 1, "new_tokens": 2} | settings
+    return Profiler(model, "tiny", random_policy(attach(model).spec), Settings(**settings))
+
+
+def test_bytes_and_retention_follow_their_formulas(tmp_path):
+    tokens, batch = 1000, 2
+    full, lkv, snapkv = profiler(tmp_path, batch=batch, repeats=2).rows(tokens, ["full", "lkv", "snapkv"])
+    whole = batch * tokens * LAYERS * HEADS * ENTRY
+    assert full["kv_bytes"] == whole and (full["realised"], full["retention"]) == (1.0, 1.0)
+    assert (full["prefill_ratio"], full["prefill_low"], full["prefill_high"], full["decode_ratio"]) == (1, 1, 1, 1)
+    for row in (lkv, snapkv):
+        # floor(r t) takes less than a token from each head; slack adds less than 32.
+        assert 0.15 - 1 / tokens < row["realised"] <= 0.15
+        kept = row["realised"] * whole
+        assert kept < row["kv_bytes"] < kept + batch * LAYERS * HEADS * 32 * ENTRY
+        assert row["prefill_low"] <= row["prefill_ratio"] <= row["prefill_high"]
+        assert min(row["prefill_seconds"], row["decode_ms"], row["decode_ratio"]) > 0
+        assert (row["n"], row["tokens"], row["batch"], row["retention"]) == (2, tokens, batch, 0.15)
+    assert (full["model"], full["dtype"], full["new_tokens"]) == ("tiny", "float32", 2)
+    assert snapkv["realised"] == 0.15
+
+
+def test_each_layer_adds_to_the_peak_what_it_holds(tmp_path):
+    """Everything else that a prefill takes is given back before the next layer begins."""
+    tokens, peaks, held = 800, {}, {}
+    for layers in (3, 6):
+        for row in profiler(tmp_path, layers=layers).rows(tokens, ["full", "knorm"]):
+            peaks[row["method"], layers], held[row["method"], layers] = row["peak_bytes"], row["kv_bytes"]
+    for method in ("full", "knorm"):
+        grown = held[method, 6] - held[method, 3]
+        assert peaks[method, 6] - peaks[method, 3] == pytest.approx(grown, rel=0.02)
+    assert peaks["full", 6] - peaks["knorm", 6] > 0.8 * 5 * tokens * HEADS * ENTRY * 0.85
+
+
+def test_a_method_that_cannot_run_says_why_and_the_others_go_on(tmp_path):
+    full, kvzip, snapkv, duo, lkv = profiler(tmp_path).rows(60, ["full", "kvzip", "snapkv", "duo", "lkv"])
+    assert "reads the text a second time" in kvzip["reason"]
+    assert "SnapKV observes the last 64" in snapkv["reason"]
+    assert "smallest retention that DuoAttention can reach" in duo["reason"]
+    for row in (kvzip, snapkv, duo):
+        assert row["n"] == 0 and all(row[name] is None for name in NUMBERS) and set(full) < set(row)
+    for row in (full, lkv):
+        assert row["n"] == 1 and "reason" not in row and all(row[name] is not None for name in NUMBERS)
+
+
+def test_streaming_lowers_the_peak_where_a_method_can(tmp_path):
+    shape = {"layers": 12, "chunk": 50}
+    exact = profiler(tmp_path, **shape).rows(600, ["full", "lkv"])
+    streamed = profiler(tmp_path, **shape, streaming=True).rows(600, ["full", "lkv", "snapkv"])
+    # Read in parts but evicted at the end, the prompt is held whole for a moment.
+    whole = 600 * 12 * HEADS * ENTRY
+    assert exact[1]["peak_bytes"] > whole > streamed[1]["peak_bytes"]
+    assert [row["streaming"] for row in streamed] == [False, True, True]
+    assert "streaming does not work with 'snapkv'" in streamed[2]["reason"]
+
+
+class Device:
+    """Has room for a context of so many tokens, by kind of cache."""
+
+    def __init__(self, full: int, ragged: int):
+        self.full, self.ragged, self.asked = full, ragged, []
+
+    def __call__(self, module, args, kwargs):
+        tokens = kwargs["input_ids"].shape[1]
+        self.asked.append(tokens)
+        if tokens > (self.full if isinstance(kwargs["past_key_values"], DynamicCache) else self.ragged):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_out_of_memory_is_a_row_and_bounds_the_largest_context(tmp_path):
+    measured = profiler(tmp_path)
+    measured._model.base_model.register_forward_pre_hook(Device(350, 550), with_kwargs=True)
+    full, lkv = measured.rows(500, ["full", "lkv"])
+    assert full["reason"] == OUT_OF_MEMORY and full["kv_bytes"] is None
+    assert lkv["n"] == 1 and lkv["prefill_ratio"] is None and lkv["prefill_seconds"] > 0
+    for method, room in (("full", 350), ("lkv", 550)):
+        row = measured.largest(method, 128, 10_000)
+        assert room * 15 / 16 < row["tokens"] <= room < row["failed_at"]
+        assert row["largest"] and row["n"] == 1 and row["reason"] == OUT_OF_MEMORY
+        assert row["prefill_seconds"] is None and row["peak_bytes"] > row["kv_bytes"]
+    none = measured.largest("full", 400, 10_000)
+    assert (none["n"], none["tokens"], none["failed_at"], none["reason"]) == (0, 400, 400, OUT_OF_MEMORY)
+    every = measured.largest("lkv", 128, 300)
+    assert (every["tokens"], every["failed_at"], every["reason"]) == (300, None, None)
+
+
+def test_other_errors_are_not_hidden(tmp_path):
+    measured = profiler(tmp_path)
+
+    def broken(*_):
+        raise RuntimeError("the device is on fire")
+
+    measured._model.base_model.register_forward_pre_hook(broken)
+    with pytest.raises(RuntimeError, match="on fire"):
+        measured.rows(100, ["full"])
+
+
+def test_the_same_memory_holds_more_of_a_compressed_context(tmp_path):
+    free = profiler(tmp_path, layers=8)
+    full, lkv = (row["peak_bytes"] for row in free.rows(1200, ["full", "lkv"]))
+    assert lkv < full
+    limit = (full + lkv) // 2
+    tight = profiler(tmp_path, layers=8, limit=limit)
+    refused, measured = tight.rows(1200, ["full", "lkv"])
+    assert refused["reason"] == OUT_OF_MEMORY and measured["peak_bytes"] == lkv <= limit
+    # What failed is gone: it takes no room from what comes after.
+    assert [row["tokens"] for row in tight.rows(500, ["full"]) if row["n"]] == [500]
+
+
+@given(st.integers(0, 5000), st.integers(1, 3000), st.integers(1, 5000))
+def test_the_search_ends_next_to_the_bound(room, start, most):
+    asked = []
+
+    def fits(tokens):
+        asked.append(tokens)
+        return tokens <= room
+
+    good, bad = largest_fitting(fits, start, most)
+    if room < min(start, most):
+        assert (good, bad) == (None, min(start, most))
+    elif room >= most:
+        assert (good, bad) == (most, None)
+    else:
+        assert good <= room < bad and bad - good <= max(1, good // 16)
+    assert len(asked) == len(set(asked)) and max(asked) <= most
+
+
+def command(tmp_path, *more):
+    config = str(config_file(tmp_path))
+    start = ["profile", "--config", config, "--out", str(tmp_path / "p.json")]
+    return [*start, "--repeats", "1", "--new-tokens", "2", *more]
+
+
+def test_an_interrupted_run_goes_on_from_the_rows_it_has(tmp_path, monkeypatch, capsys):
+    arguments = command(tmp_path, "--tokens", "128", "192", "256")
+    taken, rows = [], Profiler.rows
+
+    def counted(self, tokens, methods):
+        if tokens == 192 and not stopped:
+            stopped.append(tokens)
+            raise KeyboardInterrupt
+        taken.append(tokens)
+        return rows(self, tokens, methods)
+
+    stopped: list[int] = []
+    monkeypatch.setattr(Profiler, "rows", counted)
+    assert main(arguments) == 130
+    assert taken == [128] and not (tmp_path / "p.json").exists()
+    assert main([*arguments, "--batch", "2"]) == 2
+    assert "other settings" in capsys.readouterr().err
+    assert main(arguments) == 0
+    assert taken == [128, 192, 256] and not (tmp_path / "p.jsonl").exists()
+    document = json.loads((tmp_path / "p.json").read_text())
+    assert document["name"] == "profile" and document["command"].startswith("lkv profile --config")
+    assert [(row["tokens"], row["method"]) for row in document["rows"]] == [
+        (tokens, method) for tokens in (128, 192, 256) for method in ("full", "lkv", "snapkv")
+    ]
+    assert {row["model"] for row in document["rows"]} == {"tiny"} and all(row["kv_bytes"] for row in document["rows"])
+
+
+def test_the_largest_contexts_are_compared(tmp_path, capsys):
+    # Room for the full cache of some 700 tokens beside what reading them takes.
+    more = ("--tokens", "300", "--methods", "full", "lkv", "--until-out-of-memory", "--memory-limit", "0.001")
+    assert main(command(tmp_path, *more)) == 0
+    rows = json.loads((tmp_path / "p.json").read_text())["rows"]
+    full, lkv = (row for row in rows if row.get("largest"))
+    assert full["context_ratio"] == 1.0
+    assert (
+        lkv["context_ratio"] == pytest.approx(lkv["tokens"] / full["tokens"], abs=1e-5) and lkv["context_ratio"] > 1.1
+    )
+    assert max(full["peak_bytes"], lkv["peak_bytes"]) <= 0.001 * 2**30
+    assert "times the context of the full cache" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--retention", "1.5"], "must lie in (0, 1]"),
+        (["--methods", "snapvk"], "did you mean 'snapkv'"),
+        (["--config", "nowhere"], "there is no configuration 'nowhere'; use one of llama-3.1-8b"),
+        (["--streaming"], "for example --chunk 4096"),
+        (["--until-out-of-memory", "--device", "cpu"], "give --memory-limit"),
+        (["--memory-limit", "-1"], "a size in GiB above 0"),
+        (["--device", "nowhere"], "there is no device 'nowhere' here"),
+        (["--out", "profile.txt"], "a name that ends with .json"),
+        (["--policy", "nowhere"], "there is no policy folder 'nowhere'"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, capsys, change, message):
+    assert main(command(tmp_path, "--tokens", "64", *change)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("lkv: ") and len(error.splitlines()) == 1
+    assert not os.path.exists("profile.txt")
+
+
+def test_files_that_are_no_configuration_are_refused(tmp_path):
+    path = tmp_path / "config.json"
+    for text in ("{", "[]", "{}", '{"model_type": "abacus"}'):
+        path.write_text(text)
+        with pytest.raises(UnsupportedModelError, match="is no model configuration"):
+            read_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-0.6b", 596_049_920),
+        ("smollm2-135m", 134_515_008),
+    ],
+)
+def test_shapes_have_the_parameters_that_their_models_have(name, published):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(name))
+    assert sum(weight.numel() for weight in model.parameters()) == published
+    assert len(SHAPES) == 6
+
+
+def test_random_models_and_policies_follow_their_seed_and_leave_others_alone(tmp_path):
+    config = read_config(str(config_file(tmp_path)))
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    models = [random_model(config, torch.bfloat16, CPU, seed) for seed in (0, 0, 1)]
+    policies = [random_policy(attach(models[0]).spec, seed) for seed in (0, 0, 1)]
+    assert torch.equal(torch.rand(1), expected)
+    weights = [model.lm_head.weight for model in models]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    assert weights[0].dtype == torch.bfloat16 and not models[0].training
+    assert policies[0].digest() == policies[1].digest() != policies[2].digest()
+    ratios = policies[0].inference_ratios(0.15)
+    assert float(ratios.mean()) == pytest.approx(0.15, abs=1e-5) and float(ratios.max() / ratios.min()) > 2

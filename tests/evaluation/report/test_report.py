@@ -1,0 +1,455 @@
+"""Result files to tables: what is read, what is averaged, what is printed; numbers against plain numpy."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lkv.errors import ReportError
+from lkv.evaluation.report import names
+from lkv.evaluation.report.builders import Request, build
+from lkv.evaluation.report.curves import plot_ruler, plot_sweep
+from lkv.evaluation.report.formats import FORMATS
+from lkv.evaluation.report.reading import read_results
+from lkv.evaluation.report.statistics import macro, share_of, t_quantile
+from lkv.methods.registry import METHODS
+from lkv.utils.statistics import bootstrap
+from tests.results import GRID, HEADER, cells, line, many, mean_of_means, results_of, row, scores_of, values, write
+
+# Statistics
+
+
+@given(st.lists(st.lists(st.floats(0, 100), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_macro_counts_every_task_once(groups):
+    mean = macro(groups, draws=50)
+    assert mean.value == pytest.approx(np.mean([np.mean(group) for group in groups]))
+    assert mean.n == sum(map(len, groups))
+    assert mean.low <= mean.high
+    if all(min(group) == max(group) for group in groups) and min(map(len, groups)) > 1:
+        assert (mean.low, mean.high) == pytest.approx((mean.value, mean.value))
+
+
+@pytest.mark.parametrize(("tasks", "size"), [(1, 3), (5, 2), (5, 3), (13, 2)])
+def test_intervals_of_few_samples_hold_the_mean_as_often_as_they_say(tasks, size):
+    random = np.random.default_rng(0)
+    held = 0
+    for _ in range(200):
+        means = random.uniform(0, 1, tasks)
+        found = macro(random.normal(means[:, None], 0.3, (tasks, size)), draws=200)
+        held += found.low <= means.mean() <= found.high
+    assert 0.91 <= held / 200 <= 0.99  # 0.95 with its own error; a plain bootstrap: 0.5 to 0.83
+
+
+def test_one_sample_a_task_is_drawn_by_whole_tasks():
+    values = [3.0, 7.0, 8.0, 20.0]
+    assert macro([[v] for v in values]) == pytest.approx(bootstrap([[v] for v in values]))
+
+
+@pytest.mark.parametrize(("freedom", "tabled"), [(2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042)])
+def test_quantiles_of_student(freedom, tabled):
+    assert t_quantile(freedom) == pytest.approx(tabled, rel=0.01)
+
+
+def test_macro_interval_is_that_of_the_normal_limit():
+    random = np.random.default_rng(3)
+    groups = [random.normal(50, 10, 400), random.normal(20, 5, 100)]
+    error = 0.5 * np.sqrt(sum(group.var() / len(group) for group in groups))
+    mean = macro(groups)
+    assert (mean.high - mean.low) == pytest.approx(2 * 1.96 * error, rel=0.08)
+
+
+def test_share_of_the_full_cache_draws_both_together():
+    own, full = [[10.0, 30.0], [50.0]], [[20.0, 60.0], [100.0]]
+    assert share_of(own, full)[:3] == pytest.approx((0.5, 0.5, 0.5))  # paired: half in every draw
+    assert share_of(own, [[0.0, 0.0], [0.0]]) is None
+
+
+def test_no_values_are_refused():
+    with pytest.raises(ValueError, match="no values"):
+        macro([[1.0], []])
+
+
+# Names
+
+
+def test_the_names_are_those_of_the_methods():
+    for method, entry in METHODS.items():
+        own = names.parts(method)
+        assert own is None or own == (entry.rule, entry.selector)
+        assert names.label(method) != method
+    for rule in names.RULES:
+        for selector in names.SELECTORS:
+            assert any((e.rule, e.selector) == (rule, selector) for e in METHODS.values())
+    assert names.label("uniform+snapkv") == names.label("snapkv") == "SnapKV"
+    assert names.is_lkv("lkv-h+lkv-t") and names.is_lkv("lkv") and not names.is_lkv("lkv-t")
+    assert names.ordered(["lkv", "snapkv", "full"]) == ["full", "snapkv", "lkv"]
+
+
+# Reading
+
+
+def test_a_torn_last_line_is_left_out_and_counted(tmp_path):
+    path = write(tmp_path / "a.jsonl", scores_of("trec", [1, 2]), tail='{"key": "trec-None-2", "ta')
+    results = read_results([path])
+    assert len(results.samples) == 2
+    assert any("1 torn last line of" in note for note in results.notes)
+
+
+def test_a_run_that_has_not_ended_is_told_first(tmp_path):
+    lines = [*scores_of("trec", [1, 2]), line("trec", 2, [], unusable="no room")]
+    path = write(tmp_path / "a.jsonl", lines, planned=4)
+    assert read_results([path]).notes[0].startswith(f"UNFINISHED: {path} holds 3 of 4 samples; the command")
+    assert not any("UNFINISHED" in note for note in results_of(tmp_path / "b.jsonl", lines, planned=3).notes)
+    with pytest.raises(ReportError, match="header's 'planned' is 'all'"):
+        results_of(tmp_path / "c.jsonl", lines, planned="all")
+
+
+def test_truncated_contexts_and_lost_answers_are_counted(tmp_path):
+    rows = [row("full", 1.0, 1.0)]
+    lines = [line("trec", i, rows, truncated=i < 2, answer_lost=i < 1) for i in range(3)]
+    assert results_of(tmp_path / "a.jsonl", lines).notes == (
+        "2 of 3 contexts were truncated; 1 of them lost their answer.",
+    )
+
+
+@pytest.mark.parametrize("field", ["suite", "protocol", "model", "lkv", "policy", "dtype"])
+def test_results_that_differ_are_refused_and_listed(tmp_path, field):
+    one = write(tmp_path / "one.jsonl", scores_of("trec", [1]))
+    two = write(tmp_path / "two.jsonl", scores_of("lcc", [1]), **{field: "other"})
+    with pytest.raises(ReportError, match=rf"differ in {field} .*one.jsonl: {HEADER[field]}, .*two.jsonl: other"):
+        read_results([one, two])
+
+
+def test_another_format_is_refused(tmp_path):
+    with pytest.raises(ReportError, match="format 2, but this version reads 1"):
+        results_of(tmp_path / "a.jsonl", [], format=2)
+
+
+def test_samples_that_stand_twice_are_refused_and_listed(tmp_path):
+    one = write(tmp_path / "one.jsonl", scores_of("trec", [1, 2]))
+    two = write(tmp_path / "two.jsonl", scores_of("trec", [1]))
+    with pytest.raises(ReportError, match=r"1 samples are there twice.*trec-None-0 \(again in .*two.jsonl, line 2\)"):
+        read_results([one, two])
+
+
+def test_other_versions_are_refused_and_listed(tmp_path):
+    one = write(tmp_path / "one.jsonl", scores_of("trec", [1]), versions={"torch": "2.13.0", "python": "3.11"})
+    two = write(tmp_path / "two.jsonl", scores_of("lcc", [1]), versions={"torch": "2.14.0", "python": "3.12"})
+    with pytest.raises(ReportError, match=r"differ in torch \(.*one.jsonl: 2.13.0, .*two.jsonl: 2.14.0\)\. Report"):
+        read_results([one, two])
+
+
+def test_a_method_measured_later_stands_beside_the_others(tmp_path):
+    one = write(tmp_path / "one.jsonl", scores_of("trec", [10, 20], "snapkv"), policy=None)
+    two = write(tmp_path / "two.jsonl", scores_of("trec", [15, 45], "lkv"))
+    table = build("main", read_results([one, two]), Request())
+    assert cells(table, "lkv")["Avg."].value == 30 and cells(table, "snapkv")["Avg."].value == 15
+    assert cells(table, "snapkv")["Avg."].difference.value == -15 and cells(table, "full")["Avg."].n == 2
+    other = [item | {"text_sha256": "of another text"} for item in scores_of("trec", [15, 45], "lkv")]
+    with pytest.raises(ReportError, match="2 samples are there twice with the same method or with another text"):
+        read_results([one, write(tmp_path / "three.jsonl", other)])
+
+
+def test_files_of_one_run_are_put_together(tmp_path):
+    one = write(tmp_path / "one.jsonl", scores_of("trec", [10, 20]))
+    two = write(tmp_path / "two.jsonl", scores_of("lcc", [50]))
+    table = build("main", read_results([one, two]), Request())
+    assert cells(table, "lkv")["Avg."].value == pytest.approx((15 + 50) / 2)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["[]"], "line 2 is no JSON object"),
+        (['{"key": "a"', '{"key": "b"}'], "line 2 is no JSON object"),
+        ([json.dumps({"key": "a", "task": "trec", "length": None, "number": 0})], "line 2 has no field 'rows'"),
+        ([json.dumps(line("trec", 0, [row("lkv", 0.15, float("nan"))]))], "line 2: score is nan"),
+        ([json.dumps(line("trec", 0, [row("lkv", 0.15, 1.0)] * 2))], "line 2: the method 'lkv' is there twice"),
+        ([json.dumps(line("trec", 0, [row("lkv", "much", 1.0)]))], "line 2 is malformed"),
+        ([], "no finished samples"),
+    ],
+)
+def test_a_malformed_file_is_named_with_line_and_field(tmp_path, lines, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join([json.dumps(HEADER), *lines]) + "\n", encoding="utf-8")
+    with pytest.raises(ReportError, match=message):
+        read_results([path])
+
+
+def test_a_missing_file_and_a_file_without_header_are_refused(tmp_path):
+    with pytest.raises(ReportError, match="cannot be read"):
+        read_results([tmp_path / "none.jsonl"])
+    path = tmp_path / "bare.jsonl"
+    path.write_text(json.dumps(line("trec", 0, [])) + "\n", encoding="utf-8")
+    with pytest.raises(ReportError, match="does not start with a header"):
+        read_results([path])
+
+
+# Tables
+
+
+def test_main_averages_tasks_within_categories_and_over_all_tasks(tmp_path):
+    lines = many()
+    table = build("main", results_of(tmp_path / "a.jsonl", lines), Request())
+    for method in ("full", "snapkv", "lkv"):
+        own = values(lines, method)
+        assert cells(table, method)["Avg."].value == pytest.approx(mean_of_means(own))
+        for category, tasks in names.CATEGORIES["longbench"].items():
+            assert cells(table, method)[category].value == pytest.approx(mean_of_means(own, tasks))
+            assert cells(table, method)[category].n == 5 * len(tasks)
+    assert [r.method for r in table.rows] == ["full", "snapkv", "lkv"]
+    assert table.rows[1].realised == pytest.approx(0.15 * 0.99) and table.rows[1].retention == 0.15
+
+
+def test_differences_are_paired_with_lkv_on_the_same_samples(tmp_path):
+    lines = many()
+    snapkv = cells(build("main", results_of(tmp_path / "a.jsonl", lines), Request()), "snapkv")
+    own, lkv = values(lines, "snapkv"), values(lines, "lkv")
+    expected = np.mean([(own[task] - lkv[task]).mean() for task in own])
+    assert snapkv["Avg."].difference.value == snapkv["Avg. - LKV"].value == pytest.approx(expected)
+    # A constant difference has no width, however much the scores themselves vary.
+    shifted = [
+        line("trec", i, [row("lkv", 0.15, v), row("snapkv", 0.15, v - 4)])
+        for i, v in enumerate([10.0, 20.0, 40.0, 80.0, 90.0])
+    ]
+    mean = cells(build("main", results_of(tmp_path / "b.jsonl", shifted), Request()), "snapkv")["Avg."]
+    apart = mean.difference
+    assert (apart.value, apart.low, apart.high) == pytest.approx((-4, -4, -4)) and mean.high - mean.low > 10
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_an_interval_needs_five_samples_and_stays_where_scores_can_lie(tmp_path, count):
+    own = [0.0, 100.0, 100.0, 100.0, 100.0][:count]
+    lines = [
+        line("trec", i, [row("full", 1.0, 100.0), row("lkv", 0.15, v), row("snapkv", 0.15, 0.0)])
+        for i, v in enumerate(own)
+    ]
+    table = build("main", results_of(tmp_path / "a.jsonl", lines), Request())
+    lkv, snapkv = cells(table, "lkv"), cells(table, "snapkv")
+    found = [lkv["Avg."], lkv["of full, %"], snapkv["Avg."].difference, snapkv["Avg. - LKV"]]
+    if count == 4:
+        assert all((cell.low, cell.high, cell.n) == (None, None, 4) for cell in found)
+        assert "[" not in FORMATS["terminal"](table).split("n ")[0].replace("95%", "")
+        return
+    # Unclipped they would go beyond what any text can score.
+    assert macro([own]).high > 100 and lkv["Avg."].high == 100
+    assert macro([[-value for value in own]]).low < -100 and snapkv["Avg."].difference.low == -100
+    assert all(cell.low < cell.value for cell in found)
+
+
+def test_marginal_means_of_scores_stay_where_scores_can_lie(tmp_path):
+    own = [0.0, 100.0, 100.0, 100.0, 100.0]
+    lines = [line("trec", i, [row(name, 0.15, v) for name in GRID]) for i, v in enumerate(own)]
+    table = build("ablation", results_of(tmp_path / "a.jsonl", lines), Request())
+    means = [r.cells["Avg."] for r in table.rows if r.group.startswith("mean over")]
+    assert len(means) == 6 and all(cell.high == pytest.approx(100) for cell in means)
+
+
+def test_the_share_of_the_full_cache(tmp_path):
+    lines = many()
+    snapkv = cells(build("main", results_of(tmp_path / "a.jsonl", lines), Request()), "snapkv")["of full, %"]
+    expected = 100 * mean_of_means(values(lines, "snapkv")) / mean_of_means(values(lines, "full"))
+    assert snapkv.value == pytest.approx(expected) and snapkv.low < snapkv.value < snapkv.high
+
+
+def test_samples_that_not_all_methods_have_are_left_out_and_stated(tmp_path):
+    lines = scores_of("trec", [10, 20, 60])
+    lines[2]["rows"] += [row("snapkv", 0.15, 5.0)]
+    lines[1]["rows"] += [row("snapkv", 0.15, 7.0)]
+    table = build("main", results_of(tmp_path / "a.jsonl", lines), Request())
+    assert cells(table, "lkv")["Avg."].value == 40 and cells(table, "lkv")["Avg."].n == 2
+    assert any("1 of 3 samples left out" in note and "snapkv at R = 0.15 1" in note for note in table.notes)
+    alone = build("main", results_of(tmp_path / "a.jsonl", lines), Request(methods=("lkv",)))
+    assert cells(alone, "lkv")["Avg."].value == 30 and not any("left out" in note for note in alone.notes)
+
+
+def test_tasks_by_length(tmp_path):
+    lines = many(suite="ruler", lengths=(2048, 4096))
+    table = build("tasks", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), Request())
+    own = values(lines, "lkv")
+    for length in (2048, 4096):
+        found = cells(table, "lkv", f"{length:,} tokens")
+        assert found["vt"].value == pytest.approx(own["vt", length].mean())
+        assert found["Avg."].value == pytest.approx(np.mean([v.mean() for (_, at), v in own.items() if at == length]))
+
+
+def test_sweep_over_retention_with_the_realised_one(tmp_path):
+    lines = many(retentions=(0.05, 0.15, 0.5))
+    table = build("sweep", results_of(tmp_path / "a.jsonl", lines), Request())
+    assert [column.x for column in table.columns] == [0.5, 0.15, 0.05]
+    for retention in (0.05, 0.15, 0.5):
+        cell = cells(table, "snapkv")[f"R = {retention:g}"]
+        assert cell.value == pytest.approx(mean_of_means(values(lines, "snapkv", retention)))
+        assert cell.realised == pytest.approx(0.99 * retention)
+        lkv = values(lines, "lkv", retention)
+        expected = np.mean([(v - lkv[k]).mean() for k, v in values(lines, "snapkv", retention).items()])
+        assert cell.difference.value == pytest.approx(expected)
+
+
+def test_one_retention_is_chosen_or_asked_for(tmp_path):
+    several = results_of(tmp_path / "a.jsonl", many(retentions=(0.05, 0.15)))
+    assert {r.retention for r in build("main", several, Request()).rows} == {1.0, 0.15}
+    assert {r.retention for r in build("main", several, Request(retentions=(0.05,))).rows} == {1.0, 0.05}
+    without = results_of(tmp_path / "b.jsonl", many(retentions=(0.05, 0.5)))
+    with pytest.raises(ReportError, match=r"the files hold 0.5, 0.05; choose one"):
+        build("main", without, Request())
+    with pytest.raises(ReportError, match=r"no retention 0.3; they hold 0.15, 0.05"):
+        build("main", several, Request(retentions=(0.3,)))
+
+
+def test_ruler_keeps_tasks_where_the_full_cache_is_good_enough(tmp_path):
+    full = {("vt", 2048): 60.0, ("cwe", 2048): 70.0, ("qa_1", 2048): 90.0, ("vt", 4096): 80.0, ("cwe", 4096): 10.0}
+    own = {("vt", 2048): 1.0, ("cwe", 2048): 40.0, ("qa_1", 2048): 70.0, ("vt", 4096): 64.0, ("cwe", 4096): 9.0}
+    lines = [
+        line(task, 0, [row("full", 1.0, full[task, at]), row("lkv", 0.15, own[task, at])], at) for task, at in full
+    ]
+    results = results_of(tmp_path / "a.jsonl", lines, suite="ruler")
+    found = cells(build("ruler", results, Request(min_full=50)), "lkv", "R = 0.15")
+    # cwe is good enough at one length only, so it counts at neither; qa_1 is at every length that it has.
+    assert found["2,048 tokens"].value == (1 + 70) / 2 and found["4,096 tokens"].value == 64
+    assert found["Avg."].value == pytest.approx((1 + 70 + 64) / 3)
+    assert found["of full, %"].value == pytest.approx(100 * (1 + 70 + 64) / (60 + 90 + 80))
+    table = build("ruler", results, Request(min_full=50))
+    assert any("at least 50 at every length: vt, qa_1." in note for note in table.notes)
+    assert cells(build("ruler", results, Request()), "lkv", "R = 0.15")["2,048 tokens"].value == 37
+    with pytest.raises(ReportError, match="at least 95 on no task"):
+        build("ruler", results, Request(min_full=95))
+
+
+def test_ruler_needs_lengths(tmp_path):
+    with pytest.raises(ReportError, match="have no lengths"):
+        build("ruler", results_of(tmp_path / "a.jsonl", many()), Request())
+
+
+@pytest.mark.parametrize("table", ["main", "tasks", "sweep", "ruler"])
+def test_the_full_cache_alone_has_its_row_and_its_figure(table, tmp_path):
+    lines = [
+        line(task, i, [row("full", 1.0, 50.0 + i)], length)
+        for task in ("niah_single_1", "vt")
+        for length in (2048, 4096)
+        for i in range(6)
+    ]
+    made = build(table, results_of(tmp_path / "a.jsonl", lines, suite="ruler"), Request())
+    assert {row.method for row in made.rows} == {"full"} and made.rows[0].cells
+    if table in ("sweep", "ruler"):
+        figure = {"sweep": plot_sweep, "ruler": plot_ruler}[table](made)
+        assert any(axes.lines for axes in figure.axes)
+
+
+def selection(method):
+    return f"selection: {names.part_label(method.split('+')[1])}"
+
+
+@pytest.mark.parametrize("aliases", [True, False])
+def test_ablation_grid_gains_and_marginal_means(tmp_path, aliases):
+    lines = many(methods=tuple(GRID if aliases else GRID.values()))
+    table = build("ablation", results_of(tmp_path / "a.jsonl", lines), Request())
+    average = {own: mean_of_means(values(lines, alias if aliases else own)) for alias, own in GRID.items()}
+    for own, mean in average.items():
+        found = cells(table, own, selection(own))
+        assert found["Avg."].value == pytest.approx(mean)
+        rule, selector = own.split("+")
+        gain = found.get("gain over uniform")
+        assert (gain is None) == (rule == "uniform")
+        assert gain is None or gain.value == pytest.approx(mean - average[f"uniform+{selector}"])
+    for rule in names.RULES:
+        expected = np.mean([average[f"{rule}+{selector}"] for selector in names.SELECTORS])
+        assert cells(table, rule, "mean over selectors")["Avg."].value == pytest.approx(expected)
+    for selector in names.SELECTORS:
+        expected = np.mean([average[f"{rule}+{selector}"] for rule in names.RULES])
+        assert cells(table, selector, "mean over budget rules")["Avg."].value == pytest.approx(expected)
+    synthetic = mean_of_means(
+        values(lines, "lkv" if aliases else "lkv-h+lkv-t"), ["passage_count", "passage_retrieval_en"]
+    )
+    assert cells(table, "lkv-h+lkv-t", selection("lkv-h+lkv-t"))["Synthetic"].value == pytest.approx(synthetic)
+
+
+def test_an_incomplete_grid_says_what_is_missing(tmp_path):
+    table = build(
+        "ablation", results_of(tmp_path / "a.jsonl", many(methods=("snapkv", "adakv-snapkv", "lkv"))), Request()
+    )
+    assert {r.group for r in table.rows} == {"", "selection: SnapKV", "selection: LKV-T"}  # no means of a part
+    assert (
+        "Not measured: uniform+expected, uniform+lkv-t, ada+expected, ada+lkv-t, lkv-h+snapkv, lkv-h+expected."
+        in table.notes
+    )
+    with pytest.raises(ReportError, match=r"the ablation needs methods of the grid"):
+        build("ablation", results_of(tmp_path / "b.jsonl", many(methods=("kvzip", "lkv"))), Request())
+
+
+def test_fidelity_by_task(tmp_path):
+    lines = many(suite="ruler", lengths=(2048, 4096))
+    table = build("fidelity", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), Request())
+    for measure, group in (("kl", "KL(full || compressed), nats"), ("agreement", "top-1 agreement")):
+        own = values(lines, "snapkv", measure=measure)
+        found = cells(table, "snapkv", group)
+        assert found["Avg."].value == pytest.approx(mean_of_means(own))
+        assert found["vt"].value == pytest.approx(mean_of_means(own, ["vt"]))
+    assert any("Not measured: relative hidden-state error" in note for note in table.notes)
+    lines = scores_of("trec", [1, 2])
+    with pytest.raises(ReportError, match="hold no fidelity"):
+        build("fidelity", results_of(tmp_path / "b.jsonl", lines), Request())
+
+
+def test_unknown_names_are_refused(tmp_path):
+    results = results_of(tmp_path / "a.jsonl", many())
+    with pytest.raises(ReportError, match="no method 'h2o'; they hold full, snapkv, lkv"):
+        build("main", results, Request(methods=("h2o",)))
+    with pytest.raises(ReportError, match="no method 'h2o' to compare with"):
+        build("main", results, Request(against="h2o"))
+    assert "Avg. - SnapKV" in cells(build("main", results, Request(against="snapkv")), "lkv")
+
+
+def test_tasks_that_are_missing_from_the_average_are_counted(tmp_path):
+    table = build("main", results_of(tmp_path / "a.jsonl", scores_of("trec", [1])), Request())
+    assert "Avg. is over 1 of the 16 tasks." in table.notes
+
+
+def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
+    lines = many(suite="ruler", lengths=(2048, 4096), methods=("duo", "lkv"))
+    for item in lines:
+        if item["length"] == 2048:
+            item["rows"] = [own for own in item["rows"] if own["method"] != "duo"]
+    table = build("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), Request())
+    duo, lkv = (cells(table, method, "R = 0.15") for method in ("duo", "lkv"))
+    at_4k = [item for item in lines if item["length"] == 4096]
+    assert duo["2,048 tokens"] is None and duo["Avg."] is None and duo["of full, %"] is None
+    assert duo["4,096 tokens"].value == pytest.approx(mean_of_means(values(at_4k, "duo")))
+    assert lkv["Avg."].value == pytest.approx(mean_of_means(values(lines, "lkv"))) and lkv["Avg."].n == len(lines)
+    assert any(note.startswith("duo at R = 0.15 is not there for niah_single_1 at 2,048") for note in table.notes)
+    assert not any("left out" in note for note in table.notes)
+
+
+def test_tables_say_whose_variant_of_a_method_they_hold(tmp_path):
+    told = {
+        "pyramidkv": "PyramidKV as its paper has it",
+        "pyramidkv-kvpress": "PyramidKV (kvpress) as kvpress has it",
+        "duo": "DuoAttention with the exact budget",
+        "duo-kvpress": "DuoAttention (kvpress) as kvpress has it",
+        "adakv-expected": "Expected Attention with epsilon 0,",
+        "lkv-h+expected-e2": "Expected Attention with epsilon 0.01",
+    }
+    for number, (method, start) in enumerate(told.items()):
+        for table in ("main", "tasks", "sweep"):
+            lines = many(methods=(method, "lkv"), count=2)
+            results = results_of(tmp_path / f"{number}.jsonl", lines, pattern_from="estimated on a.txt")
+            notes = build(table, results, Request()).notes
+            assert [other for other in told.values() if any(note.startswith(other) for note in notes)] == [start]
+            pattern = "DuoAttention's retrieval heads are estimated on a.txt."
+            assert (pattern in notes) == method.startswith("duo")
+    plain = build("main", results_of(tmp_path / "plain.jsonl", many(methods=("snapkv", "lkv"), count=2)), Request())
+    assert not any("as kvpress" in note or "DuoAttention" in note for note in plain.notes)
+
+
+def test_a_pattern_is_named_whichever_file_tells_of_it(tmp_path):
+    one = write(tmp_path / "one.jsonl", scores_of("trec", [1, 2], "lkv"), pattern=None)
+    two = write(tmp_path / "two.jsonl", scores_of("trec", [1, 2], "duo"), pattern="d", pattern_from="read from x.tsv")
+    old = write(tmp_path / "old.jsonl", scores_of("trec", [1, 2], "duo-kvpress"), pattern="d")
+    assert (
+        "DuoAttention's retrieval heads are read from x.tsv."
+        in build("main", read_results([one, two]), Request()).notes
+    )
+    (note,) = [n for n in build("main", read_results([old]), Request()).notes if "retrieval heads are" in n]
+    assert note == "DuoAttention's retrieval heads are from where the results do not tell."

@@ -1,0 +1,186 @@
+"""Tables as text that reads back as the same numbers, the published numbers, and the command."""
+
+import csv
+import io
+import re
+
+import numpy as np
+import pytest
+
+from lkv.cli.main import main
+from lkv.evaluation.report import names
+from lkv.evaluation.report.builders import Request, build
+from lkv.evaluation.report.formats import FORMATS
+from lkv.evaluation.report.published import model_of, numbers, with_published
+from tests.results import GRID, line, many, results_of, row, write
+
+# Formats
+
+
+@pytest.fixture
+def table(tmp_path):
+    lines = many(methods=("snapkv", "lkv-h+snapkv", "lkv"))
+    results = results_of(tmp_path / "a.jsonl", lines, model="org/Llama-3.1-8B_Instruct & co")
+    return with_published(build("main", results, Request()), "llama-3.1-8b", "longbench")
+
+
+def parsed(cells_):
+    """label and the numbers of each cell, bold and sizes dropped."""
+    bare = [re.sub(r"\\textbf|\\scriptsize|[*{}>]", "", cell).strip() for cell in cells_]
+    return bare[0], [[float(number) for number in re.findall(r"[-+]?\d+\.?\d*", cell)] for cell in bare[1:]]
+
+
+def expected_lines(table):
+    found = {}
+    for r in table.rows:
+        own = [[x for x in (c.value, c.low, c.high) if x is not None] if c else [] for c in map(r.cells.get, [c.name for c in table.columns])]  # fmt: skip  # noqa: E501
+        amounts = [[r.retention], [] if r.realised is None else [r.realised]]
+        found[r.label] = amounts + own
+    return found
+
+
+@pytest.mark.parametrize("form", ["markdown", "latex", "terminal"])
+def test_tables_read_back_as_the_same_numbers(table, form):
+    text = FORMATS[form](table)
+    split = {"markdown": r"(?<!\\)\|", "latex": r"(?<!\\)&", "terminal": r" {2,}"}[form]
+    expected = expected_lines(table)
+    seen = []
+    if form == "terminal":  # empty cells are blanks there: by the head's columns
+        head = next(item for item in text.splitlines() if item.startswith("method"))
+        starts = [match.start() for match in re.finditer(r"(?:^|(?<= {2}))\S", head)]
+        rows = [[item[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)] for item in text.splitlines()]
+    else:
+        rows = [re.split(split, item.strip().strip("|").removesuffix("\\\\")) for item in text.splitlines()]
+    for cells_ in rows:
+        if len(cells_) == len(table.columns) + 3 and (label := parsed(cells_)[0]) in expected:
+            seen.append(label)
+            for got, want in zip(parsed(cells_)[1], expected[label], strict=True):
+                assert got == pytest.approx(want, abs=0.051)
+    assert sorted(seen) == sorted(expected)
+
+
+def test_csv_reads_back_with_everything(table):
+    rows = list(csv.DictReader(io.StringIO(FORMATS["csv"](table))))
+    found = {(r["label"], r["column"]): r for r in rows}
+    for own in table.rows:
+        for name, cell in own.cells.items():
+            if cell:
+                got = found[own.label, name]
+                assert float(got["value"]) == pytest.approx(cell.value, rel=1e-5)
+                assert got["source"] == ("published" if own.published else "measured")
+                assert got["n"] == ("" if cell.n is None else str(cell.n))
+                assert float(got["retention"]) == own.retention
+                if cell.difference:
+                    assert got["reference"] == "lkv"
+                    assert float(got["difference_low"]) == pytest.approx(cell.difference.low, rel=1e-4)
+                if own.realised is not None:
+                    assert float(got["realised"]) == pytest.approx(own.realised)
+
+
+def test_latex_is_booktabs_and_escapes(table):
+    text = FORMATS["latex"](table)
+    for part in (r"\toprule", r"\midrule", r"\bottomrule", r"Llama-3.1-8B\_Instruct \& co", r"of full, \%"):
+        assert part in text
+    assert not re.search(r"(?<!\\)[%#$_]", text)
+    widths = {item.count(" & ") for item in text.splitlines() if item.endswith(r"\\") and "multicolumn" not in item}
+    assert widths == {len(table.columns) + 2}
+
+
+def test_the_best_measured_value_is_set_off_and_the_full_cache_and_the_published_ones_are_not(tmp_path):
+    lines = [line("trec", 0, [row("full", 1.0, 90.0), row("snapkv", 0.15, 80.0), row("lkv", 0.15, 70.0)])]
+    table = build("main", results_of(tmp_path / "a.jsonl", lines), Request())
+    text = FORMATS["markdown"](with_published(table, "llama-3.1-8b", "longbench"))
+    assert re.findall(r"\*\*(\d+\.\d+)", text) == ["80.00", "80.00"]  # Avg. and its category
+    # Of two that show the same number neither is better.
+    tied = [line("trec", 0, [row("full", 1.0, 90.0), row("snapkv", 0.15, 80.001), row("lkv", 0.15, 80.0)])]
+    text = FORMATS["markdown"](build("main", results_of(tmp_path / "c.jsonl", tied), Request()))
+    assert not re.search(r"\*\*\d", text) and text.count("80.00") >= 4
+    fidelity = [line("trec", 0, [row("snapkv", 0.15, 1.0, kl=0.5), row("lkv", 0.15, 1.0, kl=0.25)])]
+    text = FORMATS["markdown"](build("fidelity", results_of(tmp_path / "b.jsonl", fidelity), Request()))
+    assert re.findall(r"\*\*(\d+\.\d+)", text) == ["0.250", "0.250"]  # the smaller divergence
+
+
+# Published numbers
+
+
+def test_the_papers_average_is_the_mean_over_its_sixteen_tasks():
+    # Not over its six categories, which gives 47.35 for LKV. All add up within rounding.
+    for model in ("llama-3.1-8b", "qwen3-8b"):
+        for average, *tasks in numbers()["tasks"][model]["rows"].values():
+            assert average == pytest.approx(np.mean(tasks), abs=0.0051)
+
+
+def test_the_papers_categories_are_means_of_its_tasks():
+    tasks, main = (numbers()[name]["llama-3.1-8b"] for name in ("tasks", "main"))
+    for method, row_ in main["rows"].items():
+        own = dict(zip(tasks["columns"], tasks["rows"][method], strict=True))
+        for name, value in zip(main["columns"], row_, strict=True):
+            members = names.CATEGORIES["longbench"].get(name, ["Avg."])
+            assert value == pytest.approx(np.mean([own[task] for task in members]), abs=0.0051)
+
+
+def test_the_papers_tables_agree_with_each_other():
+    main = numbers()["main"]["llama-3.1-8b"]
+    places = [main["columns"].index(name) for name in numbers()["ablation"]["llama-3.1-8b"]["columns"]]
+    for method, cell in (("snapkv", "uniform+snapkv"), ("adakv-snapkv", "ada+snapkv"), ("lkv", "lkv-h+lkv-t")):
+        own = numbers()["ablation"]["llama-3.1-8b"]["rows"][cell]
+        assert own == [main["rows"][method][place] for place in places]
+    for model in ("llama-3.1-8b", "qwen3-8b"):
+        sweep = numbers()["sweep"][model]
+        at = sweep["columns"].index(0.15)
+        for method, values_ in sweep["rows"].items():
+            assert values_[at] == numbers()["tasks"][model]["rows"][method][0]
+
+
+def test_the_papers_overhead_and_sizes():
+    prefill, memory = numbers()["prefill"]["llama-3.1-8b"], numbers()["memory"]["llama-3.1-8b"]
+    full = prefill["rows"]["full"][0]
+    for seconds, percent in prefill["rows"].values():
+        assert percent is None or percent == pytest.approx(100 * (seconds / full - 1), abs=0.051)
+    bytes_a_token = 32 * 8 * 128 * 2 * 2  # layers, KV heads, head size, k and v, bfloat16
+    assert memory["kv_gib"]["full"] == memory["tokens"] * bytes_a_token / 2**30
+    # The text calls it 6.6x, but 25.0 / 3.75 is 6.67 (and 0.15 of 25.0 is 3.75).
+    assert memory["kv_gib"]["full"] / memory["kv_gib"]["lkv"] == pytest.approx(1 / 0.15)
+
+
+def test_published_rows_are_marked_and_stand_beside_the_measured(tmp_path):
+    lines = many(methods=tuple(GRID))
+    table = with_published(
+        build("ablation", results_of(tmp_path / "a.jsonl", lines), Request()), "llama-3.1-8b", "longbench"
+    )
+    group = [r for r in table.rows if r.group == "selection: Expected Attention"]
+    assert [r.label for r in group[3:]] == ["Uniform (published)", "AdaKV (published)", "LKV-H (published)"]
+    assert [r.cells["Synthetic"].value for r in group[3:]] == [17.77, 23.26, 45.00]
+    assert model_of("Qwen/Qwen3-8B") == "qwen3-8b" and model_of("smollm2") == "llama-3.1-8b"
+    ruler = build(
+        "main", results_of(tmp_path / "b.jsonl", many(suite="ruler", lengths=(2048,)), suite="ruler"), Request()
+    )
+    marked = with_published(ruler, "llama-3.1-8b", "ruler")
+    assert marked.rows == ruler.rows and "prints no numbers" in marked.notes[-1]
+
+
+# The command
+
+
+def test_the_command_prints_and_writes(tmp_path, capsys):
+    path = write(tmp_path / "a.jsonl", many(retentions=(0.15, 0.5)))
+    assert main(["report", str(path), "--table", "sweep", "--format", "csv", "--published"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    published = [r for r in rows if r["source"] == "published" and r["method"] == "lkv"]
+    assert {r["column"]: float(r["value"]) for r in published} == {"R = 0.5": 46.99, "R = 0.15": 46.73}
+    out, figure = tmp_path / "new" / "table.md", tmp_path / "new" / "figure.png"
+    assert main(["report", str(path), "--format", "markdown", "--out", str(out), "--figure", str(figure)]) == 0
+    assert out.read_text().startswith("**LongBench, by category**") and figure.read_bytes()[1:4] == b"PNG"
+    assert sorted(item.name for item in out.parent.iterdir()) == ["figure.png", "table.md"]
+
+
+def test_the_command_refuses_in_one_sentence(tmp_path, capsys):
+    path = write(tmp_path / "a.jsonl", many())
+    for arguments, message in (
+        ([], "give either result files"),
+        ([str(path), "--profile", str(path)], "give either result files"),
+        ([str(path), "--figure", str(tmp_path / "figure.docx")], "no picture's name"),
+        ([str(path), "--out", str(path / "below")], "cannot be written"),
+    ):
+        assert main(["report", *arguments]) == 2
+        assert message in capsys.readouterr().err

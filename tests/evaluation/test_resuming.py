@@ -1,0 +1,215 @@
+"""Interrupted, grown and shared evaluations: what a run takes up, and what it refuses to."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lkv.errors import DataError
+from lkv.evaluation.journal import SharedJournal
+from lkv.evaluation.processes import Process
+from lkv.evaluation.report.reading import read_results
+from lkv.methods.selectors import Knorm
+from lkv.policy.policy import Policy
+from tests.conftest import tiny_llama
+from tests.fake_suite import make_examples, run, without_seconds
+
+
+def test_a_run_goes_on_where_it_was_and_grows(model, policy, tmp_path):
+    examples, out = make_examples(3), tmp_path / "x.jsonl"
+    _, whole = run(model, policy, tmp_path / "whole.jsonl", examples)
+    _, first = run(model, policy, out, examples[:2])
+    torn = out.read_text() + '{"key": "alpha-128-1", "task": "al'
+    out.write_text(torn)
+    header, lines = run(model, policy, out, examples)
+    assert without_seconds(lines) == without_seconds(whole)
+    # What was there was not measured again, and a smaller run loses nothing.
+    assert lines[:2] == first and header["planned"] == len(examples)
+    assert run(model, policy, out, examples[:1]) == (header, lines)
+
+
+def test_a_policy_of_the_hub_may_be_added_to_a_run_without_one(model, policy, tmp_path):
+    examples, out = make_examples(1), tmp_path / "x.jsonl"
+    run(model, None, out, examples, methods=("snapkv",))
+    policy.commit = "c" * 40
+    header, lines = run(model, policy, out, examples)
+    assert header["policy_revision"] == policy.commit and [row["method"] for row in lines[0]["rows"]][1:] == [
+        "snapkv",
+        "lkv",
+    ]
+
+
+def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
+    examples, out = make_examples(2), tmp_path / "x.jsonl"
+    run(model, policy, out, examples)
+    before = out.read_text()
+    with pytest.raises(DataError, match=r"settings \(seed 0 instead of 4\)"):
+        run(model, policy, out, examples, seed=4)
+    with pytest.raises(DataError, match=r"settings \(policy "):
+        run(model, Policy(policy.spec), out, examples)
+    with pytest.raises(DataError, match=r"settings \(fingerprint "):
+        run(tiny_llama(7), None, out, examples, methods=("snapkv",))
+    with pytest.raises(DataError, match="sample 'alpha-128-0' of another text"):
+        run(model, policy, out, make_examples(2, tokens=95))
+    assert out.read_text() == before
+    lines = before.splitlines(keepends=True)
+    out.write_text(lines[0] + lines[1][:40] + "\n" + lines[2])
+    with pytest.raises(DataError, match=r"x\.jsonl, line 2 is no JSON object"):
+        run(model, policy, out, examples)
+    out.write_text(before.replace('"planned": 4', '"planned": "all"'))
+    with pytest.raises(DataError, match=r'settings \(planned "all" instead of 4\)'):
+        run(model, policy, out, examples)
+    out.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(DataError, match="is no text"):
+        run(model, policy, out, examples)
+
+
+def test_what_is_added_to_a_finished_run_is_measured_alone(model, policy, tmp_path, monkeypatch):
+    examples, out = make_examples(2), tmp_path / "x.jsonl"
+    whole = run(model, policy, tmp_path / "whole.jsonl", examples, ["knorm", "snapkv", "lkv"], [0.3, 0.2])[1]
+    # Without a policy first: one that comes later does not make it another run.
+    run(model, None, out, examples, ["knorm"], [0.3])
+    before = [json.loads(line) for line in out.read_text().splitlines()][1:]
+    scored, right = [], Knorm.scores
+    monkeypatch.setattr(Knorm, "scores", lambda *given: scored.append(1) or right(*given))
+    header, lines = run(model, policy, out, examples, ["knorm", "snapkv", "lkv"], [0.3])
+    assert not scored and header["methods"] == ["knorm", "snapkv", "lkv"] and header["policy"] == policy.digest()
+    assert [line["rows"][: len(old["rows"])] for line, old in zip(lines, before, strict=True)] == [
+        old["rows"] for old in before
+    ]
+    header, lines = run(model, policy, out, examples, ["lkv", "snapkv", "knorm"], [0.2])
+    assert scored and header["retentions"] == [0.3, 0.2]
+    for line, wanted in zip(lines, whole, strict=True):
+        found = {(row["method"], row["retention"]): row for row in line["rows"]}
+        assert found == {(row["method"], row["retention"]): row for row in wanted["rows"]}
+        assert len(found) == len(line["rows"]) == 7
+    assert run(model, policy, out, examples, ["knorm"], [0.3]) == (header, lines)
+
+
+def test_a_run_torn_while_it_adds_methods_is_read_and_taken_up(model, policy, tmp_path):
+    examples, out = make_examples(2), tmp_path / "x.jsonl"
+    _, first = run(model, policy, out, examples, ["knorm"])
+    _, both = run(model, policy, tmp_path / "both.jsonl", examples, ["knorm", "snapkv"])
+    with out.open("a") as file:
+        file.write(json.dumps(both[0]) + "\n" + json.dumps(both[1])[:50])
+    samples = read_results([out]).samples
+    assert [len(sample.rows) for sample in samples] == [3, *[2] * (len(first) - 1)]
+    _, lines = run(model, policy, out, examples, ["knorm", "snapkv"])
+    assert [line["rows"] for line in lines] == [line["rows"] for line in both]
+
+
+def test_parts_of_any_number_of_processes_are_taken_up(tmp_path):
+    out, header = tmp_path / "x.jsonl", {"format": 1, "machine": "a"}
+    keys = [f"k{number}" for number in range(7)]
+    journals = [SharedJournal(out, header, Process(rank, 3)) for rank in range(3)]
+    for number, key in enumerate(keys):
+        journals[number % 3].add({"key": key, "value": key})
+    with (tmp_path / "x.part1.jsonl").open("a") as file:
+        file.write('{"key": "torn')
+    (tmp_path / "x.partial.jsonl").write_text("somebody else's")
+    again = SharedJournal(out, header | {"machine": "b"}, Process())
+    assert set(again.done) == set(keys)
+    again.add({"key": "k7", "value": "ü"})
+    again.finish([*keys[::-1], "k7"])
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert lines == [header, *({"key": key, "value": key} for key in keys[::-1]), {"key": "k7", "value": "ü"}]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl", "x.partial.jsonl"]
+
+
+SECONDS = 300  # starting Python with transformers takes a minute on a busy machine
+WORKER = """
+import sys, time
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
+from lkv.evaluation.runner import _share, evaluate
+from lkv.policy.policy import Policy
+from tests.fake_suite import Letters, make_examples, make_prompt, run, score, without_seconds
+
+torch.set_num_threads(1)
+folder, rank, size, pause = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+if size > 1:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size)
+model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64).eval()
+
+scored = set()
+
+def slowly(example, answer):
+    time.sleep(pause)
+    scored.add((example.task, example.number))
+    return score(example, answer)
+
+evaluate(model, Letters(), make_examples(4), ["lkv", "snapkv"], [0.3], folder / "out.jsonl", score=slowly,
+         policy=Policy.from_pretrained(folder / "policy"), make_prompt=make_prompt, model_name="tiny")
+(folder / f"scored{rank}").write_text(str(len(scored)))
+if size > 1:
+    torch.distributed.destroy_process_group()
+"""
+
+
+def start(folder: Path, rank: int = 0, size: int = 1, pause: float = 0.0) -> subprocess.Popen:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+    if size > 1:
+        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    root = Path(__file__).parents[2]
+    with (folder / f"log{rank}").open("w") as log:
+        command = [sys.executable, "-c", WORKER, str(folder), str(rank), str(size), str(pause)]
+        return subprocess.Popen(command, cwd=root, env=env, stdout=log, stderr=log)
+
+
+@pytest.fixture
+def saved(model, policy, tmp_path):
+    """A folder with model and policy for other processes, and the samples of a run that nothing interrupts."""
+    model.save_pretrained(tmp_path / "model")
+    policy.save_pretrained(tmp_path / "policy")
+    policy = Policy.from_pretrained(tmp_path / "policy")
+    return tmp_path, policy, run(model, policy, tmp_path / "whole.jsonl", make_examples(4))
+
+
+def test_a_killed_run_ends_as_one_that_was_not(model, saved):
+    folder, policy, (_, whole) = saved
+    out = folder / "out.jsonl"
+    process = start(folder, pause=0.2)
+    try:
+        end = time.monotonic() + SECONDS
+        while process.poll() is None and time.monotonic() < end:
+            if out.is_file() and out.read_bytes().count(b"\n") >= 4:
+                break
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        code = process.wait()
+    done = out.read_text()
+    assert code == -signal.SIGKILL and done.count("\n") < 9, (folder / "log0").read_text()
+    _, lines = run(model, policy, out, make_examples(4))
+    assert without_seconds(lines) == without_seconds(whole)
+    assert out.read_text().startswith(done[: done.rindex("\n") + 1])
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_two_processes_share_the_samples_and_take_up_what_another_number_left(saved):
+    folder, _, (header, whole) = saved
+    # Three processes were interrupted here: one had two samples, one half a line, one nothing.
+    for rank, text in enumerate([[whole[0], whole[3]], [], None]):
+        if text is not None:
+            lines = "".join(json.dumps(row) + "\n" for row in [header, *text])
+            (folder / f"out.part{rank}.jsonl").write_text(lines + ('{"key": "be' if rank else ""))
+    processes = [start(folder, rank, 2) for rank in range(2)]
+    try:
+        codes = [process.wait(SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0, 0], "\n".join((folder / f"log{rank}").read_text() for rank in range(2))
+    found, *lines = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert found == header and without_seconds(lines) == without_seconds(whole)
+    assert (lines[0], lines[3]) == (whole[0], whole[3])
+    assert [(folder / f"scored{rank}").read_text() for rank in range(2)] == ["3", "3"]
+    assert sorted(path.name for path in folder.glob("out*")) == ["out.jsonl"]

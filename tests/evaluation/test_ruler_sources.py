@@ -1,0 +1,195 @@
+"""Where RULER's texts and questions come from: official files, the hub, and what is wrong with a file."""
+
+import gzip
+import json
+import re
+
+import pytest
+
+from lkv.errors import DataError
+from lkv.evaluation.ruler import TASKS, Sources, check_sources, make_examples
+from lkv.evaluation.ruler.niah import sentences
+from tests.ruler import ESSAY, hotpot_rows, one, squad_data, words, write_lines, write_sources
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    return write_sources(tmp_path_factory.mktemp("ruler"))
+
+
+def test_sentences():
+    assert sentences('He said "no." Then he left! Did 3.5 help? "Yes." 7 did (once). e.g. this') == [
+        'He said "no.', "Then he left!", "Did 3.5 help?", '"Yes.', "7 did (once). e.g. this"
+    ]  # fmt: skip
+
+
+def test_the_official_json_forms_are_read(tmp_path, sources):
+    (tmp_path / "hotpot_dev_distractor_v1.json").write_text(json.dumps(hotpot_rows(60)))
+    (tmp_path / "dev-v2.0.json").write_text(json.dumps(squad_data()))
+    (tmp_path / "LICENSE.txt").write_text("No essay.")
+    (tmp_path / "hotpotqa.jsonl.gz").write_bytes(b"LongBench's file of that name")
+    (tmp_path / "essays").mkdir()
+    (tmp_path / "essays" / "b.txt").write_text("Second file here. It ends.")
+    (tmp_path / "essays" / "a.txt").write_text("First file here. It ends.")
+    plain = Sources.from_folder(tmp_path)
+    assert plain.words[:5] == ("First", "file", "here.", "It", "ends.") and plain.words[5] == "Second"
+    for task in ("qa_1", "qa_2"):
+        assert one(task, 2000, 5, plain) == one(task, 2000, 5, sources)
+
+
+def test_the_hub_s_parquet_files_give_the_same_examples(tmp_path, sources):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    asked = []
+
+    def download(repo_id, filename, repo_type, revision):
+        asked.append((repo_id, filename))
+        assert repo_type == "dataset" and len(revision) == 40
+        if "squad" in repo_id:
+            rows = [
+                {"title": article["title"], "context": p["context"], "question": q["question"],
+                 "answers": {"text": [a["text"] for a in q["answers"]], "answer_start": [0] * len(q["answers"])}}
+                for article in squad_data()["data"] for p in article["paragraphs"] for q in p["qas"]
+            ]  # fmt: skip
+        else:
+            rows = [
+                {**row,
+                 "supporting_facts": {"title": [t for t, _ in row["supporting_facts"]], "sent_id": [0, 1]},
+                 "context": {"title": [t for t, _ in row["context"]], "sentences": [s for _, s in row["context"]]}}
+                for row in hotpot_rows(60)
+            ]  # fmt: skip
+        path = tmp_path / f"{len(asked)}.parquet"
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+        return str(path)
+
+    hub = Sources(haystack=ESSAY, download=download)
+    assert one("niah_single_1", 2000, 5, hub) == one("niah_single_1", 2000, 5, sources) and not asked
+    for task in ("qa_1", "qa_2", "qa_1", "niah_single_2"):
+        assert one(task, 2000, 5, hub) == one(task, 2000, 5, sources)
+    assert asked == [
+        ("rajpurkar/squad_v2", "squad_v2/validation-00000-of-00001.parquet"),
+        ("hotpotqa/hotpot_qa", "distractor/validation-00000-of-00001.parquet"),
+    ]
+
+
+def test_a_failed_download_says_the_way_out(tmp_path):
+    def download(**_):
+        raise ConnectionError("no route")
+
+    for sources in (Sources(download=download), Sources.from_folder(tmp_path, download=download)):
+        with pytest.raises(
+            DataError, match=r"rajpurkar/squad_v2 cannot be fetched \(ConnectionError: no route\); put SQuAD"
+        ):
+            one("qa_1", 1000, 0, sources)
+
+
+def no_hub(**_):
+    raise ConnectionError("no route")
+
+
+def test_a_haystack_of_one_s_own(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("A text of my own. It ends.")
+    assert (
+        Sources.from_folder(tmp_path, path).words == Sources(path).words == tuple("A text of my own. It ends.".split())
+    )
+
+
+def test_what_the_tasks_need_is_read_before_any_example(tmp_path):
+    empty = Sources.from_folder(tmp_path, download=no_hub)
+    check_sources(["niah_single_1", "niah_multikey_3", "vt", "cwe", "fwe"], empty)
+    for task in TASKS:
+        if task in ("qa_1", "qa_2", "niah_multivalue", "niah_single_2"):
+            with pytest.raises(DataError):
+                check_sources(["vt", task], empty)
+
+
+def test_missing_sources(tmp_path):
+    empty = Sources.from_folder(tmp_path, download=no_hub)
+    for task, what in (
+        ("niah_single_2", "or name a text file or such a folder with --haystack"),
+        ("qa_1", r"dev-v2.0.json\)"),
+        ("qa_2", "Hotpot"),
+    ):
+        with pytest.raises(DataError, match=what):
+            one(task, 1000, 0, empty)
+    assert one("niah_single_1", 1000, 0, empty) and one("cwe", 1000, 0, empty)
+    with pytest.raises(DataError, match="there is no folder"):
+        Sources.from_folder(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="there is no file"):
+        one("qa_1", 1000, 0, Sources(squad=tmp_path / "squad.json"))
+    with pytest.raises(DataError, match="has no text to hide needles in"):
+        one("niah_single_2", 1000, 0, Sources(haystack=" \n"))
+
+
+def without(row, name):
+    return {key: value for key, value in row.items() if key != name}
+
+
+HOTPOT = hotpot_rows(1)[0]
+BROKEN_HOTPOT = [
+    (without(HOTPOT, "question"), "field 'question' is missing"),
+    (without(HOTPOT, "context"), "field 'context' is missing"),
+    (HOTPOT | {"answer": 3}, "field 'answer' is not a str"),
+    (HOTPOT | {"supporting_facts": [["a"]]}, "field 'supporting_facts' must hold pairs"),
+    (["a list"], "not a JSON object but a list"),
+]
+
+
+@pytest.mark.parametrize(("row", "complaint"), BROKEN_HOTPOT)
+def test_a_malformed_line_is_named_with_its_field(tmp_path, row, complaint):
+    path = write_lines(tmp_path / "hotpot.jsonl.gz", [HOTPOT, HOTPOT, row])
+    with pytest.raises(DataError, match=re.escape(f"{path}, line 3: {complaint}")):
+        one("qa_2", 1000, 0, Sources(hotpot=path))
+
+
+def test_questions_whose_documents_are_absent_are_not_asked(tmp_path):
+    rows = hotpot_rows(30)
+    rows[4]["supporting_facts"].append(["Elsewhere", 0])
+    sources = Sources(hotpot=write_lines(tmp_path / "hotpot.jsonl.gz", rows))
+    examples = make_examples("qa_2", 1000, 29, words, sources)
+    assert not any("story 4?" in example.question for example in examples)
+    only = Sources(hotpot=write_lines(tmp_path / "one.jsonl.gz", [rows[4]]))
+    with pytest.raises(DataError, match="has no question with an answer"):
+        one("qa_2", 1000, 0, only)
+
+
+def test_malformed_files(tmp_path):
+    path = tmp_path / "squad.json"
+    for text, complaint in (
+        ('{"data": [', "is not JSON"),
+        ("[1]", "field 'data' is missing"),
+        (json.dumps({"data": [{"paragraphs": [{"context": "a", "qas": []}, {"qas": []}]}]}),
+         "article 1, paragraph 2: field 'context' is missing"),
+        (json.dumps({"data": [{"paragraphs": [{"context": "a", "qas": [{"answers": [{"text": "b"}]}]}]}]}),
+         "article 1, paragraph 1, question 1: field 'question' is missing"),
+        ('{"data": []}', "has no question with an answer"),
+    ):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(DataError, match=re.escape(str(path)) + ".*" + re.escape(complaint)):
+            one("qa_1", 1000, 0, Sources(squad=path))
+    for name, content, complaint in (
+        ("hotpot.jsonl.gz", b"not gzip", "is not a readable gzip file"),
+        ("hotpot.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999)[:-20], "is not a readable gzip file|field 'supporting"),
+        ("hotpot.jsonl.gz", gzip.compress(b"{}\n{oops\n"), "line 1: field 'supporting_facts' is missing"),
+        ("hotpot.jsonl.gz", gzip.compress(b"{oops\n"), "line 1: not a JSON object"),
+        ("hotpot.json", b"{}", "must hold a JSON list of questions, but holds a dict"),
+        ("hotpot.json.gz", b"not gzip", "cannot be read"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=complaint):
+            one("qa_2", 1000, 0, Sources(hotpot=tmp_path / name))
+    pytest.importorskip("pyarrow")
+    (tmp_path / "hotpot.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match="is not a readable Parquet file"):
+        one("qa_2", 1000, 0, Sources(hotpot=tmp_path / "hotpot.parquet"))
+
+
+def test_without_its_package_the_word_list_says_what_to_install(monkeypatch):
+    import sys
+
+    from lkv.evaluation.ruler.words import word_list
+
+    word_list.cache_clear()
+    monkeypatch.setitem(sys.modules, "wonderwords", None)
+    with pytest.raises(DataError, match=r"pip install lkv-cache\[evals\]"):
+        word_list("noun")

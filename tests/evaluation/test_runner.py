@@ -1,0 +1,289 @@
+"""The runner against single methods and the stock model."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from lkv.cache.ragged import RaggedCache
+from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
+from lkv.evaluation.compare import Comparison, greedy
+from lkv.evaluation.processes import Process
+from lkv.evaluation.report.builders import Request, build
+from lkv.evaluation.report.reading import read_results
+from lkv.evaluation.report.style import styles
+from lkv.evaluation.roster import Roster
+from lkv.evaluation.runner import _share
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods import kvzip as second_pass
+from lkv.methods.registry import needs_policy, needs_second_pass
+from lkv.methods.selectors import LearnedScores
+from lkv.policy.policy import Policy
+from tests.conftest import tiny_llama
+from tests.fake_suite import Letters, make_examples, make_prompt, run, score, without_seconds
+from tests.second_pass import kvzip
+
+METHODS = ("lkv", "lkv-t", "ada+lkv-t", "snapkv", "expected", "kvzip", "lkv-h+kvzip", "random")
+RETENTIONS = (0.4, 0.2)
+PATTERN = [[0.9, 0.1], [0.2, 0.8], [0.5, 0.4]]
+
+
+def test_every_row_answers_as_its_method_alone(model, policy, tmp_path):
+    examples = make_examples(1)
+    header, lines = run(model, policy, tmp_path / "x.jsonl", examples, METHODS, RETENTIONS)
+    assert header["methods"] == list(METHODS) and header["retentions"] == [0.4, 0.2]
+    assert header["policy"] == policy.digest() and header["dtype"] == "float64" and header["suite"] == "ruler"
+    different = set()
+    for line, example in zip(lines, examples, strict=True):
+        assert line["key"] == f"{example.task}-128-0" and not line["skipped"]
+        given = make_prompt(example, Letters(), "kvpress", 512)
+        whole = torch.tensor([given.context + given.question])
+        attach(model)
+        prompt = read_prompt(model, whole[:, : len(given.context)], queries=True)
+        rows = {(row["method"], row["retention"]): row for row in line["rows"]}
+        assert list(rows) == [("full", 1.0), *((name, r) for r in RETENTIONS for name in METHODS)]
+        for (name, retention), row in rows.items():
+            entry = 2 * 8 * 8
+            if name == "full":
+                cache = DynamicCache()
+                held = 3 * 2 * line["prompt_tokens"]
+            else:
+                if needs_second_pass(name):
+                    method = kvzip(model, Letters(), given.context, prompt, retention, name, policy)
+                    cache = RaggedCache(model, method=method)
+                else:
+                    cache = RaggedCache(model, policy if needs_policy(name) else None, retention, name)
+                cache.fill(prompt)
+                held = sum(map(sum, cache.kept()))
+            out = model.generate(whole, past_key_values=cache, do_sample=False, max_new_tokens=6)
+            answer = Letters().decode(out[0, whole.shape[1] :], skip_special_tokens=True)
+            assert row["answer"] == answer and row["score"] == score(example, answer)
+            assert row["nbytes"] == held * entry and row["full_nbytes"] == 3 * 2 * line["prompt_tokens"] * entry
+            assert row["realised"] == pytest.approx(row["nbytes"] / row["full_nbytes"], abs=1e-6)
+            different.add(answer)
+        assert rows["full", 1.0]["kl"] == 0 and rows["full", 1.0]["hidden_error"] == 0
+    assert len(different) > 10
+
+
+def test_fidelity_is_that_of_teacher_forcing_the_right_answer(model, policy, tmp_path):
+    (example,) = make_examples(1, ["alpha"])
+    _, (line,) = run(model, policy, tmp_path / "x.jsonl", [example], ["lkv"])
+    given = make_prompt(example, Letters(), "kvpress", 512)
+    target = Letters()(" " + example.answers[0])["input_ids"][: example.max_new_tokens]
+    rest = torch.tensor([given.question + target])
+    found = []
+    for cache in (DynamicCache(), RaggedCache(model, policy, 0.3)):
+        model(torch.tensor([given.context]), past_key_values=cache, use_cache=True)
+        out = model(rest, past_key_values=cache, use_cache=True, output_hidden_states=True)
+        rows = slice(len(given.question) - 1, -1)
+        found.append((torch.log_softmax(out.logits[0, rows].detach(), -1), out.hidden_states[-1][0, rows].detach()))
+    (full, full_hidden), (own, own_hidden) = found
+    kl = torch.nn.functional.kl_div(own, full, reduction="none", log_target=True).sum(-1).mean()
+    error = ((own_hidden - full_hidden).norm(dim=-1) / full_hidden.norm(dim=-1)).mean()
+    row = line["rows"][1]
+    assert row["kl"] == pytest.approx(float(kl), abs=1e-5) and row["kl"] > 0.01
+    assert row["hidden_error"] == pytest.approx(float(error), abs=1e-5) and row["hidden_error"] > 0.01
+    assert row["agreement"] == pytest.approx(float((own.argmax(-1) == full.argmax(-1)).double().mean()), abs=1e-6)
+    # Where all answers are asked for, the continuation gives them all; elsewhere they are other wordings of one.
+    found = []
+    for metric, answers in (("string_match_all", ("ab", "cd")), ("qa_f1", ("ab, cd", "ef"))):
+        (example,) = make_examples(1, ["alpha"], metric=metric, answers=answers)
+        _, (line,) = run(model, policy, tmp_path / f"{metric}.jsonl", [example], score=lambda *_: 0)
+        found.append([row["kl"] for row in line["rows"]])
+    assert found[0] == found[1] and found[0][1] > 0.01
+    # Without a right answer there is nothing to be faithful to.
+    _, (line,) = run(model, policy, tmp_path / "y.jsonl", make_examples(1, ["alpha"], answers=()), score=lambda *_: 0)
+    assert line["rows"][1]["kl"] is None and line["rows"][1]["agreement"] is None
+
+
+def test_shared_scores_are_computed_once(model, policy, tmp_path, monkeypatch):
+    calls = []
+    scores = LearnedScores.scores
+    monkeypatch.setattr(
+        LearnedScores, "scores", lambda self, layer, *rest: calls.append(layer) or scores(self, layer, *rest)
+    )
+    replays = []
+    replay = second_pass.replay_scores
+    monkeypatch.setattr(second_pass, "replay_scores", lambda *given: replays.append(1) or replay(*given))
+    run(model, policy, tmp_path / "x.jsonl", make_examples(1, ["alpha"]), METHODS, RETENTIONS)
+    # Once to see whether the prompt can be scored, then once a layer for three methods at two retentions.
+    assert calls == [0, 0, 1, 2] and replays == [1]
+
+
+def test_rows_held_in_parts_are_the_same(model, policy, tmp_path):
+    examples = make_examples(1)
+    _, whole = run(model, policy, tmp_path / "x.jsonl", examples, METHODS)
+    _, parts = run(model, policy, tmp_path / "y.jsonl", examples, METHODS, rows_at_once=2)
+    assert without_seconds(parts) == without_seconds(whole)
+
+
+def test_where_memory_runs_out_fewer_rows_are_held_at_once(model, policy, tmp_path, monkeypatch):
+    examples, tried = make_examples(1), []
+
+    class Small(Comparison):
+        def __init__(self, model, ids, prompt, methods):
+            tried.append(len(methods))
+            if len(methods) > 3:
+                raise torch.OutOfMemoryError("no more memory")
+            super().__init__(model, ids, prompt, methods)
+
+    _, whole = run(model, policy, tmp_path / "x.jsonl", examples, METHODS)
+    monkeypatch.setattr("lkv.evaluation.runner.Comparison", Small)
+    _, parts = run(model, policy, tmp_path / "y.jsonl", examples, METHODS)
+    assert without_seconds(parts) == without_seconds(whole)
+    assert tried == [9, 5, 3, 3, 3] * len(examples)
+    monkeypatch.setattr(Small, "__init__", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none at all")))
+    with pytest.raises(torch.OutOfMemoryError):
+        run(model, policy, tmp_path / "z.jsonl", examples, METHODS)
+
+
+def test_methods_that_cannot_serve_a_prompt_are_skipped_with_the_reason(model, policy, tmp_path):
+    examples = make_examples(1, ["alpha"], tokens=60)
+    _, (line,) = run(model, policy, tmp_path / "x.jsonl", examples, ["snapkv", "lkv", "duo"], pattern=PATTERN)
+    assert [row["method"] for row in line["rows"]] == ["full", "lkv", "duo"]
+    (skipped,) = line["skipped"]
+    assert (skipped["method"], skipped["retention"]) == ("snapkv", 0.3)
+    assert "needs more than that" in skipped["reason"]
+    # DuoAttention's windows are longer than this prompt: it keeps all of it, and says so.
+    assert line["rows"][2]["retention"] == 0.3 and line["rows"][2]["realised"] == 1.0
+
+
+def test_a_text_too_long_to_be_repeated_is_measured_without_kvzip(policy, tmp_path):
+    short = tiny_llama(max_position_embeddings=128)
+    examples = make_examples(1, ["alpha"], tokens=80)
+    _, (line,) = run(short, policy, tmp_path / "x.jsonl", examples, ["kvzip", "knorm"])
+    assert [row["method"] for row in line["rows"]] == ["full", "knorm"]
+    (skipped,) = line["skipped"]
+    assert skipped["method"] == "kvzip" and "shorten the text" in skipped["reason"]
+
+
+def test_a_sample_without_a_prompt_is_written_with_the_reason_and_the_run_goes_on(model, policy, tmp_path):
+    def picky(example, *rest, **settings):
+        if example.task == "beta":
+            raise PromptError("its question leaves no room.")
+        return make_prompt(example, *rest, **settings)
+
+    out = tmp_path / "x.jsonl"
+    _, lines = run(model, policy, out, make_examples(2), make_prompt=picky)
+    assert [bool(line["rows"]) for line in lines] == [True, False, True, False]
+    assert lines[1]["unusable"] == "its question leaves no room."
+    before = out.read_bytes()
+    run(model, policy, out, make_examples(2), make_prompt=picky)
+    assert out.read_bytes() == before
+    results = read_results([out])
+    assert len(results.samples) == 2 and "2 more could not be made into a prompt" in " ".join(results.notes)
+
+
+def test_the_policy_of_another_model_is_refused(policy, tmp_path):
+    with pytest.raises(PolicyMismatchError, match="this policy was trained for a model with"):
+        run(tiny_llama(seed=5), policy, tmp_path / "x.jsonl", make_examples(1))
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+@given(st.integers(0, 200), st.integers(1, 9))
+def test_shares_are_even_disjoint_and_complete(count, size):
+    keys = [str(number) for number in range(count)]
+    shares = [_share(keys, Process(rank, size)) for rank in range(size)]
+    assert sorted(key for share in shares for key in share) == sorted(keys)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    # Sixteen tasks in turn over two processes: dealing every second one would give each process half of the tasks.
+    if size == 2 and count >= 160:
+        assert all({int(key) % 16 for key in share} == set(range(16)) for share in shares)
+
+
+def test_missing_needs_are_told_before_anything_runs(model, policy, tmp_path):
+    for methods, retentions, error, message in (
+        (["duo"], [0.3], LkvError, "needs a pattern"),
+        (["lkw"], [0.3], LkvError, "did you mean 'lkv'"),
+        (["lkv"], [1.5], RetentionError, "must lie in"),
+    ):
+        with pytest.raises(error, match=message):
+            run(model, policy, tmp_path / "x.jsonl", make_examples(1), methods, retentions)
+    assert not list(tmp_path.iterdir())
+    for examples, message in (
+        ([], "no samples"),
+        (make_examples(1) + make_examples(1), "two samples 'alpha-128-0'"),
+        (make_examples(1) + make_examples(1, ["gamma"], suite="longbench"), "belong to longbench, ruler"),
+    ):
+        with pytest.raises(DataError, match=message):
+            run(model, policy, tmp_path / "x.jsonl", examples)
+
+
+def test_full_cache_is_timed_on_the_first_samples_of_each_task(model, policy, tmp_path):
+    _, lines = run(model, policy, tmp_path / "x.jsonl", make_examples(3), ["lkv"], timed=2)
+    assert {line["key"]: line["seconds"]["full"] is not None for line in lines} == {
+        f"{task}-128-{number}": number < 2 for task in ("alpha", "beta") for number in range(3)
+    }
+    assert all(line["seconds"]["prefill"] > 0 and line["seconds"]["methods"] > 0 for line in lines)
+
+
+def test_answers_are_what_the_logits_say_whatever_the_models_configuration_says(model):
+    ids = [[7, 30, 12, 44]]
+    free = greedy(model, ids, 12)
+    model.generation_config.update(repetition_penalty=1.8, suppress_tokens=free[0][:2], no_repeat_ngram_size=1)
+    assert model.generate(torch.tensor(ids), do_sample=False, max_new_tokens=12)[0, 4:].tolist() != free[0]
+    assert greedy(model, ids, 12) == free
+
+
+def test_one_line_answers_stop_at_the_newline_but_not_at_once(model):
+    ids = [[7, 30, 12, 44]]
+    free = greedy(model, ids, 12)[0]
+    assert free == model.generate(torch.tensor(ids), do_sample=False, max_new_tokens=12)[0, 4:].tolist()
+    stop = free[4]
+    assert greedy(model, ids, 12, [stop])[0] == free[: free.index(stop) + 1]
+    # The first token may not end the answer (min_length in LongBench's script).
+    late = greedy(model, ids, 12, [free[0]])[0]
+    assert late[0] != free[0]
+
+
+def test_rows_that_end_early_do_not_change_the_others(model, policy):
+    rows = torch.randint(3, 67, (4, 9), generator=torch.Generator().manual_seed(1)).tolist()
+    alone = [greedy(model, [row], 16)[0] for row in rows]
+    stop = alone[0][3]
+    alone = [greedy(model, [row], 16, [stop])[0] for row in rows]
+    assert len({len(answer) for answer in alone}) > 1
+    assert greedy(model, rows, 16, [stop]) == alone
+    for methods in (4, 3):
+        cache = RaggedCache(model, policy, 1.0)
+        attach(model)
+        with torch.no_grad():
+            model(torch.tensor(rows[:methods])[:, :-1], past_key_values=cache, use_cache=True)
+        assert greedy(model, rows[:methods], 16, [stop], cache, dropping=True) == alone[:methods]
+
+
+def test_several_policies_stand_in_one_table(model, policy, tmp_path):
+    torch.manual_seed(9)
+    other = Policy(policy.spec).requires_grad_(False)
+    torch.nn.init.normal_(other.heads.embeddings, std=20.0)
+    examples, out = make_examples(2), tmp_path / "x.jsonl"
+    named = {"one": policy, "two": other}
+    names = ["lkv@one", "lkv@two", "lkv-h+knorm@two", "knorm"]
+    header, lines = run(model, None, out, examples, names, policies=named)
+    assert header["policies"] == {"one": policy.digest(), "two": other.digest()} and header["policy"] is None
+    for tag, own in named.items():
+        _, alone = run(model, own, tmp_path / f"{tag}.jsonl", examples, ["lkv"])
+        for line, wanted in zip(lines, alone, strict=True):
+            (row,) = (row for row in line["rows"] if row["method"] == f"lkv@{tag}")
+            assert row | {"method": "lkv"} == wanted["rows"][1]
+    table = build("main", read_results([out]), Request())
+    assert [row.label for row in table.rows[-2:]] == ["LKV (one)", "LKV (two)"]
+    assert any(note.startswith(f"Policy two: {other.digest()[:12]}") for note in table.notes)
+    looks = styles(["lkv@one", "lkv@two"])
+    assert looks["lkv@one"].marker != looks["lkv@two"].marker
+    with pytest.raises(LkvError, match=r"there is no policy named three; give it as --policy NAME=PATH"):
+        run(model, None, tmp_path / "y.jsonl", examples, ["lkv@three"], policies=named)
+    with pytest.raises(DataError, match=r"settings \(policies"):
+        run(model, None, out, examples, names, policies={"one": other, "two": other})
+
+
+def test_a_roster_reads_queries_only_where_a_method_needs_them(policy):
+    model = tiny_llama()
+    for names, wanted in (
+        (["lkv", "knorm", "kvzip", "full"], False),
+        (["lkv", "tova"], 1),
+        (["lkv", "tova", "snapkv", "criticalkv"], 64),
+        (["lkv", "snapkv", "h2o"], True),
+    ):
+        assert Roster(model, Letters(), names, [0.3], policy).queries_read == wanted

@@ -1,0 +1,105 @@
+"""The whole cache on a real GPU against the same model in float64 on the CPU; skipped where there is none."""
+
+import copy
+
+import pytest
+import torch
+
+from lkv.cache.ragged import RaggedCache
+from lkv.methods.budgets import PerHead
+from lkv.methods.build import Method
+from lkv.methods.selectors import Knorm
+from tests.conftest import tiny_llama
+
+if not torch.cuda.is_available():
+    pytest.skip("PyTorch sees no CUDA device", allow_module_level=True)
+DEVICE = "cuda"
+# Ranking by scores whose neighbours differ by more than float32 rounds: both devices keep the same.
+METHOD = Method("knorm", PerHead([[0.5, 0.2], [0.1, 0.6], [0.05, 1.0]]), Knorm())
+OPTIONS = [
+    {"slack": 3}, {"decode_eviction": True, "slack": 2}, {"streaming": True, "prompt_tokens": 90},
+    {"bits": 8, "slack": 3}, {"bits": 4, "slack": 3},
+]  # fmt: skip
+
+
+def ids(batch, tokens):
+    return torch.randint(3, 67, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+@torch.no_grad()
+def logits(model, device, text, **options):
+    """Of a question of 5 tokens, then of 12 single ones, after a prompt of 90; and what was kept."""
+    cache = RaggedCache(model, method=METHOD, **options)
+    text = text.to(device)
+    model.base_model(text[:, :90], past_key_values=cache)
+    parts = [model(part, past_key_values=cache).logits for part in text[:, 90:107].split([5] + [1] * 12, 1)]
+    return torch.cat(parts, 1).cpu().double(), cache.kept()
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_it_computes_what_a_cpu_computes_in_float64(dim, options):
+    if "bits" in options:
+        pytest.importorskip("torchao")
+    base = tiny_llama(head_dim=dim, initializer_range=0.1)
+    text = ids(1 if "decode_eviction" in options else 3, 107)
+    exact, kept = logits(base, "cpu", text, **options)
+    for dtype, allowed in ((torch.float32, 2e-4), (torch.bfloat16, 0.06)):
+        found, own = logits(copy.deepcopy(base).to(DEVICE, dtype), DEVICE, text, **options)
+        error = float((found - exact).norm() / exact.norm())
+        # Scores in bfloat16 rank some tokens otherwise, and codes differ where values were rounded before.
+        assert error <= (allowed if dtype == torch.float32 and "bits" not in options else max(allowed, 0.15))
+        assert dtype != torch.float32 or own == kept
+
+
+@torch.no_grad()
+def test_a_decode_step_waits_for_nothing():
+    model = tiny_llama(dtype=torch.bfloat16, head_dim=64).to(DEVICE)
+    cache, text = RaggedCache(model, method=METHOD), ids(2, 95).to(DEVICE)
+    model(text[:, :90], past_key_values=cache)
+    model(text[:, 90:91], past_key_values=cache)
+    places = [torch.full((2, 1), place, device=DEVICE) for place in (91, 92)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for place, token in zip(places, text[:, 91:93].split(1, 1), strict=True):
+            model(token, position_ids=place, past_key_values=cache)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@torch.no_grad()
+def test_a_captured_step_replayed_twice_is_two_steps():
+    model = tiny_llama(dtype=torch.float32, head_dim=64).to(DEVICE)
+    text = ids(1, 99).to(DEVICE)
+    caches = [RaggedCache(model, method=METHOD, slack=64) for _ in range(2)]
+    layers = []
+    for cache in caches:
+        model.base_model(text[:, :90], past_key_values=cache)
+        layers.append(cache.ragged[0].spans)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 1, 64, device=DEVICE) for heads in (4, 2, 2))
+    buffers = {}
+    for _ in range(3):  # compiles, and makes the buffers
+        layers[0].extend(query, key, value, 0.1, buffers=buffers)
+        layers[1].extend(query, key, value, 0.1, buffers={})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers[0].extend(query, key, value, 0.1, buffers=buffers)
+    before = layers[0].for_attention()[3].clone()
+    for _ in range(2):
+        graph.replay()
+        right = layers[1].extend(query, key, value, 0.1, buffers={})
+        torch.testing.assert_close(out, right)
+    assert torch.equal(layers[0].for_attention()[3], before + 2)
+
+
+@torch.no_grad()
+def test_compiled_models_decode_alike():
+    base = tiny_llama(dtype=torch.float32, head_dim=64).to(DEVICE)
+    text, found = ids(1, 100), []
+    for model in (base, torch.compile(copy.deepcopy(base), mode="reduce-overhead")):
+        cache = RaggedCache(base if model is base else model._orig_mod, method=METHOD, slack=64)
+        model(text[:, :90].to(DEVICE), past_key_values=cache)
+        parts = [model(token.to(DEVICE), past_key_values=cache).logits.clone() for token in text[:, 90:].split(1, 1)]
+        found.append(torch.cat(parts, 1))
+    torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)

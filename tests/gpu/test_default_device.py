@@ -1,0 +1,148 @@
+"""Where and in what new tensors are made: neither a default device nor autocast may change what a cache does."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from lkv.cache.ragged import RaggedCache
+from lkv.config import ScorerInputs
+from lkv.context.context import Context, compress
+from lkv.evaluation.profiling.measure import Profiler, Settings
+from lkv.evaluation.profiling.shapes import random_policy
+from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.methods.registry import METHODS, find, needs_pattern
+from lkv.models.loading import default_policy
+from lkv.policy.policy import Policy
+from lkv.training.data.sample import TokenizedSample
+from lkv.training.distillation import SampleDistillation, gumbel
+from tests.cache.test_generation import METHOD, ids
+from tests.conftest import tiny_llama
+from tests.context.test_compression import TEXT, Words
+
+# Tensors on it have no values: whatever is made there by mistake cannot be used.
+ELSEWHERE = torch.device("meta")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def small():
+    return tiny_llama(dtype=torch.float32).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "method", sorted(name for name in METHODS if find(name).selector != "kvzip" and not needs_pattern(name))
+)
+@torch.no_grad()
+def test_every_method_under_another_default_device(small, method):
+    policy = random_policy(inspect_model(small))
+    text, question, found = ids(1, 140), ids(1, 3), []
+    for device in (CPU, ELSEWHERE):
+        with device:
+            cache = RaggedCache(small, policy, 0.4, method)
+            small(text, past_key_values=cache)
+            found.append((cache.kept(), small(question, past_key_values=cache).logits))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"streaming": True, "prompt_tokens": 40}, {"decode_eviction": True, "slack": 1}, {"bits": 8}, {"bits": 4}],
+)
+@torch.no_grad()
+def test_every_kind_of_cache_under_another_default_device(small, options):
+    if "bits" in options:
+        pytest.importorskip("torchao")
+    prompt, question, more, found = ids(2, 40), ids(2, 3), ids(4, 5), []
+    for device in (CPU, ELSEWHERE):
+        with device:
+            cache = RaggedCache(small, method=METHOD, **options)
+            small(prompt, past_key_values=cache)
+            small(question, past_key_values=cache)
+            cache.reorder_cache(torch.tensor([1, 0], device="cpu"))
+            cache.batch_repeat_interleave(2)
+            twin = cache.fork()
+            found.append(small(more, past_key_values=twin).logits)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"streaming": True, "prompt_tokens": 40}, {"decode_eviction": True, "slack": 1}]
+)
+@torch.no_grad()
+def test_a_policy_with_every_term_under_another_default_device(small, options):
+    torch.manual_seed(0)
+    policy = Policy(attach(small).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
+    for part in (policy.tokens.query_mean, policy.tokens.query_spread, policy.tokens.start, policy.tokens.end):
+        torch.nn.init.normal_(part)
+    prompt, question, found = ids(2, 40), ids(2, 3), []
+    for device in (CPU, ELSEWHERE):
+        with device:
+            cache = RaggedCache(small, policy, 0.4, **options)
+            small(prompt, past_key_values=cache)
+            found.append(small(question, past_key_values=cache).logits)
+    assert torch.equal(*found)
+
+
+def test_beams_under_another_default_device(small):
+    text = ids(1, 40)
+    with ELSEWHERE:
+        cache = RaggedCache(small, method=METHOD)
+        with CPU:
+            out = small.generate(text, past_key_values=cache, num_beams=3, do_sample=False, max_new_tokens=4)
+    assert out.device == CPU
+
+
+@pytest.mark.parametrize("options", [{}, {"bits": 4}])
+def test_a_context_under_another_default_device(small, options, tmp_path):
+    if options:
+        pytest.importorskip("torchao")
+    with ELSEWHERE:
+        context = compress(small, Words(), TEXT, method=METHOD, **options)
+        predicted = context.predict("what is one ?", "it is so")[0]
+        context.save(tmp_path / "context.kv")
+        again = Context.load(tmp_path / "context.kv", small, Words())
+        assert torch.equal(again.predict("what is one ?", "it is so")[0], predicted)
+
+
+def test_policies_noise_and_profiles_under_another_default_device(small):
+    with ELSEWHERE:
+        policy = default_policy()
+        assert policy.inference_ratios(0.2).device == policy.inference_ratios(1.0).device == CPU
+        noise = gumbel((2, 3), torch.Generator("cpu").manual_seed(0), CPU)
+        profiler = Profiler(small, "tiny", settings=Settings(repeats=1, new_tokens=2, retention=0.5))
+        rows = profiler.rows(40, ["full", "random"])
+    assert torch.equal(noise, gumbel((2, 3), torch.Generator().manual_seed(0), CPU))
+    assert [row["n"] for row in rows] == [1, 1]
+
+
+@torch.no_grad()
+def test_a_cache_under_autocast_is_as_good_as_the_stock_one(small):
+    text = ids(1, 48)
+    exact = small(text).logits[:, 40:]
+    errors = []
+    for cache in (DynamicCache(), RaggedCache(small, method=METHOD), RaggedCache(small, random_policy_of(small), 1.0)):
+        with torch.autocast("cpu", torch.bfloat16):
+            small(text[:, :40], past_key_values=cache)
+            parts = [small(part, past_key_values=cache).logits for part in text[:, 40:].split([1, 7], 1)]
+        errors.append(float((torch.cat(parts, 1) - exact).norm()))
+    assert errors[2] <= 1.5 * errors[0]
+
+
+def random_policy_of(model):
+    return random_policy(inspect_model(model))
+
+
+@torch.no_grad()
+def test_a_cache_made_under_autocast_goes_on_outside_it(small):
+    cache = RaggedCache(small, method=METHOD)
+    with torch.autocast("cpu", torch.bfloat16):
+        small(ids(1, 40), past_key_values=cache)
+    assert small(ids(1, 3), past_key_values=cache).logits.dtype == torch.float32
+
+
+def test_a_student_runs_under_autocast(small):
+    sample = TokenizedSample("text", ids(1, 40)[0].tolist(), [(ids(1, 8)[0].tolist(), 2)])
+    with torch.autocast("cpu", torch.bfloat16):
+        out = SampleDistillation(small, sample).run(None)
+    assert bool(out.log_probs.isfinite().all())

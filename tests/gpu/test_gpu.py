@@ -1,0 +1,476 @@
+"""The package on GPUs as far as a fake one shows: devices kept apart, limits of launches, waits, memory running out."""
+
+import copy
+import json
+import pkgutil
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lkv.cache.entries import Entries
+from lkv.cache.ragged import RaggedCache
+from lkv.config import ScorerInputs
+from lkv.context.context import compress
+from lkv.errors import CacheError, UnsupportedModelError
+from lkv.evaluation import runner
+from lkv.evaluation.runner import evaluate
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.kernels.ragged_attention import extend, ragged_attention
+from lkv.kernels.soft_mask_attention import soft_mask_attention
+from lkv.kernels.soft_topk import soft_topk
+from lkv.methods.budgets import PerHead
+from lkv.methods.build import Method
+from lkv.methods.selectors import Knorm
+from lkv.policy.policy import Policy
+from lkv.utils import devices
+from tests.conftest import tiny_llama
+from tests.context.test_compression import TEXT, Words
+from tests.fake_gpu.build import compiler
+from tests.fake_suite import Letters, make_examples, make_prompt, score
+
+if compiler() is None:
+    pytest.skip("there is no C++ compiler to build the fake GPU with", allow_module_level=True)
+pytest.importorskip("triton")
+from tests.fake_gpu.device import load, memory_limit, watched
+from tests.fake_gpu.kernels import fake_gpus
+
+KNORM = Method("knorm", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Knorm())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    load()
+    # Autograd has a thread for each device that was there at its first use, which may have been before.
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def base():
+    return tiny_llama(dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def on_fake(base):
+    return copy.deepcopy(base).to("fake:0")
+
+
+def policy_of(model) -> Policy:
+    torch.manual_seed(5)
+    policy = Policy(inspect_model(model), inputs=ScorerInputs("unrotated", "learned", 8))
+    torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
+    for part in (policy.tokens.query_mean, policy.tokens.query_spread, policy.tokens.start, policy.tokens.end):
+        torch.nn.init.normal_(part)
+    return policy.requires_grad_(False)
+
+
+def ids(tokens=60, batch=1, seed=0):
+    return torch.randint(3, 67, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model, device, **options):
+    """Logits of 3 tokens and then 1 more after a compressed prompt."""
+    cache = RaggedCache(model, method=KNORM, slack=2, **options)
+    text = ids(64).to(device)
+    model.base_model(text[:, :60], past_key_values=cache)
+    parts = [model(part, past_key_values=cache).logits for part in text[:, 60:].split([3, 1], 1)]
+    return torch.cat(parts, 1).cpu()
+
+
+def test_the_kernels_run_where_the_tensors_are(base):
+    """The second device, while the first is the current one."""
+    expected = logits(base, "cpu")
+    with fake_gpus() as launches:
+        found = logits(copy.deepcopy(base).to("fake:1"), "fake:1")
+    assert {launch.name for launch in launches} == {"append_kernel", "slice_kernel", "join_kernel"}
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_soft_mask_runs_where_the_tensors_are():
+    torch.manual_seed(0)
+    given = [torch.randn(1, h, t, 64) for h, t in ((2, 12), (1, 20), (1, 20))]
+    mask = torch.randn(1, 1, 20).clamp(max=0)
+    expected = soft_mask_attention(*given, mask, backend="reference")
+    with fake_gpus() as launches:
+        own = [x.to("fake:1").requires_grad_() for x in (*given, mask)]
+        out = soft_mask_attention(*own)
+        out.sum().backward()
+    assert [launch.name for launch in launches] == ["forward", "query_gradient", "key_gradient"]
+    torch.testing.assert_close(out.detach().cpu(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [8192, 65_536])
+def test_no_launch_is_larger_than_a_grid_may_be(rows):
+    """A part of a long prompt, with as many query heads a group as large models have."""
+    with fake_gpus(stubbed=True) as launches:
+        q = torch.empty(1, 8, rows, 16, device="fake")
+        key = torch.empty(1, 1, rows, 16, device="fake")
+        pool = torch.empty(rows + 9, 16, device="fake")
+        starts, lens = (torch.zeros(1, 1, dtype=torch.int32, device="fake") for _ in range(2))
+        ragged_attention(q, pool, pool, starts, lens, 1.0)
+        extend(q, key, key, pool, pool, starts, lens, 1.0)
+    assert len(launches) == 5
+
+
+def generated(model, device, text, **options):
+    cache = RaggedCache(model, **options)
+    text = text.to(device)
+    out = model.generate(
+        text, attention_mask=torch.ones_like(text), past_key_values=cache, do_sample=False, max_new_tokens=5,
+        eos_token_id=None,
+    )  # fmt: skip
+    return out.cpu(), cache
+
+
+@pytest.mark.parametrize("options", [{"decode_eviction": True, "slack": 1}, {"streaming": True, "prompt_tokens": 60}])
+def test_every_way_to_read_gives_what_a_cpu_gives(base, on_fake, options):
+    options = {"policy": policy_of(base), "retention": 0.4, **options}
+    (expected, cache), (found, own) = (
+        generated(m, d, ids(), **options) for m, d in ((base, "cpu"), (on_fake, "fake:0"))
+    )
+    assert torch.equal(found, expected) and own.kept() == cache.kept()
+
+
+def test_a_policy_stays_where_its_owner_put_it(base, on_fake):
+    policy = policy_of(base)
+    cache = RaggedCache(on_fake, policy, 0.4)
+    assert {x.device.type for x in policy.parameters()} == {"cpu"}
+    assert {x.device.type for x in cache.policy.parameters()} == {"fake"}
+    assert RaggedCache(base, policy, 0.4).policy is policy
+
+
+def test_an_evaluation_takes_a_policy_from_wherever_it_lies(base, on_fake, tmp_path):
+    policy = policy_of(base)
+    own, expected = (
+        evaluated(model, tmp_path / f"{name}.jsonl", ["lkv", "ada+lkv-t"], policy=policy)
+        for name, model in (("fake", on_fake), ("cpu", base))
+    )
+    for found, right in zip(own[0], expected[0], strict=True):
+        assert [found[key] for key in ("method", "realised", "answer")] == [
+            right[key] for key in ("method", "realised", "answer")
+        ]
+        assert found["kl"] == pytest.approx(right["kl"], abs=1e-5)
+    assert {parameter.device.type for parameter in policy.parameters()} == {"cpu"}
+
+
+@pytest.fixture(scope="module")
+def split(base):
+    """The model over two devices, as `device_map` spreads it."""
+    accelerate = pytest.importorskip("accelerate")
+    first = ("model.embed_tokens", "model.rotary_emb", "model.layers.0")
+    places = dict.fromkeys(first, "fake:0") | dict.fromkeys(
+        ("model.layers.1", "model.layers.2", "model.norm", "lm_head"), "fake:1"
+    )
+    return accelerate.dispatch_model(copy.deepcopy(base), places, main_device="fake:0", force_hooks=True)
+
+
+@pytest.mark.parametrize("method", ["lkv", "expected", "criticalkv", "ada+lkv-t", "random"])
+def test_a_model_over_two_devices(base, split, method):
+    options = {"policy": policy_of(base), "retention": 0.4, "method": method}
+    text = ids(80)
+    (expected, cache), (found, own) = (generated(m, d, text, **options) for m, d in ((base, "cpu"), (split, "fake:0")))
+    assert torch.equal(found, expected) and own.kept() == cache.kept()
+    assert [str(layer.spans.k.device) for layer in own.ragged] == ["fake:0", "fake:1", "fake:1"]
+
+
+@pytest.mark.parametrize("method", ["kvzip", "contest+knorm", "lkv-h+kvzip"])
+def test_methods_of_whole_prompts_over_two_devices(base, split, method):
+    options = {"policy": policy_of(base)} if method.startswith("lkv") else {}
+    expected, found = (compress(model, Words(), TEXT, method, 0.4, **options).cache for model in (base, split))
+    assert found.kept() == expected.kept()
+    assert [str(layer.spans.k.device) for layer in found.ragged] == ["fake:0", "fake:1", "fake:1"]
+
+
+def test_weights_that_are_nowhere_are_refused():
+    with torch.device("meta"):
+        model = tiny_llama()
+    with pytest.raises(UnsupportedModelError, match="kept off its devices"):
+        inspect_model(model)
+
+
+def test_soft_topk_computes_on_the_cpu_where_a_device_has_no_float64(monkeypatch, caplog):
+    monkeypatch.setattr(devices, "has_float64", lambda device: device.type == "cpu")
+    scores = torch.randn(3, 20)
+    gradients = []
+    for device in ("cpu", "fake:0"):
+        x = scores.detach().to(device).requires_grad_()
+        k = torch.tensor([1.5, 4.0, 9.0], device=device, requires_grad=True)
+        out = soft_topk(x, k, 0.1)
+        assert out.mask.device == out.log_mask.device == torch.device(device)
+        (out.mask.square().sum() + out.log_mask.sum()).backward()
+        gradients.append([x.grad.cpu(), k.grad.cpu()])
+    torch.testing.assert_close(*gradients)
+    assert len(caplog.records) == 1 and "computed on the CPU" in caplog.text
+
+
+def test_other_errors_than_memory_keep_their_name(on_fake, monkeypatch):
+    cache = RaggedCache(on_fake, method=KNORM, slack=0)
+    on_fake(ids().to("fake"), past_key_values=cache)
+
+    def broken(*_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(cache.ragged[0].spans, "relaid", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        on_fake(ids(3).to("fake"), past_key_values=cache)
+
+
+def test_memory_that_runs_out_while_room_is_made_is_named(on_fake):
+    cache = RaggedCache(on_fake, method=KNORM, slack=0)
+    on_fake(ids().to("fake"), past_key_values=cache)
+    entries = cache.ragged[0].entries
+    with (
+        memory_limit(load().fake_gpu_held(0) + 1000),
+        pytest.raises(CacheError, match="no memory for 60 more tokens in layer 0") as caught,
+    ):
+        entries._make_room(60, 1.0, torch.device("fake:0"))
+    assert devices.is_out_of_memory(caught.value)
+
+
+def test_slack_does_not_outweigh_a_short_context(on_fake):
+    text = ids(64).to("fake")
+    cache = RaggedCache(on_fake, policy_of(on_fake), 0.15)
+    on_fake.base_model(text, past_key_values=cache)
+    assert cache.nbytes() < cache.full_nbytes() / 2
+
+
+LAYERS = 3
+
+
+@torch.no_grad()
+def test_a_decode_step_is_two_launches_and_one_allocation_a_layer(on_fake):
+    with fake_gpus(stubbed=True):
+        cache = RaggedCache(on_fake, method=KNORM)
+        text = ids(70, 2).to("fake")
+        on_fake(text[:, :60], past_key_values=cache)
+        on_fake(text[:, 60:61], past_key_values=cache)  # makes the buffers that later steps keep
+        with watched() as log:
+            on_fake(text[:, 61:62], past_key_values=cache)
+    assert log.count("wait", "copy") == 0, log.summary("wait", "copy")
+    assert log.count("launch") == 2 * LAYERS, log.summary("launch")
+    assert log.count("alloc") == LAYERS, log.summary("alloc")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_decode_step_over_codes_is_as_few_launches_as_over_entries(on_fake, bits):
+    pytest.importorskip("torchao")
+    text = ids(70, 2).to("fake")
+    cache = RaggedCache(on_fake, method=KNORM, bits=bits)
+    on_fake(text[:, :60], past_key_values=cache)
+    with fake_gpus(stubbed=True):
+        on_fake(text[:, 60:61], past_key_values=cache)
+        with watched() as log:
+            on_fake(text[:, 61:62], past_key_values=cache)
+    assert log.count("wait", "copy") == 0, log.summary("wait", "copy")
+    assert log.count("launch") == 2 * LAYERS, log.summary("launch")
+    assert log.count("alloc") == LAYERS, log.summary("alloc")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [8, 4])
+def test_decoding_over_codes_equals_decoding_over_restored_entries(on_fake, bits):
+    """Steps of one token and of more, and a step back."""
+    pytest.importorskip("torchao")
+    text = ids(66).to("fake")
+    cache = RaggedCache(on_fake, method=KNORM, bits=bits, slack=9)
+    on_fake.base_model(text[:, :60], past_key_values=cache)
+    found = []
+    for own, devices_are_gpus in ((cache.fork(), nullcontext), (cache, fake_gpus)):
+        with devices_are_gpus():
+            parts = [on_fake(part, past_key_values=own).logits for part in text[:, 60:64].split([1, 3], 1)]
+            own.crop(-2)
+            parts.append(on_fake(text[:, 64:65], past_key_values=own).logits)
+        found.append(torch.cat(parts, 1).cpu())
+    torch.testing.assert_close(*found, atol=2e-4, rtol=2e-4)
+
+
+@torch.no_grad()
+def test_a_step_that_is_replayed_is_another_step(on_fake):
+    """As a CUDA graph replays it: the same launches, over the same tensors."""
+    torch.manual_seed(0)
+    with fake_gpus() as launches:
+        cache = RaggedCache(on_fake, method=KNORM)
+        on_fake.base_model(ids().to("fake"), past_key_values=cache)
+        spans = cache.ragged[0].spans
+        pools = [x.clone() for x in spans.for_attention()]
+        query, key, value = (torch.randn(1, heads, 1, 8).to("fake") for heads in (4, 2, 2))
+        buffers = {}
+        extend(query, key, value, *spans.for_attention(), 0.3, buffers=buffers)
+        (step,) = [launches[-2:]]
+        for launch in step:
+            launch.run()
+        fresh = [extend(query, key, value, *pools, 0.3, buffers={}) for _ in range(2)]
+    after, expected = spans.for_attention(), pools
+    assert (after[3] - 2).tolist() == spans.lens.tolist()
+    for own, other in zip(after, expected, strict=True):
+        torch.testing.assert_close(own.cpu(), other.cpu(), atol=0, rtol=0, equal_nan=True)
+    assert not torch.equal(fresh[0].cpu(), fresh[1].cpu())
+
+
+def evaluated(model, out, methods=("knorm", "keydiff", "snapkv", "h2o", "tova", "streaming-llm"), **options):
+    """Rows of 18 caches beside each other, which take more memory than the one prompt read."""
+    evaluate(
+        model, Letters(), make_examples(1, ("alpha",), tokens=90), methods, [0.5, 0.3, 0.2], out,
+        make_prompt=make_prompt, score=score, **({"timed": 0} | options),
+    )  # fmt: skip
+    return [json.loads(line)["rows"] for line in out.read_text().splitlines()[1:]]
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
+def test_an_evaluation_goes_on_with_fewer_rows_where_memory_runs_out(on_fake, tmp_path, share):
+    """Less and less memory, so that it runs out while methods are compared, questions read and room made."""
+    expected = evaluated(on_fake, tmp_path / "a.jsonl")
+    own, before = load(), load().fake_gpu_held(0)
+    own.fake_gpu_forget_most(0)
+    assert evaluated(on_fake, tmp_path / "b.jsonl") == expected
+    needed = own.fake_gpu_most(0) - before
+    with memory_limit(before + int(share * needed)):
+        assert evaluated(on_fake, tmp_path / "c.jsonl") == expected
+
+
+STAGES = {
+    "the prompt is read": "lkv.evaluation.runner.read_prompt",
+    "methods score it": "lkv.evaluation.roster.Roster.for_prompt",
+    "it is evicted from": "lkv.evaluation.compare.Comparison.__init__",
+    "the question is read": "lkv.evaluation.compare.Comparison.read",
+    "the right answer is predicted": "lkv.evaluation.compare.Comparison.predict",
+    "predictions are made precise": "lkv.evaluation.compare.Predictions.row",
+    "predictions are compared": "lkv.evaluation.compare.Prediction.against",
+    "answers are written": "lkv.evaluation.compare.Comparison.answers",
+}
+
+
+def failing_once(monkeypatch, place, allocations):
+    """Memory runs out once: in the first call of the function at `place`, after that many allocations."""
+    path, _, name = place.rpartition(".")
+    owner, left = pkgutil.resolve_name(path), [1]
+    plain = getattr(owner, name)
+
+    def call(*args, **options):
+        if left:
+            left.pop()
+            load().fake_gpu_fail_after(allocations)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+    return left
+
+
+@pytest.mark.parametrize("allocations", [0, 5])
+@pytest.mark.parametrize("stage", STAGES)
+def test_memory_may_run_out_in_every_stage_of_an_evaluation(on_fake, tmp_path, monkeypatch, stage, allocations):
+    expected, plain, tries = evaluated(on_fake, tmp_path / "a.jsonl"), runner._Run._measured, []
+    monkeypatch.setattr(runner._Run, "_measured", lambda self, *given: tries.append(given[-1]) or plain(self, *given))
+    unused = failing_once(monkeypatch, STAGES[stage], allocations)
+    assert evaluated(on_fake, tmp_path / "b.jsonl") == expected
+    assert not unused and tries == [19, 10]  # with half of the rows
+
+
+def test_the_full_cache_that_finds_no_memory_is_not_timed(on_fake, tmp_path, monkeypatch):
+    failing_once(monkeypatch, "lkv.evaluation.runner._Run._time_full", 3)
+    evaluated(on_fake, tmp_path / "a.jsonl", timed=1)
+    row = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[1])
+    assert row["seconds"]["full"] is None and len(row["rows"]) == 19
+
+
+def test_memory_that_runs_out_in_any_layer_of_a_step_means_fewer_rows(on_fake, tmp_path, monkeypatch):
+    """Out of memory as a cache reports it while it makes room, not as PyTorch does."""
+    expected, plain, rows = evaluated(on_fake, tmp_path / "a.jsonl"), Entries._make_room, []
+
+    def make_room(self, *given):
+        rows.append(len(self.kept))
+        if len(self.kept) > 2 and self._layer.index == 1:
+            monkeypatch.setattr(self.spans, "relaid", out_of_memory)
+        return plain(self, *given)
+
+    def out_of_memory(room):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Entries, "_make_room", make_room)
+    monkeypatch.setattr("lkv.cache.plan._GPU_SLACK", 4)
+    monkeypatch.setattr("lkv.cache.plan._LEAST_SLACK", 4)
+    assert evaluated(on_fake, tmp_path / "b.jsonl") == expected
+    assert max(rows) > 2 and min(rows) <= 2
+
+
+@torch.no_grad()
+def test_a_prompt_is_read_with_one_wait(on_fake):
+    text = ids(60, 2).to("fake")
+    with fake_gpus(stubbed=True):
+        cache = RaggedCache(on_fake, method=KNORM)
+        with watched() as log:
+            on_fake(text, past_key_values=cache)
+    # Of all layers together: are their scores numbers.
+    assert log.count("wait") == 1, log.summary("wait")
+
+
+@torch.no_grad()
+def test_a_learned_policy_waits_for_its_budgets_alone(on_fake):
+    cache = RaggedCache(on_fake, policy_of(on_fake).to("fake:0"), 0.4)
+    with fake_gpus(stubbed=True), watched() as log:
+        on_fake(ids(60, 2).to("fake"), past_key_values=cache)
+    # Once for all layers: the budgets (twice), and whether scores are numbers.
+    assert log.count("wait") == 3, log.summary("wait")
+
+
+@torch.no_grad()
+def test_ranking_takes_as_many_operations_for_many_rows_as_for_one(on_fake):
+    counted = []
+    for rows in (2, 8):
+        cache = RaggedCache(on_fake, method=KNORM)
+        with watched() as log:
+            on_fake(ids(60, rows).to("fake"), past_key_values=cache)
+        counted.append(sum(event.place.startswith("cache/") for event in log.ours("launch")))
+    assert counted[0] == counted[1] <= 28 * LAYERS, log.summary("launch")
+
+
+@torch.no_grad()
+def test_left_padding_is_looked_at_once_for_all_layers(on_fake):
+    padding = torch.ones(2, 60, dtype=torch.long)
+    padding[0, :7] = 0
+    text, padding = ids(60, 2).to("fake"), padding.to("fake")
+    cache = RaggedCache(on_fake, method=KNORM)
+    with fake_gpus(stubbed=True), watched() as log:
+        on_fake(text, attention_mask=padding, past_key_values=cache)
+    # Is a row hidden whole, is one padded on the right, where do the rows begin, and does any not at once; and are all
+    # scores numbers.
+    assert log.count("wait") <= 5, log.summary("wait")
+    assert cache.ragged[0].real == [53, 60]
+
+
+@torch.no_grad()
+def padded_turns(model, device):
+    """Logits of the last tokens of two padded turns and a step after a compressed batch."""
+    cache = RaggedCache(model, method=KNORM, slack=2)
+    text, mask = ids(46, 2).to(device), torch.ones(2, 46, dtype=torch.long)
+    mask[0, 40:42] = mask[1, 43] = 0
+    mask, last = mask.to(device), []
+    for begin, end in pairwise((0, 40, 43, 45, 46)):
+        given = mask[:, :end]
+        positions = (given.cumsum(-1) - 1)[:, begin:end]
+        last.append(
+            model(text[:, begin:end], attention_mask=given, position_ids=positions, past_key_values=cache).logits
+        )
+    return torch.stack([logits[:, -1] for logits in last]).cpu()
+
+
+def test_rows_have_tails_of_their_own_where_the_tensors_are(base):
+    expected = padded_turns(base, "cpu")
+    with fake_gpus():
+        on_device = padded_turns(copy.deepcopy(base).to("fake:1"), "fake:1")
+    torch.testing.assert_close(on_device, expected, atol=2e-4, rtol=2e-4)
+
+
+@torch.no_grad()
+def test_laying_spans_again_waits_for_nothing(on_fake):
+    with fake_gpus(stubbed=True):
+        cache = RaggedCache(on_fake, method=KNORM, slack=0)
+        text = ids(61).to("fake")
+        on_fake(text[:, :60], past_key_values=cache)
+        with watched() as log:
+            on_fake(text[:, 60:], past_key_values=cache)
+    assert log.count("wait") == 0, log.summary("wait")

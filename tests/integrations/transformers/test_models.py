@@ -1,0 +1,245 @@
+"""A small random model of each supported family, against the stock model and against the masked one."""
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+
+from lkv.cache.ragged import RaggedCache
+from lkv.config import TrainingConfig
+from lkv.context.context import Context, compress, context_file
+from lkv.errors import CacheError, ContextFileError, UnsupportedModelError
+from lkv.evaluation.compare import Comparison
+from lkv.evaluation.roster import Roster
+from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, attach
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.integrations.transformers.spec import layer_windows
+from lkv.policy.policy import Policy
+from lkv.training.data.sample import TokenizedSample
+from lkv.training.distillation import SampleDistillation, hard_mask
+from lkv.training.trainer import Trainer
+from tests.cache.test_generation import METHOD, ids, padded, score
+from tests.context.test_compression import TEXT, Words
+
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 67, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+FAMILIES = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": None},
+    "Phi3": {"resid_pdrop": 0.0},
+    "Gemma3": {
+        "num_hidden_layers": 5, "query_pre_attn_scalar": 8, "sliding_window": 12,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
+}  # fmt: skip
+
+
+def build(family: str, dtype: torch.dtype = torch.float64, **changes):
+    names = (
+        ("Gemma3TextConfig", "Gemma3ForCausalLM") if family == "Gemma3" else (f"{family}Config", f"{family}ForCausalLM")
+    )
+    config, model = (getattr(transformers, name) for name in names)
+    torch.manual_seed(0)
+    return model(config(**(SHAPE | FAMILIES.get(family, {}) | changes))).to(dtype).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-3)])
+@torch.no_grad()
+def test_full_retention_equals_the_stock_model(family, dtype, tolerance):
+    model, batch = build(family, dtype), padded([ids(1, 40), ids(1, 33, 1)])
+    policy = Policy(attach(model).spec).requires_grad_(False)
+    outs = [
+        model.generate(
+            **batch, past_key_values=cache, max_new_tokens=8, do_sample=False, output_logits=True,
+            return_dict_in_generate=True,
+        )
+        for cache in (DynamicCache(config=model.config), RaggedCache(model, policy, retention=1.0, slack=3))
+    ]  # fmt: skip
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    for stock, ours in zip(outs[0].logits, outs[1].logits, strict=True):
+        torch.testing.assert_close(ours, stock, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_eviction_equals_the_stock_model_with_a_mask(family, monkeypatch):
+    """The stock attention itself is given the mask: its own scale, norms and sliding windows stay in force."""
+    model, text, prompt = build(family), ids(2, 46), 40
+    cache = RaggedCache(model, method=METHOD)
+    model(text[:, :prompt], past_key_values=cache, use_cache=True)
+    mine = model(text[:, prompt:], past_key_values=cache, use_cache=True).logits
+    full = [index for index, window in enumerate(layer_windows(model)) if window is None]
+    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def masked(module, query, key, value, mask, **kwargs):
+        if module.layer_idx in full:
+            gone = torch.ones(key.shape[:3], dtype=torch.bool)
+            gone[..., prompt:] = False
+            table = score(key[:, :, :prompt], value[:, :, :prompt])
+            for h, ratio in enumerate(METHOD.budget.ratios(full.index(module.layer_idx), 2, prompt)):
+                best = table[:, h].argsort(-1, descending=True)[:, : int(ratio * prompt + 1e-6)]
+                gone[:, h].scatter_(1, best, False)
+            rows = torch.arange(text.shape[1])
+            hidden = (rows[:, None] < rows) | (gone[:, :, None] & (rows[:, None] >= prompt))
+            groups = query.shape[1] // key.shape[1]
+            mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill(hidden, -torch.inf)
+            mask = mask.repeat_interleave(groups, 1)
+        return original(module, query, key, value, mask, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", masked)
+    expected = model(text, use_cache=False).logits[:, prompt:]
+    torch.testing.assert_close(mine, expected, atol=1e-6, rtol=1e-6)
+
+
+@torch.no_grad()
+def test_sliding_layers_hold_their_window_and_answers_start_afresh():
+    model = build("Gemma3")
+    policy = Policy(attach(model).spec).requires_grad_(False)
+    assert policy.spec.layers == 3
+    context = compress(model, Words(), TEXT, retention=0.3, policy=policy)
+    first = context.ask("what is one ?", max_new_tokens=20, eos_token_id=None)
+    assert context.ask("what is one ?", max_new_tokens=20, eos_token_id=None) == first
+    held = sum(layer.nbytes() for layer in context.cache.ragged)
+    assert context.nbytes() - held == 2 * 2 * 2 * 11 * 8 * 8  # 2 layers, k and v, 2 heads, the window but one token
+    with pytest.raises(CacheError, match="go on with a fork"):
+        context.cache.rewind()
+    with pytest.raises(CacheError, match="without what the sliding layers hold"):
+        RaggedCache(model, policy).fill(list(read_prompt(model, ids(1, 20))))
+
+
+@torch.no_grad()
+def test_an_interrupted_pass_over_sliding_layers_is_noticed():
+    model, text = build("Gemma3"), ids(1, 46)
+    cache = RaggedCache(model, method=METHOD)
+    model(text[:, :40], past_key_values=cache, use_cache=True)
+    before = cache.fork()
+    expected = model(text[:, 40:], past_key_values=cache.fork(), use_cache=True).logits
+
+    def interrupt(layer: int) -> None:
+        if layer == 2:  # the first layer of full attention, and the sliding one behind it, are through
+            raise KeyboardInterrupt
+
+    cache.watch = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model(text[:, 40:], past_key_values=cache, use_cache=True)
+    cache.watch = None
+    with pytest.raises(CacheError, match=r"unequal; go on with a fork\(\) made before"):
+        model(text[:, 40:], past_key_values=cache, use_cache=True)
+    assert torch.equal(model(text[:, 40:], past_key_values=before, use_cache=True).logits, expected)
+
+
+def test_contexts_with_sliding_layers_are_saved_and_asked_again(tmp_path):
+    model = build("Gemma3")
+    policy = Policy(attach(model).spec).requires_grad_(False)
+    for text, name in ((TEXT, "long.kv"), ("word1 word2 word3 word4 word5 word6", "shorter-than-the-window.kv")):
+        context = compress(model, Words(), text, retention=0.5, policy=policy)
+        context.save(tmp_path / name)
+        again = Context.load(tmp_path / name, model, Words())
+        expected, _ = context.predict("what is one ?", "so it is")
+        assert torch.equal(again.predict("what is one ?", "so it is")[0], expected)
+        assert again.ask("what is one ?", 20, eos_token_id=None) == context.ask("what is one ?", 20, eos_token_id=None)
+        assert again.nbytes() <= context.nbytes()
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "another"])
+def test_damaged_sliding_layers_are_one_sentence(tmp_path, damage):
+    model = build("Gemma3")
+    context = compress(model, Words(), TEXT, retention=0.3, policy=Policy(attach(model).spec).requires_grad_(False))
+    context.save(tmp_path / "text.kv")
+    tensors, about = context_file.read(tmp_path / "text.kv")
+    if damage == "missing":
+        del tensors["sliding_v.1"]
+    elif damage == "shape":
+        tensors["sliding_k.0"] = tensors["sliding_k.0"][:, :, 1:].clone()
+    else:
+        tensors["sliding_k.2"] = tensors.pop("sliding_k.1")
+    context_file.write(tmp_path / "text.kv", tensors, about)
+    with pytest.raises(ContextFileError, match="does not hold a whole context"):
+        Context.load(tmp_path / "text.kv", model, Words())
+
+
+def train_item(number: int) -> TokenizedSample:
+    return TokenizedSample("random", ids(1, 40, number)[0].tolist(), [(ids(1, 9, number + 50)[0].tolist(), 4)] * 2)
+
+
+@pytest.mark.parametrize("tokens", [40, 7])
+def test_teacher_and_student_of_a_model_with_sliding_layers(tokens):
+    """The teacher is the stock model over the whole text, the hard-masked student what the cache computes."""
+    model = build("Gemma3")
+    torch.manual_seed(3)
+    policy = Policy(attach(model).spec).requires_grad_(False)
+    text, continuations = ids(1, tokens), [(ids(1, 20, 1)[0].tolist(), 4), (ids(1, 15, 2)[0].tolist(), 0)]
+    run = SampleDistillation(model, TokenizedSample("random", text[0].tolist(), continuations))
+    whole = [torch.cat([text, torch.tensor([row])], 1) for row, _ in continuations]
+    starts = [tokens + max(0, skip - 1) for _, skip in continuations]
+    stock = [model(row, use_cache=False).logits[0, start:-1] for row, start in zip(whole, starts, strict=True)]
+    assert_rows(run.run(None).log_probs, stock)
+    student = run.run(hard_mask(policy, run.scores(policy), 0.5, 2))
+    cached = []
+    for (row, _), start in zip(continuations, starts, strict=True):
+        cache = RaggedCache(model, policy, retention=0.5)
+        model(text, past_key_values=cache, use_cache=True)
+        logits = model(torch.tensor([row]), past_key_values=cache, use_cache=True).logits[0]
+        cached.append(logits[start - tokens : -1])
+    assert_rows(student.log_probs, cached)
+
+
+def assert_rows(found: torch.Tensor, logits: list[torch.Tensor]) -> None:
+    expected = torch.log_softmax(torch.cat(logits).float(), -1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_policy_for_a_model_with_sliding_layers_is_trained_saved_and_used(tmp_path):
+    model = build("Gemma3", torch.float32)
+    config = TrainingConfig(
+        steps=3, batch=2, warmup=1, evaluate_every=3, min_tokens=30, max_tokens=40, key="unrotated",
+        attention="learned", position=True,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    policy = Policy(attach(model).spec, None, config.inputs)
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    Trainer(model, policy, config, train_item, [train_item(99)], tmp_path).run()
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad.isfinite().all() and not torch.equal(parameter, before[name]), name
+    policy.save_pretrained(tmp_path / "policy")
+    context = compress(model, Words(), TEXT, retention=0.3, policy=tmp_path / "policy")
+    again = compress(model, Words(), TEXT, retention=0.3, policy=policy)
+    assert torch.equal(context.predict("so ?", "it is")[0], again.predict("so ?", "it is")[0])
+    assert context.realised_retention() == pytest.approx(0.3, abs=0.02)
+
+
+@torch.no_grad()
+def test_methods_are_compared_and_kvzip_reads_twice_on_a_model_with_sliding_layers():
+    model, text = build("Gemma3"), ids(1, 60)
+    policy = Policy(attach(model).spec).requires_grad_(False)
+    roster = Roster(model, Words(), ["lkv", "kvzip", "knorm"], [0.3], policy)
+    prompt = read_prompt(model, text, queries=True)
+    rows, skipped = roster.for_prompt(text[0].tolist(), prompt)
+    run = Comparison(model, text[0].tolist(), prompt, [row.method for row in rows])
+    continuation = ids(1, 20, 1)
+    found = run.predict(continuation[0].tolist(), 5)
+    assert torch.equal(run.predict(continuation[0].tolist(), 5).logits, found.logits) and not skipped
+    stock = model(torch.cat([text, continuation], 1)).logits[:, 64:-1]
+    torch.testing.assert_close(found.logits[:1], stock, atol=1e-6, rtol=1e-6)
+    for place, row in enumerate(rows[1:], 1):
+        cache = RaggedCache(model, method=row.method)
+        model(text, past_key_values=cache, use_cache=True)
+        alone = model(continuation[:, :-1], past_key_values=cache, use_cache=True).logits[:, 4:]
+        torch.testing.assert_close(found.logits[place : place + 1], alone, atol=1e-6, rtol=1e-6)
+    assert len(run.answers([5, 6], 6)) == len(rows)
+
+
+def test_what_would_be_computed_wrongly_is_refused():
+    refused = [
+        build("GptOss", num_local_experts=2, num_experts_per_tok=1, sliding_window=8),
+        build("Gemma2", query_pre_attn_scalar=8, sliding_window=12),
+    ]
+    for model in refused:
+        with pytest.raises(UnsupportedModelError, match="attention sinks or capped attention logits"):
+            attach(model)

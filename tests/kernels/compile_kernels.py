@@ -1,0 +1,236 @@
+"""Compile the package's Triton kernels ahead of time for GPUs that are not there, through its own launch code.
+
+TRITON_INTERPRET=0 python -m tests.kernels.compile_kernels [--arch 80 89 90 100] [--dim 64 80 96 128 256]
+    [--dtype float32 ...] [--out dev/kernels.jsonl]    (all of them take an hour of one core; it goes on where it was)
+python -m tests.kernels.compile_kernels --table dev/kernels.jsonl    (the table in docs/gpu.md)
+
+Prints one JSON line a kernel: shared memory and the limit of the GPU, tensor memory, stack (spilled registers), whether
+the code traps, and how many of its copies are asynchronous; and why it could not run, or would be slow.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import subprocess
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+import lkv.kernels.ragged_attention.triton as ragged
+import lkv.kernels.ragged_attention.triton_launch as launch
+import lkv.kernels.soft_mask_attention.triton as soft
+from lkv.kernels.ragged_attention import Codes
+from lkv.utils import devices
+
+# Bytes of shared memory that one block may use, and multiprocessors.
+GPUS = {
+    80: (166_912, 108),
+    86: (101_376, 84),
+    89: (101_376, 128),
+    90: (232_448, 132),
+    100: (232_448, 148),
+    120: (101_376, 170),
+}
+DTYPES = ("bfloat16", "float16", "float32")
+DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+TENSOR_COLUMNS = 512
+SLICES = ("slice_kernel", "code_slice_kernel")
+
+
+class Driver:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, arch: int):
+        self.arch, self.utils = arch, self
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_device_properties(self, index: int) -> dict[str, int]:
+        return {"max_shared_mem": GPUS[self.arch][0], "multiprocessor_count": GPUS[self.arch][1]}
+
+
+class OnGpu(Tensor):
+    """A tensor of the CPU that says it is on the GPU that is compiled for."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", driver.active.arch)
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
+
+
+class Compiler:
+    """Collects what the launches in a block would have run."""
+
+    def __init__(self, arch: int):
+        self._arch, self.rows = arch, []
+        self._run = jit.JITFunction.run
+
+    def __enter__(self) -> "Compiler":
+        driver.set_active(Driver(self._arch))
+        properties = SimpleNamespace(name=f"sm_{self._arch}", major=self._arch // 10, minor=self._arch % 10,
+                                     multi_processor_count=GPUS[self._arch][1])  # fmt: skip
+        torch.cuda.get_device_properties = lambda device=None: properties
+        # There is no device to make the current one.
+        devices.current = lambda device: nullcontext()
+        for cached in (launch._launch, launch._shared_memory, launch._multiprocessors, soft.tiles_on):
+            cached.cache_clear()
+        plain, rows, limit = self._run, self.rows, GPUS[self._arch][0]
+
+        def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            kernel = plain(self, *args, grid=grid, warmup=True, **options)
+            rows.append({"kernel": self.__name__, "limit": limit, "grid": [int(n) for n in grid]} | facts(kernel))
+            return kernel
+
+        jit.JITFunction.run = run
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        jit.JITFunction.run = self._run
+
+
+def facts(kernel: Any) -> dict[str, Any]:
+    """What the compiled code takes of a GPU."""
+    ptx = kernel.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        shown = subprocess.run([DUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    used = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", shown.stdout)}
+    return {
+        "shared": kernel.metadata.shared,
+        "tensor_columns": getattr(kernel.metadata, "tmem_size", 0) or 0,
+        "warps": kernel.metadata.num_warps,
+        "stages": kernel.metadata.num_stages,
+        "registers": used["REG"],
+        "stack": used["STACK"],
+        "traps": len(re.findall(r"\btrap;", ptx)),
+        "asynchronous": ptx.count("cp.async.c") + ptx.count("cp.async.bulk"),
+    }
+
+
+def decode_rows(dim: int, dtype: torch.dtype, rows: int = 1) -> None:
+    """One step over 8 heads in groups of 4."""
+    q, new = on_gpu(1, 32, rows, dim, dtype=dtype), on_gpu(1, 8, rows, dim, dtype=dtype)
+    pool = on_gpu(4096, dim, dtype=dtype)
+    starts, lens = (on_gpu(1, 8, dtype=torch.int32) for _ in range(2))
+    ragged.extend(q, new, new, pool, pool, starts, lens, dim**-0.5)
+
+
+def code_rows(dim: int, dtype: torch.dtype, bits: int) -> None:
+    """One step over 8 heads in groups of 4, whose entries are codes."""
+    q, new = on_gpu(1, 32, 1, dim, dtype=dtype), on_gpu(1, 8, 1, dim, dtype=dtype)
+    pool, width, groups = on_gpu(256, dim, dtype=dtype), -(-dim * bits // 8), -(-dim // 32)
+    starts, lens = (on_gpu(1, 8, dtype=torch.int32) for _ in range(2))
+    byte, half = torch.uint8, torch.bfloat16
+    codes = Codes(
+        on_gpu(4096, width, dtype=byte), on_gpu(136, dim, dtype=half), on_gpu(136, dim, dtype=half),
+        on_gpu(4096, width, dtype=byte), on_gpu(4096, groups, dtype=half), on_gpu(4096, groups, dtype=half),
+        on_gpu(3, 1, 8, dtype=torch.int32), bits, 32,
+    )  # fmt: skip
+    ragged.extend(q, new, new, pool, pool, starts, lens, dim**-0.5, codes=codes)
+
+
+def soft_rows(dim: int, dtype: torch.dtype) -> None:
+    """Forward and backward of 512 rows over 2,048 columns."""
+    q, k, mask = on_gpu(1, 8, 512, dim, dtype=dtype), on_gpu(1, 2, 2048, dim, dtype=dtype), on_gpu(1, 2, 2048)
+    tiles = soft.tiles_on(q.device, dtype, dim)
+    assert tiles is not None, "no tiles fit"
+    context: Any = SimpleNamespace()
+    context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
+    out = soft._SoftMaskAttention.forward(context, q, k, k, mask, dim**-0.5, tiles)
+    soft._SoftMaskAttention.backward(context, out)
+
+
+def compiled(arch: int, dim: int, dtype: str) -> list[dict[str, Any]]:
+    """A row a kernel; a length that is no multiple of the tiles is the harder one to compile."""
+    with Compiler(arch) as compiler, torch.no_grad():
+        decode_rows(dim, getattr(torch, dtype))
+        decode_rows(dim, getattr(torch, dtype), 64)
+        for bits in (8, 4):
+            code_rows(dim, getattr(torch, dtype), bits)
+        soft_rows(dim, getattr(torch, dtype))
+    return [{"arch": arch, "dim": dim, "dtype": dtype} | row for row in compiler.rows]
+
+
+def problems(row: dict[str, Any]) -> list[str]:
+    """Why a compiled kernel cannot run on its GPU, or is slower than it must be."""
+    found = {
+        "needs more shared memory than there is": row["shared"] > row["limit"],
+        "needs more tensor memory than there is": row["tensor_columns"] > TENSOR_COLUMNS,
+        "traps": row["traps"] > 0,
+        # Registers that spill, in bytes of stack.
+        "spills": row["stack"] > 512,
+        "copies nothing asynchronously": row["kernel"] in SLICES and not row["asynchronous"],
+        "has a grid that is too large": row["grid"][1] > 65_535,
+    }
+    return [name for name, wrong in found.items() if wrong]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows written so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Of each kernel, precision and architecture the most over all head sizes, as Markdown."""
+    lines = [
+        "| kernel | precision | GPU | shared memory, of | registers | stack | tensor memory, of 512 |",
+        "|" + "---|" * 7,
+    ]
+    names = sorted({(row["kernel"].strip("_"), row["dtype"], row["arch"], row["kernel"]) for row in rows})
+    for shown, dtype, arch, kernel in names:
+        own = [row for row in rows if (row["kernel"], row["dtype"], row["arch"]) == (kernel, dtype, arch)]
+        most = {
+            key: max(row[key] for row in own) for key in ("shared", "limit", "registers", "stack", "tensor_columns")
+        }
+        lines.append(
+            f"| `{shown}` | {dtype} | sm_{arch} | {most['shared']:,}, {most['limit']:,} | {most['registers']} "
+            f"| {most['stack']} | {most['tensor_columns']} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON lines, added to")
+    parser.add_argument("--table", type=Path, help="print the table of such a file, and compile nothing")
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 100], choices=GPUS)
+    parser.add_argument("--dim", type=int, nargs="+", default=[64, 80, 96, 128, 256])
+    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
+    options = parser.parse_args()
+    if options.table:
+        return print(table(read(options.table)))
+    assert os.environ.get("TRITON_INTERPRET") == "0", "set TRITON_INTERPRET=0"
+    done = {(row["arch"], row["dim"], row["dtype"]) for row in read(options.out)} if options.out else set()
+    for given in itertools.product(options.arch, options.dim, options.dtype):
+        if given in done:
+            continue
+        lines = [json.dumps(row | {"problems": problems(row)}) for row in compiled(*given)]
+        print(*lines, sep="\n", flush=True)
+        if options.out:
+            with options.out.open("a") as file:
+                file.writelines(f"{line}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

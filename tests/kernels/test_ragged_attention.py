@@ -1,0 +1,290 @@
+"""Attention over the ragged pool against the float64 reference."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lkv.errors import BackendError
+from lkv.evaluation.profiling.memory import LiveBytes
+from lkv.kernels.ragged_attention import api, attend_masked, join, loop, ragged_attention, varlen
+
+
+def pool(lengths: list[list[int]], slack: int, dim: int, dtype: torch.dtype):
+    """Random spans in a pool whose slack is poisoned with NaN."""
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    ends = (lens.flatten() + slack).cumsum(0)
+    starts = (ends - lens.flatten() - slack).view_as(lens).int()
+    pools = [torch.full((int(ends[-1]), dim), torch.nan, dtype=dtype) for _ in "kv"]
+    for start, length in zip(starts.flatten().tolist(), lens.flatten().tolist(), strict=True):
+        for one in pools:
+            one[start : start + length] = torch.randn(length, dim).to(dtype)
+    return *pools, starts, lens
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 30), min_size=2, max_size=2), min_size=1, max_size=3),
+    st.integers(1, 3), st.integers(1, 6), st.sampled_from([torch.float64, torch.float32]),
+)  # fmt: skip
+def test_loop_equals_reference(older, groups, rows, dtype):
+    torch.manual_seed(1)
+    lengths = [[count + rows for count in row] for row in older]
+    k, v, starts, lens = pool(lengths, 3, 16, dtype)
+    q = torch.randn(len(older), 2 * groups, rows, 16).to(dtype)
+    ours = ragged_attention(q, k, v, starts, lens, 0.25, backend="loop")
+    exact = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference")
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+    torch.testing.assert_close(ours, exact, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("older", [[0, 40], [30, 30], [5000, 9]])
+def test_half_precision(dtype, rows, older):
+    torch.manual_seed(1)
+    k, v, starts, lens = pool([[count + rows for count in older]], 4, 32, dtype)
+    q = torch.randn(1, 6, rows, 32).to(dtype)
+    ours = ragged_attention(q, k, v, starts, lens, 32**-0.5, backend="loop")
+    exact = ragged_attention(q, k, v, starts, lens, 32**-0.5, backend="reference")
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_long_heads_are_shared_out_among_threads(threads, dtype):
+    torch.manual_seed(3)
+    k, v, starts, lens = pool([[2100, 2101, 5, 4999]], 3, 16, dtype)
+    q = torch.randn(1, 12, 1, 16).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ours = ragged_attention(q, k, v, starts, lens, 0.25, backend="loop")
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    exact = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference")
+    tolerance = 1e-12 if dtype == torch.float64 else 4e-3
+    torch.testing.assert_close(ours, exact, atol=tolerance, rtol=2 * tolerance)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    ("lengths", "runs"),
+    [
+        ([[7, 7], [7, 7]], [(0, 4)]),
+        ([[7, 7], [3, 7]], [(0, 2), (2, 1), (3, 1)]),
+        ([[5, 7], [7, 7]], [(0, 1), (1, 3)]),
+    ],
+)
+def test_spans_of_one_length_are_one_batch(rows, lengths, runs):
+    torch.manual_seed(2)
+    k, v, starts, lens = pool([[count + rows for count in row] for row in lengths], 3, 16, torch.float64)
+    found = loop._runs(starts.flatten().tolist(), lens.flatten().tolist())
+    assert [run[:2] for run in found] == runs
+    q = torch.randn(2, 4, rows, 16, dtype=torch.float64)
+    exact = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference")
+    torch.testing.assert_close(
+        ragged_attention(q, k, v, starts, lens, 0.25, backend="loop"), exact, atol=1e-12, rtol=1e-12
+    )
+
+
+def test_bad_arguments_are_named():
+    k, v, starts, lens = pool([[4, 5]], 0, 8, torch.float32)
+    with pytest.raises(ValueError, match="backend"):
+        ragged_attention(torch.zeros(1, 2, 1, 8), k, v, starts, lens, 1.0, backend="magic")
+    with pytest.raises(ValueError, match="do not fit"):
+        ragged_attention(torch.zeros(1, 3, 1, 8), k, v, starts, lens, 1.0)
+    with pytest.raises(ValueError, match="each other"):
+        ragged_attention(torch.zeros(1, 2, 1, 8, dtype=torch.float64), k, v, starts, lens, 1.0)
+
+
+class Without:
+    """A module that cannot be imported."""
+
+    def __init__(self, *missing: str):
+        self.missing, self.plain = missing, api._module
+
+    def __call__(self, name: str):
+        if name in self.missing:
+            raise ImportError(f"No module named {name!r}", name=name)
+        return self.plain(name)
+
+
+def test_a_missing_library_is_named_and_auto_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr(api, "_module", Without("triton"))
+    api._chosen.cache_clear()
+    k, v, starts, lens = pool([[4, 5]], 0, 8, torch.float32)
+    q = torch.zeros(1, 2, 1, 8)
+    with pytest.raises(BackendError, match="'triton' cannot run: triton cannot be imported"):
+        ragged_attention(q, k, v, starts, lens, 1.0, backend="triton")
+    with pytest.raises(BackendError, match="'varlen' cannot run: the pools are on 'cpu'"):
+        ragged_attention(q, k, v, starts, lens, 1.0, backend="varlen")
+    for _ in range(3):
+        # Neither kernels nor flash attention take float64.
+        assert api._chosen("auto", torch.device("cuda"), torch.float64, 8, 8) == "loop"
+    assert [record.args[0] for record in caplog.records] == ["triton", "varlen"]
+    assert api._chosen("auto", torch.device("cpu"), torch.float64, 8, 8) == "loop"
+    assert len(caplog.records) == 2
+    api._chosen.cache_clear()
+
+
+def documented_varlen(
+    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k: torch.Tensor,
+    return_aux=None,
+):  # fmt: skip
+    """What PyTorch's documentation says of `varlen_attn`, causal or over all keys, on any device."""
+    assert (
+        window_size in ((-1, 0), (-1, -1))
+        and enable_gqa
+        and cu_seq_q.dtype == cu_seq_k.dtype == seqused_k.dtype == torch.int32
+    )
+    assert (cu_seq_q.diff() <= max_q).all() and (seqused_k <= max_k).all() and (seqused_k <= cu_seq_k.diff()).all()
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[1::-1])
+    for i, length in enumerate(seqused_k.tolist()):
+        own, start = slice(int(cu_seq_q[i]), int(cu_seq_q[i + 1])), int(cu_seq_k[i])
+        rows = own.stop - own.start
+        scores = torch.einsum("qhd,kd->hqk", q[own], k[start : start + length, 0]) * scale
+        if window_size == (-1, 0):
+            scores += torch.full((rows, length), -torch.inf, dtype=q.dtype).triu(length - rows + 1)
+        out[own] = torch.einsum("hqk,kd->qhd", scores.softmax(-1), v[start : start + length, 0])
+        lse[:, own] = scores.logsumexp(-1)
+    return out if return_aux is None else (out, lse)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_varlen_gives_every_span_as_a_sequence(rows, monkeypatch):
+    torch.manual_seed(rows)
+    monkeypatch.setattr(varlen, "_operator", lambda: documented_varlen)
+    k, v, starts, lens = pool([[rows, rows + 9], [rows + 5, rows + 2]], 3, 8, torch.float64)
+    q = torch.randn(2, rows, 6, 8, dtype=torch.float64).transpose(1, 2)
+    ours = varlen.attend(q, k, v, starts, lens, 0.4)
+    exact = ragged_attention(q, k, v, starts, lens, 0.4, backend="reference")
+    torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("operator", "dtype", "dims", "says"),
+    [
+        (None, torch.float16, (8, 8), "has no variable-length attention"),
+        (documented_varlen, torch.float32, (8, 8), "takes bfloat16 and float16"),
+        (documented_varlen, torch.float16, (8, 16), "of one size"),
+    ],
+)
+def test_varlen_says_what_it_lacks(operator, dtype, dims, says, monkeypatch):
+    monkeypatch.setattr(varlen, "_operator", lambda: operator)
+    properties = SimpleNamespace(name="TestGPU", major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert says in varlen.refusal(torch.device("cuda"), dtype, *dims)
+    assert varlen.refusal(torch.device("cuda"), torch.float16, 64, 64) is None or operator is None
+    properties.major = 7
+    assert operator is None or "7.0" in varlen.refusal(torch.device("cuda"), torch.float16, 64, 64)
+
+
+@settings(max_examples=15)
+@given(rows=st.integers(2, 17), held=st.lists(st.integers(0, 9), min_size=2, max_size=2), block=st.integers(1, 6))
+def test_new_tokens_in_blocks_equal_reference(rows, held, block):
+    lengths = [[count + rows for count in held]]
+    k, v, starts, lens = pool(lengths, 2, 16, torch.float64)
+    q = torch.randn(1, 6, rows, 16, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lkv.kernels.ragged_attention.loop._ROWS", block)
+        found = ragged_attention(q, k, v, starts, lens, 0.3, backend="loop")
+    torch.testing.assert_close(found, ragged_attention(q, k, v, starts, lens, 0.3, backend="reference"))
+
+
+def test_a_part_of_a_prompt_holds_no_mask_of_all_its_tokens():
+    rows, length = 1024, 4096
+    k, v, starts, lens = pool([[length, length]], 2, 16, torch.float32)
+    q = torch.randn(1, 6, rows, 16)
+    with LiveBytes() as live:
+        ragged_attention(q, k, v, starts, lens, 0.3, backend="loop")
+    assert live.most < 2 * rows * length  # PyTorch makes 4 bytes of each that is masked
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_varlen_gives_the_log_sum_exp(causal, monkeypatch):
+    torch.manual_seed(4)
+    monkeypatch.setattr(varlen, "_operator", lambda: documented_varlen)
+    k, v, starts, lens = pool([[3, 12], [0 if not causal else 5, 5]], 3, 8, torch.float64)
+    q = torch.randn(2, 3, 6, 8, dtype=torch.float64).transpose(1, 2)
+    ours = varlen.attend_with_lse(q, k, v, starts, lens, 0.4, causal)
+    exact = ragged_attention(q, k, v, starts, lens, 0.4, backend="reference", causal=causal, lse=True)
+    torch.testing.assert_close(ours[0], exact[0], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(ours[1].double(), exact[1], atol=1e-6, rtol=1e-6)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 30), min_size=2, max_size=2), min_size=1, max_size=3), st.integers(1, 3),
+    st.integers(1, 6), st.booleans(), st.integers(1, 9), st.sampled_from([torch.float64, torch.float32, torch.float16]),
+)  # fmt: skip
+def test_log_sum_exp_equals_reference(held, groups, rows, causal, block, dtype):
+    torch.manual_seed(1)
+    lengths = [[count + rows if causal else count for count in row] for row in held]
+    k, v, starts, lens = pool(lengths, 3, 16, dtype)
+    q = torch.randn(len(held), 2 * groups, rows, 16).to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lkv.kernels.ragged_attention.loop._ROWS", block)
+        out, lse = ragged_attention(q, k, v, starts, lens, 0.25, "loop", causal=causal, lse=True)
+    exact, exact_lse = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference", causal=causal, lse=True)
+    tolerance = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 4e-3}[dtype]
+    torch.testing.assert_close(out, exact, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=tolerance, rtol=tolerance)
+
+
+@given(
+    st.integers(0, 20), st.integers(0, 20), st.integers(1, 3), st.floats(0.01, 80), st.booleans(), st.integers(0, 99)
+)
+def test_joined_partial_attentions_equal_attention_over_all(first, second, rows, scale, masked, seed):
+    """Over two pools, and over a pool and a masked tail; scores far from 0 included."""
+    torch.manual_seed(seed)
+    draw = torch.randn(2, 2, first + second, 8, dtype=torch.float64)
+    q = torch.randn(1, 4, rows, 8, dtype=torch.float64)
+
+    def part(begin, end):
+        k, v = (x[:, begin:end].reshape(-1, 8) for x in draw)
+        starts = torch.tensor([[0, end - begin]], dtype=torch.int32)
+        return k, v, starts, torch.full_like(starts, end - begin)
+
+    def attend(begin, end):
+        return ragged_attention(q, *part(begin, end), scale, backend="reference", causal=False, lse=True)
+
+    tail = draw[:, None, :, first:]
+    late = attend_masked(q, *tail, torch.ones(1, 1, rows, second, dtype=torch.bool), scale)
+    out, lse = join(*attend(0, first), *(late if masked else attend(first, first + second)))
+    exact, exact_lse = attend(0, first + second)
+    torch.testing.assert_close(out, exact, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(lse, exact_lse, atol=1e-10, rtol=1e-10)
+
+
+def test_a_masked_tail_hides_what_it_should():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    visible = torch.rand(2, 1, 3, 5) > 0.4
+    visible[0, 0, 1] = False
+    out, lse = attend_masked(q, k, v, visible, 0.5)
+    scores = (q * 0.5) @ k.repeat_interleave(2, 1).mT
+    scores = scores.masked_fill(~visible, -torch.inf)
+    exact = torch.nan_to_num(scores.softmax(-1), nan=0.0) @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, exact)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    assert (out[0, :, 1] == 0).all() and (lse[0, :, 1] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("cut", ["later rows", "every second row", "columns"])
+def test_pools_may_be_views(rows, cut):
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, rows, 8, dtype=torch.float64)
+    wide = torch.randn(2, 300, 24, dtype=torch.float64)
+    parts = {"later rows": wide[:, 100:, :8], "every second row": wide[:, ::2, :8], "columns": wide[:, :, 8:16]}
+    k, v = parts[cut]
+    starts, lens = torch.tensor([[0, 50]], dtype=torch.int32), torch.tensor([[50, 50]], dtype=torch.int32)
+    exact, exact_lse = ragged_attention(q, k.clone(), v.clone(), starts, lens, 0.3, "reference", lse=True)
+    for backend in ("loop", "auto"):
+        torch.testing.assert_close(ragged_attention(q, k, v, starts, lens, 0.3, backend), exact)
+    out, lse = ragged_attention(q, k, v, starts, lens, 0.3, "loop", lse=True)
+    torch.testing.assert_close(out, exact)
+    torch.testing.assert_close(lse, exact_lse)

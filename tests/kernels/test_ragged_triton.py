@@ -1,0 +1,307 @@
+"""The Triton kernels of the ragged cache against the float64 reference.
+
+They run in Triton's interpreter on the CPU, and on a GPU where TRITON_INTERPRET=0 is set.
+"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import ragged_attention as benchmark
+from lkv.cache.ragged import RaggedCache
+from lkv.errors import BackendError
+from lkv.kernels.ragged_attention import api, extend, ragged_attention
+from lkv.methods.budgets import PerHead
+from lkv.methods.build import Method
+from lkv.methods.selectors import Knorm, Random
+from tests.conftest import tiny_llama
+from tests.kernels.pools import pool_of
+
+triton = pytest.importorskip("lkv.kernels.ragged_attention.triton")
+launch = pytest.importorskip("lkv.kernels.ragged_attention.triton_launch")
+if not launch.interpreted() and not torch.cuda.is_available():
+    pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
+DEVICE = "cpu" if launch.interpreted() else "cuda"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def eager(q, k_pool, v_pool, starts, lens, scale):
+    """Attention as a model's eager code computes it in the dtype of q, head by head."""
+    out, rows, group = (
+        torch.empty(*q.shape[:3], v_pool.shape[1], dtype=q.dtype),
+        q.shape[2],
+        q.shape[1] // lens.shape[1],
+    )
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            start, length = int(starts[b, h // group]), int(lens[b, h // group])
+            hidden = torch.ones(rows, length, dtype=torch.bool).triu(length - rows + 1)
+            scores = (q[b, h] @ k_pool[start : start + length].T * scale).masked_fill(hidden, -torch.inf)
+            out[b, h] = torch.softmax(scores, -1, torch.float32).to(q.dtype) @ v_pool[start : start + length]
+    return out
+
+
+def assert_as_exact_as_eager(q, k, v, starts, lens, scale):
+    ours = ragged_attention(q, k, v, starts, lens, scale, backend="triton")
+    exact = ragged_attention(q.double(), k.double(), v.double(), starts, lens, scale, backend="reference")
+    eagers = (eager(q, k, v, starts, lens, scale) - exact).abs().max()
+    # One key gives eager no error at all; and the interpreter cuts to bfloat16 where a GPU rounds.
+    allowed = 3 * eagers + 4 * torch.finfo(q.dtype).eps * exact.abs().max()
+    assert ours.dtype == q.dtype and ours.shape == exact.shape
+    assert (ours - exact).abs().max() <= allowed
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Every buffer that the kernels ask for comes full of NaN."""
+    plain = torch.Tensor.new_empty
+
+    def new_empty(self, *args, **kwargs):
+        made = plain(self, *args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    with torch.device(DEVICE):
+        yield
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(1, 3).flatmap(
+        lambda heads: st.lists(st.lists(st.integers(0, 300), min_size=heads, max_size=heads), min_size=1, max_size=3)
+    ),
+    st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.sampled_from([8, 24, 64, 80]),
+    st.sampled_from([8, 40]), st.sampled_from(DTYPES), st.integers(0, 99),
+)  # fmt: skip
+def test_attention_equals_the_reference(older, group, rows, slack, dim, value_dim, dtype, seed):
+    torch.manual_seed(seed)
+    lengths = [[count + rows for count in row] for row in older]
+    k, v, starts, lens = pool_of(lengths, slack, dim, value_dim, dtype)
+    # Queries as models give them: a view with the heads inside the tokens.
+    q = torch.randn(len(older), rows, group * len(older[0]), dim).to(dtype).transpose(1, 2)
+    assert_as_exact_as_eager(q, k, v, starts, lens, 2 * dim**-0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_head_sizes(dtype, dim):
+    torch.manual_seed(dim)
+    assert_as_exact_as_eager(torch.randn(1, 4, 1, dim).to(dtype), *pool_of([[1, 257]], 5, dim, dim, dtype), dim**-0.5)
+
+
+@pytest.mark.parametrize("rows", [9, 35])
+def test_a_question_of_many_tokens(rows):
+    torch.manual_seed(rows)
+    k, v, starts, lens = pool_of([[rows, rows + 150]], 2, 16, 16, torch.float32)
+    assert_as_exact_as_eager(torch.randn(1, 4, rows, 16), k, v, starts, lens, 0.25)
+
+
+def test_a_large_batch():
+    torch.manual_seed(0)
+    lengths = (1 + torch.randint(0, 40, (32, 2))).tolist()
+    k, v, starts, lens = pool_of(lengths, 1, 8, 8, torch.float32)
+    assert_as_exact_as_eager(torch.randn(32, 4, 1, 8), k, v, starts, lens, 0.4)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("older", [[150, 20], [0, 159]])
+def test_slices_much_shorter_than_heads_and_new_tokens(older, rows, monkeypatch):
+    """More parts a head than are joined at once; slices in which a row sees nothing."""
+    torch.manual_seed(rows)
+    monkeypatch.setattr(launch, "_PROGRAMS_WITHOUT_GPU", 40)
+    monkeypatch.setattr(launch, "_LEAST_SLICE", 2)
+    launch._launch.cache_clear()
+    k, v, starts, lens = pool_of([[count + rows for count in older]], 1, 8, 8, torch.float32)
+    # Later entries weigh more, so that the greatest score rises from part to part.
+    k *= torch.linspace(0.1, 3, len(k))[:, None]
+    assert_as_exact_as_eager(torch.randn(1, 4, rows, 8), k, v, starts, lens, 1.0)
+    launch._launch.cache_clear()
+
+
+@pytest.mark.parametrize("older", [[127, 127], [255, 127]])
+def test_heads_that_end_with_a_slice(older):
+    torch.manual_seed(0)
+    assert_as_exact_as_eager(torch.randn(1, 2, 1, 8), *pool_of([[n + 1 for n in older]], 1, 8, 8, torch.float32), 0.5)
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(0, 5),
+    st.sampled_from([8, 24]), st.sampled_from([8, 40]), st.sampled_from(DTYPES),
+)  # fmt: skip
+def test_extending_equals_index_assignment_and_attention(batch, heads, rows, spare, dim, value_dim, dtype):
+    torch.manual_seed(rows)
+    lengths = torch.randint(0, 30, (batch, heads)).tolist()
+    pools = pool_of(lengths, rows + spare, dim, value_dim, dtype)
+    new = [torch.randn(batch, rows, heads, size).to(dtype).transpose(1, 2) for size in (dim, value_dim)]
+    expected = [pool.clone() for pool in pools[:2]]
+    for b in range(batch):
+        for h in range(heads):
+            end = int(pools[2][b, h]) + lengths[b][h]
+            for pool, entries in zip(expected, new, strict=True):
+                pool[end : end + rows] = entries[b, h]
+    longer = torch.tensor([[n + rows for n in row] for row in lengths], dtype=torch.int32)
+    query = torch.randn(batch, 2 * heads, rows, dim).to(dtype)
+    exact = ragged_attention(query.double(), *(x.double() for x in expected), pools[2], longer, 0.3, "reference")
+    for backend in ("triton", "loop"):
+        own, lens = [pool.clone() for pool in pools[:2]], pools[3].clone()
+        out = extend(query, *new, *own, pools[2], lens, 0.3, backend)
+        assert torch.equal(lens, longer)
+        for pool, right in zip(own, expected, strict=True):
+            torch.testing.assert_close(pool, right, rtol=0, atol=0, equal_nan=True)
+        assert (out - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max().clamp(min=1)
+
+
+def test_a_backend_by_name_never_falls_back():
+    k, v, starts, lens = pool_of([[4, 5]], 0, 8, 8, torch.float64)
+    q = torch.zeros(1, 2, 1, 8, dtype=torch.float64)
+    with pytest.raises(BackendError, match=r"float64, but the Triton kernels take float32"):
+        ragged_attention(q, k, v, starts, lens, 1.0, backend="triton")
+    k, v, starts, lens = pool_of([[4, 5]], 0, 257, 8, torch.float32)
+    with pytest.raises(BackendError, match=r"head sizes are 257 and 8"):
+        ragged_attention(torch.zeros(1, 2, 1, 257), k, v, starts, lens, 1.0, backend="triton")
+
+
+def test_the_device_is_named_where_triton_cannot_run(monkeypatch):
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    assert "needs a CUDA device" in launch.refusal(torch.device("cpu"), torch.float32, 64, 64)
+
+
+def test_a_gpu_with_little_shared_memory_is_refused(monkeypatch):
+    properties = SimpleNamespace(name="Small", major=8, minor=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "_shared_memory", lambda device: 48 * 1024)
+    assert "Small has too little shared memory" in launch.refusal(torch.device("cuda", 0), torch.float32, 256, 256)
+    monkeypatch.setattr(launch, "_shared_memory", lambda device: 227 * 1024)
+    assert launch.refusal(torch.device("cuda", 0), torch.float32, 256, 256) is None
+    properties.major = 7
+    assert "Small has compute capability 7.9" in launch.refusal(torch.device("cuda", 0), torch.float16, 64, 64)
+
+
+@pytest.mark.parametrize(("memory", "stages"), [(166_912, 3), (101_376, 2), (232_448, 4)])
+def test_stages_are_counted_as_triton_buffers_them(memory, stages):
+    """One block less than stages is in shared memory: 99 KB are enough for asynchronous copies."""
+    assert launch.fitting(16, 128, 128, torch.bfloat16, memory) == stages
+    assert launch.fitting(64, 128, 128, torch.bfloat16, 101_376) == 2
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises at operators whose result the host must have before it can go on."""
+
+    waiting = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "is_nonzero")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name.split("::")[1].rstrip("2_") not in self.waiting, func
+        return func(*args, **kwargs or {})
+
+
+def refuse(self, *args, **kwargs):
+    raise AssertionError("a tensor was read by the host")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_decode_step_never_waits_for_the_device(rows, monkeypatch):
+    """With kernels that do not wait: the layers, spans and dispatch around them do not either."""
+    with torch.device("cpu"):
+        model = tiny_llama(dtype=torch.float32)
+        cache = RaggedCache(model, method=Method("random", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Random()))
+        model(torch.randint(3, 67, (rows, 40)), past_key_values=cache, use_cache=True)
+        fake = SimpleNamespace(
+            extend=lambda q, key, value, k_pool, v_pool, starts, lens, scale, *_: lens.add_(1)[0, 0] * q,
+        )
+
+        def step() -> None:
+            token, place = torch.full((rows, 1), 5), torch.tensor([[cache.get_seq_length()]])
+            with NoWaiting(), pytest.MonkeyPatch.context() as patch:
+                for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+                    patch.setattr(torch.Tensor, name, refuse)
+                model(token, position_ids=place, past_key_values=cache, use_cache=True)
+
+        with pytest.raises(AssertionError, match="read by the host"):
+            step()  # the loop over the heads reads the lengths
+        cache.rewind()
+        with monkeypatch.context() as patch:
+            patch.setattr(api, "_chosen", lambda *args: "triton")
+            patch.setattr(api, "_module", lambda name: fake)
+            for _ in range(3):
+                step()
+        assert cache.get_seq_length() == 43
+
+
+def test_the_cache_over_the_kernels_equals_the_cache_over_the_loop(monkeypatch):
+    ids = torch.randint(3, 67, (2, 40))
+    logits = {}
+    for backend in ("loop", "triton"):
+        with monkeypatch.context() as patch:
+            patch.setattr(api, "_chosen", lambda *args, name=backend: name)
+            model = tiny_llama(dtype=torch.float32).to(DEVICE)
+            method = Method("knorm", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Knorm())
+            cache = RaggedCache(model, method=method, slack=2)
+            model(ids, past_key_values=cache, use_cache=True)
+            steps = [
+                model(part, past_key_values=cache, use_cache=True).logits for part in ids[:, :6].split([3, 1, 2], 1)
+            ]
+            cache.rewind()
+            steps.append(model(ids[:, 7:8], past_key_values=cache, use_cache=True).logits)
+            logits[backend] = torch.cat(steps, 1)
+    torch.testing.assert_close(logits["triton"], logits["loop"], atol=2e-4, rtol=2e-4)
+
+
+SMALL = (
+    f"--device {DEVICE} --tokens 150 --layers 1 --heads 4 --kv-heads 2 --dim 16 --dtype float32 --repeats 1 "
+    "--batches 1 2"
+)
+
+
+def test_the_benchmark_runs(tmp_path, monkeypatch):
+    out = tmp_path / "ragged.json"
+    monkeypatch.setattr(benchmark, "_COPIED", {DEVICE: 1024})
+    with torch.device("cpu"):
+        benchmark.main([*SMALL.split(), "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["batch"], row["method"]) for row in rows] == [(b, m) for b in (1, 2) for m in ("full", *["lkv"] * 3)]
+    for row in rows:
+        assert row["layers"] == 1 and (row["method"] == "full") == (row["value"] == 1) == (row["realised"] == 1)
+        read = row["realised"] * 150 * row["batch"] * 2 * 2 * 16 * 4
+        assert row["bytes_a_second"] == pytest.approx(1e6 * read / row["microseconds_a_layer"], rel=1e-4)
+
+
+def test_the_benchmark_times_no_wrong_kernel(tmp_path, monkeypatch):
+    plain = triton.attend
+    monkeypatch.setattr(triton, "attend", lambda *args: plain(*args) * 1.001)
+    monkeypatch.setattr(benchmark, "_COPIED", {DEVICE: 1024})
+    out = tmp_path / "ragged.json"
+    with torch.device("cpu"), pytest.raises(SystemExit, match="nothing was timed"):
+        benchmark.main([*SMALL.split(), "--out", str(out)])
+    assert not out.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_says_that_there_is_no_gpu(tmp_path):
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        benchmark.main(["--out", str(tmp_path / "none.json")])
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.lists(st.integers(0, 300), min_size=2, max_size=2), min_size=1, max_size=2),
+    st.integers(1, 3), st.integers(1, 40), st.booleans(), st.sampled_from([8, 24, 64]), st.sampled_from(DTYPES),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_log_sum_exp_equals_the_reference(held, group, rows, causal, dim, dtype, seed):
+    torch.manual_seed(seed)
+    lengths = [[count + rows if causal else count for count in row] for row in held]
+    k, v, starts, lens = pool_of(lengths, 2, dim, 16, dtype)
+    q = torch.randn(len(held), rows, 2 * group, dim).to(dtype).transpose(1, 2)
+    scale = 2 * dim**-0.5
+    out, lse = ragged_attention(q, k, v, starts, lens, scale, backend="triton", causal=causal, lse=True)
+    wide = q.double(), k.double(), v.double()
+    exact, exact_lse = ragged_attention(*wide, starts, lens, scale, backend="reference", causal=causal, lse=True)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=tolerance, rtol=tolerance)

@@ -1,0 +1,224 @@
+"""The Triton kernels of soft-masked attention against the float64 reference, values and gradients.
+
+They run in Triton's interpreter on the CPU, and on a GPU where TRITON_INTERPRET=0 is set.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lkv.errors import BackendError
+from lkv.kernels.soft_mask_attention import api, reference, soft_mask_attention
+
+triton = pytest.importorskip("lkv.kernels.soft_mask_attention.triton")
+if not triton.interpreted() and not torch.cuda.is_available():
+    pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
+DEVICE = "cpu" if triton.interpreted() else "cuda"
+
+
+class Poison(TorchDispatchMode):
+    """Fills every tensor that is allocated without values with NaN."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        unset = (torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like)
+        if func.overloadpacket in unset and out.is_floating_point():
+            out.fill_(torch.nan)
+        return out
+
+
+def inputs(batch, kv_heads, groups, rows, length, dim, dtype, seed=0):
+    """q, k, v and a log-mask of which a third each is -inf, 0 and between; q and v lie in memory as [B, T, H, d]."""
+    torch.manual_seed(seed)
+    q = torch.randn(batch, rows, kv_heads * groups, dim).to(dtype).transpose(1, 2)
+    k = torch.randn(batch, kv_heads, length, dim).to(dtype)
+    v = torch.randn(batch, length, kv_heads, dim).to(dtype).transpose(1, 2)
+    kind = torch.randint(3, (batch, kv_heads, length))
+    log_mask = torch.where(kind == 0, -torch.inf, torch.where(kind == 1, 0.0, -12 * torch.rand(kind.shape)))
+    return [x.to(DEVICE).requires_grad_() for x in (q, k, v, log_mask)]
+
+
+def tiles(rows, columns):
+    tile = triton.Tile(rows, columns, 4, 1)
+    return triton.Tiles(tile, tile, tile, 0)
+
+
+def values_and_gradients(attend, arguments, dtype):
+    """Output and gradients of `attend` on copies of the arguments in `dtype`, all in float64."""
+    arguments = [x.detach().to(dtype).requires_grad_() for x in arguments]
+    torch.manual_seed(1)
+    out = attend(*arguments, arguments[0].shape[-1] ** -0.5)
+    weights = torch.randn(out.shape).to(out)
+    return [x.detach().double() for x in (out, *torch.autograd.grad(out, arguments, weights))]
+
+
+def assert_as_exact_as_eager(arguments, attend, slack=3.0):
+    """The error against float64 is at most `slack` times the one that eager attention in the same dtype makes."""
+    dtype = arguments[0].dtype
+    torch.manual_seed(1)
+    out = attend(*arguments, arguments[0].shape[-1] ** -0.5)
+    weights = torch.randn(out.shape).to(out)
+    ours = [out, *torch.autograd.grad(out, arguments, weights)]
+    assert [x.dtype for x in ours] == [dtype, *(x.dtype for x in arguments)]
+    exact = values_and_gradients(reference.attend, arguments, torch.float64)
+    eager = values_and_gradients(reference.attend, arguments, dtype)
+    for own, truth, rough in zip(ours, exact, eager, strict=True):
+        # Eager attention may be exact by luck: one rounding of the result, and of float32 sums of d terms, is allowed.
+        rounding = max(torch.finfo(dtype).eps * float(truth.abs().max()), 2e-6)
+        allowed = max(float((rough - truth).abs().max()), rounding)
+        assert float((own.detach().double() - truth).abs().max()) <= slack * allowed
+
+
+# The interpreter is too slow to shrink what fails.
+@settings(max_examples=14, phases=[Phase.explicit, Phase.generate])
+@given(
+    st.integers(1, 2), st.integers(1, 2), st.integers(1, 3), st.integers(1, 40), st.integers(0, 30),
+    st.sampled_from([64, 64, 80, 96]), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([(16, 16), (16, 32), (32, 16)]), st.integers(0, 99),
+)  # fmt: skip
+def test_values_and_gradients_are_as_exact_as_eager_attention(
+    batch, kv_heads, groups, rows, older, dim, dtype, blocks, seed
+):
+    arguments = inputs(batch, kv_heads, groups, rows, rows + older, dim, dtype, seed)
+    with Poison():
+        assert_as_exact_as_eager(arguments, lambda *a: triton.attend(*a, tiles=tiles(*blocks)))
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.bfloat16), (256, torch.float16), (64, torch.float32)])
+def test_the_tiles_in_use_are_as_exact_as_eager_attention(dim, dtype):
+    arguments = inputs(1, 1, 2, 130, 150, dim, dtype)
+    with Poison():
+        assert_as_exact_as_eager(arguments, triton.attend)
+
+
+def test_one_key():
+    q, k, v, _ = inputs(1, 2, 2, 1, 1, 64, torch.float32)
+    out = soft_mask_attention(q, k, v, torch.tensor([[[-0.5], [-torch.inf]]], device=DEVICE), backend="triton")
+    expected = v.repeat_interleave(2, 1) * torch.tensor([1.0, 1.0, 0.0, 0.0], device=DEVICE)[:, None, None]
+    torch.testing.assert_close(out, expected)
+
+
+def test_empty_rows_are_zero_and_pass_no_gradient_in_every_backend():
+    """Rows 0 to 20 of head 0 see no key with m > 0; head 1 has none at all."""
+    q, k, v, _ = inputs(1, 2, 1, 30, 30, 64, torch.float32)
+    log_mask = torch.zeros(1, 2, 30, device=DEVICE)
+    log_mask[0, 0, :21] = log_mask[0, 1] = -torch.inf
+    log_mask.requires_grad_()
+    results = []
+    for backend in ("triton", "sdpa", "reference"):
+        out = soft_mask_attention(q, k, v, log_mask, backend=backend)
+        results.append([out, *torch.autograd.grad(out.square().sum() + out.sum(), (q, k, v, log_mask))])
+    for out, d_q, d_k, d_v, d_mask in results:
+        for x in (out[0, 0, :21], out[0, 1], d_q[0, 0, :21], d_q[0, 1], d_k[0, 0, :21], d_k[0, 1], d_mask[0, 1]):
+            assert not bool(x.any())
+        assert not bool(d_v[0, 0, :21].any() or d_v[0, 1].any())
+        assert bool(out[0, 0, 21:].all())
+    for own in results[:2]:
+        torch.testing.assert_close(own, results[2], atol=2e-5, rtol=1e-5)
+
+
+def test_a_mask_of_one_is_plain_causal_attention():
+    q, k, v, _ = inputs(1, 2, 2, 40, 40, 64, torch.float32)
+    out = soft_mask_attention(q, k, v, torch.zeros(1, 2, 40, device=DEVICE), backend="triton")
+    stock = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(out, stock, atol=1e-5, rtol=1e-5)
+
+
+def test_a_key_of_mask_zero_is_as_good_as_absent():
+    """With m = 0 even a huge key and value leave no trace."""
+    q, k, v, log_mask = (x.detach() for x in inputs(1, 1, 2, 20, 40, 64, torch.float32))
+    log_mask[..., 5:9] = -torch.inf
+    before = soft_mask_attention(q, k, v, log_mask, backend="triton")
+    k[:, :, 5:9], v[:, :, 5:9] = 1e4, -1e4
+    torch.testing.assert_close(soft_mask_attention(q, k, v, log_mask, backend="triton"), before, atol=0, rtol=0)
+
+
+def test_a_last_dimension_with_a_stride_and_expanded_batches_are_read_right():
+    q, k, v, log_mask = (x.detach() for x in inputs(1, 1, 2, 20, 30, 64, torch.float32))
+    odd = [torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0].expand(2, -1, -1, -1) for x in (q, k, v)]
+    out = soft_mask_attention(*odd, log_mask.expand(2, -1, -1), backend="triton")
+    expected = soft_mask_attention(q, k, v, log_mask, backend="reference").expand(2, -1, -1, -1)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.float64}, "float64"),
+        ({"dim": 48}, r"48 and 48.*\(64, 80, 96, 128, 256\)"),
+        ({"value_dim": 80}, "64 and 80"),
+    ],
+)
+def test_triton_by_name_says_why_it_cannot_run(change, message):
+    dim = change.get("dim", 64)
+    dtype = change.get("dtype", torch.float32)
+    q, v = torch.randn(1, 1, 2, dim).to(dtype), torch.randn(1, 1, 2, change.get("value_dim", dim)).to(dtype)
+    with pytest.raises(BackendError, match=f"'triton' cannot run: .*{message}"):
+        soft_mask_attention(q, q, v, torch.zeros(1, 1, 2), backend="triton")
+
+
+def gpu(monkeypatch, major, shared):
+    """A CUDA device with these properties, and kernels that are not interpreted."""
+    properties = SimpleNamespace(name="TestGPU", major=major, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(triton, "_shared_memory", lambda _: shared)
+    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    api._chosen.cache_clear()
+    triton.tiles_on.cache_clear()
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("major", "shared", "message"), [(7, 65536, "compute capability 7.0"), (8, 65536, "65536 bytes of shared memory")]
+)
+def test_a_gpu_too_small_falls_back_only_where_allowed(monkeypatch, caplog, major, shared, message):
+    device = gpu(monkeypatch, major, shared)
+    with caplog.at_level(logging.WARNING):
+        assert [api._chosen("auto", device, torch.bfloat16, 256, 256) for _ in range(2)] == ["sdpa", "sdpa"]
+    assert len(caplog.records) == 1 and message in caplog.text
+    with pytest.raises(BackendError, match=message):
+        api._chosen("triton", device, torch.bfloat16, 256, 256)
+    api._chosen.cache_clear()
+
+
+@pytest.mark.parametrize(("shared", "rows"), [(232_448, 128), (101_376, 64)])
+def test_tiles_fit_the_shared_memory(monkeypatch, shared, rows):
+    """Hopper's 227 KB and the 99 KB of a consumer card."""
+    device = gpu(monkeypatch, 9, shared)
+    assert api._chosen("auto", device, torch.bfloat16, 256, 256) == "triton"
+    chosen = triton.tiles_on(device, torch.bfloat16, 256)
+    assert chosen.shared <= shared and chosen.forward.rows == rows
+    for cached in (api._chosen, triton.tiles_on):
+        cached.cache_clear()
+
+
+def test_without_triton_the_reason_is_named(monkeypatch):
+    def missing(name):
+        raise ImportError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(api, "_module", missing)
+    api._chosen.cache_clear()
+    with pytest.raises(BackendError, match="triton cannot be imported"):
+        api._chosen("triton", torch.device("cuda"), torch.bfloat16, 128, 128)
+
+
+def test_kernels_compile_for_hopper_within_the_shared_memory_their_tiles_state():
+    """No GPU is needed to compile; a process of its own, because here the kernels may be interpreted."""
+    kernels = Path(triton.__file__).with_name("triton_kernels.py")
+    chosen = triton._TILES[2, 128][0]
+    script = Path(__file__).with_name("compile_soft_mask.py")
+    needs = subprocess.run(
+        [sys.executable, str(script), str(kernels), *(str(n) for tile in chosen[:3] for n in tile)],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    sizes = [int(line) for line in needs.stdout.split()]
+    assert len(sizes) == 3 and 16_384 < max(sizes) <= chosen.shared

