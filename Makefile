@@ -9,19 +9,24 @@ QUANTISATION := $(VENV)/.quantisation
 # The oldest transformers supported; kvpress allows it, and not the newest.
 OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
-TESTS := -m pytest -n 2 --dist loadfile -q
+TESTS := -m pytest -n 2 --dist loadfile -q -m "not slow"
+SLOW_TESTS := -m pytest -n 2 --dist loadfile -q -m slow
 
 # The scripts of runs/ from end to end with tiny random models and data, on a CPU: minutes.
 rehearse: install
 	$(BIN)/python -m runs.rehearse $(if $(OUT),--out "$(OUT)")
 
-.PHONY: rehearse demo test test-oldest test-install release docs check unchanged gpu-check soak test-serve reproduce-small install install-oldest clean
+.PHONY: rehearse demo test test-slow test-oldest test-install release docs check unchanged gpu-check soak test-serve reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
 
 test: install $(QUANTISATION)
 	$(BIN)/python $(TESTS)
+
+# The tests that `make test` leaves out; CI runs them.
+test-slow: install $(QUANTISATION)
+	$(BIN)/python $(SLOW_TESTS)
 
 test-oldest: install-oldest
 	$(OLDEST)/bin/python $(TESTS)
