@@ -10,13 +10,15 @@ QUANTISATION := $(VENV)/.quantisation
 OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q -m "not slow"
+# What depends on the processor: attention and the caches over it.
+AVX2_TESTS := tests/kernels tests/cache tests/context
 SLOW_TESTS := -m pytest -n 2 --dist loadfile -q -m slow
 
 # The scripts of runs/ from end to end with tiny random models and data, on a CPU: minutes.
 rehearse: install
 	$(BIN)/python -m runs.rehearse $(if $(OUT),--out "$(OUT)")
 
-.PHONY: rehearse demo test test-slow test-oldest test-install release docs check unchanged gpu-check soak test-serve reproduce-small install install-oldest clean
+.PHONY: rehearse demo test test-slow test-avx2 test-oldest test-install release docs check unchanged gpu-check soak test-serve reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -27,6 +29,10 @@ test: install $(QUANTISATION)
 # The tests that `make test` leaves out; CI runs them.
 test-slow: install $(QUANTISATION)
 	$(BIN)/python $(SLOW_TESTS)
+
+# As on a processor without AVX-512: PyTorch and numba are told to use AVX2 alone.
+test-avx2: install $(QUANTISATION)
+	ATEN_CPU_CAPABILITY=avx2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma $(BIN)/python $(TESTS) $(AVX2_TESTS)
 
 test-oldest: install-oldest
 	$(OLDEST)/bin/python $(TESTS)
