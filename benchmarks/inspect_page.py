@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import RESULTS, command_of
-from lkv.context.inspection import LADDER, Look
-from lkv.context.inspection_page import page
+from lkv.context.inspection import RETENTIONS, InspectionResult, render_page
 from lkv.models.loading import default_policy
 from lkv.utils.results import write_results
 
@@ -53,10 +52,10 @@ ACTIONS = """(async () => {
 })()"""
 
 
-def text_of(tokens: int, seed: int = 0) -> Look:
+def text_of(tokens: int, seed: int = 0) -> InspectionResult:
     """A text as long as is asked for: words of 1 to 9 letters, ranks that heads agree on in part, real budgets."""
     draw = np.random.default_rng(seed)
-    ratios = [default_policy().inference_ratios(retention).numpy() for retention in LADDER]
+    ratios = [default_policy().inference_ratios(retention).numpy() for retention in RETENTIONS]
     layers, heads = ratios[0].shape
     shared = draw.normal(size=(tokens, 1))
     scores = shared + draw.normal(size=(tokens, layers * heads))
@@ -64,7 +63,7 @@ def text_of(tokens: int, seed: int = 0) -> Look:
     letters = np.array(list("etaoinshrdlu"))
     pieces = [" " + "".join(draw.choice(letters, draw.integers(1, 10))) for _ in range(tokens)]
     counts = np.floor(np.stack([ratio.reshape(-1) for ratio in ratios]) * tokens).astype(int)
-    return Look("lkv", pieces, ranks, counts, LADDER, layers, heads, 512)
+    return InspectionResult("lkv", pieces, ranks, counts, RETENTIONS, layers, heads, 512)
 
 
 class Browser:
@@ -136,7 +135,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for tokens in options.tokens:
             file = Path(folder) / f"{tokens}.html"
-            file.write_text(page(text_of(tokens), "words", "a shape of SmolLM2-135M", 0.15, {}), encoding="utf-8")
+            file.write_text(
+                render_page(text_of(tokens), "words", "a shape of SmolLM2-135M", 0.15, {}), encoding="utf-8"
+            )
             with chromium(options.browser, options.size) as browser:
                 for action, times in measure(browser, file).items():
                     row = {"action": action, "tokens": tokens, "n": len(times), "unit": "ms to the drawn frame"}

@@ -61,7 +61,7 @@ def one_after_another(asked: list[Asked], length: int) -> tuple[list[str], int, 
     started, answers, tokens = time.perf_counter(), [], 0
     for context, question in asked:
         answers.append(context.ask(question, length))
-        tokens += context.answered_tokens
+        tokens += context.answer_tokens
     return answers, tokens, time.perf_counter() - started
 
 
@@ -125,7 +125,7 @@ class Shelf:
     """A store with room for little more than one full cache, and the names of all contexts in it."""
 
     def __init__(self, folder: str, contexts: Sequence[Context], texts: Sequence[str], retention: float, room: int):
-        policy = contexts[0].about["policy"]
+        policy = contexts[0].metadata["policy"]
         self._made = folder, contexts[0].model, contexts[0].tokenizer, policy
         self.store = ContextStore(*self._made, room)
         self.names = []

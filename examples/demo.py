@@ -24,7 +24,7 @@ def measure(context: Context, seconds: float, reference: list[str], method: str)
     written = 0
     for _, _, question, answer in NOTES:
         text = context.ask(question, max_new_tokens=24)
-        written += context.answered_tokens
+        written += context.answer_tokens
         answers.append(text)
         correct = answer.lower() in text.lower()
         rows.append({"method": method, "question": question, "correct": correct, "answer": text})

@@ -174,7 +174,7 @@ class Kills:
         path = self._new() / "context.kv"
         found = killed(save_contexts, path.parent, chance.random() * 0.1, lambda _: path.exists())
         context = Context.load(path, self._model, Words())
-        assert context.about["retention"] in (0.2, 0.8) and context.ask("what ?", 3)
+        assert context.metadata["retention"] in (0.2, 0.8) and context.ask("what ?", 3)
         return found
 
     def policies(self, chance: random.Random) -> bool:

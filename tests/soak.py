@@ -22,7 +22,8 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from tqdm import tqdm
 
-from lkv.context.context import Context, compress, context_file
+from lkv.context.context import Context, compress
+from lkv.context.saved_context import read_context_file
 from lkv.errors import LkvError
 from lkv.evaluation.journal import SharedJournal
 from lkv.evaluation.processes import Process
@@ -145,7 +146,7 @@ def _samples(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
     journal = folder / "journal.jsonl"
     SharedJournal(journal, {"format": 1}, Process(0, 1)).add({"key": "a", "rows": []})
     return [
-        (folder / "context.kv", lambda: context_file.read(folder / "context.kv")),
+        (folder / "context.kv", lambda: read_context_file(folder / "context.kv")),
         (folder / "context.kv", lambda: Context.load(folder / "context.kv", model, Words()).ask("what ?", 4)),
         (folder / "policy" / "policy.safetensors", lambda: Policy.from_pretrained(folder / "policy").digest()),
         (folder / "policy" / "config.json", lambda: Policy.from_pretrained(folder / "policy").digest()),

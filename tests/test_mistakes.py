@@ -119,7 +119,7 @@ def test_names_that_are_no_policy_are_named(name):
 def test_a_context_by_the_policys_name(model, policy, tmp_path):
     policy.save_pretrained(tmp_path / "policy")
     by_name = compress(model, Words(), TEXT, retention=0.4, policy=str(tmp_path / "policy"))
-    assert by_name.about == compress(model, Words(), TEXT, retention=0.4, policy=policy).about
+    assert by_name.metadata == compress(model, Words(), TEXT, retention=0.4, policy=policy).metadata
 
 
 def test_a_model_is_no_policy(model_folder, tmp_path, capsys):

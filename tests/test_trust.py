@@ -214,10 +214,10 @@ def test_an_answer_that_cannot_fit_is_refused_before_it_is_begun(model, policy):
     # Exactly what is left, and no more than that unless asked.
     room = 513 - 60 - 3
     context.ask("?", room, eos_token_id=None)
-    assert context.answered_tokens == room
+    assert context.answer_tokens == room
     long = compress(model, Words(), "word " * 500, policy=policy)
     long.ask("?", eos_token_id=None)
-    assert long.answered_tokens == 10
+    assert long.answer_tokens == 10
 
 
 def test_options_of_ask(model, policy, capsys):

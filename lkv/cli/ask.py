@@ -46,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Read and compress the document, or load it, then answer; raises LkvError for what the user can mend."""
     from lkv.context.context import check_text
-    from lkv.utils.files import check_place
+    from lkv.utils.files import check_writable_file
 
     _check(options)
     questions = options.words[0 if options.load else 1 :]
     for question in questions:
         check_text(question, "the question", "ask something about the text")
     if options.save:
-        check_place(options.save, LkvError, "the compressed text")
+        check_writable_file(options.save, LkvError, "the compressed text")
     context = _loaded(options) if options.load else _compressed(options)
     if options.save:
         context.save(options.save)
@@ -167,8 +167,8 @@ def _progress(model: Any, tokens: int) -> Iterator[None]:
 
 
 def _tell_if_cut_off(answers: "Context | Chat") -> None:
-    if answers.cut_off:
-        print(f"[cut off after {answers.answered_tokens:,} tokens; --max-new-tokens allows more]", file=sys.stderr)
+    if answers.is_truncated:
+        print(f"[cut off after {answers.answer_tokens:,} tokens; --max-new-tokens allows more]", file=sys.stderr)
 
 
 def _talk(context: "Context", max_new_tokens: int | None) -> None:

@@ -86,10 +86,10 @@ def run(options: argparse.Namespace) -> None:
     from lkv.integrations.transformers.attention import attach
     from lkv.methods.registry import FULL, find, needs_pattern, needs_policy
     from lkv.models.loading import DEFAULT, load_model, load_policy, policy_for
-    from lkv.utils.files import check_place
+    from lkv.utils.files import check_writable_file
 
     # What is wrong with the command is told before a model is loaded.
-    check_place(options.out, LkvError, "the samples")
+    check_writable_file(options.out, LkvError, "the samples")
     tasks = _tasks(options.suite, options.tasks)
     if options.preset and (options.retention or options.protocol):
         raise LkvError("--preset says what is kept and how prompts are made; leave --retention and --protocol out.")

@@ -112,27 +112,26 @@ def _check_page(options: argparse.Namespace) -> None:
 
 def _page(options: argparse.Namespace) -> None:
     from lkv.context.documents import STDIN, read_document
-    from lkv.context.inspection import look
-    from lkv.context.inspection_page import page
+    from lkv.context.inspection import inspect_text, render_page
     from lkv.models.loading import DEFAULT, load_model, load_policy
     from lkv.utils.devices import on_device, torch_dtype
-    from lkv.utils.files import check_place, write_text
+    from lkv.utils.files import check_writable_file, write_text
 
     name = "standard input" if options.what == STDIN else Path(options.what).name
     out = options.out or Path("stdin.html" if options.what == STDIN else f"{Path(options.what).stem}.html")
     if exists(out) and options.what != STDIN and out.samefile(options.what):
         raise LkvError(f"the page would take the place of {out} itself; give another name with --out.")
-    check_place(out, LkvError, "the page")
+    check_writable_file(out, LkvError, "the page")
     text = read_document(options.what)
     policy = load_policy(options.policy, options.strict, options.policy_revision) if options.policy else None
     chosen = options.model or DEFAULT
     model, tokenizer = load_model(chosen, torch_dtype(options.dtype), options.revision)
     model = on_device(model, options.device)
     _tell("reading the text, to see what every head keeps of it")
-    inspected = look(model, tokenizer, text, options.method, policy)
+    inspected = inspect_text(model, tokenizer, text, options.method, policy)
     answers = _answers(options, model, tokenizer, text, policy) if options.question else {}
     shown = Path(chosen).name if exists(chosen) else chosen
-    write_text(out, page(inspected, name, shown, options.retention, answers), LkvError, "the page")
+    write_text(out, render_page(inspected, name, shown, options.retention, answers), LkvError, "the page")
     _tell(f"{len(inspected.pieces):,} tokens in {inspected.layers} x {inspected.heads} heads")
     print(f"the page is in {out}")
 
@@ -145,10 +144,10 @@ def _tell(line: str) -> None:
 def _answers(options: argparse.Namespace, model: Any, tokenizer: Any, text: str, policy: Any) -> dict[str, list[Any]]:
     """Each question answered by the full cache, the method looked at, and its rivals."""
     from lkv.context.context import compress
-    from lkv.context.inspection_page import Answer
+    from lkv.context.inspection import MethodAnswer
     from lkv.methods.registry import FULL, label, needs_policy
 
-    answers: dict[str, list[Answer]] = {question: [] for question in options.question}
+    answers: dict[str, list[MethodAnswer]] = {question: [] for question in options.question}
     for method in dict.fromkeys((FULL, options.method, *options.against)):
         retention = None if method == FULL else options.retention
         learned = policy if method != FULL and needs_policy(method) else None
@@ -157,5 +156,5 @@ def _answers(options: argparse.Namespace, model: Any, tokenizer: Any, text: str,
         context = compress(model, tokenizer, text, method, retention, learned)
         held = (shown, context.realised_retention(), context.nbytes(), context.full_nbytes())
         for question, given in answers.items():
-            given.append(Answer(*held, context.ask(question, options.max_new_tokens)))
+            given.append(MethodAnswer(*held, context.ask(question, options.max_new_tokens)))
     return answers

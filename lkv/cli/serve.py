@@ -74,8 +74,8 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
     import uvicorn
 
     from lkv.serving.app import make_app
-    from lkv.serving.guard import LOOPBACK
-    from lkv.serving.setup import make_service
+    from lkv.serving.middleware import LOOPBACK
+    from lkv.serving.service import make_service
 
     check_port(options.host, options.port)
     service = make_service(vars(options))

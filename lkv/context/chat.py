@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from lkv.context.answers import answer_length, check_options, ends_of, generated, is_cut_off, streamed
 from lkv.context.context import Context, check_text
+from lkv.context.generation import answer_length, check_options, ends_of, generated, is_cut_off, streamed
 from lkv.errors import CacheError
 from lkv.integrations.transformers.stock import cut_to
 from lkv.utils.prompts import next_question_ids, question_ids
@@ -33,7 +33,7 @@ class Chat:
         if not getattr(self.cache, "rewindable", False):
             raise CacheError("turns about this context could not be cut back; ask it with ask(), one by one.")
         self.turns: list[Turn] = []
-        self.answered_tokens, self.cut_off = 0, False  # of the last answer, as a Context tells
+        self.answer_tokens, self.is_truncated = 0, False  # of the last answer, as a Context tells
 
     def ask(self, question: str, max_new_tokens: int | None = None, **generation: Any) -> str:
         """The answer to `question` after all turns so far; arguments and errors as in `Context.ask`.
@@ -52,7 +52,7 @@ class Chat:
 
         return streamed(self._tokenizer, answer)
 
-    def back(self, turns: int = 1) -> None:
+    def undo(self, turns: int = 1) -> None:
         """Forget the last `turns` turns. Raises CacheError where there are not so many."""
         if type(turns) is not int or not 0 <= turns <= len(self.turns):
             raise CacheError(f"{turns!r} turns cannot be taken back: there are {len(self.turns)}; give 0 to that.")
@@ -80,8 +80,8 @@ class Chat:
         except BaseException:
             cut_to(self.cache, held)
             raise
-        self.answered_tokens = len(answer)
-        self.cut_off = is_cut_off(self._model, answer, options["max_new_tokens"], options)
+        self.answer_tokens = len(answer)
+        self.is_truncated = is_cut_off(self._model, answer, options["max_new_tokens"], options)
         text = self._tokenizer.decode(answer, skip_special_tokens=True).strip()
         # The last token was never read. One that ends the answer is written by the template of the next turn.
         self._ids = ids + (answer[:-1] if answer[-1] in ends_of(self._model, options) else answer)

@@ -16,8 +16,8 @@ from transformers import Cache, DynamicCache, TextStreamer
 from lkv.cache.ragged import RaggedCache, chosen_method
 from lkv.cache.shared import SharedCache
 from lkv.config import asdict
-from lkv.context import context_file, saved_context
-from lkv.context.answers import answer_length, check_options, ended, generated, is_assisted, is_cut_off, streamed
+from lkv.context import saved_context
+from lkv.context.generation import answer_length, check_options, ended, generated, is_assisted, is_cut_off, streamed
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.integrations.transformers.attention import attach, device_of
 from lkv.integrations.transformers.prefill import read_prompt
@@ -27,7 +27,7 @@ from lkv.methods.budgets import Amount
 from lkv.methods.build import Method
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
-from lkv.utils.files import path_of
+from lkv.utils.files import as_path
 from lkv.utils.prompts import context_ids, encode, question_ids
 
 
@@ -41,9 +41,9 @@ class Context:
         """`ids` of the text; `about` tells how it was compressed, and is saved with the context."""
         self.model, self.tokenizer, self.ids = model, tokenizer, ids
         self.cache = cache
-        self.about = about or {}
-        self.answered_tokens = 0  # length of the last answer, or of all of a batch
-        self.cut_off = False  # whether the last answer, or one of a batch, ended only because it was long enough
+        self.metadata = about or {}
+        self.answer_tokens = 0  # length of the last answer, or of all of a batch
+        self.is_truncated = False  # whether the last answer, or one of a batch, ended only because it was long enough
         self._turn, self._busy = threading.RLock(), False
 
     @property
@@ -133,11 +133,11 @@ class Context:
 
     def _one_by_one(self, tails: list[list[int]], max_new_tokens: int | None, generation: dict[str, Any]) -> list[str]:
         """As `batch_ask`, which see, for the ids of the questions."""
-        texts, tokens, cut_off = [], 0, False
+        texts, tokens, is_truncated = [], 0, False
         for tail in tails:
             texts.append(self._text(self.complete(tail, max_new_tokens, **generation)))
-            tokens, cut_off = tokens + self.answered_tokens, cut_off or self.cut_off
-        self.answered_tokens, self.cut_off = tokens, cut_off
+            tokens, is_truncated = tokens + self.answer_tokens, is_truncated or self.is_truncated
+        self.answer_tokens, self.is_truncated = tokens, is_truncated
         return texts
 
     def complete(self, ids: list[int], max_new_tokens: int | None = None, **generation: Any) -> list[int]:
@@ -154,8 +154,8 @@ class Context:
 
     def _note(self, answers: list[list[int]], length: int, generation: dict[str, Any]) -> None:
         """Keep what is told of the last answers, of at most `length` tokens each."""
-        self.answered_tokens = sum(map(len, answers))
-        self.cut_off = any(is_cut_off(self.model, answer, length, generation) for answer in answers)
+        self.answer_tokens = sum(map(len, answers))
+        self.is_truncated = any(is_cut_off(self.model, answer, length, generation) for answer in answers)
 
     def _question(self, question: str, generation: dict[str, Any]) -> list[int]:
         """Ids of a question; raises for one, or for options, that cannot be."""
@@ -168,7 +168,7 @@ class Context:
 
     def __repr__(self) -> str:
         held, full = (f"{count / 1e6:.3g}" for count in (self.nbytes(), self.full_nbytes()))
-        kept = f"{self.about.get('method', FULL)}: {self.realised_retention():.1%} of the entries kept"
+        kept = f"{self.metadata.get('method', FULL)}: {self.realised_retention():.1%} of the entries kept"
         return f"<Context of {self.tokens:,} tokens, {kept}, {held} of {full} MB held, {type(self.model).__name__}>"
 
     @contextmanager
@@ -208,15 +208,15 @@ class Context:
         """A copy with a cache of its own."""
         with self._turn:
             cache = self._ragged().fork()
-        return Context(self.model, self.tokenizer, list(self.ids), cache, dict(self.about))
+        return Context(self.model, self.tokenizer, list(self.ids), cache, dict(self.metadata))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the compressed context to one safetensors file. Raises ContextFileError if that fails; an older file
         at `path` then stays as it was."""
-        path, cache = path_of(path, ContextFileError, "the context's place"), self._ragged()
+        path, cache = as_path(path, ContextFileError, "the context's place"), self._ragged()
         with self._turn:
             tensors = saved_context.tensors_of(cache, self.ids)
-        context_file.write(path, tensors, {"model": asdict(cache.spec), **self.about})
+        saved_context.write_context_file(path, tensors, {"model": asdict(cache.spec), **self.metadata})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, tokenizer: Any, policy: Policy | None = None) -> "Context":
@@ -225,8 +225,8 @@ class Context:
         `policy` is not needed; where it is given it must be the one the text was compressed with. Raises
         ContextFileError for a missing, foreign or damaged file, another model or another policy.
         """
-        check_pair(model, tokenizer)
-        path = path_of(path, ContextFileError, "the context's place")
+        check_model_and_tokenizer(model, tokenizer)
+        path = as_path(path, ContextFileError, "the context's place")
         ids, cache, about = saved_context.restored(path, model, policy)
         return cls(model, tokenizer, ids, cache, about)
 
@@ -238,7 +238,7 @@ def _asked(amount: Amount | None) -> dict[str, Any]:
     return {"retention": amount.retention if amount.tokens is None else None, "budget_tokens": amount.tokens}
 
 
-def check_pair(model: Any, tokenizer: Any) -> None:
+def check_model_and_tokenizer(model: Any, tokenizer: Any) -> None:
     """Raise PromptError unless these can be a model and its tokenizer."""
     if not isinstance(model, torch.nn.Module):
         raise PromptError(f"the model is a {type(model).__name__}; give one as AutoModelForCausalLM loads it.")
@@ -319,7 +319,7 @@ def compress(
     Raises PromptError for a text that is empty, too short to keep anything of, or beyond the model's positions, and
     what RaggedCache raises.
     """
-    check_pair(model, tokenizer)
+    check_model_and_tokenizer(model, tokenizer)
     check_text(text, "the text", "give some text to compress")
     if system is not None:
         check_text(system, "the system prompt", "give some text, or leave it out")

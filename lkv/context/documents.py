@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lkv.errors import DocumentError
 from lkv.utils.extras import require
-from lkv.utils.files import reason
+from lkv.utils.files import error_reason
 
 STDIN = "-"
 
@@ -21,7 +21,9 @@ def read_document(name: str) -> str:
     try:
         data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
     except OSError as error:
-        raise DocumentError(f"{name} cannot be read as text ({reason(error)}); give a file, or - for stdin.") from error
+        raise DocumentError(
+            f"{name} cannot be read as text ({error_reason(error)}); give a file, or - for stdin."
+        ) from error
     shown = "standard input" if name == STDIN else name
     try:
         text = _reader(data, Path(name).suffix.lower())(data, shown)

@@ -1,7 +1,10 @@
 """Which tokens every head of a method keeps of a text, at every retention of a ladder, from one reading."""
 
+import base64
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -17,11 +20,13 @@ from lkv.methods.registry import needs_pattern
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import chat_parts, context_ids, encode, first_ids
 
-LADDER = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
+RETENTIONS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
+
+_DATA = "/* DATA */"  # where the page template takes its data
 
 
 @dataclass(frozen=True)
-class Look:
+class InspectionResult:
     """A text as a method sees it: `pieces` [T], the text of each token; `ranks` [T, L * H], the place of each token in
     each head, 0 the best (uint16, or uint32 for long texts); `counts` [R, L * H], how many tokens each head keeps at
     each of `retentions`; `entry_bytes` of k and v of one token in one head."""
@@ -37,14 +42,14 @@ class Look:
 
 
 @torch.no_grad()
-def look(
+def inspect_text(
     model: Any,
     tokenizer: Any,
     text: str,
     method: str = "lkv",
     policy: Policy | None = None,
-    retentions: Sequence[float] = LADDER,
-) -> Look:
+    retentions: Sequence[float] = RETENTIONS,
+) -> InspectionResult:
     """Read `text` once and rank its tokens in every head; heads of all layers, layer by layer.
 
     Raises what RaggedCache raises, PromptError for a text beyond the model's positions, and LkvError for a method that
@@ -62,7 +67,7 @@ def look(
     prompt = read_prompt(model, torch.tensor([ids], device=device_of(model)), methods[0].selector.reads_queries)
     ranks, counts = _ranked(methods, prompt)
     first = prompt[0]
-    return Look(
+    return InspectionResult(
         method,
         pieces_of(tokenizer, text, ids),
         ranks,
@@ -75,7 +80,7 @@ def look(
 
 
 def _ranked(methods: Sequence[Method], prompt: list[PromptLayer]) -> tuple[np.ndarray, np.ndarray]:
-    """`ranks` and `counts` of a Look; all methods share the selector of the first."""
+    """`ranks` and `counts` of a InspectionResult; all methods share the selector of the first."""
     ranks, counts = [], []
     for layer, read in enumerate(prompt):
         scores = methods[0].selector.scores(layer, read)
@@ -104,3 +109,41 @@ def pieces_of(tokenizer: Any, text: str, ids: list[int]) -> list[str]:
         pieces.append(whole[start : max(start, end)])
         start = max(start, end)
     return [tokenizer.decode([token]) for token in first_ids(tokenizer)[:extra]] + pieces
+
+
+@dataclass(frozen=True)
+class MethodAnswer:
+    """What one method answered: its `label` in print, entries kept of all, bytes held, and the text."""
+
+    label: str
+    realised: float
+    nbytes: int
+    full_nbytes: int
+    text: str
+
+
+def render_page(
+    result: InspectionResult, title: str, model: str, retention: float, answers: dict[str, list[MethodAnswer]]
+) -> str:
+    """The HTML of the page; `answers` by question, all at `retention`, where the slider starts."""
+    start = min(range(len(result.retentions)), key=lambda i: abs(result.retentions[i] - retention))
+    data: dict[str, Any] = {
+        "title": title,
+        "model": model,
+        "method": result.method,
+        "layers": result.layers,
+        "heads": result.heads,
+        "entryBytes": result.entry_bytes,
+        "retentions": result.retentions,
+        "start": start,
+        "pieces": result.pieces,
+        "counts": result.counts.tolist(),
+        "rankBytes": result.ranks.dtype.itemsize,
+        "ranks": base64.b64encode(result.ranks.astype(result.ranks.dtype.newbyteorder("<")).tobytes()).decode(),
+        "answersAt": retention,
+        "answers": {question: [asdict(answer) for answer in given] for question, given in answers.items()},
+    }
+    # "<" could end the script that holds the data.
+    text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    template = resources.files(__package__).joinpath("inspection_page.html").read_text(encoding="utf-8")
+    return template.replace(_DATA, text)

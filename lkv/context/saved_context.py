@@ -9,7 +9,6 @@ from torch import Tensor
 from lkv.cache.entries import check_state
 from lkv.cache.ragged import RaggedCache
 from lkv.config import ModelSpec, from_dict
-from lkv.context import context_file
 from lkv.errors import CacheError, ContextFileError, QuantizationError
 from lkv.integrations.transformers.attention import attach, device_of
 from lkv.integrations.transformers.prefill import PromptLayer
@@ -17,6 +16,20 @@ from lkv.methods.build import Method
 from lkv.methods.selectors import Selector
 from lkv.policy.fingerprint import differs
 from lkv.policy.policy import Policy
+from lkv.utils import tensor_file
+from lkv.utils.tensor_file import Kind
+
+_KIND = Kind("lkv-context", 2, "context", ContextFileError, "give a file that Context.save wrote, or compress again")
+
+
+def write_context_file(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """Write `tensors` and the JSON `about`; a failed save leaves an older file at `path` as it was."""
+    tensor_file.write(path, _KIND, tensors, about)
+
+
+def read_context_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and the JSON written with them. Raises ContextFileError for a missing, foreign or damaged file."""
+    return tensor_file.read(path, _KIND)
 
 
 def tensors_of(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
@@ -38,7 +51,7 @@ def restored(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], 
     """
     if policy is not None and not isinstance(policy, Policy):
         raise ContextFileError(f"policy is {policy!r}; give the Policy that the text was compressed with, or none.")
-    tensors, about = context_file.read(path)
+    tensors, about = read_context_file(path)
     spec = attach(model).spec
     try:
         if difference := differs(from_dict(ModelSpec, about["model"]), spec):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lkv.errors import DataError
 from lkv.evaluation.processes import Process
-from lkv.utils.files import check_place
+from lkv.utils.files import check_writable_file
 from lkv.utils.journal import Record, append, check_header, read_samples, write_lines
 
 _FREE = ("machine", "date")  # what may differ between the runs that fill one file; the first one's stays
@@ -30,7 +30,7 @@ class SharedJournal:
         """Raises DataError if `out` or a part holds samples of other settings, or is no file of samples."""
         self._out, self._header, self._process = out, header, process
         self._path = out if process.size == 1 else _part(out, process.rank)
-        check_place(out, DataError, "the samples")
+        check_writable_file(out, DataError, "the samples")
         for path in self._files():
             written = read_samples(path)[0] or header
             grown = [name for name in _GROWING if _fits(name, written, header)]

@@ -30,10 +30,10 @@ from transformers import (
 )  # fmt: skip
 
 from lkv.cache.ragged import RaggedCache
-from lkv.context.answers import Stop, answer_length, ends_of, generated
 from lkv.context.context import Context
+from lkv.context.generation import Stop, answer_length, ends_of, generated
 from lkv.errors import BusyError, IntegrationError, LkvError
-from lkv.integrations.sampling import Sampling
+from lkv.integrations.sampling import SamplingParams
 from lkv.integrations.transformers.attention import attach
 
 _LEAST_VERSION = (5, 17)
@@ -124,7 +124,7 @@ class Engine(ABC):
         ids: list[int],
         context: Context | None = None,
         max_new_tokens: int | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         notify: Callable[[], None] | None = None,
     ) -> Answer:
         """The answer to what `ids` ask after the text of `context`, or by themselves.
@@ -144,7 +144,7 @@ class Engine(ABC):
             name = next(self._names)
             answer = Answer(lambda _: self._cancel(name), notify, len(ids))
             self._open[name] = answer
-        self._begin(name, answer, list(ids), context, length, sampling or Sampling())
+        self._begin(name, answer, list(ids), context, length, sampling or SamplingParams())
         return answer
 
     @property
@@ -181,7 +181,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _begin(
-        self, name: str, answer: Answer, ids: list[int], context: Context | None, length: int, sampling: Sampling
+        self, name: str, answer: Answer, ids: list[int], context: Context | None, length: int, sampling: SamplingParams
     ) -> None:
         """Compute the answer elsewhere, and `_deliver` it."""
 
@@ -237,7 +237,7 @@ class ContinuousEngine(Engine):
         self._deliver(name, ids, ended, error and f"the answer could not be computed ({error}); ask again.")
 
     def _begin(
-        self, name: str, answer: Answer, ids: list[int], context: Context | None, length: int, sampling: Sampling
+        self, name: str, answer: Answer, ids: list[int], context: Context | None, length: int, sampling: SamplingParams
     ) -> None:
         prefix = None if context is None else self._prefix(context)
         choice = chosen_by(self.model, [] if context is None else context.ids, sampling)
@@ -276,7 +276,7 @@ class PlainEngine(Engine):
         pass
 
     def _begin(
-        self, name: str, answer: Answer, ids: list[int], context: Context | None, length: int, sampling: Sampling
+        self, name: str, answer: Answer, ids: list[int], context: Context | None, length: int, sampling: SamplingParams
     ) -> None:
         self._stops[name] = Stop()
         self._queue.put((name, ids, context, length, sampling))
@@ -348,7 +348,7 @@ class _Drawn(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([chosen], device=scores.device), 0.0)
 
 
-def chosen_by(model: Any, before: list[int], sampling: Sampling) -> Callable[[list[int], Tensor], int] | None:
+def chosen_by(model: Any, before: list[int], sampling: SamplingParams) -> Callable[[list[int], Tensor], int] | None:
     """What chooses the next token of a request from its ids and logits [V], after a text of the ids `before`: a draw or
     the most probable one, once the penalties of repetition in the model's own configuration have been heeded. None
     where it is simply the most probable."""

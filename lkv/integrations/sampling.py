@@ -10,7 +10,7 @@ from lkv.errors import PromptError
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """`temperature` 0 takes the most probable token. `top_p`: only the most probable ones that together reach that
     share; `top_k`: only so many. The same `seed` draws the same tokens from the same probabilities.
 
@@ -32,15 +32,15 @@ class Sampling:
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
             raise PromptError(f"seed is {self.seed!r}; give a whole number from 0 to 2^63 - 1.")
 
-    def drawer(self) -> "Drawer | None":
+    def drawer(self) -> "Sampler | None":
         """What draws the tokens of one answer; None where the most probable is taken."""
-        return Drawer(self) if self.temperature else None
+        return Sampler(self) if self.temperature else None
 
 
-class Drawer:
+class Sampler:
     """Draws the tokens of one answer, one after another."""
 
-    def __init__(self, sampling: Sampling):
+    def __init__(self, sampling: SamplingParams):
         self._sampling = sampling
         self._random = torch.Generator("cpu")
         if sampling.seed is None:

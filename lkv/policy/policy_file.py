@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lkv.errors import PolicyFileError
 from lkv.utils import tensor_file
-from lkv.utils.files import path_of, reason, write_text
+from lkv.utils.files import as_path, error_reason, write_text
 from lkv.utils.tensor_file import Kind
 
 _WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
@@ -25,7 +25,7 @@ _KIND = Kind("lkv-policy", 2, "policy", PolicyFileError, "fetch or save the poli
 
 def save(name: str | os.PathLike[str], tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
     """Write a policy into the folder `name`. Whenever that is interrupted, it holds the old policy or the new one."""
-    folder = path_of(name, PolicyFileError, "the policy's place")
+    folder = as_path(name, PolicyFileError, "the policy's place")
     tensor_file.write(folder / _WEIGHTS, _KIND, tensors, about)
     text = json.dumps({"format": _KIND.version, **about}, indent=1) + "\n"
     write_text(folder / _CONFIG, text, PolicyFileError, "the policy")
@@ -64,7 +64,7 @@ def _read_format_1(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except FileNotFoundError:
         raise PolicyFileError(f"{folder} has no {_WEIGHTS}; fetch or save the policy again.") from None
     except OSError as error:
-        raise PolicyFileError(f"{weights} cannot be read ({reason(error)}); fetch it again.") from error
+        raise PolicyFileError(f"{weights} cannot be read ({error_reason(error)}); fetch it again.") from error
     if hashlib.sha256(data).hexdigest() != digest:
         raise PolicyFileError(
             f"{weights} is not the file its {_CONFIG} was written for (truncated or changed); fetch it again."
@@ -80,7 +80,7 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> tuple[
 
     `revision` is a commit, tag or branch on the hub. Raises PolicyFileError.
     """
-    folder, text = path_of(name, PolicyFileError, "the policy"), str(name)
+    folder, text = as_path(name, PolicyFileError, "the policy"), str(name)
     if isdir(folder):
         if revision is not None:
             raise PolicyFileError(f"{text!r} is a folder and has no revision {revision!r}; leave the revision out.")

@@ -26,8 +26,8 @@ from lkv.errors import (
     UnknownContextError,
 )
 from lkv.integrations.continuous import Answer
-from lkv.serving.guard import Guard
 from lkv.serving.metrics import registry_of
+from lkv.serving.middleware import RequestGuard
 from lkv.serving.schemas import (
     ChatRequest,
     Completion,
@@ -40,7 +40,7 @@ from lkv.serving.schemas import (
 )
 from lkv.serving.service import Job, Service
 from lkv.serving.store import Entry
-from lkv.serving.text import Growing
+from lkv.serving.text import IncrementalDetokenizer
 
 _STATUS: list[tuple[type[LkvError], int, str]] = [
     (UnknownContextError, 404, "not_found_error"),
@@ -71,7 +71,7 @@ def make_app(
         await asyncio.to_thread(service.stop, grace)
 
     app = FastAPI(title="lkv", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Guard, key=key, local=local, limit=service.limits.upload_bytes)
+    app.add_middleware(RequestGuard, key=key, local=local, limit=service.limits.upload_bytes)
     _add_errors(app)
     _add_contexts(app, service, wait)
     _add_chat(app, service)
@@ -224,7 +224,7 @@ class _Run:
     ):  # fmt: skip
         self._request, self._answer, self._changed = request, answer, changed
         self._held = 0 if context is None else context.tokens
-        self._growing = Growing(service.tokenizer, asked.stops())
+        self._growing = IncrementalDetokenizer(service.tokenizer, asked.stops())
         self._seconds = service.limits.seconds
         self._completion = Completion(asked.model or service.name, uuid.uuid4().hex)
         self._usage = asked.stream_options is not None and asked.stream_options.include_usage

@@ -21,9 +21,9 @@ from starlette.types import ASGIApp
 
 from lkv.errors import LkvError
 from lkv.serving.app import make_app
-from lkv.serving.guard import LOOPBACK
+from lkv.serving.middleware import LOOPBACK
 from lkv.serving.schemas import error_object
-from lkv.serving.setup import make_service
+from lkv.serving.service import make_service
 
 _HELD = 256  # contexts of a replica that the gate knows of
 _TRIES = 4
@@ -61,7 +61,7 @@ class Replica:
             self._service.stop(0)
 
 
-class Gate:
+class Router:
     """What listens: hands requests on."""
 
     def __init__(self, replicas: Any, limit: int):
@@ -154,7 +154,7 @@ def application(options: dict[str, Any], key: str | None) -> Any:
     replicas = serve.deployment(
         Replica, num_replicas=options["replicas"], max_ongoing_requests=options["max_requests"], ray_actor_options=gpus
     )
-    gate = serve.deployment(Gate, max_ongoing_requests=1000)
+    gate = serve.deployment(Router, max_ongoing_requests=1000)
     return gate.bind(replicas.bind(options, key), options["max_upload"] * 2**20)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator
 
 from lkv.errors import PromptError
-from lkv.integrations.sampling import Sampling
+from lkv.integrations.sampling import SamplingParams
 from lkv.serving.service import Job
 from lkv.serving.store import Entry
 
@@ -72,9 +72,9 @@ class ChatRequest(BaseModel):
         """The most tokens an answer may have, if it is said."""
         return self.max_completion_tokens or self.max_tokens
 
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingParams:
         """Greedy unless a temperature is given. Raises PromptError."""
-        return Sampling(
+        return SamplingParams(
             0.0 if self.temperature is None else self.temperature, 1.0 if self.top_p is None else self.top_p,
             self.top_k, self.seed,
         )  # fmt: skip

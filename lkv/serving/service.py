@@ -6,16 +6,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lkv.context.context import Context, check_text, compress
 from lkv.errors import BusyError, LkvError, PromptError, UnknownContextError, check_retention
 from lkv.integrations.continuous import Answer, start
-from lkv.integrations.sampling import Sampling
+from lkv.integrations.sampling import SamplingParams
 from lkv.integrations.transformers.attention import attach
 from lkv.integrations.transformers.stock import positions
+from lkv.methods.registry import needs_policy
+from lkv.models.loading import DEFAULT, cache_folder, fitting_policy, load_model, load_policy
 from lkv.policy.policy import Policy
 from lkv.serving.store import ContextStore, Entry, Settings, entry_of, name_of
+from lkv.utils.devices import on_device, torch_dtype
 from lkv.utils.prompts import context_ids, encode, first_ids, messages_text, tokenizer_digest
 
 _WINDOW = 10.0  # seconds over which tokens a second are taken
@@ -191,7 +195,7 @@ class Service:
     # Answers
 
     def ask(
-        self, messages: list[dict[str, str]], context: Context | None, max_tokens: int | None, sampling: Sampling,
+        self, messages: list[dict[str, str]], context: Context | None, max_tokens: int | None, sampling: SamplingParams,
         notify: Callable[[], None] | None = None,
     ) -> Answer:  # fmt: skip
         """The answer to the last of `messages`, about `context` where there is one.
@@ -231,3 +235,25 @@ class Service:
         self._waiting.put(None)
         self.engine.stop(seconds)
         self._worker.join(seconds)
+
+
+def make_service(options: dict[str, Any]) -> Service:
+    """The service that the options of `lkv serve`, by name, describe. Raises what loading a model and a policy does."""
+    name = options["model"] or DEFAULT
+    model, tokenizer = load_model(name, torch_dtype(options["dtype"]), options["revision"])
+    model = on_device(model, options["device"])
+    policy = None
+    if needs_policy(options["method"]):
+        given = options["policy"] or None
+        if given is not None:
+            given = load_policy(given, options["strict"], options["policy_revision"])
+        policy = fitting_policy(attach(model).spec, given)
+    limits = Limits(
+        options["max_upload"] * 2**20, options["max_requests"], options["max_texts"], options["max_tokens"],
+        options["timeout"],
+    )  # fmt: skip
+    return Service(
+        model, tokenizer, options["name"] or Path(name).name, options["store"] or str(cache_folder() / "contexts"),
+        policy, options["method"], options["retention"], int(options["memory"] * 2**20), limits,
+        pages=options["pages"],
+    )  # fmt: skip

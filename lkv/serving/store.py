@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lkv.context.context import Context
 from lkv.errors import ContextFileError, StoreError, UnknownContextError
-from lkv.utils.files import reason, write_text
+from lkv.utils.files import error_reason, write_text
 
 _CONTEXT, _ABOUT = ".kv", ".json"
 
@@ -96,7 +96,7 @@ class ContextStore:
                 write_text(path, json.dumps(entry._asdict()), ContextFileError, "the context")
         except (OSError, ContextFileError) as error:
             raise StoreError(
-                f"the context cannot be kept ({reason(error)}); make room, or give another place for contexts."
+                f"the context cannot be kept ({error_reason(error)}); make room, or give another place for contexts."
             ) from error
         self._keep(entry.id, context)
 
@@ -137,7 +137,7 @@ class ContextStore:
             files = self._files.ls(self._root, detail=False, refresh=True)
         except OSError as error:
             raise StoreError(
-                f"the stored contexts cannot be listed ({reason(error)}); look after {self._root}."
+                f"the stored contexts cannot be listed ({error_reason(error)}); look after {self._root}."
             ) from error
         names = [Path(file).name.removesuffix(_ABOUT) for file in files if file.endswith(_ABOUT)]
         entries = [entry for name in names if (entry := self.entry(name)) is not None]
@@ -156,7 +156,9 @@ class ContextStore:
             except FileNotFoundError:
                 pass
             except OSError as error:
-                raise StoreError(f"the context cannot be deleted ({reason(error)}); look after its folder.") from error
+                raise StoreError(
+                    f"the context cannot be deleted ({error_reason(error)}); look after its folder."
+                ) from error
         return known
 
     def resident(self) -> dict[str, int]:
@@ -178,7 +180,7 @@ class ContextStore:
             raise UnknownContextError(f"there is no context {name!r}; compress its text first.")
         with self._reading(name + _CONTEXT) as path:
             context = Context.load(path, self._model, self._tokenizer)
-        if context.about["policy"] not in (None, self._policy):
+        if context.metadata["policy"] not in (None, self._policy):
             raise ContextFileError(
                 f"the context {name!r} was compressed under another policy than this one; compress its text again."
             )

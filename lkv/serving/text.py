@@ -5,7 +5,7 @@ from typing import Any
 _INCOMPLETE = "\ufffd"
 
 
-class Growing:
+class IncrementalDetokenizer:
     """The text of ids that come bit by bit: only what can no longer change is given out.
 
     The pieces together are the text that `Context.ask` gives: without white space at its ends, cut before the first of

@@ -13,7 +13,7 @@ from lkv.config import ModelSpec, ScorerInputs, TrainingConfig, asdict, from_dic
 from lkv.errors import PolicyMismatchError, TrainingError
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
-from lkv.utils.files import replacing, write_text
+from lkv.utils.files import atomic_write, write_text
 
 CHECKPOINT = "checkpoint.safetensors"
 _CURVE = "curve.jsonl"
@@ -39,7 +39,7 @@ class TrainingState(NamedTuple):
             "model": json.dumps(asdict(self.policy.spec)),
             "card": json.dumps(self.policy.card),
         }
-        with replacing(folder / CHECKPOINT, TrainingError, "the checkpoint") as temporary:
+        with atomic_write(folder / CHECKPOINT, TrainingError, "the checkpoint") as temporary:
             temporary.write_bytes(save(tensors, metadata))
 
     def restore(self, folder: Path) -> int:

@@ -24,7 +24,7 @@ from lkv.training.data.sample import TokenizedSample, tokenize
 from lkv.training.placing import place
 from lkv.training.trainer import Trainer, require_samples
 from lkv.training.warm_start import carry_over, imitate_kvzip
-from lkv.utils.files import check_folder
+from lkv.utils.files import check_writable_folder
 
 Data = Mixture | Built
 _RATED_TOKENS = 512  # of the text whose reading is timed
@@ -140,7 +140,7 @@ def train_policy(
     over(PRESETS[preset or "paper"], given)  # what is out of its range for any model is told first
     if not is_built(data) and _is_seen(out, data):
         raise TrainingError(f"{out} lies inside {data} and would be read as data; give an --out elsewhere.")
-    check_folder(out, TrainingError, "the training")
+    check_writable_folder(out, TrainingError, "the training")
     shape = Shape.of(load_config(model_name or DEFAULT, revision))
     config = settings(preset, given, shape.positions)
     resumed = (out / CHECKPOINT).exists()

@@ -21,7 +21,7 @@ from lkv.training.distillation import SampleDistillation, hard_mask
 from lkv.training.interruption import first_interrupt
 from lkv.training.losses import check_sharing, grouped, losses
 from lkv.training.schedule import schedule
-from lkv.utils.files import check_folder
+from lkv.utils.files import check_writable_folder
 
 
 class Trainer:
@@ -76,7 +76,7 @@ class Trainer:
         """
         attach(self._model)
         self._model.requires_grad_(False)
-        check_folder(self._folder, TrainingError, "the training")
+        check_writable_folder(self._folder, TrainingError, "the training")
         read_curve(self._folder)
         with evaluation_mode(self._model), first_interrupt() as interrupted:
             if (self._folder / CHECKPOINT).exists():

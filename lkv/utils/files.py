@@ -11,7 +11,7 @@ from typing import Any
 from lkv.errors import LkvError
 
 
-def path_of(name: Any, error: type[LkvError], subject: str) -> Path:
+def as_path(name: Any, error: type[LkvError], subject: str) -> Path:
     """`name` as a path; `error`, which names `subject`, for a value that cannot be one."""
     try:
         if b"\0" not in os.fsencode(name) and not isinstance(name, bytes):
@@ -22,7 +22,7 @@ def path_of(name: Any, error: type[LkvError], subject: str) -> Path:
 
 
 @contextmanager
-def replacing(path: Path, error: type[LkvError], subject: str) -> Iterator[Path]:
+def atomic_write(path: Path, error: type[LkvError], subject: str) -> Iterator[Path]:
     """Give a path to write to; when the block ends well, what was written takes the place of `path`.
 
     Missing folders are made. Whatever the system refuses, in the block too, becomes one `error` naming `subject` and
@@ -38,8 +38,8 @@ def replacing(path: Path, error: type[LkvError], subject: str) -> Iterator[Path]
         os.replace(temporary, path)
     except OSError as problem:
         raise error(
-            f"{subject} cannot be written to {path} ({reason(problem)}); nothing was changed there: give another place,"
-            " or make this one writable."
+            f"{subject} cannot be written to {path} ({error_reason(problem)}); nothing was changed there: "
+            "give another place, or make this one writable."
         ) from problem
     finally:
         with suppress(OSError):
@@ -48,11 +48,11 @@ def replacing(path: Path, error: type[LkvError], subject: str) -> Iterator[Path]
 
 def write_text(path: Path, text: str, error: type[LkvError], subject: str) -> None:
     """Write `text` as UTF-8, whole or not at all; `replacing` says what is raised."""
-    with replacing(path, error, subject) as temporary:
+    with atomic_write(path, error, subject) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def check_folder(folder: Path, error: type[LkvError], subject: str) -> None:
+def check_writable_folder(folder: Path, error: type[LkvError], subject: str) -> None:
     """Make `folder` and try it out, before long work whose results are to go there; `error` if it takes none."""
     trial = folder / f".{threading.get_native_id()}.tmp"
     try:
@@ -61,20 +61,20 @@ def check_folder(folder: Path, error: type[LkvError], subject: str) -> None:
         trial.unlink()
     except OSError as problem:
         raise error(
-            f"{subject} cannot be written to {folder} ({reason(problem)}); give a folder that can be written to."
+            f"{subject} cannot be written to {folder} ({error_reason(problem)}); give a folder that can be written to."
         ) from problem
 
 
-def check_place(path: Path, error: type[LkvError], subject: str) -> None:
-    """`check_folder` for the folder of the file `path`, and that there can be a file of that name."""
-    check_folder(path.parent, error, subject)
+def check_writable_file(path: Path, error: type[LkvError], subject: str) -> None:
+    """`check_writable_folder` for the folder of the file `path`, and that there can be a file of that name."""
+    check_writable_folder(path.parent, error, subject)
     try:
         if path.is_dir():
             raise error(f"{path} is a folder; give a file for {subject}.")
     except OSError as problem:
-        raise error(f"{subject} cannot be written to {path} ({reason(problem)}); give another name.") from problem
+        raise error(f"{subject} cannot be written to {path} ({error_reason(problem)}); give another name.") from problem
 
 
-def reason(problem: Exception) -> str:
+def error_reason(problem: Exception) -> str:
     """What the system says, without the name of a temporary file."""
     return getattr(problem, "strerror", None) or str(problem)

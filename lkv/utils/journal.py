@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lkv.errors import DataError, LkvError
-from lkv.utils.files import check_place, reason, write_text
+from lkv.utils.files import check_writable_file, error_reason, write_text
 
 FORMAT = 1  # of what `lkv eval` writes
 FIDELITY = ("kl", "agreement", "hidden_error")
@@ -36,7 +36,7 @@ def read_lines(path: Path, error: type[LkvError], mend: str) -> Lines:
     except UnicodeDecodeError as problem:
         raise error(f"{path} is no text ({problem}); {mend}.") from problem
     except OSError as problem:
-        raise error(f"{path} cannot be read ({reason(problem)}); {mend}.") from problem
+        raise error(f"{path} cannot be read ({error_reason(problem)}); {mend}.") from problem
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     rows: list[tuple[int, Record]] = []
     for number, line in lines:
@@ -75,8 +75,8 @@ def append(path: Path, row: Record) -> None:
             file.write(_line(row))
     except OSError as problem:
         raise DataError(
-            f"{path} takes no more samples ({reason(problem)}); what it holds is good: mend that and run the same "
-            "command to go on."
+            f"{path} takes no more samples ({error_reason(problem)}); what it holds is good: mend that and run the "
+            "same command to go on."
         ) from problem
 
 
@@ -114,7 +114,7 @@ class Done(dict[str, Record]):
 @contextmanager
 def resumable(path: Path, settings: Record) -> Iterator[Done]:
     """Samples already finished; the file goes when the block ends well, and stays to resume from otherwise."""
-    check_place(path, DataError, "the samples")
+    check_writable_file(path, DataError, "the samples")
     yield Done(path, settings)
     path.unlink(missing_ok=True)
 

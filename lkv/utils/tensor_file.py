@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from lkv.errors import LkvError
-from lkv.utils.files import reason, replacing
+from lkv.utils.files import atomic_write, error_reason
 
 _DIGEST = "sha256"
 
@@ -31,7 +31,7 @@ def write(path: Path, kind: Kind, tensors: dict[str, Tensor], about: dict[str, A
     """Write `tensors` and the JSON `about`; a failed save leaves an older file at `path` as it was."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps({"format": kind.version, **about})
-    with replacing(path, kind.error, f"the {kind.noun}") as temporary:
+    with atomic_write(path, kind.error, f"the {kind.noun}") as temporary:
         temporary.write_bytes(save(tensors, {kind.header: text, _DIGEST: _digest(tensors, text)}))
 
 
@@ -50,7 +50,7 @@ def read(path: Path, kind: Kind) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except FileNotFoundError:
         raise kind.error(f"there is no file {path}; {kind.mend}.") from None
     except OSError as error:
-        raise kind.error(f"{path} cannot be read ({reason(error)}); {kind.mend}.") from error
+        raise kind.error(f"{path} cannot be read ({error_reason(error)}); {kind.mend}.") from error
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise kind.error(f"{path} is no saved {kind.noun} ({error}); {kind.mend}.") from error
     if version != kind.version:

@@ -88,7 +88,7 @@ def test_a_quantised_context_is_saved_as_it_is(tmp_path):
     context.save(tmp_path / "context.kv")
     again = Context.load(tmp_path / "context.kv", model, Words())
     assert again.ask("what is one ?", max_new_tokens=8) == answer
-    assert again.about["bits"] == 4 and again.nbytes() == context.nbytes()
+    assert again.metadata["bits"] == 4 and again.nbytes() == context.nbytes()
     layers: list[RaggedLayer] = again.cache.ragged
     for mine, theirs in zip(layers, context.cache.ragged, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.state().values(), theirs.state().values(), strict=True))

@@ -75,15 +75,15 @@ def test_an_answer_that_ends_at_its_limit_says_so(folder, asked):
     model, tokenizer = load_model(str(folder / "model"))
     context = compress(model, tokenizer, TEXT, "knorm", 0.15)
     context.ask("When?", 4, eos_token_id=None)
-    assert context.cut_off and context.answered_tokens == 4
+    assert context.is_truncated and context.answer_tokens == 4
     for most in (4, 1):  # the first token ends it, be it also the last that it may have
         context.ask("When?", most, eos_token_id=list(range(model.config.vocab_size)))
-        assert not context.cut_off and context.answered_tokens == 1
+        assert not context.is_truncated and context.answer_tokens == 1
     settings = GenerationConfig(eos_token_id=list(range(model.config.vocab_size)))
     context.ask("When?", 1, generation_config=settings)
-    assert not context.cut_off and context.answered_tokens == 1
+    assert not context.is_truncated and context.answer_tokens == 1
     context.batch_ask(["When?", "Where?"], 3, eos_token_id=None)
-    assert context.cut_off
+    assert context.is_truncated
     _, _, said = asked(folder / "text.md", "When?", "Where?")
     assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
 

@@ -91,7 +91,7 @@ def test_a_closed_stream_stops_generating(model, policy):
     stream = context.stream(QUESTIONS[1], 400)
     next(stream)
     stream.close()
-    assert threading.active_count() == threads and context.answered_tokens < 400
+    assert threading.active_count() == threads and context.answer_tokens < 400
     assert context.cache.get_seq_length() == context.tokens
 
 
@@ -126,13 +126,13 @@ def test_turns_can_be_taken_back(saved):
     chat = Chat(compress(model, tokenizer, TEXT[:200], method="knorm", retention=0.4))
     first, second = chat.ask("one?", 6), chat.ask("two?", 6)
     assert chat.ask("three?", 6) and len(chat.turns) == 3
-    chat.back(2)
+    chat.undo(2)
     assert [turn.answer for turn in chat.turns] == [first]
     assert "".join(chat.stream("two?", 6)).strip() == second
-    chat.back(2)
+    chat.undo(2)
     assert chat.ask("one?", 6) == first and chat.ask("two?", 6) == second
     with pytest.raises(CacheError, match=r"there are 2; give 0 to that"):
-        chat.back(3)
+        chat.undo(3)
 
 
 def test_a_turn_that_fails_leaves_the_chat_as_it_was(saved):
@@ -140,7 +140,7 @@ def test_a_turn_that_fails_leaves_the_chat_as_it_was(saved):
     chat = Chat(compress(model, tokenizer, TEXT[:200], method="knorm", retention=0.4))
     first = chat.ask("one?", 6)
     second = chat.ask("two?", 6)
-    chat.back()
+    chat.undo()
 
     class BrokenError(Exception):
         pass

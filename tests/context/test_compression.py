@@ -70,14 +70,14 @@ def test_ends_of_answers_are_the_models_where_a_configuration_names_none(model, 
     model.generation_config.eos_token_id = end
     length = whole.index(end) + 1
     for options in ({"max_new_tokens": 12}, {"generation_config": GenerationConfig(max_new_tokens=12)}):
-        assert context.complete([5, 9, 7], **options) == whole[:length] and not context.cut_off
+        assert context.complete([5, 9, 7], **options) == whole[:length] and not context.is_truncated
         context.batch_ask(["what is one ?", "what ?"], **options)
-        together = context.answered_tokens
+        together = context.answer_tokens
         assert together == sum(
             len(context.complete(Words()(q)["input_ids"], **options)) for q in ("what is one ?", "what ?")
         )
     context.complete([5, 9, 7], 12, eos_token_id=torch.tensor([end, 66]))
-    assert context.answered_tokens <= length and not context.cut_off
+    assert context.answer_tokens <= length and not context.is_truncated
 
 
 def test_a_models_own_setting_of_what_is_returned_is_not_asked_for(model, policy):
@@ -93,7 +93,7 @@ def test_what_one_answer_takes_alone_is_asked_one_by_one_or_refused(model, polic
     context = compress(model, Words(), TEXT, policy=policy)
     questions = ["what is one ?", "what ?"]
     answers = context.batch_ask(questions, 8, eos_token_id=66)
-    counted = context.answered_tokens, context.cut_off
+    counted = context.answer_tokens, context.is_truncated
     assert 8 < counted[0] <= 16
     with pytest.raises(CacheError, match="a streamer shows one answer alone"):
         context.batch_ask(questions, 8, streamer=object())
@@ -102,7 +102,7 @@ def test_what_one_answer_takes_alone_is_asked_one_by_one_or_refused(model, polic
             context.batch_ask(questions, 8, eos_token_id=66, prompt_lookup_num_tokens=3)
         return
     assert context.batch_ask(questions, 8, eos_token_id=66, prompt_lookup_num_tokens=3) == answers
-    assert (context.answered_tokens, context.cut_off) == counted
+    assert (context.answer_tokens, context.is_truncated) == counted
 
 
 def test_a_model_that_reads_prompts_in_parts_compresses_and_loads(model, policy, tmp_path):
@@ -161,7 +161,7 @@ def test_what_is_no_model_tokenizer_or_list_of_questions_is_told(model, policy, 
 def test_a_retention_of_another_kind_of_number_is_saved(model, policy, tmp_path):
     context = compress(model, Words(), TEXT, retention=np.float32(0.25), policy=policy)
     context.save(tmp_path / "text.kv")
-    assert Context.load(tmp_path / "text.kv", model, Words()).about["retention"] == 0.25
+    assert Context.load(tmp_path / "text.kv", model, Words()).metadata["retention"] == 0.25
 
 
 @pytest.mark.parametrize("method", ["lkv", "full"])
@@ -248,7 +248,7 @@ def test_long_answers_leave_the_context_as_it_was(model, policy):
     context = compress(model, Words(), TEXT, retention=0.3, policy=policy, decode_eviction=True, slack=2)
     kept, size = context.cache.kept(), context.nbytes()
     answer = context.ask("go on", max_new_tokens=30, eos_token_id=None)
-    assert context.answered_tokens == 30
+    assert context.answer_tokens == 30
     assert (context.cache.kept(), context.nbytes(), context.cache.get_seq_length()) == (kept, size, 60)
     assert context.ask("go on", max_new_tokens=30, eos_token_id=None) == answer
 
@@ -262,7 +262,7 @@ def test_a_saved_context_answers_as_before(dtype, tmp_path):
     context.save(tmp_path / "deep" / "context.kv")
     again = Context.load(tmp_path / "deep" / "context.kv", model, Words(), policy)
     assert again.ask("what is one ?", max_new_tokens=8) == answer
-    assert again.about == context.about and again.cache.kept() == context.cache.kept()
+    assert again.metadata == context.metadata and again.cache.kept() == context.cache.kept()
     assert again.cache.realised_retention() == context.cache.realised_retention()
     for mine, theirs in zip(again.cache.ragged, context.cache.ragged, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.spans.packed(), theirs.spans.packed(), strict=True))
@@ -321,7 +321,7 @@ def test_a_failed_save_leaves_the_old_file(model, policy, tmp_path, monkeypatch)
 
 def test_a_context_tells_how_it_was_compressed(model, policy):
     def about(method, **options):
-        found = compress(model, Words(), TEXT, method, policy=policy, **options).about
+        found = compress(model, Words(), TEXT, method, policy=policy, **options).metadata
         return {name: found[name] for name in ("retention", "budget_tokens", "policy")}
 
     digest = policy.digest()

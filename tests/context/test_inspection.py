@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lkv.cache.ragged import RaggedCache
 from lkv.cli.main import main
 from lkv.context.context import compress
-from lkv.context.inspection import look, pieces_of
+from lkv.context.inspection import inspect_text, pieces_of
 from lkv.errors import LkvError
 from lkv.integrations.transformers.attention import attach
 from lkv.models.loading import load_model
@@ -46,7 +46,7 @@ def data_of(page: str) -> dict:
 def test_a_head_keeps_on_the_page_what_it_keeps_in_the_cache(folder, method):
     model, tokenizer = load_model(str(folder / "model"))
     policy = Policy.from_pretrained(folder / "policy") if method == "lkv" else None
-    found = look(model, tokenizer, TEXT, method, policy, retentions=(0.3, 1.0))
+    found = inspect_text(model, tokenizer, TEXT, method, policy, retentions=(0.3, 1.0))
     cache = RaggedCache(model, policy, retention=0.3, method=method)
     ids = torch.tensor([context_ids(tokenizer, TEXT)])
     model(ids, past_key_values=cache, use_cache=True)
@@ -124,9 +124,9 @@ def test_what_a_page_cannot_show_is_told_before_a_model_is_loaded(tmp_path, caps
 def test_what_cannot_be_looked_at_is_one_sentence(folder, capsys, monkeypatch, tmp_path):
     model, tokenizer = load_model(str(folder / "model"))
     with pytest.raises(LkvError, match="'kvzip' sees all layers before it keeps anything"):
-        look(model, tokenizer, TEXT, "kvzip")
+        inspect_text(model, tokenizer, TEXT, "kvzip")
     with pytest.raises(LkvError, match="shorten it"):
-        look(model, tokenizer, TEXT * 9, "knorm")
+        inspect_text(model, tokenizer, TEXT * 9, "knorm")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "log.html").write_text("<html><p>words</p></html>")
     assert main(["inspect", "log.html", "--model", str(folder / "model")]) == 2

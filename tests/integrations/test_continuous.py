@@ -15,7 +15,7 @@ from lkv.context.context import compress
 from lkv.errors import BusyError, IntegrationError, LkvError, PromptError
 from lkv.integrations import continuous
 from lkv.integrations.continuous import ContinuousEngine, PlainEngine, refusal, start
-from lkv.integrations.sampling import Sampling
+from lkv.integrations.sampling import SamplingParams
 from lkv.utils.prompts import question_ids
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
@@ -112,7 +112,7 @@ def test_the_models_own_penalties_of_repetition_are_heeded(engine, model, contex
     ids = torch.tensor([asked("why was it ?")])
     stock = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
     assert alone.result(60) == stock[0, ids.shape[1] :].tolist()
-    cold = Sampling(temperature=1e-4, seed=1)  # draws come after the penalties, too
+    cold = SamplingParams(temperature=1e-4, seed=1)  # draws come after the penalties, too
     assert engine.submit(asked(questions[0]), contexts[0], 16, cold).result(60) == wanted[0]
 
 
@@ -146,12 +146,12 @@ def test_equal_questions_about_different_texts_share_nothing(model, contexts):
 
 
 def test_sampling_is_by_seed_and_of_its_request_alone(engine, contexts):
-    hot = Sampling(temperature=1.5, seed=4)
+    hot = SamplingParams(temperature=1.5, seed=4)
     drawn = [engine.submit(asked("why ?"), contexts[0], 12, hot) for _ in range(3)]
     greedy = engine.submit(asked("why ?"), contexts[0], 12)
-    other = engine.submit(asked("why ?"), contexts[0], 12, Sampling(temperature=1.5, seed=5))
-    sure = engine.submit(asked("why ?"), contexts[0], 12, Sampling(temperature=2.0, top_k=1))
-    narrow = engine.submit(asked("why ?"), contexts[0], 12, Sampling(temperature=2.0, top_p=1e-6))
+    other = engine.submit(asked("why ?"), contexts[0], 12, SamplingParams(temperature=1.5, seed=5))
+    sure = engine.submit(asked("why ?"), contexts[0], 12, SamplingParams(temperature=2.0, top_k=1))
+    narrow = engine.submit(asked("why ?"), contexts[0], 12, SamplingParams(temperature=2.0, top_p=1e-6))
     results = [answer.result(60) for answer in drawn]
     right = expected(contexts[0], "why ?", 12)
     assert results[0] == results[1] == results[2] != other.result(60)
@@ -161,7 +161,7 @@ def test_sampling_is_by_seed_and_of_its_request_alone(engine, contexts):
 def test_draws_follow_the_probabilities():
     torch.manual_seed(0)
     logits = torch.randn(6)
-    draw = Sampling(temperature=0.7, top_k=4, top_p=0.95, seed=1).drawer()
+    draw = SamplingParams(temperature=0.7, top_k=4, top_p=0.95, seed=1).drawer()
     counts = torch.bincount(torch.tensor([draw(logits) for _ in range(4000)]), minlength=6) / 4000
     shares = (logits / 0.7).softmax(-1)
     shares[logits.argsort()[:2]] = 0
@@ -180,7 +180,7 @@ def test_draws_follow_the_probabilities():
 )  # fmt: skip
 def test_bad_sampling_is_named(wrong):
     with pytest.raises(PromptError, match=f"{next(iter(wrong))} is"):
-        Sampling(**wrong)
+        SamplingParams(**wrong)
 
 
 def test_answers_come_as_they_are_made_and_can_be_cancelled(engine, contexts):

@@ -73,7 +73,7 @@ def test_original_weights_find_the_policy_that_was_trained_on_their_four_bits(lo
         if isinstance(module, torch.nn.Linear):
             module.weight.data = original(module.weight.data)
     context = compress(model, loaded[1], text, retention=0.15)
-    assert context.about["policy"] == default_policy().digest()
+    assert context.metadata["policy"] == default_policy().digest()
     assert "Fergus" in context.ask(question, 24)
 
 

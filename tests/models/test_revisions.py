@@ -100,7 +100,7 @@ def test_every_command_with_a_model_takes_its_revision(hub, tmp_path, capsys):
 
 
 def test_a_server_takes_the_policy_of_that_revision(hub, tmp_path):
-    setup = pytest.importorskip("lkv.serving.setup", reason="the extra serve is not installed")
+    setup = pytest.importorskip("lkv.serving.service", reason="the extra serve is not installed")
     words = ["serve", "--model", "own/model", "--revision", "v1", "--policy", "own/policy", "--policy-revision", "v2"]
     service = setup.make_service(vars(_parsed([*words, "--dtype", "bfloat16", "--store", str(tmp_path)])))
     service.stop()

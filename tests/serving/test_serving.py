@@ -15,7 +15,7 @@ from lkv.cli.serve import check_port, checked_key
 from lkv.context.context import compress
 from lkv.errors import ServerError
 from lkv.serving.service import Limits, Service
-from lkv.serving.text import Growing
+from lkv.serving.text import IncrementalDetokenizer
 from lkv.utils.prompts import messages_text
 from tests.conftest import save_model
 
@@ -459,7 +459,7 @@ class Bytes:
     ],
 )  # fmt: skip
 def test_text_grows_as_it_will_stay(text, stops, right, step):
-    growing, ids, given = Growing(Bytes(), stops), list(text.encode()), ""
+    growing, ids, given = IncrementalDetokenizer(Bytes(), stops), list(text.encode()), ""
     for end in range(step, len(ids) + step, step):
         given += growing.more(ids[:end], end >= len(ids))
         assert right.startswith(given)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lkv.errors import ReportError
-from lkv.utils.files import replacing
+from lkv.utils.files import atomic_write
 
 _KINDS = (".png", ".pdf", ".svg")
 
@@ -23,7 +23,7 @@ def save_figure(figure: Any, path: Path) -> None:
     """Write `figure` as PNG, PDF or SVG, by the name's ending, to a temporary name first. Raises ReportError."""
     if path.suffix not in _KINDS:
         raise ReportError(f"{path} is no picture's name; end it with one of {', '.join(_KINDS)}.")
-    with replacing(path, ReportError, "the picture") as temporary:
+    with atomic_write(path, ReportError, "the picture") as temporary:
         figure.savefig(temporary, dpi=150, format=path.suffix[1:])
 
 

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from lkv.errors import BudgetError
-from lkv.utils.files import path_of
+from lkv.utils.files import as_path
 
 
 def read_pattern(path: str | os.PathLike[str], layers: int, heads: int) -> list[list[float]]:
@@ -58,6 +58,6 @@ def _number(cell: str) -> float:
 
 def _text(path: str | os.PathLike[str]) -> str:
     try:
-        return path_of(path, BudgetError, "the table's place").read_text(encoding="utf-8")
+        return as_path(path, BudgetError, "the table's place").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BudgetError(f"{path} cannot be read ({error}); give a text file that is there.") from None

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from lkv.errors import DataError
 from lkv.training.data.records import document
 from lkv.training.data.sample import Sample, tokenize
-from lkv.utils.files import check_folder, write_text
+from lkv.utils.files import check_writable_folder, write_text
 
 FORMAT = 1
 MANIFEST, PROGRESS = "build.json", "progress.json"
@@ -56,7 +56,7 @@ class Builder:
         """`plan` is everything that the samples depend on; a folder of another plan is refused with DataError.
         `bounds` are the least and the greatest number of tokens of a sample, its answer included."""
         self._out, self._plan, self._tokenizer, self._bounds = out, plan, tokenizer, bounds
-        check_folder(out, DataError, "the training data")
+        check_writable_folder(out, DataError, "the training data")
         self._streams = self._resumed()
 
     def build(self, sides: dict[str, tuple[Recipe, int]]) -> dict[str, Any]:

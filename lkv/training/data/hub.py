@@ -12,7 +12,7 @@ from lkv.errors import DataError
 from lkv.training.data.records import Row, document
 from lkv.training.data.sets import SETS, Hub
 from lkv.utils.extras import require
-from lkv.utils.files import check_folder, replacing, write_text
+from lkv.utils.files import atomic_write, check_writable_folder, write_text
 
 # What is kept of a row, where it has more than is read.
 _COLUMNS = {"the_stack": ("content", "max_stars_repo_path", "max_stars_repo_licenses", "lang")}
@@ -31,7 +31,7 @@ def fetch(
     """
     hub = SETS[name].hub
     assert hub is not None
-    check_folder(folder, DataError, "what is fetched")
+    check_writable_folder(folder, DataError, "what is fetched")
     done, about = folder / f"{name}.jsonl", folder / f"{name}.about.json"
     if about.is_file() and done.is_file():
         known = document(about)
@@ -46,7 +46,7 @@ def fetch(
     # Whatever stopped it (no network, no right to it, a set that has moved), the way out is the same.
     except Exception as error:
         raise _unreachable(name, error) from error
-    with replacing(done, DataError, "what is fetched") as temporary, temporary.open("wb") as whole:
+    with atomic_write(done, DataError, "what is fetched") as temporary, temporary.open("wb") as whole:
         for part in parts:
             with part.open("rb") as fetched:
                 copyfileobj(fetched, whole)

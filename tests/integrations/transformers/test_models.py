@@ -7,7 +7,8 @@ from transformers import DynamicCache
 
 from lkv.cache.ragged import RaggedCache
 from lkv.config import TrainingConfig
-from lkv.context.context import Context, compress, context_file
+from lkv.context.context import Context, compress
+from lkv.context.saved_context import read_context_file, write_context_file
 from lkv.errors import CacheError, ContextFileError, UnsupportedModelError
 from lkv.evaluation.compare import Comparison
 from lkv.evaluation.roster import Roster
@@ -152,14 +153,14 @@ def test_damaged_sliding_layers_are_one_sentence(tmp_path, damage):
     model = build("Gemma3")
     context = compress(model, Words(), TEXT, retention=0.3, policy=Policy(attach(model).spec).requires_grad_(False))
     context.save(tmp_path / "text.kv")
-    tensors, about = context_file.read(tmp_path / "text.kv")
+    tensors, about = read_context_file(tmp_path / "text.kv")
     if damage == "missing":
         del tensors["sliding_v.1"]
     elif damage == "shape":
         tensors["sliding_k.0"] = tensors["sliding_k.0"][:, :, 1:].clone()
     else:
         tensors["sliding_k.2"] = tensors.pop("sliding_k.1")
-    context_file.write(tmp_path / "text.kv", tensors, about)
+    write_context_file(tmp_path / "text.kv", tensors, about)
     with pytest.raises(ContextFileError, match="does not hold a whole context"):
         Context.load(tmp_path / "text.kv", model, Words())
 

@@ -106,7 +106,7 @@ def test_methods_without_a_policy_work_on_quantised_models(kind):
 def test_a_policy_of_the_plain_weights_serves_the_quantised_ones(kind):
     policy = Policy(attach(tiny_llama(**SIZES)).spec).requires_grad_(False)
     context = compress(KINDS[kind](), Words(), TEXT, retention=0.4, policy=policy)
-    assert context.about["policy"] == policy.digest() and context.ask("what ?", 4)
+    assert context.metadata["policy"] == policy.digest() and context.ask("what ?", 4)
 
 
 def test_a_policy_for_weights_that_cannot_be_read_is_refused_unless_asked_for(tmp_path):
@@ -118,7 +118,7 @@ def test_a_policy_for_weights_that_cannot_be_read_is_refused_unless_asked_for(tm
         context = compress(
             KINDS["GPTQ and AWQ"](), Words(), TEXT, policy=Policy.from_pretrained(tmp_path, strict=False)
         )
-    assert context.about["policy"] == policy.digest() and context.ask("what ?", 4)
+    assert context.metadata["policy"] == policy.digest() and context.ask("what ?", 4)
 
 
 def test_a_method_that_reads_weights_says_that_these_cannot_be_read():

@@ -9,7 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from lkv.context.context import Context, compress, context_file
+from lkv.context.context import Context, compress
+from lkv.context.saved_context import read_context_file, write_context_file
 from lkv.errors import ContextFileError
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
@@ -42,13 +43,13 @@ def test_no_changed_byte_is_taken_for_good(saved):
     path, _ = saved
     whole = path.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
-    tensors, about = context_file.read(path)
+    tensors, about = read_context_file(path)
     for place in [*range(0, header, 7), *range(header, len(whole), 97)]:
         damaged = bytearray(whole)
         damaged[place] ^= 1 + place % 255
         path.write_bytes(damaged)
         try:
-            again, told = context_file.read(path)
+            again, told = read_context_file(path)
         except ContextFileError:
             continue
         assert told == about and again.keys() == tensors.keys()
@@ -57,9 +58,9 @@ def test_no_changed_byte_is_taken_for_good(saved):
 
 def forge(path, change, **about):
     """The file with other tensors or other metadata, and a checksum that fits."""
-    tensors, told = context_file.read(path)
+    tensors, told = read_context_file(path)
     change(tensors)
-    context_file.write(path, tensors, {**{k: v for k, v in told.items() if k != "format"}, **about})
+    write_context_file(path, tensors, {**{k: v for k, v in told.items() if k != "format"}, **about})
 
 
 def set_to(name, value):
@@ -148,16 +149,16 @@ def test_forged_metadata_is_refused_in_one_sentence(saved, about):
 @pytest.mark.parametrize("field", ["retention", "policy", "text_sha256", "method", "model", "bits"])
 def test_a_missing_field_is_refused_in_one_sentence(saved, field):
     path, model = saved
-    tensors, about = context_file.read(path)
-    context_file.write(path, tensors, {name: value for name, value in about.items() if name not in ("format", field)})
+    tensors, about = read_context_file(path)
+    write_context_file(path, tensors, {name: value for name, value in about.items() if name not in ("format", field)})
     with pytest.raises(ContextFileError, match=f"does not hold a whole context .*{field}"):
         Context.load(path, model, Words())
 
 
 def test_a_policy_is_compared_where_the_file_names_none(saved, policy):
     path, model = saved
-    tensors, about = context_file.read(path)
-    context_file.write(
+    tensors, about = read_context_file(path)
+    write_context_file(
         path, tensors, {name: value for name, value in about.items() if name not in ("format", "policy")}
     )
     with pytest.raises(ContextFileError, match="does not hold a whole context"):

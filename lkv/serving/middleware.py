@@ -15,7 +15,7 @@ _OPEN = ("/", "/healthz")  # without a key: the page holds none, and asks for it
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware: refuses what has no key, comes from a foreign page, or is too large."""
 
     def __init__(self, app: ASGIApp, key: str | None, local: bool, limit: int):
