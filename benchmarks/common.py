@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lkv.errors import LkvError, PolicyMismatchError
-from lkv.evaluation.roster import Roster
+from lkv.evaluation.comparison import MethodGrid
 from lkv.integrations.transformers.prefill import PromptLayer
 from lkv.methods.budgets import Uniform
 from lkv.methods.build import Method, make_method
@@ -72,22 +72,22 @@ def methods_of(names: Sequence[str], policy: Policy, retention: float, model: An
     ]
 
 
-def rosters_of(
+def method_grids(
     model: Any, tokenizer: Any, names: Sequence[str], retentions: Sequence[float], policy: Policy
-) -> dict[str, Roster]:
+) -> dict[str, MethodGrid]:
     """The methods `names` under `policy` and, where a policy of it is shipped for the model, LKV with the paper's own
     scorer (k as cached, no other term), by what is put behind their names."""
-    rosters = {"": Roster(model, tokenizer, names, retentions, policy)}
+    grids = {"": MethodGrid(model, tokenizer, names, retentions, policy)}
     with suppress(PolicyMismatchError):
-        rosters["-paper"] = Roster(model, tokenizer, ["lkv"], retentions, default_policy(model, paper=True))
-    return rosters
+        grids["-paper"] = MethodGrid(model, tokenizer, ["lkv"], retentions, default_policy(model, paper=True))
+    return grids
 
 
-def rows_of(rosters: dict[str, Roster], ids: list[int], prompt: list[PromptLayer]) -> list[tuple[str, float, Method]]:
+def rows_of(grids: dict[str, MethodGrid], ids: list[int], prompt: list[PromptLayer]) -> list[tuple[str, float, Method]]:
     """(name, retention, method) of all that can serve the prompt; the full cache comes first, once."""
     rows = []
-    for end, roster in rosters.items():
-        ready, _ = roster.for_prompt(ids, prompt)
+    for end, grid in grids.items():
+        ready, _ = grid.bind(ids, prompt)
         rows += [(row.name + end, row.retention, row.method) for row in ready if row.name != FULL or not end]
     return rows
 

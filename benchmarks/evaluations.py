@@ -15,7 +15,7 @@ from lkv.evaluation.report.names import CATEGORIES, FULL
 from lkv.evaluation.report.reading import MeasuredSample, Results, read_results
 from lkv.evaluation.report.scores import Pair, Scores, Unit, pairs_of
 from lkv.models.loading import DEFAULT
-from lkv.utils.journal import FIDELITY
+from lkv.utils.journal import FIDELITY_METRICS
 from lkv.utils.results import write_results
 
 LEAST_SCORE = 50.0  # the full cache's score from which on a task says something about eviction
@@ -76,7 +76,7 @@ def _row(scores: Scores, pair: Pair, task: str, length: int | None, units: Seque
         row |= {"against": scores.against, "difference": difference.value}
         row |= {"difference_low": difference.low, "difference_high": difference.high}
     if pair[0] != FULL:
-        for measure in FIDELITY:
+        for measure in FIDELITY_METRICS:
             fidelity = scores.value(pair, units, measure)
             row[measure] = fidelity.value if fidelity else None
     return row

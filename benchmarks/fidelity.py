@@ -12,12 +12,12 @@ from tqdm import tqdm
 
 from benchmarks.common import RESULTS, command_of, methods_of, settings_of
 from benchmarks.heldout import TASKS, HeldOut
-from lkv.evaluation.compare import Comparison
+from lkv.evaluation.comparison import MethodComparison
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.build import make_method
 from lkv.models.loading import default_policy, load_default
 from lkv.policy.policy import Policy
-from lkv.utils.journal import resumable
+from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 
@@ -39,7 +39,7 @@ def main() -> None:
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
     of = {"policy": policy.digest()}
     heldout = HeldOut(options.data, tokenizer, options.seed)
-    with resumable(options.out.with_suffix(".jsonl"), settings_of(options) | of) as done:
+    with open_journal(options.out.with_suffix(".jsonl"), settings_of(options) | of) as done:
         count = {task: options.contexts * (2 if task == "code" else 1) for task in TASKS}
         cases = sorted((number, task) for task in TASKS for number in range(count[task]))
         for number, task in tqdm(cases, desc="fidelity"):
@@ -50,9 +50,10 @@ def main() -> None:
             methods = methods_of(NAMES, policy, options.retention)
             kvzip = make_method("kvzip", options.retention, model=model, tokenizer=tokenizer)
             methods.append(kvzip.for_prompt(ids, prompt))
-            run = Comparison(model, ids, prompt, methods)
-            measured = [[[f.kl, f.agreement] for f in run.fidelity(ids_, skip)] for ids_, skip in asked]
-            done.add(f"{task}-{number}", {"tokens": len(ids), "measured": measured, "realised": run.realised()})
+            run = MethodComparison(model, ids, prompt, methods)
+            kept = run.realised_retentions()
+            measured = [[[f.kl, f.agreement] for f in run.measure_fidelity(ids_, skip)] for ids_, skip in asked]
+            done.add(f"{task}-{number}", {"tokens": len(ids), "measured": measured, "realised": kept})
         write_results(
             options.out,
             "fidelity",

@@ -12,10 +12,10 @@ from tqdm import tqdm
 from benchmarks.common import RESULTS, command_of, methods_of, settings_of
 from benchmarks.fidelity import summarise
 from benchmarks.heldout import TASKS, HeldOut
-from lkv.evaluation.compare import Comparison
+from lkv.evaluation.comparison import MethodComparison
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.models.loading import default_policy, load_default
-from lkv.utils.journal import resumable
+from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
 
 RULES, SELECTORS = ("uniform", "ada", "lkv-h"), ("snapkv", "expected", "lkv-t")
@@ -36,15 +36,16 @@ def main() -> None:
     of = {"policy": policy.digest()}
     heldout = HeldOut(options.data, tokenizer, options.seed)
     methods = methods_of(NAMES, policy, options.retention, model)
-    with resumable(options.out.with_suffix(".jsonl"), settings_of(options) | of) as done:
+    with open_journal(options.out.with_suffix(".jsonl"), settings_of(options) | of) as done:
         count = dict.fromkeys(TASKS, options.contexts)
         for number, task in tqdm([(n, task) for n in range(options.contexts) for task in TASKS], desc="grid"):
             if f"{task}-{number}" in done:
                 continue
             ids, asked = heldout.case(task, number)
-            run = Comparison(model, ids, read_prompt(model, torch.tensor([ids]), queries=True), methods)
-            measured = [[[f.kl, f.agreement] for f in run.fidelity(ids_, skip)] for ids_, skip in asked]
-            done.add(f"{task}-{number}", {"tokens": len(ids), "measured": measured, "realised": run.realised()})
+            run = MethodComparison(model, ids, read_prompt(model, torch.tensor([ids]), queries=True), methods)
+            kept = run.realised_retentions()
+            measured = [[[f.kl, f.agreement] for f in run.measure_fidelity(ids_, skip)] for ids_, skip in asked]
+            done.add(f"{task}-{number}", {"tokens": len(ids), "measured": measured, "realised": kept})
         rows = summarise(dict(done), count, options.retention, NAMES)
         write_results(options.out, "grid", rows, options.seed, command_of("benchmarks.grid", options), of)
 

@@ -18,7 +18,7 @@ from lkv.training.data.packing import (
     window_start,
 )
 from lkv.training.data.sample import Continuation, Sample, tokenize
-from lkv.utils.prompts import encode, question_ids
+from lkv.utils.prompts import encode, encode_question
 
 CONTINUATIONS = 4
 LONGEST = 160
@@ -143,7 +143,7 @@ class HeldOut:
             item = make_needles(self._tokenizer, self._prose, tokens, 4, self._seed * 100_000 + number)
             asked = []
             for question, answer in item.facts:
-                prefix = question_ids(self._tokenizer, question)
+                prefix = encode_question(self._tokenizer, question)
                 target = encode(self._tokenizer, f"The special magic number is {answer}.")
                 asked.append((prefix + target, len(prefix)))
             return Case(item.ids, asked)

@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import add_subject, command_of, per_length, rosters_of, rows_of, settings_of, subject_of
+from benchmarks.common import add_subject, command_of, method_grids, per_length, rows_of, settings_of, subject_of
 from benchmarks.heldout import HeldOut
 from lkv.config import asdict
-from lkv.evaluation.compare import Comparison
+from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.evaluation.report.figures import new_figure, save_figure
 from lkv.evaluation.report.names import label
 from lkv.evaluation.report.style import finish, styles
-from lkv.evaluation.roster import Roster
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.registry import FULL
-from lkv.utils.journal import Done, resumable
+from lkv.utils.journal import Journal, open_journal
 from lkv.utils.results import write_results
 from lkv.utils.statistics import Mean, bootstrap
 
@@ -51,45 +50,45 @@ def main() -> None:
     subject = subject_of(options)
     model = subject.model
     out = options.out or subject.results(options.name)
-    rosters = rosters_of(model, subject.tokenizer, options.methods, options.retention, subject.policy)
+    grids = method_grids(model, subject.tokenizer, options.methods, options.retention, subject.policy)
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
     of = {"policy": subject.policy.digest()}
     settings = settings_of(options, growing=("contexts", "tokens", "tasks")) | of
-    with resumable(out.with_suffix(".jsonl"), settings) as done:
+    with open_journal(out.with_suffix(".jsonl"), settings) as done:
         most = range(max(contexts.values()))
         cases = [(n, t, task) for n in most for t in sorted(contexts) for task in options.tasks if n < contexts[t]]
         for number, tokens, task in tqdm(cases, desc="length"):
             key = f"{task}-{tokens}-{number}"
             if key not in done:
                 ids, asked = heldout.case(task, number, tokens)
-                done.add(key, measure(model, rosters, ids, asked))
+                done.add(key, measure(model, grids, ids, asked))
         rows = [{"model": subject.name, **row} for row in summarise(done, cases)]
         write_results(out, options.name, rows, options.seed, command_of("benchmarks.length", options), of)
     draw(rows, out.parent / "small" / f"{out.stem}.png")
 
 
 @torch.no_grad()
-def measure(model: Any, rosters: dict[str, Roster], ids: list[int], asked: Sequence[tuple[list[int], int]]) -> dict:
+def measure(model: Any, grids: dict[str, MethodGrid], ids: list[int], asked: Sequence[tuple[list[int], int]]) -> dict:
     """KL and agreement of each method and retention over each continuation, and what each kept."""
     prompt = read_prompt(model, torch.tensor([ids]), queries=True)
-    rows = rows_of(rosters, ids, prompt)
-    full = Comparison(model, ids, prompt, [rows[0][2]])
+    rows = rows_of(grids, ids, prompt)
+    full = MethodComparison(model, ids, prompt, [rows[0][2]])
     references = [(answer[: skip + REFERENCE], skip) for answer, skip in asked]
     for answer, skip in asked[:1]:
         if skip:
-            answered = full.answers(answer[:skip], ANSWER)[0]
+            answered = full.generate(answer[:skip], ANSWER)[0]
             references.append((answer[:skip] + answered, skip))
-    run = Comparison(model, ids, prompt, [method for _, _, method in rows])
-    fidelity = [[asdict(f) for f in run.fidelity(reference, skip)] for reference, skip in references]
+    run = MethodComparison(model, ids, prompt, [method for _, _, method in rows])
+    fidelity = [[asdict(f) for f in run.measure_fidelity(reference, skip)] for reference, skip in references]
     return {
         "tokens": len(ids),
         "rows": [[name, retention] for name, retention, _ in rows],
-        "kept": run.realised(),
+        "kept": run.realised_retentions(),
         "measured": [[[f["kl"], f["agreement"]] for f in row] for row in fidelity],
     }
 
 
-def summarise(done: Done, cases: Sequence[tuple[int, int, str]]) -> list[dict]:
+def summarise(done: Journal, cases: Sequence[tuple[int, int, str]]) -> list[dict]:
     """Rows by method, retention, length and task ("all" for all of them)."""
     rows = []
     wanted: dict[tuple[str, float, int, str], list[tuple[dict, int]]] = {}

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import add_subject, command_of, per_length, rosters_of, rows_of, settings_of, subject_of
-from lkv.evaluation.compare import Comparison
+from benchmarks.common import add_subject, command_of, method_grids, per_length, rows_of, settings_of, subject_of
+from lkv.evaluation.comparison import MethodComparison
 from lkv.evaluation.needles import make_needles
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.utils.journal import Done, resumable
-from lkv.utils.prompts import question_ids
+from lkv.utils.journal import Journal, open_journal
+from lkv.utils.prompts import encode_question
 from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 
@@ -43,31 +43,31 @@ def main() -> None:
     subject = subject_of(options)
     model, tokenizer = subject.model, subject.tokenizer
     out = options.out or subject.results(options.name)
-    rosters = rosters_of(model, tokenizer, options.methods, options.retention, subject.policy)
+    grids = method_grids(model, tokenizer, options.methods, options.retention, subject.policy)
     essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
     prose = [essays["text"].replace("\n", " ")]
     of = {"policy": subject.policy.digest()}
     settings = settings_of(options, growing=("samples", "tokens")) | of
     most = range(max(samples.values()))
     cases = [(t, n, s) for s in most for t in sorted(samples) for n in NEEDLES if s < samples[t]]
-    with resumable(out.with_suffix(".jsonl"), settings) as done:
+    with open_journal(out.with_suffix(".jsonl"), settings) as done:
         for tokens, needles, sample in tqdm(cases, desc="needles"):
             key = f"{tokens}-{needles}-{sample}"
             if key in done:
                 continue
             item = make_needles(tokenizer, prose, tokens, needles, options.seed * 100_000 + sample)
             prompt = read_prompt(model, torch.tensor([item.ids]), queries=True)
-            ready = rows_of(rosters, item.ids, prompt)
-            run = Comparison(model, item.ids, prompt, [method for _, _, method in ready])
-            kept = run.realised()
-            answers = run.answers(question_ids(tokenizer, item.question), 24, last=True)
+            ready = rows_of(grids, item.ids, prompt)
+            run = MethodComparison(model, item.ids, prompt, [method for _, _, method in ready])
+            kept = run.realised_retentions()
+            answers = run.generate(encode_question(tokenizer, item.question), 24, last=True)
             correct = [item.answer in tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
             done.add(key, {"rows": [row[:2] for row in ready], "found": correct, "realised": kept})
         rows = [{"model": subject.name, **row} for row in summarise(done, cases, options.dtype)]
         write_results(out, options.name, rows, options.seed, command_of("benchmarks.needles", options), of)
 
 
-def summarise(done: Done, cases: list[tuple[int, int, int]], dtype: str) -> list[dict]:
+def summarise(done: Journal, cases: list[tuple[int, int, int]], dtype: str) -> list[dict]:
     """The share of needles found, by method, retention, length and number of needles."""
     by: dict[tuple[str, float, int, int], list[tuple[bool, float]]] = {}
     for tokens, needles, sample in cases:

@@ -22,7 +22,7 @@ from lkv.context.context import Context, compress
 from lkv.integrations.continuous import ContinuousEngine
 from lkv.models.loading import default_policy, load_default
 from lkv.serving.store import ContextStore, Settings, entry_of, name_of
-from lkv.utils.prompts import context_ids, question_ids
+from lkv.utils.prompts import encode_context, encode_question
 from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 
@@ -40,7 +40,7 @@ def make_text(tokenizer: Any, tokens: int, seed: int) -> str:
     size = len(tokenizer(_sentence(draw), add_special_tokens=False)["input_ids"]) + 1
     while len(sentences) * size < 1.2 * tokens:
         sentences.append(_sentence(draw))
-    while len(context_ids(tokenizer, " ".join(sentences))) > tokens:
+    while len(encode_context(tokenizer, " ".join(sentences))) > tokens:
         sentences.pop()
     return " ".join(sentences)
 
@@ -72,7 +72,7 @@ def at_once(
 
     def ask(job: Asked) -> tuple[list[int], float]:
         started = time.perf_counter()
-        ids = engine.submit(question_ids(engine.tokenizer, job[1]), job[0], length).result()
+        ids = engine.submit(encode_question(engine.tokenizer, job[1]), job[0], length).result()
         return ids, time.perf_counter() - started
 
     started = time.perf_counter()
@@ -140,7 +140,7 @@ class Shelf:
 
         def ask(name: str) -> None:
             context = self.store.get(name)
-            engine.submit(question_ids(engine.tokenizer, "What does the mill hold?"), context, length).result()
+            engine.submit(encode_question(engine.tokenizer, "What does the mill hold?"), context, length).result()
 
         started = time.perf_counter()
         with ThreadPoolExecutor(4) as pool:

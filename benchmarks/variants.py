@@ -19,7 +19,7 @@ from lkv.cache.ragged import RaggedCache
 from lkv.kernels.fidelity import agrees, kl
 from lkv.models.loading import default_policy, load_default
 from lkv.policy.policy import Policy
-from lkv.utils.journal import resumable
+from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 
@@ -68,7 +68,7 @@ def main() -> None:
     of = {"policy": policy.digest()}
     heldout = HeldOut(options.data, tokenizer, options.seed)
     settings = settings_of(options, growing=("contexts", "tokens")) | of
-    with resumable(options.out.with_suffix(".jsonl"), settings) as done:
+    with open_journal(options.out.with_suffix(".jsonl"), settings) as done:
         cases = [(n, t, task) for t in contexts for n in range(contexts[t]) for task in TASKS]
         for number, tokens, task in tqdm(cases, desc="variants"):
             key = f"{task}-{tokens}-{number}"

@@ -23,7 +23,7 @@ from lkv.methods.budgets import estimate_pattern, read_pattern
 from lkv.methods.build import make_method
 from lkv.models.loading import DEFAULT, default_policy, load_model
 from lkv.policy.policy import Policy
-from lkv.utils.prompts import context_ids
+from lkv.utils.prompts import encode_context
 from lkv.utils.results import write_results
 
 METHODS = ("snapkv", "pyramidkv", "duo", "adakv-snapkv", "lkv")
@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> None:
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
     policy.check_model(attach(model).spec)
-    ids = context_ids(tokenizer, text)[: options.tokens]
+    ids = encode_context(tokenizer, text)[: options.tokens]
     layers, heads = policy.spec.layers, policy.spec.kv_heads
     pattern = read_pattern(options.pattern, layers, heads) if options.pattern else estimate_pattern(model, [ids])
     by_method = shares(model, ids, policy, options.retention, pattern)

@@ -23,7 +23,7 @@ from lkv.evaluation.runner import evaluate
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.conversion import convert_once, is_complete
 from lkv.policy.policy import Policy
-from lkv.utils.journal import resumable
+from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
 from tests import fake_suite
 from tests.conftest import tiny_llama
@@ -118,7 +118,7 @@ def measure(folder: Path) -> None:
 
 def collect(folder: Path) -> None:
     """A benchmark's rows, made one by one and then written to one file."""
-    with resumable(folder / "rows.jsonl", {"seed": "1"}) as done:
+    with open_journal(folder / "rows.jsonl", {"seed": "1"}) as done:
         for number in range(60):
             if str(number) not in done:
                 time.sleep(0.002)

@@ -117,7 +117,7 @@ def _compressed(options: argparse.Namespace) -> "Context":
     from lkv.methods.budgets import read_pattern
     from lkv.methods.registry import FULL
     from lkv.models.loading import load_policy
-    from lkv.utils.prompts import context_ids
+    from lkv.utils.prompts import encode_context
 
     text = read_document(options.words[0])
     policy = load_policy(options.policy, options.strict, options.policy_revision) if options.policy else None
@@ -132,7 +132,7 @@ def _compressed(options: argparse.Namespace) -> "Context":
     retention = None if method == FULL else options.retention or 0.15
     chunk = options.chunk or (_PART if options.streaming else None)
     started = time.perf_counter()
-    with _progress(model, len(context_ids(tokenizer, text))):
+    with _progress(model, len(encode_context(tokenizer, text))):
         context = compress(model, tokenizer, text, method, retention, policy, chunk=chunk, **extra)
     seconds = time.perf_counter() - started
     print(

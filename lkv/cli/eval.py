@@ -11,8 +11,7 @@ from tqdm import tqdm
 
 from lkv.cli.options import add_model, add_policy_revision, add_revision, check_policy, positive
 from lkv.errors import LkvError, check_retention
-from lkv.evaluation.example import Example
-from lkv.evaluation.protocol import PROTOCOLS
+from lkv.evaluation.example import PROTOCOLS, Example
 
 SUITES = ("ruler", "longbench")
 _RULER_SAMPLES = 50
@@ -220,7 +219,7 @@ def _pattern(path: Path, model: Any, tokenizer: Any, by: str) -> list[list[float
     """DuoAttention's alphas from a pattern file, or estimated once on a text."""
     from lkv.integrations.transformers.attention import attach
     from lkv.methods.budgets import estimate_mean_pattern, estimate_pattern, read_pattern
-    from lkv.utils.prompts import context_ids
+    from lkv.utils.prompts import encode_context
 
     spec = attach(model).spec
     if path.suffix == ".tsv":
@@ -229,7 +228,7 @@ def _pattern(path: Path, model: Any, tokenizer: Any, by: str) -> list[list[float
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LkvError(f"{path} cannot be read as text ({error}); give a .tsv file or a UTF-8 text file.") from error
-    ids = context_ids(tokenizer, text)[: spec.max_positions]
+    ids = encode_context(tokenizer, text)[: spec.max_positions]
     if by == "attention":
         return estimate_pattern(model, [ids])
     # The mean of several texts, as there: pieces of the one that is given.

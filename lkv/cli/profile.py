@@ -7,7 +7,7 @@ from typing import Any
 
 from lkv.cli.options import add_model, add_policy_revision, add_revision, check_policy, positive
 from lkv.errors import LkvError, PolicyMismatchError, check_retention
-from lkv.utils.journal import resumable
+from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
 
 _MOST_TOKENS = 2**22  # no context beyond this is tried
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
     profiler = _profiler(options)
     rows: list[dict[str, Any]] = []
     settings = {key: str(value) for key, value in vars(options).items() if key not in ("run", "out")}
-    with resumable(options.out.with_suffix(".jsonl"), settings) as done:
+    with open_journal(options.out.with_suffix(".jsonl"), settings) as done:
         for tokens in dict.fromkeys(options.tokens):
             if str(tokens) not in done:
                 done.add(str(tokens), {"rows": profiler.rows(tokens, options.methods)})

@@ -7,7 +7,7 @@ from lkv.context.context import Context, check_text
 from lkv.context.generation import answer_length, check_options, ends_of, generated, is_cut_off, streamed
 from lkv.errors import CacheError
 from lkv.integrations.transformers.stock import cut_to
-from lkv.utils.prompts import next_question_ids, question_ids
+from lkv.utils.prompts import encode_next_question, encode_question
 
 
 class Turn(NamedTuple):
@@ -69,7 +69,7 @@ class Chat:
         """Ids of everything up to the answer, and the options of generate; raises for what cannot be asked."""
         check_text(question, "the question", "ask something about the text")
         check_options(self._model, self.cache, options)
-        tail = (next_question_ids if self.turns else question_ids)(self._tokenizer, question)
+        tail = (encode_next_question if self.turns else encode_question)(self._tokenizer, question)
         ids = self._ids + tail
         return ids, {"max_new_tokens": answer_length(self._model, len(ids), asked, options), **options}
 

@@ -28,7 +28,7 @@ from lkv.methods.build import Method
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils.files import as_path
-from lkv.utils.prompts import context_ids, encode, question_ids
+from lkv.utils.prompts import encode, encode_context, encode_question
 
 
 class Context:
@@ -76,7 +76,7 @@ class Context:
         """
         check_text(question, "the question", "ask something about the text")
         check_text(answer, "the answer", "give some text")
-        prefix, target = question_ids(self.tokenizer, question), encode(self.tokenizer, answer)
+        prefix, target = encode_question(self.tokenizer, question), encode(self.tokenizer, answer)
         device = device_of(self.model)
         total, limit = self.tokens + len(prefix + target), positions(self.model)
         if total > limit:
@@ -161,7 +161,7 @@ class Context:
         """Ids of a question; raises for one, or for options, that cannot be."""
         check_text(question, "the question", "ask something about the text")
         check_options(self.model, self.cache, generation)
-        return question_ids(self.tokenizer, question)
+        return encode_question(self.tokenizer, question)
 
     def _text(self, answer: list[int]) -> str:
         return self.tokenizer.decode(answer, skip_special_tokens=True).strip()
@@ -323,7 +323,7 @@ def compress(
     check_text(text, "the text", "give some text to compress")
     if system is not None:
         check_text(system, "the system prompt", "give some text, or leave it out")
-    ids = context_ids(tokenizer, text, system)
+    ids = encode_context(tokenizer, text, system)
     return compress_ids(
         model, tokenizer, ids, method, retention, policy, chunk=chunk, progress=progress, text=text, **options
     )

@@ -18,7 +18,7 @@ from lkv.integrations.transformers.prefill import PromptLayer, read_prompt
 from lkv.methods.build import Method
 from lkv.methods.registry import needs_pattern
 from lkv.policy.policy import Policy
-from lkv.utils.prompts import chat_parts, context_ids, encode, first_ids
+from lkv.utils.prompts import bos_ids, chat_template_parts, encode, encode_context
 
 RETENTIONS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
 
@@ -56,7 +56,7 @@ def inspect_text(
     reads the text twice or needs a pattern.
     """
     spec = attach(model).spec
-    ids = context_ids(tokenizer, text)
+    ids = encode_context(tokenizer, text)
     if len(ids) >= spec.max_positions:
         raise PromptError(f"the text has {len(ids)} tokens, but the model reads {spec.max_positions}; shorten it.")
     if needs_pattern(method):
@@ -98,7 +98,7 @@ def _places(scores: Tensor) -> np.ndarray:
 
 def pieces_of(tokenizer: Any, text: str, ids: list[int]) -> list[str]:
     """The text of each token of the context, so that all pieces put together are the text as the model reads it."""
-    whole = chat_parts(tokenizer)[0] + text
+    whole = chat_template_parts(tokenizer)[0] + text
     extra = len(ids) - len(encode(tokenizer, whole))
     if not getattr(tokenizer, "is_fast", False):
         return [tokenizer.decode([token]) for token in ids]
@@ -108,7 +108,7 @@ def pieces_of(tokenizer: Any, text: str, ids: list[int]) -> list[str]:
     for _, end in spans:
         pieces.append(whole[start : max(start, end)])
         start = max(start, end)
-    return [tokenizer.decode([token]) for token in first_ids(tokenizer)[:extra]] + pieces
+    return [tokenizer.decode([token]) for token in bos_ids(tokenizer)[:extra]] + pieces
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lkv.training.data.facts import hide
-from lkv.utils.prompts import context_ids
+from lkv.utils.prompts import encode_context
 
 _FIRST = "absent brave calm distant eager fearless gentle humble icy jolly keen loyal mellow noble odd proud".split()
 _SECOND = "badger cactus dolphin eagle falcon gecko heron iguana jackal koala lemur magpie newt otter puffin".split()
@@ -33,7 +33,7 @@ def make_needles(tokenizer: Any, prose: Sequence[str], tokens: int, needles: int
     start = text.find(" ", start) + 1
     # Shorten the prose, never the needles, until the whole has the length asked for.
     words = text[start : start + 6 * tokens].split(" ")
-    room = tokens - len(context_ids(tokenizer, " ".join(sentences)))
+    room = tokens - len(encode_context(tokenizer, " ".join(sentences)))
     size = len(tokenizer(" ".join(words), add_special_tokens=False)["input_ids"])
     words = words[: int(len(words) * min(1.0, room / size))]
     facts = [
@@ -42,7 +42,7 @@ def make_needles(tokenizer: Any, prose: Sequence[str], tokens: int, needles: int
     ]
     question, answer = rng.choice(facts)
     return Needles(
-        ids=context_ids(tokenizer, hide(rng, " ".join(words), sentences)),
+        ids=encode_context(tokenizer, hide(rng, " ".join(words), sentences)),
         facts=facts,
         question=question,
         answer=answer,

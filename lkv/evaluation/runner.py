@@ -15,20 +15,18 @@ from tqdm import tqdm
 
 import lkv
 from lkv.errors import CacheError, DataError, PromptError
-from lkv.evaluation.compare import Comparison, Fidelity, Prediction, greedy
-from lkv.evaluation.example import Example
-from lkv.evaluation.journal import SharedJournal
+from lkv.evaluation.comparison import Fidelity, MethodComparison, MethodGrid, RowPrediction, generate_greedily
+from lkv.evaluation.example import Example, Prompt, make_prompt
 from lkv.evaluation.metrics import score
 from lkv.evaluation.processes import Process
-from lkv.evaluation.protocol import Prompt, make_prompt
-from lkv.evaluation.roster import Roster
+from lkv.evaluation.sample_journal import SampleJournal
 from lkv.integrations.transformers.attention import attach, device_of, evaluation_mode
 from lkv.integrations.transformers.prefill import PromptLayer, PromptLayers, read_prompt
 from lkv.integrations.transformers.stock import commit_of
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils import devices
-from lkv.utils.journal import FIDELITY, FORMAT
+from lkv.utils.journal import FIDELITY_METRICS, JOURNAL_FORMAT
 from lkv.utils.prompts import encode
 from lkv.utils.results import provenance
 
@@ -70,15 +68,15 @@ def evaluate(
     made is written without rows, with the reason.
     """
     process = Process.current()
-    roster = Roster(model, tokenizer, methods, retentions, policy, pattern, policies)
+    grid = MethodGrid(model, tokenizer, methods, retentions, policy, pattern, policies)
     named = _by_key(examples)
     header = {
-        "format": FORMAT,
+        "format": JOURNAL_FORMAT,
         "suite": next(iter(named.values())).suite,
         "protocol": protocol,
         "model": model_name or model.name_or_path or type(model).__name__,
-        "methods": roster.names,
-        "retentions": roster.retentions,
+        "methods": grid.methods,
+        "retentions": grid.retentions,
         # Commits on the hub, where it is from there that model and policy come.
         "revision": commit_of(model),
         "fingerprint": attach(model).spec.digest(),
@@ -95,19 +93,19 @@ def evaluate(
     }
     if devices.is_gpu(model.device):
         header["machine"] += f", {devices.runtime(model.device).get_device_name(model.device)}"
-    journal = SharedJournal(out, header, process)
+    journal = SampleJournal(out, header, process)
     for key, row in journal.done.items():
         if key in named and row.get("text_sha256") != _digest(_text_of(named[key])):
             raise DataError(
                 f"{out} holds the sample {key!r} of another text; give the data that it was made with, or another file."
             )
     with_full = _first_of_each(named, timed)
-    missing = {key: more for key in named if (more := _missing(roster, journal.done.get(key))) is not None}
+    missing = {key: more for key in named if (more := _missing(grid, journal.done.get(key))) is not None}
     left = _share(list(missing), process)
     prompt_of = partial(
         make_prompt, tokenizer=tokenizer, protocol=protocol, max_positions=attach(model).spec.max_positions
     )
-    run = _Run(model, tokenizer, roster, prompt_of, score, rows_at_once)
+    run = _Run(model, tokenizer, grid, prompt_of, score, rows_at_once)
     with evaluation_mode(model):
         for key in tqdm(left, desc=str(header["suite"]), unit="sample", disable=process.rank > 0):
             journal.add({"key": key} | run.more(named[key], key in with_full, missing[key], journal.done.get(key)))
@@ -119,19 +117,21 @@ class _Run:
         self,
         model: Any,
         tokenizer: Any,
-        roster: Roster,
+        grid: MethodGrid,
         prompt_of: Callable[[Example], Prompt],
         score: Callable[[Example, str], float],
         rows_at_once: int,
     ):
-        self._model, self._tokenizer, self._roster = model, tokenizer, roster
+        self._model, self._tokenizer, self._grid = model, tokenizer, grid
         self._prompt_of, self._score, self._at_once = prompt_of, score, rows_at_once
         self._device = device_of(model)
         self._newline = encode(tokenizer, "\n")[-1:]
 
-    def more(self, example: Example, with_full: bool, roster: Roster, before: dict[str, Any] | None) -> dict[str, Any]:
-        """One line of the file: the rows of `roster`, behind those of the line `before` where there is one."""
-        self._roster = roster
+    def more(
+        self, example: Example, with_full: bool, grid: MethodGrid, before: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """One line of the file: the rows of `grid`, behind those of the line `before` where there is one."""
+        self._grid = grid
         line = self.sample(example, with_full and before is None)
         if before is None:
             return line
@@ -152,7 +152,7 @@ class _Run:
         except PromptError as error:
             return about | {"unusable": str(error), "rows": [], "skipped": []}
         stops = self._newline if example.stop_at_newline else []
-        at_once = min(self._at_once, self._roster.size)
+        at_once = min(self._at_once, self._grid.size)
         while (measured := self._measured(example, given, stops, at_once)) is None:
             at_once = (at_once + 1) // 2
             devices.release(self._device)
@@ -172,29 +172,29 @@ class _Run:
     def _rows(self, example: Example, given: Prompt, stops: Sequence[int], at_once: int) -> dict[str, Any]:
         clock = self._clock()
         prompt = read_prompt(
-            self._model, torch.tensor([given.context], device=self._device), queries=self._roster.queries_read
+            self._model, torch.tensor([given.context], device=self._device), queries=self._grid.required_queries
         )
         read = self._clock()
-        rows, skipped = self._roster.for_prompt(given.context, prompt)
+        rows, skipped = self._grid.bind(given.context, prompt)
         full_entries = sum(layer.key.shape[:3].numel() for layer in prompt)
         entry = _entry_bytes(prompt[0])
         reference = self._reference(example, given.question)
         measured: list[dict[str, Any]] = []
-        full: Prediction | None = None
+        full: RowPrediction | None = None
         for start in range(0, len(rows), at_once):
             part = rows[start : start + at_once]
-            run = Comparison(self._model, given.context, prompt, [row.method for row in part])
+            run = MethodComparison(self._model, given.context, prompt, [row.method for row in part])
             if start + at_once >= len(rows):
                 prompt = PromptLayers()  # the full cache's row has its own copy
-            run.read(given.question[:-1])
+            run.append(given.question[:-1])
             close: list[Fidelity] | None = None
             if reference:
                 predicted = run.predict(given.question[-1:] + reference, 1)
                 full = predicted.row(0) if full is None else full
-                close = [predicted.row(index).against(full) for index in range(len(part))]
+                close = [predicted.row(index).fidelity_to(full) for index in range(len(part))]
                 del predicted
-            kept = run.held()
-            answers = run.answers(given.question[-1:], example.max_new_tokens, stops, last=True)
+            kept = run.kept_entries()
+            answers = run.generate(given.question[-1:], example.max_new_tokens, stops, last=True)
             del run  # its memory goes before the next part, or the full cache alone, takes its own
             for index, (row, held, answer) in enumerate(zip(part, kept, answers, strict=True)):
                 text = self._tokenizer.decode(answer, skip_special_tokens=True)
@@ -239,7 +239,7 @@ class _Run:
         where memory runs out: what was measured before is not lost."""
         started = self._clock()
         try:
-            greedy(self._model, [ids], example.max_new_tokens, stops)
+            generate_greedily(self._model, [ids], example.max_new_tokens, stops)
         except (MemoryError, RuntimeError) as error:
             if not devices.is_out_of_memory(error):
                 raise
@@ -252,13 +252,13 @@ class _Run:
         return time.perf_counter()
 
 
-def _missing(roster: Roster, line: dict[str, Any] | None) -> Roster | None:
-    """What of the roster a sample's line has not, None where it has all."""
+def _missing(grid: MethodGrid, line: dict[str, Any] | None) -> MethodGrid | None:
+    """What of the grid a sample's line has not, None where it has all."""
     if line is None:
-        return roster
+        return grid
     measured = {(row["method"], row["retention"]) for row in (*line.get("rows", ()), *line.get("skipped", ()))}
-    left = roster.pairs - measured
-    return roster.only(left) if left and not line.get("unusable") else None
+    left = grid.pairs - measured
+    return grid.select(left) if left and not line.get("unusable") else None
 
 
 def _by_key(examples: Iterable[Example]) -> dict[str, Example]:
@@ -308,7 +308,7 @@ def _entry_bytes(layer: PromptLayer) -> int:
 
 
 def _fidelity(fidelity: Fidelity | None) -> dict[str, float | None]:
-    numbers = {name: getattr(fidelity, name, None) for name in FIDELITY}
+    numbers = {name: getattr(fidelity, name, None) for name in FIDELITY_METRICS}
     return {
         name: None if number is None or not math.isfinite(number) else round(number, 6)
         for name, number in numbers.items()

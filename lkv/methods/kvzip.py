@@ -11,7 +11,7 @@ from lkv.integrations.transformers.attention import attach
 from lkv.integrations.transformers.hooks import Cache
 from lkv.integrations.transformers.prefill import FrozenLayer, PromptLayer, as_prompt
 from lkv.methods.selectors import GivenScores, Selector
-from lkv.utils.prompts import question_ids
+from lkv.utils.prompts import encode_question
 
 _REQUEST = "Repeat the previous context exactly."
 _NEXT = "Repeat the part of the previous context exactly, starting with: "
@@ -72,7 +72,7 @@ def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[Promp
     limit = attach(model).spec.max_positions
     for start in range(0, len(ids), _CHUNK):
         request = _NEXT + tokenizer.decode(ids[start - _OVERLAP : start]) if start else _REQUEST
-        replay = question_ids(tokenizer, request) + ids[start : start + _CHUNK]
+        replay = encode_question(tokenizer, request) + ids[start : start + _CHUNK]
         end = len(ids) + len(replay)
         if end > limit:
             raise PromptError(

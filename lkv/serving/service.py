@@ -20,7 +20,7 @@ from lkv.models.loading import DEFAULT, cache_folder, fitting_policy, load_model
 from lkv.policy.policy import Policy
 from lkv.serving.store import ContextStore, Entry, Settings, entry_of, name_of
 from lkv.utils.devices import on_device, torch_dtype
-from lkv.utils.prompts import context_ids, encode, first_ids, messages_text, tokenizer_digest
+from lkv.utils.prompts import bos_ids, encode, encode_context, render_messages, tokenizer_digest
 
 _WINDOW = 10.0  # seconds over which tokens a second are taken
 _REMEMBERED = 256  # failed jobs that are still told of
@@ -146,7 +146,7 @@ class Service:
     def _check_length(self, text: str, system: str | None) -> None:
         limit = positions(self.model)
         # What is far too long is not encoded whole; where a token stands for more, `compress` itself refuses.
-        tokens = len(context_ids(self.tokenizer, text[: 64 * limit], system))
+        tokens = len(encode_context(self.tokenizer, text[: 64 * limit], system))
         if tokens >= limit:
             raise PromptError(
                 f"the text has {tokens if len(text) <= 64 * limit else f'more than {tokens}'} tokens, but the model "
@@ -206,10 +206,10 @@ class Service:
         for message in messages[:-1]:
             # Empty ones do no harm, unlike what no tokenizer can read.
             check_text(message["content"] + ".", "a message", "give text")
-        text = messages_text(self.tokenizer, messages, context is not None)
+        text = render_messages(self.tokenizer, messages, context is not None)
         ids = encode(self.tokenizer, text)
         if context is None and not getattr(self.tokenizer, "chat_template", None):
-            ids = first_ids(self.tokenizer) + ids
+            ids = bos_ids(self.tokenizer) + ids
         length = min(max_tokens or self.limits.answer_tokens, self.limits.answer_tokens)
         if max_tokens is None:
             # Unless asked for, an answer takes what is left of the positions.

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from lkv.errors import DataError, LkvError
 from lkv.utils.files import check_writable_file, error_reason, write_text
 
-FORMAT = 1  # of what `lkv eval` writes
-FIDELITY = ("kl", "agreement", "hidden_error")
-MEASURES = ("score", *FIDELITY)  # what a row of a sample holds, of one method at one retention
+JOURNAL_FORMAT = 1  # of what `lkv eval` writes
+FIDELITY_METRICS = ("kl", "agreement", "hidden_error")
+ROW_METRICS = ("score", *FIDELITY_METRICS)  # what a row of a sample holds, of one method at one retention
 
 Record = dict[str, Any]
 
@@ -26,7 +26,7 @@ class Lines(NamedTuple):
     torn: bool
 
 
-def read_lines(path: Path, error: type[LkvError], mend: str) -> Lines:
+def read_journal(path: Path, error: type[LkvError], mend: str) -> Lines:
     """The lines of the journal at `path`; blank ones do not count, and a torn last line is left out.
 
     Raises `error`, which ends with `mend`, for a file that cannot be read or a line that is no JSON object.
@@ -56,14 +56,14 @@ def read_lines(path: Path, error: type[LkvError], mend: str) -> Lines:
 def read_samples(path: Path) -> tuple[Record | None, list[Record]]:
     """Header and samples of a journal to go on from, no header for a file without any. Raises DataError."""
     mend = "delete what is damaged to measure it again, or give another file"
-    lines = read_lines(path, DataError, mend).rows
+    lines = read_journal(path, DataError, mend).rows
     for number, row in lines:
         if (number != lines[0][0]) != isinstance(row.get("key"), str):
             raise DataError(f"{path}, line {number} is neither a header nor a sample; {mend}.")
     return (lines[0][1] if lines else None), [row for _, row in lines[1:]]
 
 
-def write_lines(path: Path, rows: Iterable[Record]) -> None:
+def write_journal(path: Path, rows: Iterable[Record]) -> None:
     """Write header and samples, whole or not at all. Raises DataError."""
     write_text(path, "".join(map(_line, rows)), DataError, "the samples")
 
@@ -94,7 +94,7 @@ def check_header(path: Path, written: Mapping[str, Any], header: Mapping[str, An
         )
 
 
-class Done(dict[str, Record]):
+class Journal(dict[str, Record]):
     """Finished samples by key, each written to its journal as it comes."""
 
     def __init__(self, path: Path, settings: Record):
@@ -102,7 +102,7 @@ class Done(dict[str, Record]):
         self._path = path
         header, samples = read_samples(path) if path.exists() else (None, [])
         check_header(path, settings if header is None else header, settings)
-        write_lines(path, [settings, *samples])  # without a torn line: that sample is measured again
+        write_journal(path, [settings, *samples])  # without a torn line: that sample is measured again
         super().__init__({row["key"]: {name: row[name] for name in row if name != "key"} for row in samples})
 
     def add(self, key: str, row: Record) -> None:
@@ -112,10 +112,10 @@ class Done(dict[str, Record]):
 
 
 @contextmanager
-def resumable(path: Path, settings: Record) -> Iterator[Done]:
+def open_journal(path: Path, settings: Record) -> Iterator[Journal]:
     """Samples already finished; the file goes when the block ends well, and stays to resume from otherwise."""
     check_writable_file(path, DataError, "the samples")
-    yield Done(path, settings)
+    yield Journal(path, settings)
     path.unlink(missing_ok=True)
 
 

@@ -8,7 +8,7 @@ from lkv.errors import PromptError
 _CONTEXT, _QUESTION, _ANSWER = "\x02context\x02", "\x02question\x02", "\x02answer\x02"
 
 
-def chat_parts(tokenizer: Any, system: str | None = None) -> tuple[str, str, str]:
+def chat_template_parts(tokenizer: Any, system: str | None = None) -> tuple[str, str, str]:
     """The chat template around one user turn as (before the context, between context and question, after it).
 
     Training, evaluation and use share it, so that an answer begins in one place: templates that can think aloud are
@@ -32,7 +32,7 @@ def chat_parts(tokenizer: Any, system: str | None = None) -> tuple[str, str, str
     return before, between, after
 
 
-def turn_parts(tokenizer: Any) -> tuple[str, str]:
+def next_turn_parts(tokenizer: Any) -> tuple[str, str]:
     """What stands between an answer and the next question, and what after that question."""
     if not getattr(tokenizer, "chat_template", None):
         return "\n\nQuestion: ", "\nAnswer:"
@@ -78,32 +78,32 @@ def encode(tokenizer: Any, text: str) -> list[int]:
         ) from error
 
 
-def first_ids(tokenizer: Any) -> list[int]:
+def bos_ids(tokenizer: Any) -> list[int]:
     """The id that the tokenizer itself puts before a text, if any: base models expect it."""
     first = getattr(tokenizer, "bos_token_id", None)
     return [] if first is None or tokenizer("a")["input_ids"][:1] != [first] else [first]
 
 
-def context_ids(tokenizer: Any, context: str, system: str | None = None) -> list[int]:
+def encode_context(tokenizer: Any, context: str, system: str | None = None) -> list[int]:
     """Ids of everything up to the end of the context."""
-    ids = encode(tokenizer, chat_parts(tokenizer, system)[0] + context)
+    ids = encode(tokenizer, chat_template_parts(tokenizer, system)[0] + context)
     # A chat template writes the first token itself.
-    return ids if getattr(tokenizer, "chat_template", None) else first_ids(tokenizer) + ids
+    return ids if getattr(tokenizer, "chat_template", None) else bos_ids(tokenizer) + ids
 
 
-def question_ids(tokenizer: Any, question: str) -> list[int]:
+def encode_question(tokenizer: Any, question: str) -> list[int]:
     """Ids from the end of the context to the place where the answer begins."""
-    _, between, after = chat_parts(tokenizer)
+    _, between, after = chat_template_parts(tokenizer)
     return encode(tokenizer, between + question + after)
 
 
-def next_question_ids(tokenizer: Any, question: str) -> list[int]:
+def encode_next_question(tokenizer: Any, question: str) -> list[int]:
     """Ids from the end of an answer to the place where the answer to the next question begins."""
-    between, after = turn_parts(tokenizer)
+    between, after = next_turn_parts(tokenizer)
     return encode(tokenizer, between + question + after)
 
 
-def messages_text(tokenizer: Any, messages: list[dict[str, str]], after_context: bool) -> str:
+def render_messages(tokenizer: Any, messages: list[dict[str, str]], after_context: bool) -> str:
     """The chat template around `messages`, each with a `role` and a `content`, up to where the answer begins.
 
     `after_context`: what follows a context in its first user turn; a system message, which can no longer stand before

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lkv.context.chat import Chat
 from lkv.context.context import compress
 from lkv.errors import CacheError, PromptError
-from lkv.utils.prompts import chat_parts, context_ids, next_question_ids, question_ids
+from lkv.utils.prompts import chat_template_parts, encode_context, encode_next_question, encode_question
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import TEXT, Words
 
@@ -111,9 +111,9 @@ def test_turns_equal_one_prompt_of_all_of_them(saved):
     model, tokenizer = saved
     context = compress(model, tokenizer, TEXT[:120], method="knorm", retention=1.0, system="Be brief.")
     chat = Chat(context)
-    ids = context_ids(tokenizer, TEXT[:120], "Be brief.")
+    ids = encode_context(tokenizer, TEXT[:120], "Be brief.")
     for number, question in enumerate(["what?", "and then, at last?", "so?"]):
-        ids = ids + (next_question_ids if number else question_ids)(tokenizer, question)
+        ids = ids + (encode_next_question if number else encode_question)(tokenizer, question)
         out = model.generate(torch.tensor([ids]), max_new_tokens=7, do_sample=False)[0, len(ids) :].tolist()
         assert chat.ask(question, 7) == tokenizer.decode(out, skip_special_tokens=True).strip()
         ids += out[:-1] if out[-1] == 2 else out
@@ -160,10 +160,10 @@ def test_a_system_prompt_stands_before_the_text(saved):
     assert context.ids == tokenizer("[system]Be brief.</s>[user]some text", add_special_tokens=False)["input_ids"]
     tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     with pytest.raises(PromptError, match="leaves a system prompt out"):
-        chat_parts(tokenizer, "Be brief.")
+        chat_template_parts(tokenizer, "Be brief.")
     tokenizer.chat_template = "{{ raise_exception('no system here') if messages[0].role == 'system' }}"
     with pytest.raises(PromptError, match="refuses turns of system, user"):
-        chat_parts(tokenizer, "Be brief.")
+        chat_template_parts(tokenizer, "Be brief.")
     tokenizer.chat_template = TEMPLATE
     with pytest.raises(PromptError, match="system prompt is empty"):
         compress(model, tokenizer, "some text", method="knorm", system=" ")

@@ -14,7 +14,7 @@ from lkv.errors import CacheError, ContextFileError, PromptError, RetentionError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.build import make_method
 from lkv.policy.policy import Policy
-from lkv.utils.prompts import question_ids
+from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
 
 
@@ -167,7 +167,7 @@ def test_a_retention_of_another_kind_of_number_is_saved(model, policy, tmp_path)
 @pytest.mark.parametrize("method", ["lkv", "full"])
 def test_no_positions_are_made_up_beyond_the_models(model, policy, method):
     context = compress(model, Words(), TEXT, method, policy=policy)
-    room = model.config.max_position_embeddings - context.tokens - len(question_ids(Words(), "what ?"))
+    room = model.config.max_position_embeddings - context.tokens - len(encode_question(Words(), "what ?"))
     assert len(context.predict("what ?", "word " * room)[1]) == room
     with pytest.raises(PromptError, match=r"would reach .* but the model reads at most"):
         context.predict("what ?", "word " * (room + 1))

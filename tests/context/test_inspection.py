@@ -18,7 +18,7 @@ from lkv.errors import LkvError
 from lkv.integrations.transformers.attention import attach
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
-from lkv.utils.prompts import context_ids
+from lkv.utils.prompts import encode_context
 from tests.conftest import save_model
 
 TEXT = "The keeper counted <b>42</b> steps; naïve & proud — 灯台. </script> " * 3
@@ -48,7 +48,7 @@ def test_a_head_keeps_on_the_page_what_it_keeps_in_the_cache(folder, method):
     policy = Policy.from_pretrained(folder / "policy") if method == "lkv" else None
     found = inspect_text(model, tokenizer, TEXT, method, policy, retentions=(0.3, 1.0))
     cache = RaggedCache(model, policy, retention=0.3, method=method)
-    ids = torch.tensor([context_ids(tokenizer, TEXT)])
+    ids = torch.tensor([encode_context(tokenizer, TEXT)])
     model(ids, past_key_values=cache, use_cache=True)
     assert cache.kept() == found.counts[0].reshape(found.layers, found.heads).tolist()
     whole = RaggedCache(model, method="knorm", retention=1.0)
@@ -72,7 +72,7 @@ def held_keys(cache: RaggedCache, layer: int, head: int) -> torch.Tensor:
 def test_pieces_put_together_are_the_text(tokenizer, text):
     if text.encode("utf-8", "ignore").decode() != text:  # half a surrogate pair is no text
         return
-    ids = context_ids(tokenizer, text)
+    ids = encode_context(tokenizer, text)
     pieces = pieces_of(tokenizer, text, ids)
     assert len(pieces) == len(ids) and "".join(pieces).endswith(text)
 

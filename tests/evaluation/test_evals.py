@@ -7,15 +7,15 @@ import torch
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import DataError, PromptError
-from lkv.evaluation.compare import Comparison
+from lkv.evaluation.comparison import MethodComparison
 from lkv.evaluation.needles import make_needles
 from lkv.integrations.transformers.attention import attach
 from lkv.integrations.transformers.prefill import PromptLayer, read_prompt
 from lkv.methods.budgets import GlobalTopK, Uniform
 from lkv.methods.build import Method, make_method
 from lkv.methods.selectors import GivenScores, LearnedScores, SnapKV
-from lkv.utils.journal import read_lines, read_samples, resumable
-from lkv.utils.prompts import question_ids
+from lkv.utils.journal import open_journal, read_journal, read_samples
+from lkv.utils.prompts import encode_question
 from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 from tests.conftest import tiny_llama
@@ -38,12 +38,12 @@ def test_side_by_side_equals_one_by_one(model, policy):
         make_method("lkv", 0.3, policy),
         Method("snap", Uniform(0.3), SnapKV(window=6)),
     ]
-    run = Comparison(model, ids, prompt, methods)
+    run = MethodComparison(model, ids, prompt, methods)
     continuation = [5, 9, 33, 21, 8, 60]
-    fidelity = run.fidelity(continuation, 2)
-    answers = run.answers([4, 7, 11], 6)
+    fidelity = run.measure_fidelity(continuation, 2)
+    answers = run.generate([4, 7, 11], 6)
     log_probs = []
-    for method, answer, realised in zip(methods, answers, run.realised(), strict=True):
+    for method, answer, realised in zip(methods, answers, run.realised_retentions(), strict=True):
         cache = RaggedCache(model, method=method)
         model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
         assert realised == pytest.approx(cache.realised_retention())
@@ -76,7 +76,7 @@ def test_kvzip_repeats_a_long_text_part_by_part(model, monkeypatch):
     for start in (0, 10, 20):
         said = Words().decode(ids[start - 8 : start])
         request = f"Repeat the part of the previous context exactly, starting with: {said}"
-        replay = question_ids(Words(), request if start else "Repeat the previous context exactly.")
+        replay = encode_question(Words(), request if start else "Repeat the previous context exactly.")
         text = ids + replay + ids[start : start + 10]
         for layer, weights in enumerate(stock(torch.tensor([text]), output_attentions=True).attentions):
             given = weights[0, :, 25:].double()  # eager attention, of which the other tokens' share is taken out
@@ -156,10 +156,10 @@ def test_result_files_have_the_agreed_form(tmp_path):
 
 def test_interrupted_benchmarks_resume(tmp_path):
     path = tmp_path / "x.jsonl"
-    with pytest.raises(KeyboardInterrupt), resumable(path, {"a": 1}) as done:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), open_journal(path, {"a": 1}) as done:  # noqa: PT012
         done.add("a", {"value": 1})
         raise KeyboardInterrupt
-    with resumable(path, {"a": 1}) as done:
+    with open_journal(path, {"a": 1}) as done:
         assert done == {"a": {"value": 1}}
         done.add("b", {"value": 2})
     assert not path.exists()
@@ -168,9 +168,9 @@ def test_interrupted_benchmarks_resume(tmp_path):
 def test_samples_of_other_settings_are_not_mixed_and_torn_lines_are_dropped(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"seed": "1"}\n{"key": "a", "value": 1}\n{"key": "b", "va')
-    with pytest.raises(DataError, match="other settings"), resumable(path, {"seed": "2"}):
+    with pytest.raises(DataError, match="other settings"), open_journal(path, {"seed": "2"}):
         pass
-    with resumable(path, {"seed": "1"}) as done:
+    with open_journal(path, {"seed": "1"}) as done:
         assert done == {"a": {"value": 1}}
         done.add("b", {"value": 2})
         assert [json.loads(line).get("key") for line in path.read_text().splitlines()] == [None, "a", "b"]
@@ -179,11 +179,11 @@ def test_samples_of_other_settings_are_not_mixed_and_torn_lines_are_dropped(tmp_
 def test_a_last_sample_without_its_line_end_counts_where_it_is_whole(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"seed": 1}\n\n{"key": "a", "value": 1}\n{"key": "b", "value": 2}')
-    assert read_lines(path, DataError, "mend") == (
+    assert read_journal(path, DataError, "mend") == (
         [(1, {"seed": 1}), (3, {"key": "a", "value": 1}), (4, {"key": "b", "value": 2})],
         False,
     )
-    with resumable(path, {"seed": 1}) as done:
+    with open_journal(path, {"seed": 1}) as done:
         done.add("c", {"value": 3})
         assert read_samples(path) == (
             {"seed": 1},

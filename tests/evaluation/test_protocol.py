@@ -9,9 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lkv.errors import EvaluationError, PromptError
-from lkv.evaluation.example import Example
+from lkv.evaluation.example import PROTOCOLS, Example, make_prompt
 from lkv.evaluation.longbench import load_examples
-from lkv.evaluation.protocol import PROTOCOLS, make_prompt
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</>\n{% endfor %}"

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lkv.errors import DataError
-from lkv.evaluation.journal import SharedJournal
 from lkv.evaluation.processes import Process
 from lkv.evaluation.report.reading import read_results
+from lkv.evaluation.sample_journal import SampleJournal
 from lkv.methods.selectors import Knorm
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
@@ -107,13 +107,13 @@ def test_a_run_torn_while_it_adds_methods_is_read_and_taken_up(model, policy, tm
 def test_parts_of_any_number_of_processes_are_taken_up(tmp_path):
     out, header = tmp_path / "x.jsonl", {"format": 1, "machine": "a"}
     keys = [f"k{number}" for number in range(7)]
-    journals = [SharedJournal(out, header, Process(rank, 3)) for rank in range(3)]
+    journals = [SampleJournal(out, header, Process(rank, 3)) for rank in range(3)]
     for number, key in enumerate(keys):
         journals[number % 3].add({"key": key, "value": key})
     with (tmp_path / "x.part1.jsonl").open("a") as file:
         file.write('{"key": "torn')
     (tmp_path / "x.partial.jsonl").write_text("somebody else's")
-    again = SharedJournal(out, header | {"machine": "b"}, Process())
+    again = SampleJournal(out, header | {"machine": "b"}, Process())
     assert set(again.done) == set(keys)
     again.add({"key": "k7", "value": "ü"})
     again.finish([*keys[::-1], "k7"])

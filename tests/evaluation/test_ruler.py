@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from lkv.errors import EvaluationError
 from lkv.evaluation.ruler import TASKS, Sources, make_examples
 from lkv.evaluation.ruler.draft import largest
-from lkv.utils.prompts import chat_parts
+from lkv.utils.prompts import chat_template_parts
 from tests.ruler import ESSAY, one, size, squad_data, words, write_json, write_sources
 
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (.+?) is: (.+?)\.(?=\s|$)")
@@ -353,7 +353,7 @@ def merging():
 @pytest.mark.parametrize("task", TASKS)
 def test_the_whole_prompt_in_the_chat_template_stays_within_the_length(sources, merging, task):
     for example in make_examples(task, 4000, 2, merging, sources):
-        before, _, after = chat_parts(merging)
+        before, _, after = chat_template_parts(merging)
         apart = (before + example.context, example.question + after + example.answer_prefix)
         for parts in (apart, ("".join(apart),)):
             ids = [merging(part, add_special_tokens=False)["input_ids"] for part in parts]

@@ -8,12 +8,11 @@ from transformers import DynamicCache
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
-from lkv.evaluation.compare import Comparison, greedy
+from lkv.evaluation.comparison import MethodComparison, MethodGrid, generate_greedily
 from lkv.evaluation.processes import Process
 from lkv.evaluation.report.builders import Request, build
 from lkv.evaluation.report.reading import read_results
 from lkv.evaluation.report.style import styles
-from lkv.evaluation.roster import Roster
 from lkv.evaluation.runner import _share
 from lkv.integrations.transformers.attention import attach
 from lkv.integrations.transformers.prefill import read_prompt
@@ -122,7 +121,7 @@ def test_rows_held_in_parts_are_the_same(model, policy, tmp_path):
 def test_where_memory_runs_out_fewer_rows_are_held_at_once(model, policy, tmp_path, monkeypatch):
     examples, tried = make_examples(1), []
 
-    class Small(Comparison):
+    class Small(MethodComparison):
         def __init__(self, model, ids, prompt, methods):
             tried.append(len(methods))
             if len(methods) > 3:
@@ -130,7 +129,7 @@ def test_where_memory_runs_out_fewer_rows_are_held_at_once(model, policy, tmp_pa
             super().__init__(model, ids, prompt, methods)
 
     _, whole = run(model, policy, tmp_path / "x.jsonl", examples, METHODS)
-    monkeypatch.setattr("lkv.evaluation.runner.Comparison", Small)
+    monkeypatch.setattr("lkv.evaluation.runner.MethodComparison", Small)
     _, parts = run(model, policy, tmp_path / "y.jsonl", examples, METHODS)
     assert without_seconds(parts) == without_seconds(whole)
     assert tried == [9, 5, 3, 3, 3] * len(examples)
@@ -221,36 +220,36 @@ def test_full_cache_is_timed_on_the_first_samples_of_each_task(model, policy, tm
 
 def test_answers_are_what_the_logits_say_whatever_the_models_configuration_says(model):
     ids = [[7, 30, 12, 44]]
-    free = greedy(model, ids, 12)
+    free = generate_greedily(model, ids, 12)
     model.generation_config.update(repetition_penalty=1.8, suppress_tokens=free[0][:2], no_repeat_ngram_size=1)
     assert model.generate(torch.tensor(ids), do_sample=False, max_new_tokens=12)[0, 4:].tolist() != free[0]
-    assert greedy(model, ids, 12) == free
+    assert generate_greedily(model, ids, 12) == free
 
 
 def test_one_line_answers_stop_at_the_newline_but_not_at_once(model):
     ids = [[7, 30, 12, 44]]
-    free = greedy(model, ids, 12)[0]
+    free = generate_greedily(model, ids, 12)[0]
     assert free == model.generate(torch.tensor(ids), do_sample=False, max_new_tokens=12)[0, 4:].tolist()
     stop = free[4]
-    assert greedy(model, ids, 12, [stop])[0] == free[: free.index(stop) + 1]
+    assert generate_greedily(model, ids, 12, [stop])[0] == free[: free.index(stop) + 1]
     # The first token may not end the answer (min_length in LongBench's script).
-    late = greedy(model, ids, 12, [free[0]])[0]
+    late = generate_greedily(model, ids, 12, [free[0]])[0]
     assert late[0] != free[0]
 
 
 def test_rows_that_end_early_do_not_change_the_others(model, policy):
     rows = torch.randint(3, 67, (4, 9), generator=torch.Generator().manual_seed(1)).tolist()
-    alone = [greedy(model, [row], 16)[0] for row in rows]
+    alone = [generate_greedily(model, [row], 16)[0] for row in rows]
     stop = alone[0][3]
-    alone = [greedy(model, [row], 16, [stop])[0] for row in rows]
+    alone = [generate_greedily(model, [row], 16, [stop])[0] for row in rows]
     assert len({len(answer) for answer in alone}) > 1
-    assert greedy(model, rows, 16, [stop]) == alone
+    assert generate_greedily(model, rows, 16, [stop]) == alone
     for methods in (4, 3):
         cache = RaggedCache(model, policy, 1.0)
         attach(model)
         with torch.no_grad():
             model(torch.tensor(rows[:methods])[:, :-1], past_key_values=cache, use_cache=True)
-        assert greedy(model, rows[:methods], 16, [stop], cache, dropping=True) == alone[:methods]
+        assert generate_greedily(model, rows[:methods], 16, [stop], cache, dropping=True) == alone[:methods]
 
 
 def test_several_policies_stand_in_one_table(model, policy, tmp_path):
@@ -286,4 +285,4 @@ def test_a_roster_reads_queries_only_where_a_method_needs_them(policy):
         (["lkv", "tova", "snapkv", "criticalkv"], 64),
         (["lkv", "snapkv", "h2o"], True),
     ):
-        assert Roster(model, Letters(), names, [0.3], policy).queries_read == wanted
+        assert MethodGrid(model, Letters(), names, [0.3], policy).required_queries == wanted

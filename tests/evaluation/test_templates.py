@@ -3,10 +3,9 @@
 import pytest
 
 from lkv.errors import PromptError
-from lkv.evaluation.example import Example
-from lkv.evaluation.protocol import make_prompt
+from lkv.evaluation.example import Example, make_prompt
 from lkv.training.data.sample import Continuation, Sample, tokenize
-from lkv.utils.prompts import chat_parts, context_ids, question_ids
+from lkv.utils.prompts import chat_template_parts, encode_context, encode_question
 from tests.evaluation.test_protocol import byte_tokenizer
 
 # Made up after each family's: its markers, what it does with a system turn, whether it strips and whether it thinks.
@@ -45,13 +44,13 @@ TEMPLATES = {
 def test_training_and_evaluation_put_the_answer_at_one_place(family):
     template, after = TEMPLATES[family]
     tokenizer = byte_tokenizer(template)
-    assert chat_parts(tokenizer)[2] == after
+    assert chat_template_parts(tokenizer)[2] == after
     context, question = "The tower is old.", "How old?"
     trained = tokenize(Sample("s", context, (Continuation(question, "Very"),)), tokenizer, 500, 500)
     (ids, skip), = trained.continuations  # fmt: skip
     assert tokenizer.decode(ids[:skip]).endswith(after) and tokenizer.decode(ids[skip:]).startswith("Very")
-    assert ids[:skip] == question_ids(tokenizer, question)
-    assert trained.context == context_ids(tokenizer, context)
+    assert ids[:skip] == encode_question(tokenizer, question)
+    assert trained.context == encode_context(tokenizer, context)
     if template is None:
         return  # evaluations write their own question forms where there is no template
     # An evaluated question brings its line breaks with it; the paper's answers begin where the template ends.
@@ -64,4 +63,4 @@ def test_training_and_evaluation_put_the_answer_at_one_place(family):
 @pytest.mark.parametrize("template", ["no turn at all", "{{ messages[0]['content'] }}{{ messages[0]['content'] }}"])
 def test_a_template_that_loses_or_repeats_the_text_is_refused(template):
     with pytest.raises(PromptError, match="does not carry the user's text exactly once"):
-        chat_parts(byte_tokenizer(template))
+        chat_template_parts(byte_tokenizer(template))

@@ -334,13 +334,13 @@ def test_an_evaluation_goes_on_with_fewer_rows_where_memory_runs_out(on_fake, tm
 
 STAGES = {
     "the prompt is read": "lkv.evaluation.runner.read_prompt",
-    "methods score it": "lkv.evaluation.roster.Roster.for_prompt",
-    "it is evicted from": "lkv.evaluation.compare.Comparison.__init__",
-    "the question is read": "lkv.evaluation.compare.Comparison.read",
-    "the right answer is predicted": "lkv.evaluation.compare.Comparison.predict",
-    "predictions are made precise": "lkv.evaluation.compare.Predictions.row",
-    "predictions are compared": "lkv.evaluation.compare.Prediction.against",
-    "answers are written": "lkv.evaluation.compare.Comparison.answers",
+    "methods score it": "lkv.evaluation.comparison.MethodGrid.bind",
+    "it is evicted from": "lkv.evaluation.comparison.MethodComparison.__init__",
+    "the question is read": "lkv.evaluation.comparison.MethodComparison.append",
+    "the right answer is predicted": "lkv.evaluation.comparison.MethodComparison.predict",
+    "predictions are made precise": "lkv.evaluation.comparison.BatchPrediction.row",
+    "predictions are compared": "lkv.evaluation.comparison.RowPrediction.fidelity_to",
+    "answers are written": "lkv.evaluation.comparison.MethodComparison.generate",
 }
 
 

@@ -16,7 +16,7 @@ from lkv.errors import BusyError, IntegrationError, LkvError, PromptError
 from lkv.integrations import continuous
 from lkv.integrations.continuous import ContinuousEngine, PlainEngine, refusal, start
 from lkv.integrations.sampling import SamplingParams
-from lkv.utils.prompts import question_ids
+from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 
@@ -39,7 +39,7 @@ def contexts(model):
 
 
 def asked(question):
-    return question_ids(Words(), question)
+    return encode_question(Words(), question)
 
 
 def expected(context, question, length):

@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "'pipes' is deprecated", DeprecationWarning)
     kvpress = pytest.importorskip("kvpress")
 
-from lkv.evaluation.protocol import make_prompt
+from lkv.evaluation.example import make_prompt
 from tests.evaluation.test_protocol import CHAT, byte_tokenizer, example
 
 BASE = byte_tokenizer(None, bos=True)

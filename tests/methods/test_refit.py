@@ -12,10 +12,9 @@ from torch import Tensor
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import CacheError, LkvError, UnsupportedModelError
-from lkv.evaluation.compare import Comparison
+from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.evaluation.report.names import is_lkv, parts
 from lkv.evaluation.report.style import styles
-from lkv.evaluation.roster import Roster
 from lkv.integrations.transformers.attention import attach
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods import compensation as refit
@@ -205,7 +204,7 @@ def test_padded_chunked_filled_and_compared_alike():
     torch.testing.assert_close(logits(filled), alone[0], atol=1e-8, rtol=0)
 
     plain = Method("own", PerHead(RATIOS), OwnScores())
-    rows = Comparison(model, texts[0][0].tolist(), prompt, [plain, METHOD])
+    rows = MethodComparison(model, texts[0][0].tolist(), prompt, [plain, METHOD])
     unrefitted = RaggedCache(model, method=plain)
     model(texts[0], past_key_values=unrefitted)
     expected = torch.cat([logits(unrefitted), alone[0]])[:, :-1]
@@ -242,9 +241,9 @@ def test_names_and_rows(policy):
         with pytest.raises(LkvError):
             find(name)
     model = tiny_llama()
-    roster = Roster(model, None, ["lkv", "lkv+refit"], [0.5], policy)
-    assert roster.queries_read is True and not roster.only(frozenset({("lkv", 0.5)})).queries_read
-    assert Roster(model, None, ["snapkv"], [0.5]).queries_read == SnapKV().last_queries
+    grid = MethodGrid(model, None, ["lkv", "lkv+refit"], [0.5], policy)
+    assert grid.required_queries is True and not grid.select(frozenset({("lkv", 0.5)})).required_queries
+    assert MethodGrid(model, None, ["snapkv"], [0.5]).required_queries == SnapKV().last_queries
 
 
 def test_what_it_cannot_do_is_said(policy):
@@ -257,7 +256,7 @@ def test_what_it_cannot_do_is_said(policy):
     with pytest.raises(UnsupportedModelError, match="no rotary embedding that LKV can undo"):
         RaggedCache(model, method="knorm+refit")
     with pytest.raises(UnsupportedModelError, match="no rotary embedding that LKV can undo"):
-        Roster(model, None, ["knorm", "knorm+refit"], [0.5])
+        MethodGrid(model, None, ["knorm", "knorm+refit"], [0.5])
     model = tiny_llama()
     with pytest.raises(ValueError, match="call read_prompt with queries=True"):
         RaggedCache(model, retention=0.5, method="knorm+refit").fill(read_prompt(model, ids(1, 20)))

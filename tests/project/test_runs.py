@@ -151,7 +151,7 @@ def test_budget_policies_are_written(tmp_path, monkeypatch, model, policy):
     ids = [3 + i * 7919 % 60 for i in range(500)]
     monkeypatch.setattr(budget_policies, "load_model", lambda name: (model, None))
     monkeypatch.setattr(budget_policies, "default_policy", lambda: policy)
-    monkeypatch.setattr(budget_policies, "context_ids", lambda tokenizer, text: ids if text == "A text." else [])
+    monkeypatch.setattr(budget_policies, "encode_context", lambda tokenizer, text: ids if text == "A text." else [])
     text = tmp_path / "text.txt"
     text.write_text("A text.")
     arguments = ["--text", str(text), "--tokens", "480", "--retention", "0.9", "--out", str(tmp_path)]

@@ -16,7 +16,7 @@ from lkv.context.context import compress
 from lkv.errors import ServerError
 from lkv.serving.service import Limits, Service
 from lkv.serving.text import IncrementalDetokenizer
-from lkv.utils.prompts import messages_text
+from lkv.utils.prompts import render_messages
 from tests.conftest import save_model
 
 openai = pytest.importorskip("openai")
@@ -111,7 +111,9 @@ def test_curl_uploads_a_file_and_asks(server, tmp_path):
 def test_without_a_context_it_is_a_plain_chat_model(server, parts):
     model, tokenizer = parts
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    ids = tokenizer(messages_text(tokenizer, turns, False), return_tensors="pt", add_special_tokens=False)["input_ids"]
+    ids = tokenizer(render_messages(tokenizer, turns, False), return_tensors="pt", add_special_tokens=False)[
+        "input_ids"
+    ]
     out = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
     right = tokenizer.decode(out, skip_special_tokens=True).strip()
     assert server.answer("", None, messages=turns, max_tokens=6) == right

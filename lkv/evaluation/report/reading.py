@@ -9,7 +9,7 @@ from typing import Any
 
 from lkv.errors import ReportError
 from lkv.evaluation.report.names import FULL
-from lkv.utils.journal import FORMAT, MEASURES, read_lines
+from lkv.utils.journal import JOURNAL_FORMAT, ROW_METRICS, read_journal
 
 # What all files of one table must agree in, with the versions of all packages but Python itself.
 _COMMON = ("suite", "protocol", "model", "revision", "fingerprint", "policy", "pattern", "dtype", "lkv")
@@ -61,7 +61,7 @@ def read_results(paths: Sequence[Path]) -> Results:
     for path in paths:
         written: set[str] = set()
         keys: set[str] = set()
-        lines, cut = read_lines(path, ReportError, "give a file as `lkv eval` wrote it")
+        lines, cut = read_journal(path, ReportError, "give a file as `lkv eval` wrote it")
         torn += cut
         headers[path] = _header(path, [line for _, line in lines])
         for number, line in lines[1:]:
@@ -118,9 +118,9 @@ def _header(path: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not lines or "format" not in lines[0]:
         raise ReportError(f"{path} does not start with a header line; give a file that `lkv eval` wrote.")
     header = dict(lines[0])
-    if header["format"] != FORMAT:
+    if header["format"] != JOURNAL_FORMAT:
         raise ReportError(
-            f"{path} has format {header['format']!r}, but this version reads {FORMAT}; make the file anew with "
+            f"{path} has format {header['format']!r}, but this version reads {JOURNAL_FORMAT}; make the file anew with "
             "`lkv eval`, or use the lkv-cache version that wrote it."
         )
     for field in ("suite", "protocol", "model", "lkv"):
@@ -170,7 +170,7 @@ def _sample(path: Path, number: int, line: Mapping[str, Any]) -> MeasuredSample:
             pair = (str(row["method"]), _finite(where, "retention", row["retention"]))
             if pair in rows:
                 raise ReportError(f"{where}: the method {pair[0]!r} is there twice at retention {pair[1]:g}.")
-            measures = {name: _number(where, name, row.get(name)) for name in MEASURES}
+            measures = {name: _number(where, name, row.get(name)) for name in ROW_METRICS}
             rows[pair] = Measurement(_finite(where, "realised", row["realised"]), measures)
         length = None if line["length"] is None else int(line["length"])
         return MeasuredSample(

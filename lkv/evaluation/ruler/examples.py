@@ -22,7 +22,7 @@ from lkv.evaluation.ruler.definitions import (
 )
 from lkv.evaluation.ruler.draft import Draft, largest
 from lkv.evaluation.ruler.sources import Sources
-from lkv.utils.prompts import chat_parts, encode
+from lkv.utils.prompts import chat_template_parts, encode
 
 _FAMILIES = {"vt": VARIABLE_TRACKING, "cwe": COMMON_WORDS, "fwe": FREQUENT_WORDS}
 # A first token, and one for each of the four places where texts meet that are counted apart.
@@ -65,7 +65,9 @@ def check_sources(tasks: Sequence[str], sources: Sources) -> None:
 
 def _examples(task: str, length: int, tokenizer: Any, sources: Sources, seed: int) -> Iterator[Example]:
     family = _FAMILIES.get(task) or (NIAH if task in NEEDLE_TASKS else QUESTIONS)
-    around = sum(_tokens(tokenizer, part) for part in chat_parts(tokenizer)) + _SEAMS + family.tokens_to_generate
+    around = (
+        sum(_tokens(tokenizer, part) for part in chat_template_parts(tokenizer)) + _SEAMS + family.tokens_to_generate
+    )
     number, shortest = 0, []
     for draft in _drafts(task, length, tokenizer, sources, f"{task}-{length}-{seed}"):
         asked = around + _tokens(tokenizer, draft.question + draft.answer_prefix)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lkv.utils.prompts import context_ids, encode, question_ids
+from lkv.utils.prompts import encode, encode_context, encode_question
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def tokenize(sample: Sample, tokenizer: Any, max_context: int, max_continuation:
             # The token that the target begins with is predicted from the context's last one, which is not scored.
             ids, skip = encode(tokenizer, item.target), 0
         else:
-            prefix = question_ids(tokenizer, item.question)
+            prefix = encode_question(tokenizer, item.question)
             ids, skip = prefix + encode(tokenizer, item.target) + end, len(prefix)
         if len(ids[:max_continuation]) > skip + 1:
             continuations.append((ids[:max_continuation], skip))
-    return TokenizedSample(sample.source, context_ids(tokenizer, sample.context)[:max_context], continuations)
+    return TokenizedSample(sample.source, encode_context(tokenizer, sample.context)[:max_context], continuations)

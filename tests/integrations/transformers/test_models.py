@@ -10,8 +10,7 @@ from lkv.config import TrainingConfig
 from lkv.context.context import Context, compress
 from lkv.context.saved_context import read_context_file, write_context_file
 from lkv.errors import CacheError, ContextFileError, UnsupportedModelError
-from lkv.evaluation.compare import Comparison
-from lkv.evaluation.roster import Roster
+from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, attach
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.spec import layer_windows
@@ -219,10 +218,10 @@ def test_a_policy_for_a_model_with_sliding_layers_is_trained_saved_and_used(tmp_
 def test_methods_are_compared_and_kvzip_reads_twice_on_a_model_with_sliding_layers():
     model, text = build("Gemma3"), ids(1, 60)
     policy = Policy(attach(model).spec).requires_grad_(False)
-    roster = Roster(model, Words(), ["lkv", "kvzip", "knorm"], [0.3], policy)
+    grid = MethodGrid(model, Words(), ["lkv", "kvzip", "knorm"], [0.3], policy)
     prompt = read_prompt(model, text, queries=True)
-    rows, skipped = roster.for_prompt(text[0].tolist(), prompt)
-    run = Comparison(model, text[0].tolist(), prompt, [row.method for row in rows])
+    rows, skipped = grid.bind(text[0].tolist(), prompt)
+    run = MethodComparison(model, text[0].tolist(), prompt, [row.method for row in rows])
     continuation = ids(1, 20, 1)
     found = run.predict(continuation[0].tolist(), 5)
     assert torch.equal(run.predict(continuation[0].tolist(), 5).logits, found.logits) and not skipped
@@ -233,7 +232,7 @@ def test_methods_are_compared_and_kvzip_reads_twice_on_a_model_with_sliding_laye
         model(text, past_key_values=cache, use_cache=True)
         alone = model(continuation[:, :-1], past_key_values=cache, use_cache=True).logits[:, 4:]
         torch.testing.assert_close(found.logits[place : place + 1], alone, atol=1e-6, rtol=1e-6)
-    assert len(run.answers([5, 6], 6)) == len(rows)
+    assert len(run.generate([5, 6], 6)) == len(rows)
 
 
 def test_what_would_be_computed_wrongly_is_refused():

@@ -1,6 +1,7 @@
-"""Several methods on one prompt, from one prefill, through the real cache."""
+"""Compare methods on one prompt from one prefill: `MethodGrid` binds them, `MethodComparison` runs them at once."""
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,11 +12,164 @@ from torch.nn.functional import log_softmax
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lkv.cache.ragged import RaggedCache
-from lkv.integrations.transformers.attention import device_of
-from lkv.integrations.transformers.prefill import PromptLayer, PromptLayers, as_prompt
+from lkv.errors import LkvError
+from lkv.integrations.transformers.attention import attach, device_of
+from lkv.integrations.transformers.prefill import PromptLayer, PromptLayers, as_prompt, check_queries
 from lkv.integrations.transformers.stock import cut_to
 from lkv.kernels.fidelity import agrees, kl
-from lkv.methods.build import Method, side_by_side
+from lkv.methods.budgets import Amount, Uniform
+from lkv.methods.build import Method, MethodInputs, build_rule, build_selector, side_by_side
+from lkv.methods.registry import FULL, POLICY, REFIT, SELECTORS, find, policy_name
+from lkv.methods.selectors import Selector, StreamingLLM
+from lkv.policy.policy import Policy
+
+
+@dataclass(frozen=True)
+class BoundMethod:
+    """One method at one retention, ready for one prompt."""
+
+    name: str
+    retention: float
+    method: Method
+
+
+@dataclass(frozen=True)
+class SkippedMethod:
+    """A method that cannot serve a prompt at this retention, with the reason."""
+
+    name: str
+    retention: float
+    reason: str
+
+
+class MethodGrid:
+    """Methods by name, times retentions. What several of them share is computed once: the scores of a selector, and
+    KVzip's second pass."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        names: Sequence[str],
+        retentions: Sequence[float],
+        policy: Policy | None = None,
+        pattern: list[list[float]] | None = None,
+        policies: Mapping[str, Policy] | None = None,
+    ):
+        """`names` as `lkv methods` lists them or "RULE+SELECTOR", with "@NAME" behind for the policy `policies[NAME]`
+        instead of `policy`; the full cache is a row of its own and always there.
+
+        Raises LkvError for an unknown name, or where a method misses its policy or pattern, PolicyMismatchError for the
+        policy of another model, and RetentionError.
+        """
+        attached = attach(model)
+        named: dict[str, Policy | None] = {"": None}
+        for tag, learned in [*(policies or {}).items(), *([("", policy)] if policy is not None else [])]:
+            learned.check_model(attached.spec)
+            named[tag] = learned.on(model.device)
+        self._entries = {name: find(name) for name in dict.fromkeys(names) if name != FULL}
+        if unknown := sorted({tag for name in self._entries if (tag := policy_name(name)) not in named}):
+            raise LkvError(f"there is no policy named {', '.join(unknown)}; give it as --policy NAME=PATH.")
+        self._inputs = {
+            (retention, tag): MethodInputs(
+                Amount(retention),
+                learned,
+                attached.heads,
+                model,
+                attached.spec.layers,
+                pattern,
+                tokenizer,
+                strict=False,
+            )
+            for retention in dict.fromkeys(retentions)
+            for tag, learned in named.items()
+        }
+        self._retentions = list(dict.fromkeys(retentions))
+        first = self._retentions[0]
+        self._selectors = {
+            part: build_selector(part[0], self._inputs[first, part[1]])
+            for part in dict.fromkeys(self._selector_of(name) for name in self._entries)
+        }
+        for name, entry in self._entries.items():
+            # What is missing is missed before the first prompt is read.
+            build_rule(entry.rule, self._inputs[first, policy_name(name)])
+        if any(entry.refit for entry in self._entries.values()):
+            check_queries(model, REFIT)
+        self._wanted = {(name, retention) for name in self._entries for retention in self._retentions}
+
+    def _selector_of(self, name: str) -> tuple[str, str]:
+        """Which selector a method has: by its name, and by its policy's where it reads one."""
+        selector = self._entries[name].selector
+        return selector, policy_name(name) if POLICY in SELECTORS[selector].needs else ""
+
+    def select(self, wanted: frozenset[tuple[str, float]]) -> "MethodGrid":
+        """The same with these methods at these retentions alone, and the full cache."""
+        twin = copy.copy(self)
+        twin._wanted = self._wanted & wanted
+        used = {self._selector_of(name) for name, _ in twin._wanted}
+        twin._selectors = {part: selector for part, selector in self._selectors.items() if part in used}
+        return twin
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods, without the full cache."""
+        return list(self._entries)
+
+    @property
+    def retentions(self) -> list[float]:
+        """As they were given, each once."""
+        return list(self._retentions)
+
+    @property
+    def pairs(self) -> frozenset[tuple[str, float]]:
+        """(method, retention) of every row but the full cache's."""
+        return frozenset(self._wanted)
+
+    @property
+    def size(self) -> int:
+        """Rows of a prompt that every method can serve."""
+        return 1 + len(self._wanted)
+
+    @property
+    def required_queries(self) -> bool | int:
+        """Whether a prompt must be read with its queries, or with how many of the last ones."""
+        if any(self._entries[name].refit for name, _ in self._wanted):
+            return True
+        last = [s.last_queries for s in self._selectors.values() if s.reads_queries]
+        known = [count for count in last if count is not None]
+        return max(known, default=False) if len(known) == len(last) else True
+
+    def bind(self, ids: list[int], prompt: list[PromptLayer]) -> tuple[list[BoundMethod], list[SkippedMethod]]:
+        """The rows for the one prompt `ids`, already read into `prompt`; the full cache comes first."""
+        ready = {name: _prepared(selector, ids, prompt) for name, selector in self._selectors.items()}
+        rows = [BoundMethod(FULL, 1.0, Method(FULL, Uniform(1.0), StreamingLLM(sinks=0)))]
+        skipped = []
+        for retention in self._retentions:
+            for name, entry in self._entries.items():
+                if (name, retention) not in self._wanted:
+                    continue
+                selector, scores = ready[self._selector_of(name)]
+                try:
+                    if isinstance(scores, LkvError):
+                        raise scores
+                    rule = build_rule(entry.rule, self._inputs[retention, policy_name(name)])
+                    method = Method(name, rule, selector, refit=entry.refit).for_prompt(ids, prompt)
+                    method.budget.counts(0, scores)
+                except LkvError as error:
+                    skipped.append(SkippedMethod(name, retention, str(error)))
+                else:
+                    rows.append(BoundMethod(name, retention, method))
+        return rows, skipped
+
+
+def _prepared(selector: Selector, ids: list[int], prompt: list[PromptLayer]) -> tuple[Selector, Tensor | LkvError]:
+    """The selector made ready for this prompt with its scores of the first layer, or why it cannot score it."""
+    try:
+        ready = selector.for_prompt(ids, prompt)
+        return ready, ready.scores(0, prompt[0])
+    except LkvError as error:
+        return selector, error
+
 
 # Whatever a model's own configuration says: an answer is what the logits say alone, as in the suites themselves.
 _PLAIN: dict[str, Any] = {
@@ -39,13 +193,13 @@ class Fidelity:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class RowPrediction:
     """What one row gives for the target tokens: log-probabilities [n, V] and the output head's input [n, D]."""
 
     log_probs: Tensor
     hidden: Tensor
 
-    def against(self, full: "Prediction") -> Fidelity:
+    def fidelity_to(self, full: "RowPrediction") -> Fidelity:
         """How close this is to what the full cache gives."""
         divergence, equal = kl(full.log_probs, self.log_probs), agrees(full.log_probs, self.log_probs)
         norm = torch.linalg.vector_norm
@@ -54,18 +208,18 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Predictions:
+class BatchPrediction:
     """Logits [B, n, V] and the head's input [B, n, D]; in float32 a row at a time, for all at once may be large."""
 
     logits: Tensor
     hidden: Tensor
 
-    def row(self, index: int) -> Prediction:
+    def row(self, index: int) -> RowPrediction:
         """Those of one method."""
-        return Prediction(log_softmax(self.logits[index].float(), -1), self.hidden[index].float())
+        return RowPrediction(log_softmax(self.logits[index].float(), -1), self.hidden[index].float())
 
 
-class Comparison:
+class MethodComparison:
     """Answers and fidelity of several methods over one prompt."""
 
     def __init__(self, model: Any, ids: list[int], prompt: list[PromptLayer], methods: Sequence[Method]):
@@ -75,41 +229,41 @@ class Comparison:
         self._cache = RaggedCache(model, method=side_by_side(methods))
         self._cache.fill(PromptLayers((_repeat(layer, self._rows) for layer in prompt), as_prompt(prompt).windows))
 
-    def held(self) -> list[int]:
+    def kept_entries(self) -> list[int]:
         """Entries that each method kept of the prompt, over all layers and heads."""
         return torch.stack([layer.kept for layer in self._cache.ragged]).sum((0, 2)).tolist()
 
-    def realised(self) -> list[float]:
+    def realised_retentions(self) -> list[float]:
         """Kept entries / all entries of each method."""
         entries = sum(layer.kept.shape[1] for layer in self._cache.ragged) * self._prompt_tokens
-        return [kept / entries for kept in self.held()]
+        return [kept / entries for kept in self.kept_entries()]
 
     @torch.no_grad()
-    def read(self, ids: list[int]) -> None:
+    def append(self, ids: list[int]) -> None:
         """Let every later question and continuation begin with `ids`, which are read once."""
         if ids:
             self._model.base_model(input_ids=self._batch(ids), past_key_values=self._cache, use_cache=True)
             self._ids += ids
 
-    def answers(
+    def generate(
         self, question: list[int], max_new_tokens: int, stops: Sequence[int] = (), last: bool = False
     ) -> list[list[int]]:
-        """Answer ids of each method to the ids of a question, see `greedy`.
+        """Answer ids of each method to the ids of a question, see `generate_greedily`.
 
         `last`: nothing is asked afterwards, so that methods whose answers have ended can be dropped, which saves time.
         """
         ids = [self._ids + question] * self._rows
         with self._working_cache(last) as cache:
-            return greedy(self._model, ids, max_new_tokens, stops, cache, dropping=last)
+            return generate_greedily(self._model, ids, max_new_tokens, stops, cache, dropping=last)
 
-    def fidelity(self, continuation: list[int], skip: int) -> list[Fidelity]:
+    def measure_fidelity(self, continuation: list[int], skip: int) -> list[Fidelity]:
         """Each method against the first one, over the tokens of `continuation` from `skip` on."""
         predictions = self.predict(continuation, skip)
         full = predictions.row(0)
-        return [predictions.row(index).against(full) for index in range(self._rows)]
+        return [predictions.row(index).fidelity_to(full) for index in range(self._rows)]
 
     @torch.no_grad()
-    def predict(self, continuation: list[int], skip: int) -> Predictions:
+    def predict(self, continuation: list[int], skip: int) -> BatchPrediction:
         """What each method gives for the tokens of `continuation` from `skip` on."""
         # The last token predicts nothing; the first is predicted where another precedes it here.
         ids = self._batch(continuation[:-1])
@@ -122,7 +276,7 @@ class Comparison:
                 out = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=targets)
         finally:
             handle.remove()
-        return Predictions(out.logits[:, -targets:], hidden[0][:, -targets:])
+        return BatchPrediction(out.logits[:, -targets:], hidden[0][:, -targets:])
 
     def _batch(self, ids: list[int]) -> Tensor:
         device = device_of(self._model)
@@ -142,7 +296,7 @@ class Comparison:
 
 
 @torch.no_grad()
-def greedy(
+def generate_greedily(
     model: Any,
     rows: Sequence[list[int]],
     max_new_tokens: int,

@@ -6,7 +6,7 @@ from pathlib import Path
 from lkv.errors import DataError
 from lkv.evaluation.processes import Process
 from lkv.utils.files import check_writable_file
-from lkv.utils.journal import Record, append, check_header, read_samples, write_lines
+from lkv.utils.journal import Record, append, check_header, read_samples, write_journal
 
 _FREE = ("machine", "date")  # what may differ between the runs that fill one file; the first one's stays
 _PLANNED = "planned"  # how many samples a run wants: may differ too; the most is kept
@@ -18,7 +18,7 @@ _LISTS, _TABLES, _LATER = (
 _GROWING = (*_LISTS, *_TABLES, *_LATER, _PLANNED)  # what may grow between them
 
 
-class SharedJournal:
+class SampleJournal:
     """Finished samples of one run, one JSON line each after a header that tells the settings.
 
     A later run may ask for more methods, retentions and policies: a sample then stands again, with more rows, until
@@ -41,7 +41,7 @@ class SharedJournal:
         process.wait()
         self.done = {row["key"]: row for row in read_samples(out)[1]}
         if self._path != out:
-            write_lines(self._path, [self._header])
+            write_journal(self._path, [self._header])
 
     def add(self, row: Record) -> None:
         """Append one sample; `row["key"]` names it."""
@@ -72,7 +72,7 @@ class SharedJournal:
                     samples[sample["key"]] = sample
         rank = {key: number for number, key in enumerate(order)}
         ordered = sorted(samples.values(), key=lambda sample: rank.get(sample["key"], len(rank)))
-        write_lines(self._out, [self._header, *ordered])
+        write_journal(self._out, [self._header, *ordered])
         for part in _parts(self._out):
             part.unlink()
 
