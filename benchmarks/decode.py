@@ -27,7 +27,7 @@ from lkv.integrations.transformers.prefill import PromptLayer
 from lkv.kernels.ragged_attention import api, ragged_attention
 from lkv.models.loading import default_policy, load_default
 from lkv.policy.policy import Policy
-from lkv.utils.results import provenance, write_results
+from lkv.utils.results import collect_provenance, write_results
 from lkv.utils.statistics import bootstrap
 
 
@@ -164,7 +164,9 @@ def main() -> None:
             about = {"dtype": str(dtype).removeprefix("torch."), "threads": threads}
             for tokens in options.tokens:
                 rows += rows_at(tokens, model, default_policy(), options.retention, options.repeats, about)
-    write_results(options.out, "decode", rows, 0, "python -m benchmarks.decode", measured=provenance(("numba",)))
+    write_results(
+        options.out, "decode", rows, 0, "python -m benchmarks.decode", measured=collect_provenance(("numba",))
+    )
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class ScorerInputs:
             raise ValueError(f"knots is {self.knots!r}, but it is a number from 0 to {MAX_KNOTS}")
 
 
-def knots_for(tokens: int) -> int:
+def num_knots(tokens: int) -> int:
     """How many knots position terms need for texts of up to `tokens` tokens."""
     return (tokens - 1).bit_length() + 1
 
@@ -129,7 +129,7 @@ class TrainingConfig:
     @property
     def inputs(self) -> ScorerInputs:
         """What a policy trained so reads."""
-        return ScorerInputs(self.key, self.attention, knots_for(self.max_tokens) if self.position else 0)
+        return ScorerInputs(self.key, self.attention, num_knots(self.max_tokens) if self.position else 0)
 
     def __post_init__(self) -> None:
         for name, (kind, least, most) in _RANGES.items():
@@ -298,7 +298,7 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-def fitted(config: TrainingConfig, positions: int) -> TrainingConfig:
+def fit_to_positions(config: TrainingConfig, positions: int) -> TrainingConfig:
     """`config` with contexts and continuations as long as a model of `positions` positions can read, and no longer."""
     continuation = min(config.max_continuation, max(1, positions // 4))
     longest = min(config.max_tokens, positions - continuation)
@@ -331,7 +331,7 @@ __all__ = [
     "TrainingConfig",
     "asdict",
     "check_positions",
-    "fitted",
+    "fit_to_positions",
     "from_dict",
     "replace",
 ]

@@ -30,7 +30,7 @@ from lkv.evaluation.report.reading import read_results
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import read_checkpoint
-from lkv.utils.results import provenance, write_results
+from lkv.utils.results import collect_provenance, write_results
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 from tests.inputs import Inputs
@@ -231,7 +231,7 @@ class Tally:
         self.seconds: dict[str, float] = {}
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         same_place = {key: found.get(key) for key in ("machine", "versions")}
-        if found and same_place != {key: provenance(["hypothesis"])[key] for key in same_place}:
+        if found and same_place != {key: collect_provenance(["hypothesis"])[key] for key in same_place}:
             raise ValueError(f"{path} holds counts of another machine or other versions: name another file with --out")
         if found:
             self.first = found["seed"]
@@ -250,7 +250,7 @@ class Tally:
              "seconds": round(self.seconds[name])}
             for name, units in self.counts.items() for unit, value in units.items()
         ]  # fmt: skip
-        write_results(self.path, "soak", rows, self.first, self.command, provenance(["hypothesis"]))
+        write_results(self.path, "soak", rows, self.first, self.command, collect_provenance(["hypothesis"]))
 
     def next_seed(self, part: str) -> int:
         return self.seeds.get(part, 0 if part == "inputs" else self.first)

@@ -221,7 +221,7 @@ def _stored(layer: Layer, spans: Spans) -> Held:
 
 
 def check_state(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
-    """Raise ValueError, KeyError or QuantizationError unless `state` is what one layer of one compressed text of
+    """Raise ValueError, KeyError or CacheError unless `state` is what one layer of one compressed text of
     `tokens` tokens gave; nothing is taken by its word before memory is asked for."""
     kept, real, length = state["kept"], state["real"], state["length"]
     if any(counts.dtype != torch.long for counts in (kept, real, length)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lkv.errors import QuantizationError
+from lkv.errors import CacheError
 
 BITS = (8, 4)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -51,7 +51,7 @@ class QuantizedPool:
         No value is off by more than half a step, plus the rounding of the pool's dtype. A step is the range of the
         group / (2^bits - 1), up to 1% more as steps are rounded up, and more in float32 and float64 pools where the
         least value is far from 0: it is rounded down to a bfloat16. Raises ValueError for bits, group, lens, a shape,
-        a dtype or values that cannot be stored, and QuantizationError where torchao is missing.
+        a dtype or values that cannot be stored, and CacheError where torchao is missing.
         """
         _check(pool, bits, group)
         ao = _torchao()
@@ -196,7 +196,7 @@ class QuantizedPool:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "QuantizedPool":
-        """The pool that gave `tensors()`, bit for bit. Raises QuantizationError if they do not fit one another."""
+        """The pool that gave `tensors()`, bit for bit. Raises CacheError if they do not fit one another."""
         try:
             codes, step, least = (tensors[name] for name in ("codes", "step", "least"))
             bits, group, width, dtype = tensors["layout"].tolist()
@@ -213,21 +213,21 @@ class QuantizedPool:
         except (KeyError, ValueError, TypeError, ZeroDivisionError):
             fits = False
         if not fits:
-            raise QuantizationError("these tensors are no quantised pool; give what QuantizedPool.tensors() returned.")
+            raise CacheError("these tensors are no quantised pool; give what QuantizedPool.tensors() returned.")
         return cls(codes, step, least, lens, bits, group, width, _DTYPES[dtype])
 
 
 def require_library() -> None:
-    """Raise QuantizationError now, rather than after a long prompt, if torchao is missing."""
+    """Raise CacheError now, rather than after a long prompt, if torchao is missing."""
     _torchao()
 
 
 def _torchao() -> Any:
-    """torchao's primitives, imported only where they are needed. Raises QuantizationError if they are missing."""
+    """torchao's primitives, imported only where they are needed. Raises CacheError if they are missing."""
     try:
         from torchao.quantization import quant_primitives
     except ImportError as error:
-        raise QuantizationError(
+        raise CacheError(
             f"quantised storage needs torchao, which cannot be imported ({error}); "
             "run `pip install 'lkv-cache[quantization]'`."
         ) from error

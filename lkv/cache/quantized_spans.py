@@ -173,7 +173,7 @@ class QuantizedSpans:
 
     @staticmethod
     def check_state(state: dict[str, Tensor], lens: Tensor, width: int) -> None:
-        """Raise KeyError, ValueError or QuantizationError unless `state` holds spans of `lens` entries [B, H] with
+        """Raise KeyError, ValueError or CacheError unless `state` holds spans of `lens` entries [B, H] with
         `width` channels."""
         key, value = (QuantizedPool.from_tensors(_of_side(state, side)) for side in "kv")
         if key.lens != tuple(lens.flatten().tolist()) or value.lens is not None:

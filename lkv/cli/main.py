@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         try:
-            options = _parsed(words)
+            options = parse_arguments(words)
             if not sys.stderr.isatty():
                 # A log would have every step of each bar that transformers draws.
                 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parsed(words: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     """The options of a command line; words may stand on both sides of options where a command takes many."""
-    parser = _parser(words)
+    parser = build_parser(words)
     options, rest = parser.parse_known_args(words)
     if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -71,7 +71,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for these arguments; the other commands are there by name and line alone."""
     parser = argparse.ArgumentParser(prog="lkv", description="Learned KV cache eviction for transformers models.")
     parser.add_argument("--version", action="version", version=f"lkv {__version__}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from lkv.cache.entries import check_state
 from lkv.cache.ragged import RaggedCache
 from lkv.config import ModelSpec, from_dict
-from lkv.errors import CacheError, ContextFileError, QuantizationError
+from lkv.errors import CacheError, ContextFileError
 from lkv.integrations.transformers.attention import attach, device_of
 from lkv.integrations.transformers.prefill import PromptLayer
 from lkv.methods.build import Method
@@ -63,7 +63,7 @@ def restored(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], 
         saved = _checked_about(about)
         ids = _checked_ids(tensors.pop("ids"), model.get_input_embeddings().weight.shape[0])
         return ids, _cache(model, saved["method"], ids, tensors), saved
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, QuantizationError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, CacheError) as error:
         raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
 
 

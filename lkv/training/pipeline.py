@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lkv.config import PRESETS, TrainingConfig, asdict, check_positions, fitted, knots_for, replace
+from lkv.config import PRESETS, TrainingConfig, asdict, check_positions, fit_to_positions, num_knots, replace
 from lkv.errors import TrainingError
 from lkv.integrations.transformers.attention import attach, device_of
 from lkv.integrations.transformers.stock import commit_of
@@ -47,7 +47,7 @@ def plan(config: TrainingConfig, shape: Shape, processes: int, started: bool = F
 def time_here(model: Any, config: TrainingConfig) -> str:
     """How long a training of `model` would take in one process on this machine as it is now, for people."""
     shape = Shape.of(model.config)
-    config = fitted(config, shape.positions)
+    config = fit_to_positions(config, shape.positions)
     tokens = min(_RATED_TOKENS, config.max_tokens)
     return duration(estimate(shape, config, measured_rate(model, tokens), tokens).seconds or 0)
 
@@ -88,7 +88,7 @@ def settings(preset: str | None, given: dict[str, Any], positions: int) -> Train
     settings that cannot be, and for lengths asked for that the model cannot read.
     """
     if preset is None:
-        base = fitted(PRESETS["paper" if torch.cuda.is_available() else "cpu"], positions)
+        base = fit_to_positions(PRESETS["paper" if torch.cuda.is_available() else "cpu"], positions)
     else:
         base = PRESETS[preset]
     config = over(base, given)
@@ -179,7 +179,7 @@ def train_policy(
         before, earlier_policy = start_from(policy, init)
         card["started_from"] = before
         earlier = before.get("trained_tokens") or before.get("training", {}).get("max_tokens", 0)
-        cut = config.position and config.inputs.knots < knots_for(max(1, earlier))  # of position terms
+        cut = config.position and config.inputs.knots < num_knots(max(1, earlier))  # of position terms
         if not cut:
             card["trained_tokens"] = max(config.max_tokens, earlier)
 

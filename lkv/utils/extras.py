@@ -1,10 +1,11 @@
-"""The optional packages of each extra, and one sentence that names all that are missing; no torch here."""
+"""Optional packages of each extra. Does not import torch."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 from lkv.errors import MissingPackageError
 
-# Names as they are imported, which are those on the index too; pyproject.toml says the versions.
+# Import names of the packages of each extra; pyproject.toml has their versions.
 EXTRAS = {
     "default-model": ("gguf", "accelerate"),
     "gguf": ("gguf", "accelerate"),
@@ -23,12 +24,25 @@ EXTRAS = {
 
 
 def require(extra: str, purpose: str) -> None:
-    """Raise MissingPackageError unless all packages of `extra` are installed; `purpose` is what needs them."""
+    """Check that the packages of an extra are installed.
+
+    Args:
+        extra: A key of `EXTRAS`.
+        purpose: The feature that needs them, as the subject of the error message.
+
+    Raises:
+        MissingPackageError: Packages are missing; the message names them and the command that installs them.
+    """
     missing = [name for name in EXTRAS[extra] if find_spec(name) is None]
-    if not missing:
-        return
-    names = f"{', '.join(missing[:-1])} and {missing[-1]}" if missing[1:] else missing[0]
-    verb = "is" if len(missing) == 1 else "are"
-    raise MissingPackageError(
-        f"{purpose} needs {names}, which {verb} not installed; run `pip install 'lkv-cache[{extra}]'`."
-    )
+    if missing:
+        names = f"{', '.join(missing[:-1])} and {missing[-1]}" if missing[1:] else missing[0]
+        verb = "is" if len(missing) == 1 else "are"
+        raise MissingPackageError(
+            f"{purpose} needs {names}, which {verb} not installed; run `{install_command(extra)}`."
+        )
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra: from the checkout where LKV is imported from one, else by name."""
+    is_checkout = (Path(__file__).parents[2] / "pyproject.toml").is_file()
+    return f"pip install -e '.[{extra}]'" if is_checkout else f"pip install 'lkv-cache[{extra}]'"

@@ -1,4 +1,4 @@
-"""Result files: one JSON form for benchmarks, evaluations and the demo. No torch here."""
+"""Result files: one JSON format for benchmarks, evaluations and the demo. Does not import torch."""
 
 import json
 import os
@@ -25,47 +25,55 @@ def write_results(
     command: str = "",
     measured: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `rows` with command, seed, date, machine and versions, to a temporary name first.
+    """Write a result file: `rows` with command, seed, date, machine and package versions.
 
-    `measured` tells what else the rows are of (the policy), and date, machine and versions where they were not measured
-    here and now. Raises DataError where the system refuses the file.
+    Args:
+        path: The JSON file; it is replaced in one step.
+        name: What was measured.
+        rows: One flat mapping per row; floats are rounded to 5 digits.
+        seed: The seed of the measurement.
+        command: The command that repeats it (default: this process's command line).
+        measured: Further keys, such as the policy. Keys of `collect_provenance` take the place of today's values,
+            where the rows were measured elsewhere or earlier.
+
+    Raises:
+        DataError: The file cannot be written.
     """
     document = {
         "name": name,
-        "command": command or shlex.join(["python", *_relative(sys.argv)]),
+        "command": command or shlex.join(["python", *_make_relative(sys.argv)]),
         "seed": seed,
-        **provenance(),
+        **collect_provenance(),
         **(measured or {}),
-        "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows],
+        "rows": [
+            {key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()} for row in rows
+        ],
     }
     write_text(path, json.dumps(document, indent=1) + "\n", DataError, "the results")
 
 
-def provenance(more: Sequence[str] = ()) -> dict[str, Any]:
-    """Today's date, this machine, and `versions`."""
-    return {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": machine(), "versions": versions(more)}
+def collect_provenance(packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Return today's date, this machine, and the versions of Python, of the core packages and of `packages`."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": describe_machine(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in (*_PACKAGES, *packages)}},
+    }
 
 
-def versions(more: Sequence[str] = ()) -> dict[str, str]:
-    """Of Python, of the packages that results depend on, and of `more`."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in (*_PACKAGES, *more)}
-
-
-def machine() -> str:
-    """The processor and how many cores may be used."""
+def describe_machine() -> str:
+    """Return the processor's name and the number of usable cores."""
     model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        lines = cpuinfo.read_text().splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
     return f"{model}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
 
 
-def _relative(arguments: Sequence[str]) -> list[str]:
-    """Arguments with paths below the current folder made relative: results name no machine's folders."""
-    return [os.path.relpath(a) if os.path.isabs(a) else a for a in arguments]
+def _make_relative(arguments: Sequence[str]) -> list[str]:
+    # Result files should not contain this machine's folders.
+    return [os.path.relpath(argument) if os.path.isabs(argument) else argument for argument in arguments]
 
 
 def _version(package: str) -> str:
@@ -73,7 +81,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "absent"
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, 5) if isinstance(value, float) else value

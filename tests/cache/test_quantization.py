@@ -12,7 +12,7 @@ from lkv.errors import LkvError
 
 pytest.importorskip("torchao")
 
-from lkv.cache.quantization import BITS, QuantizationError, QuantizedPool
+from lkv.cache.quantization import BITS, CacheError, QuantizedPool
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LENS = st.none() | st.lists(st.integers(0, 40), max_size=3)
@@ -121,11 +121,11 @@ def test_saved_and_restored_bit_for_bit(bits, dtype, lens):
 @pytest.mark.parametrize("change", ["layout", "codes", "step", "least", "lens"])
 def test_tensors_that_do_not_fit_are_refused(change):
     tensors = QuantizedPool.pack(random_pool(33, 12), 4, 8, [20, 13]).tensors()
-    with pytest.raises(QuantizationError, match="no quantised pool"):
+    with pytest.raises(CacheError, match="no quantised pool"):
         QuantizedPool.from_tensors({**tensors, change: tensors[change][1:]})
     if change != "lens":
         del tensors[change]
-        with pytest.raises(QuantizationError, match="no quantised pool"):
+        with pytest.raises(CacheError, match="no quantised pool"):
             QuantizedPool.from_tensors(tensors)
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lkv.cli.eval import PRESETS, _of_each, _policies
-from lkv.cli.main import _parsed, main
+from lkv.cli.main import main, parse_arguments
 from tests.conftest import save_model
 
 
@@ -74,10 +74,10 @@ def test_policies_have_names_of_their_own(capsys, tmp_path):
 
 def test_ladder_and_preset_stand_for_retentions(tmp_path, capsys):
     base = ["eval", "ruler", "--out", str(tmp_path / "x.jsonl")]
-    assert _parsed([*base, "--ladder"]).retention == [0.5, 0.25, 0.125, 0.0625]
+    assert parse_arguments([*base, "--ladder"]).retention == [0.5, 0.25, 0.125, 0.0625]
     # kvpress's leaderboard names what is evicted.
     assert [round(1 - kept, 2) for kept in PRESETS["kvpress"]] == [0.1, 0.25, 0.5, 0.75, 0.9]
-    assert _parsed([*base, "--preset", "kvpress"]).preset == "kvpress"
+    assert parse_arguments([*base, "--preset", "kvpress"]).preset == "kvpress"
 
 
 def test_ruler_at_two_lengths(model_folder, tmp_path):

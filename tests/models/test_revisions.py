@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from lkv.cli.main import _parsed, main
-from lkv.errors import DefaultModelError, LkvError, PolicyFileError
+from lkv.cli.main import main, parse_arguments
+from lkv.errors import LkvError, ModelLoadError, PolicyFileError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models import loading as models
 from lkv.models.loading import DEFAULT, load_model, load_policy
@@ -67,7 +67,7 @@ def test_what_is_not_on_the_hub_has_no_revision(tmp_path, policy):
         with pytest.raises(PolicyFileError, match=r"has no revision 'v1'; leave the revision out"):
             load_policy(name, revision="v1")
     for name in (DEFAULT, str(tmp_path), "tiny.gguf"):
-        with pytest.raises(DefaultModelError, match=r"is no model on the hub and has no revision 'v1'"):
+        with pytest.raises(ModelLoadError, match=r"is no model on the hub and has no revision 'v1'"):
             load_model(name, revision="v1")
 
 
@@ -102,9 +102,9 @@ def test_every_command_with_a_model_takes_its_revision(hub, tmp_path, capsys):
 def test_a_server_takes_the_policy_of_that_revision(hub, tmp_path):
     setup = pytest.importorskip("lkv.serving.service", reason="the extra serve is not installed")
     words = ["serve", "--model", "own/model", "--revision", "v1", "--policy", "own/policy", "--policy-revision", "v2"]
-    service = setup.make_service(vars(_parsed([*words, "--dtype", "bfloat16", "--store", str(tmp_path)])))
+    service = setup.make_service(vars(parse_arguments([*words, "--dtype", "bfloat16", "--store", str(tmp_path)])))
     service.stop()
     assert ("own/model", "v1") in hub and hub[-1] == ("own/policy", "v2")
     assert service.engine.model.dtype == torch.bfloat16
     with pytest.raises(LkvError, match="cannot be put on the device 'abacus'"):
-        setup.make_service(vars(_parsed([*words, "--device", "abacus", "--store", str(tmp_path)])))
+        setup.make_service(vars(parse_arguments([*words, "--device", "abacus", "--store", str(tmp_path)])))

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 import lkv.models.loading
 import lkv.policy.shipped
-from lkv.cli.main import COMMANDS, _parsed, main
+from lkv.cli.main import COMMANDS, main, parse_arguments
 from lkv.config import ScorerInputs
 from lkv.integrations.transformers.attention import attach
 from lkv.methods import registry
@@ -119,7 +119,7 @@ def test_every_command_that_is_shown_has_its_options(page, capsys):
             if "lkv" in words and words[-1] != "...":
                 given = words[words.index("lkv") + 1 :]
                 if given and given[0] in COMMANDS:
-                    _parsed(given)  # ends the test where argparse finds a mistake
+                    parse_arguments(given)  # ends the test where argparse finds a mistake
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="symbolic links")

@@ -15,7 +15,7 @@ import pytest
 import lkv
 from dev import release
 from lkv.errors import MissingPackageError
-from lkv.utils.extras import EXTRAS, require
+from lkv.utils.extras import EXTRAS, install_command, require
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "https://example.org/owner/lkv"
@@ -62,10 +62,13 @@ def test_one_sentence_names_all_that_is_missing(monkeypatch):
     for name in ("accelerate", "rouge", "wonderwords"):
         monkeypatch.setitem(sys.modules, name, None)
     expected = (
-        "RULER needs accelerate, wonderwords and rouge, which are not installed; run `pip install 'lkv-cache[evals]'`."
+        "RULER needs accelerate, wonderwords and rouge, which are not installed; run `pip install -e '.[evals]'`."
     )
     with pytest.raises(MissingPackageError, match=f"^{re.escape(expected)}$"):
         require("evals", "RULER")
+    # Outside a checkout the command names the package.
+    monkeypatch.setattr("lkv.utils.extras.__file__", "/site-packages/lkv/utils/extras.py")
+    assert install_command("cpu") == "pip install 'lkv-cache[cpu]'"
 
 
 def test_links_of_a_release_lead_to_its_tag_and_its_files_are_there(built):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lkv.cli.main import _parser
+from lkv.cli.main import build_parser
 from lkv.cli.main import main as lkv
 from lkv.evaluation.report.names import RULES, SELECTORS, parts
 from lkv.integrations.transformers.prefill import read_prompt
@@ -110,7 +110,7 @@ def test_the_scripts_ask_for_what_they_need(script, tmp_path):
         subprocess.run([script, model], env=environment, check=True, cwd=tmp_path)
         said = log.read_text()
         commands = [item.split() for item in said.splitlines()]
-        understood = [_parser(words[2:]).parse_args(words[2:]) for words in commands if words[1] == "lkv"]
+        understood = [build_parser(words[2:]).parse_args(words[2:]) for words in commands if words[1] == "lkv"]
         for options in understood:
             if options.run.__module__ == "lkv.cli.eval":
                 assert set(options.methods) <= set(METHODS) | {f"{r}+{s}" for r in RULES for s in SELECTORS}

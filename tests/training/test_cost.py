@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from lkv.cli.main import main
-from lkv.config import HELP, PRESETS, TrainingConfig, check_positions, fitted, replace
+from lkv.config import HELP, PRESETS, TrainingConfig, check_positions, fit_to_positions, replace
 from lkv.errors import TrainingError, UnsupportedModelError
 from lkv.evaluation.profiling.shapes import SHAPES, read_config
 from lkv.models.loading import load_model
@@ -90,7 +90,7 @@ def test_every_setting_is_told():
 @pytest.mark.parametrize("positions", [512, 2048, 8192, 131_072])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_settings_without_a_preset_fit_any_model(positions, preset):
-    config = fitted(PRESETS[preset], positions)
+    config = fit_to_positions(PRESETS[preset], positions)
     check_positions(config, positions)
     assert config.min_tokens <= config.max_tokens
     if positions == 131_072:

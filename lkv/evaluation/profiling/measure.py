@@ -18,7 +18,7 @@ from lkv.integrations.transformers.stock import kv_nbytes
 from lkv.methods.registry import FULL, needs_pattern
 from lkv.policy.policy import Policy
 from lkv.utils import devices
-from lkv.utils.results import machine
+from lkv.utils.results import describe_machine
 from lkv.utils.statistics import bootstrap
 
 OUT_OF_MEMORY = "out of memory"
@@ -207,7 +207,7 @@ class Profiler:
 
     def _machine(self) -> str:
         gpu = devices.is_gpu(self._device)
-        return devices.runtime(self._device).get_device_name(self._device) if gpu else machine()
+        return devices.runtime(self._device).get_device_name(self._device) if gpu else describe_machine()
 
     def _frame(self, method: str, tokens: int) -> dict[str, Any]:
         """What the rows of a method share, measured or not; a number that was not taken is None."""
