@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.common import RESULTS
 from lkv.errors import ReportError
 from lkv.evaluation.report.names import CATEGORIES, FULL
-from lkv.evaluation.report.reading import MeasuredSample, Results, read_results
-from lkv.evaluation.report.scores import Pair, Scores, Unit, pairs_of
+from lkv.evaluation.report.results import MeasuredSample, Results, read_results
+from lkv.evaluation.report.scores import Pair, Scores, Unit, method_pairs
 from lkv.models.loading import DEFAULT
 from lkv.utils.journal import FIDELITY_METRICS
 from lkv.utils.results import write_results
@@ -46,7 +46,7 @@ def main() -> None:
 def rows_of(results: Results, methods: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Flat rows; "all" is the mean over a length's tasks, "full >= 50" over those where the full cache scores that at
     every length."""
-    pairs = pairs_of(results, methods)
+    pairs = method_pairs(results, methods)
     averages = Scores(results, pairs)
     try:
         able = Scores(results, pairs, min_full=LEAST_SCORE)

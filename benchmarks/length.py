@@ -19,8 +19,8 @@ from benchmarks.heldout import HeldOut
 from lkv.config import asdict
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.evaluation.report.figures import new_figure, save_figure
-from lkv.evaluation.report.names import label
-from lkv.evaluation.report.style import finish, styles
+from lkv.evaluation.report.names import method_label
+from lkv.evaluation.report.style import finish_figure, method_styles
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.registry import FULL
 from lkv.utils.journal import Journal, open_journal
@@ -130,7 +130,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
     middle, longest = retentions[min(1, len(retentions) - 1)], max(row["tokens"] for row in means)
     figure = new_figure(9.5, 4.6)
     left, right = figure.subplots(1, 2, sharey=True)
-    chosen = styles(list(dict.fromkeys(row["method"] for row in means)))
+    chosen = method_styles(list(dict.fromkeys(row["method"] for row in means)))
     for method, style in chosen.items():
         for axes, x, fixed, at in ((left, "tokens", "retention", middle), (right, "retention", "tokens", longest)):
             line = sorted((r for r in means if r["method"] == method and r[fixed] == at), key=lambda r: r[x])
@@ -155,12 +155,12 @@ def draw(rows: Sequence[dict], path: Path) -> None:
     model = rows[0]["model"].rpartition("/")[2]
     continuations = max(row["n"] for row in means)
     caption = f"{model}; n = {continuations} continuations a point at most; 95% intervals"
-    finish(figure, [left, right], "Fidelity by length and by retention", caption)
+    finish_figure(figure, [left, right], "Fidelity by length and by retention", caption)
     save_figure(figure, path)
 
 
 def _label(method: str) -> str:
-    return "LKV, the paper's scorer" if method == "lkv-paper" else label(method)
+    return "LKV, the paper's scorer" if method == "lkv-paper" else method_label(method)
 
 
 def _mean(sampled: Sequence[tuple[dict, int]], measure: int) -> Mean:

@@ -12,9 +12,9 @@ from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
 from benchmarks.pages.parts import rows
 from lkv.evaluation.report.figures import save_figure
-from lkv.evaluation.report.names import AVERAGE, FULL, label, ordered
+from lkv.evaluation.report.names import AVERAGE, FULL, method_label, sort_methods
 from lkv.evaluation.report.plots import plot
-from lkv.evaluation.report.profile import plot_memory, read_profile
+from lkv.evaluation.report.profiles import plot_memory, read_profile
 from lkv.evaluation.report.tables import LEAST, Cell, Column, Table, TableRow
 
 _MODEL = "SmolLM2-135M-Instruct"
@@ -86,7 +86,7 @@ def _row(method: str, measured: Sequence[Row], key: str, name: Callable[[Any], s
     """The row of a method: a cell for every value of `key`."""
     own = [row for row in measured if row["method"] == method]
     cells = {name(row[key]): _cell(row) for row in own}
-    return TableRow(method, label(method), cells, group, own[0]["retention"])
+    return TableRow(method, method_label(method), cells, group, own[0]["retention"])
 
 
 def _cell(row: Row) -> Cell:
@@ -95,7 +95,7 @@ def _cell(row: Row) -> Cell:
 
 
 def _methods(measured: Sequence[Row]) -> list[str]:
-    return ordered(row["method"] for row in measured)
+    return sort_methods(row["method"] for row in measured)
 
 
 def _tokens(tokens: int) -> str:

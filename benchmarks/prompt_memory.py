@@ -23,8 +23,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from benchmarks.common import RESULTS, command_of
-from lkv.evaluation.profiling.predict import longest
-from lkv.evaluation.profiling.shapes import read_config
+from lkv.evaluation.profiling.predict import longest_prompt
+from lkv.evaluation.profiling.random_models import read_config
 from lkv.models.shapes import Shape
 from lkv.utils.results import write_results
 
@@ -245,7 +245,9 @@ def main() -> None:
                     "counted by tensors": most(trace, memory * 2**30, False),
                 }
                 if logits == "last":
-                    found["predicted by lkv profile --dry-run"] = longest(shape, memory * 2**30, kept is not None)
+                    found["predicted by lkv profile --dry-run"] = longest_prompt(
+                        shape, memory * 2**30, kept is not None
+                    )
                 for how, value in found.items():
                     row = {"method": method, "logits": logits, "gib": memory, "how": how}
                     rows.append(row | {"value": value, "unit": "tokens of the longest prompt"})

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.common import RESULTS
 from lkv.cache.ragged import RaggedCache
 from lkv.evaluation.profiling.memory import LiveBytes
-from lkv.evaluation.profiling.shapes import random_policy
+from lkv.evaluation.profiling.random_models import random_policy
 from lkv.integrations.transformers.attention import attach
 from lkv.utils.results import write_results
 
@@ -41,19 +41,19 @@ def main() -> None:
         for number, part in enumerate(ids.split(options.chunk, 1)):
             model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
             if number % 8 == 0:
-                print(f"{cache.get_seq_length()} tokens, {live.most:,} bytes at most", flush=True)
+                print(f"{cache.get_seq_length()} tokens, {live.peak:,} bytes at most", flush=True)
     entry = 2 * 3 * 64 * 2
     full = options.layers * options.tokens * entry
     assert cache.full_nbytes() == full
     ratios = [ratio for row in policy.inference_ratios(options.retention).tolist() for ratio in row]
     row = {"method": "lkv", "tokens": options.tokens, "chunk": options.chunk, "retention": options.retention}
-    row |= {"realised": cache.realised_retention(), "n": 1, "value": live.most / full}
+    row |= {"realised": cache.realised_retention(), "n": 1, "value": live.peak / full}
     row |= {
         "unit": "ratio of bytes: all tensors held at once, by k and v of the full cache",
         "baseline": "full",
-        "bytes": live.most,
+        "bytes": live.peak,
     }
-    row |= {"bytes": live.most, "held_after": cache.nbytes(), "full_bytes": full}
+    row |= {"bytes": live.peak, "held_after": cache.nbytes(), "full_bytes": full}
     row |= {"least_ratio": min(ratios), "greatest_ratio": max(ratios)}
     print(row)
     write_results(options.out, "streaming", [row], 0, "python -m benchmarks.streaming")

@@ -25,7 +25,7 @@ from lkv.config import TrainingConfig, replace
 from lkv.context.context import Context, compress
 from lkv.errors import LkvError
 from lkv.evaluation.processes import Process
-from lkv.evaluation.report.reading import read_results
+from lkv.evaluation.report.results import read_results
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.budgets import read_pattern

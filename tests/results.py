@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from lkv.evaluation.report import names
-from lkv.evaluation.report.reading import read_results
+from lkv.evaluation.report.results import read_results
 
 HEADER = {
     "format": 1, "suite": "longbench", "protocol": "kvpress", "model": "tiny", "methods": [], "retentions": [],

@@ -26,7 +26,7 @@ from lkv.context.context import Context, compress
 from lkv.context.saved_context import read_context_file
 from lkv.errors import LkvError
 from lkv.evaluation.processes import Process
-from lkv.evaluation.report.reading import read_results
+from lkv.evaluation.report.results import read_results
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import read_checkpoint

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from benchmarks.common import RESULTS
-from lkv.evaluation.report.names import label
+from lkv.evaluation.report.names import method_label
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped
 
@@ -66,7 +66,7 @@ def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
 def name_of(method: str) -> str:
     if method == "lkv-paper":
         return "LKV, the paper's scorer"
-    return f"**{label(method)}**" if method == "lkv" else label(method)
+    return f"**{method_label(method)}**" if method == "lkv" else method_label(method)
 
 
 def counted(counts: Iterable[int]) -> str:

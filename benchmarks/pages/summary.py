@@ -4,7 +4,7 @@ from typing import Any
 
 from benchmarks.evaluations import ABLE, LEAST_SCORE
 from benchmarks.pages.parts import LONGER, complete, counted, interval, name_of, other_models, rows, table
-from lkv.evaluation.report.names import label
+from lkv.evaluation.report.names import method_label
 from lkv.methods.registry import FULL
 
 REFITTED = "lkv+refit"
@@ -102,7 +102,7 @@ def _other_ruler(name: str) -> str:
         return ""
     lengths = sorted({tokens for _, tokens in by})
     scores = {
-        label(method): " / ".join(f"{by[method, tokens]['value']:.1f}" for tokens in lengths)
+        method_label(method): " / ".join(f"{by[method, tokens]['value']:.1f}" for tokens in lengths)
         for method in dict.fromkeys([FULL, "lkv", *(method for method, _ in by)])
     }
     samples = counted(by[FULL, tokens]["n"] for tokens in lengths)

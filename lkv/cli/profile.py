@@ -107,8 +107,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _predict(options: argparse.Namespace) -> None:
     """Tell what each length needs by the model's shape, and the longest prompt that the memory has room for."""
-    from lkv.evaluation.profiling.predict import longest, predict
-    from lkv.evaluation.profiling.shapes import read_config
+    from lkv.evaluation.profiling.predict import longest_prompt, predict_memory
+    from lkv.evaluation.profiling.random_models import read_config
     from lkv.models.loading import DEFAULT, load_config
     from lkv.models.shapes import Shape
 
@@ -124,10 +124,10 @@ def _predict(options: argparse.Namespace) -> None:
     heads = ("tokens", "weights", "k, v full", "k, v kept", "activations", "peak full", "peak kept")
     print("".join(f"{head:>13}" for head in heads))
     for tokens in dict.fromkeys(options.tokens):
-        row = predict(shape, tokens, **settings)
+        row = predict_memory(shape, tokens, **settings)
         sizes = (row.weights, row.kv_full, row.kv_kept, row.activations, row.peak_full, row.peak_kept)
         print(f"{tokens:>13,}" + "".join(f"{size / 2**30:>13,.3f}" for size in sizes))
-    most = [longest(shape, options.memory * 2**30, kept, **settings) for kept in (False, True)]
+    most = [longest_prompt(shape, options.memory * 2**30, kept, **settings) for kept in (False, True)]
     print(
         f"in {options.memory:g} GiB: {most[0]:,} tokens with the full cache, {most[1]:,} at R = {options.retention:g} "
         "evicting layer by layer, by tensors alone: the gaps of PyTorch's caching allocator come on top"
@@ -143,8 +143,8 @@ def _default_device() -> str:
 def _profiler(options: argparse.Namespace) -> Any:
     import torch
 
-    from lkv.evaluation.profiling.measure import Profiler, Settings
-    from lkv.evaluation.profiling.shapes import allow_positions, random_model, random_policy, read_config
+    from lkv.evaluation.profiling.measure import Profiler, ProfileSettings
+    from lkv.evaluation.profiling.random_models import extend_positions, random_model, random_policy, read_config
     from lkv.integrations.transformers.attention import attach
     from lkv.methods.registry import FULL, needs_policy
     from lkv.models.loading import DEFAULT, load_model, load_policy, policy_for
@@ -162,7 +162,7 @@ def _profiler(options: argparse.Namespace) -> Any:
     else:
         name = Path(chosen).name
         model = load_model(chosen, dtype, options.revision)[0].to(device)
-    allow_positions(model, _MOST_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
+    extend_positions(model, _MOST_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
     spec = attach(model).spec
     if options.policy:
         policy = load_policy(options.policy, revision=options.policy_revision)
@@ -173,7 +173,7 @@ def _profiler(options: argparse.Namespace) -> Any:
             policy = random_policy(spec, options.seed)
     if any(needs_policy(method) for method in options.methods if method != FULL):
         policy.check_model(spec)
-    settings = Settings(
+    settings = ProfileSettings(
         retention=options.retention,
         batch=options.batch,
         new_tokens=options.new_tokens,

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from lkv.errors import ReportError
-from lkv.evaluation.report.builders import TABLES, Request, build
+from lkv.evaluation.report.builders import TABLES, TableRequest, build_table
 from lkv.evaluation.report.figures import save_figure
 from lkv.evaluation.report.formats import FORMATS
 from lkv.evaluation.report.plots import plot
-from lkv.evaluation.report.profile import build_prefill, plot_memory, published_prefill, read_profile
+from lkv.evaluation.report.profiles import build_prefill, plot_memory, published_prefill, read_profile
 from lkv.evaluation.report.published import model_of, models, with_published
-from lkv.evaluation.report.reading import read_results
+from lkv.evaluation.report.results import read_results
 from lkv.evaluation.report.tables import Table
-from lkv.evaluation.report.training import build_training, plot_training, read_curves
+from lkv.evaluation.report.training_curves import build_training, plot_training, read_curves
 from lkv.utils.files import write_text
 
 _MATCHING = "matching"
@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _evaluation(options: argparse.Namespace) -> tuple[Table, Any]:
     results = read_results(options.files)
-    request = Request(tuple(options.methods), tuple(options.retention), options.min_full, options.against)
-    table = build(options.table, results, request)
+    request = TableRequest(tuple(options.methods), tuple(options.retention), options.min_full, options.against)
+    table = build_table(options.table, results, request)
     if options.published:
         measured = str(results.header["model"])
         table = with_published(table, _model(options, measured), str(results.header["suite"]), measured)

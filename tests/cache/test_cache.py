@@ -143,7 +143,7 @@ def test_prefill_never_holds_more_than_the_kept_part_and_one_layer():
 
     class Counting(RandomScores):
         def scores(self, layer, prompt):
-            seen.append(live.held)
+            seen.append(live.current)
             return selector.scores(layer, prompt)
 
     cache = RaggedCache(model, method=Method("count", Uniform(0.15), Counting(5, 2, tokens)), slack=8)
@@ -158,7 +158,7 @@ def test_prefill_never_holds_more_than_the_kept_part_and_one_layer():
         assert held <= layer * kept_layer + full_layer + transient
     # Starts and lengths of the spans are a few bytes more.
     assert all(kept_layer <= b - a <= kept_layer + 1000 for a, b in pairwise(seen[1:]))
-    assert 5 * kept_layer <= live.held <= 5 * (kept_layer + 1000)
+    assert 5 * kept_layer <= live.current <= 5 * (kept_layer + 1000)
 
 
 def test_rewind_forgets_what_came_after_the_prompt(model, policy):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lkv.cache.ragged import RaggedCache
-from lkv.evaluation.profiling.memory import LiveBytes, peak_of
-from lkv.evaluation.profiling.shapes import random_policy
+from lkv.evaluation.profiling.memory import LiveBytes, measure_peak
+from lkv.evaluation.profiling.random_models import random_policy
 from lkv.integrations.transformers.attention import attach
 from lkv.integrations.transformers.prefill import PromptLayer
 from lkv.utils.devices import is_out_of_memory
@@ -50,24 +50,24 @@ def test_live_bytes_are_those_of_the_distinct_storages_alive(steps):
                 del tensor
             expected = sum({storage: size for _, storage, size in held}.values())
             most = max(most, expected)
-            assert live.held == expected
-    assert live.most == most
+            assert live.current == expected
+    assert live.peak == most
     held.clear()
-    assert live.held == 0
+    assert live.current == 0
 
 
 def test_what_was_there_before_does_not_count():
     weight = torch.randn(20, 30)
     with LiveBytes() as live:
         out = torch.nn.functional.linear(torch.ones(1, 30), weight)
-    assert live.held == out.numel() * 4 and live.most == (30 + 20) * 4
+    assert live.current == out.numel() * 4 and live.peak == (30 + 20) * 4
 
 
 def test_a_limit_ends_the_block():
-    with peak_of(CPU, limit=1000) as peak:
+    with measure_peak(CPU, limit=1000) as peak:
         torch.zeros(250)
     assert peak.nbytes == 1000
-    with pytest.raises(MemoryError, match="out of memory") as caught, peak_of(CPU, limit=1000):
+    with pytest.raises(MemoryError, match="out of memory") as caught, measure_peak(CPU, limit=1000):
         torch.zeros(251)
     assert is_out_of_memory(caught.value)
 
@@ -97,7 +97,7 @@ def test_an_eviction_of_a_long_prompt_takes_little_beside_what_it_keeps(dtype):
             key.normal_(generator=generator)
             with LiveBytes() as own:
                 layer.fill(PromptLayer(key, value, 1.0, None))
-            peaks.append(own.most)
+            peaks.append(own.peak)
             del key, value
     for layer, peak in zip(cache.ragged, peaks, strict=True):
         scores, block = heads * tokens * 4, 3 * heads * 2048 * 2 * width * 4
@@ -107,4 +107,4 @@ def test_an_eviction_of_a_long_prompt_takes_little_beside_what_it_keeps(dtype):
         assert choice < whole / 2
     kept = sum(layer.nbytes() for layer in cache.ragged)
     assert kept == pytest.approx(0.15 * 3 * whole, rel=0.02)
-    assert whole < total.most <= whole + kept + scores + max(block, choice)
+    assert whole < total.peak <= whole + kept + scores + max(block, choice)

@@ -73,7 +73,7 @@ def test_the_trace_counts_what_a_forward_pass_on_a_cpu_holds():
         ids, places = torch.zeros((1, tokens), dtype=torch.long), torch.arange(tokens)[None]
         with torch.no_grad(), LiveBytes() as live:
             model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1, position_ids=places)
-        assert peak(events) - weights == pytest.approx(live.most, rel=0.01)
+        assert peak(events) - weights == pytest.approx(live.peak, rel=0.01)
     everything = Trace(config, all_logits=True).events(1900)
     kv, logits = 3 * 2 * 2 * 8 * 1900 * 2, 1000 * 1900 * 2
     assert peak(everything) - weights >= kv + logits > peak(trace.events(1900)) - weights

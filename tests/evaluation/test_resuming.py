@@ -13,7 +13,7 @@ import torch
 
 from lkv.errors import DataError
 from lkv.evaluation.processes import Process
-from lkv.evaluation.report.reading import read_results
+from lkv.evaluation.report.results import read_results
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.methods.selectors import Knorm
 from lkv.policy.policy import Policy

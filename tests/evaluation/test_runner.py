@@ -10,9 +10,9 @@ from lkv.cache.ragged import RaggedCache
 from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid, generate_greedily
 from lkv.evaluation.processes import Process
-from lkv.evaluation.report.builders import Request, build
-from lkv.evaluation.report.reading import read_results
-from lkv.evaluation.report.style import styles
+from lkv.evaluation.report.builders import TableRequest, build_table
+from lkv.evaluation.report.results import read_results
+from lkv.evaluation.report.style import method_styles
 from lkv.evaluation.runner import _share
 from lkv.integrations.transformers.attention import attach
 from lkv.integrations.transformers.prefill import read_prompt
@@ -266,10 +266,10 @@ def test_several_policies_stand_in_one_table(model, policy, tmp_path):
         for line, wanted in zip(lines, alone, strict=True):
             (row,) = (row for row in line["rows"] if row["method"] == f"lkv@{tag}")
             assert row | {"method": "lkv"} == wanted["rows"][1]
-    table = build("main", read_results([out]), Request())
+    table = build_table("main", read_results([out]), TableRequest())
     assert [row.label for row in table.rows[-2:]] == ["LKV (one)", "LKV (two)"]
     assert any(note.startswith(f"Policy two: {other.digest()[:12]}") for note in table.notes)
-    looks = styles(["lkv@one", "lkv@two"])
+    looks = method_styles(["lkv@one", "lkv@two"])
     assert looks["lkv@one"].marker != looks["lkv@two"].marker
     with pytest.raises(LkvError, match=r"there is no policy named three; give it as --policy NAME=PATH"):
         run(model, None, tmp_path / "y.jsonl", examples, ["lkv@three"], policies=named)

@@ -7,8 +7,8 @@ from transformers import DynamicCache
 from lkv.cache.ragged import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.context.context import Context, compress
-from lkv.evaluation.profiling.measure import Profiler, Settings
-from lkv.evaluation.profiling.shapes import random_policy
+from lkv.evaluation.profiling.measure import Profiler, ProfileSettings
+from lkv.evaluation.profiling.random_models import random_policy
 from lkv.integrations.transformers.attention import attach
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.registry import METHODS, find, needs_pattern
@@ -110,7 +110,7 @@ def test_policies_noise_and_profiles_under_another_default_device(small):
         policy = default_policy()
         assert policy.inference_ratios(0.2).device == policy.inference_ratios(1.0).device == CPU
         noise = gumbel((2, 3), torch.Generator("cpu").manual_seed(0), CPU)
-        profiler = Profiler(small, "tiny", settings=Settings(repeats=1, new_tokens=2, retention=0.5))
+        profiler = Profiler(small, "tiny", settings=ProfileSettings(repeats=1, new_tokens=2, retention=0.5))
         rows = profiler.rows(40, ["full", "random"])
     assert torch.equal(noise, gumbel((2, 3), torch.Generator().manual_seed(0), CPU))
     assert [row["n"] for row in rows] == [1, 1]

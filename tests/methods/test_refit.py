@@ -13,8 +13,8 @@ from torch import Tensor
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import CacheError, LkvError, UnsupportedModelError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
-from lkv.evaluation.report.names import is_lkv, parts
-from lkv.evaluation.report.style import styles
+from lkv.evaluation.report.names import budget_and_selector, is_lkv
+from lkv.evaluation.report.style import method_styles
 from lkv.integrations.transformers.attention import attach
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods import compensation as refit
@@ -193,10 +193,10 @@ def test_padded_chunked_filled_and_compared_alike():
     ).logits
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-8, rtol=0)
 
-    parts = RaggedCache(model, method=METHOD, prompt_tokens=40)
+    budget_and_selector = RaggedCache(model, method=METHOD, prompt_tokens=40)
     for part in texts[0].split(13, 1):
-        model(part, past_key_values=parts)
-    torch.testing.assert_close(logits(parts), alone[0], atol=1e-8, rtol=0)
+        model(part, past_key_values=budget_and_selector)
+    torch.testing.assert_close(logits(budget_and_selector), alone[0], atol=1e-8, rtol=0)
 
     filled = RaggedCache(model, method=METHOD)
     prompt = read_prompt(model, texts[0], queries=True)
@@ -291,8 +291,8 @@ def by_short_factors(x: Tensor, start: int) -> Tensor:
 
 
 def test_reports_tell_refitted_methods_apart():
-    assert not is_lkv("lkv+refit") and is_lkv("lkv-h+lkv-t") and parts("snapkv+refit") is None
+    assert not is_lkv("lkv+refit") and is_lkv("lkv-h+lkv-t") and budget_and_selector("snapkv+refit") is None
     assert not is_lkv("nobody")
-    drawn = styles(["lkv+refit", "lkv", "snapkv", "snapkv+refit"])
+    drawn = method_styles(["lkv+refit", "lkv", "snapkv", "snapkv+refit"])
     assert drawn["lkv"].width > drawn["snapkv"].width and len(set(drawn.values())) == 4
     assert (drawn["snapkv"].fill, drawn["snapkv+refit"].fill) == ("full", "left")

@@ -9,8 +9,8 @@ import torch
 from lkv.cache.ragged import RaggedCache
 from lkv.cli.main import main
 from lkv.errors import LkvError
-from lkv.evaluation.report.names import label
-from lkv.evaluation.report.style import styles
+from lkv.evaluation.report.names import method_label
+from lkv.evaluation.report.style import method_styles
 from lkv.methods import registry
 from lkv.methods.registry import describe, find, register_method
 from tests.conftest import tiny_llama
@@ -28,7 +28,7 @@ def own_catalogue(monkeypatch):
 def test_the_selector_of_the_page_works_everywhere(own_catalogue, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     exec(code, {})
-    assert label("large-values") == "Large values" and styles(["large-values"])
+    assert method_label("large-values") == "Large values" and method_styles(["large-values"])
     assert "values of large norm" not in describe("snapkv") and find("pyramid+large-values").rule == "pyramid"
     assert main(["methods"]) == 0
     model = tiny_llama()

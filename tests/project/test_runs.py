@@ -13,7 +13,7 @@ import torch
 
 from lkv.cli.main import build_parser
 from lkv.cli.main import main as lkv
-from lkv.evaluation.report.names import RULES, SELECTORS, parts
+from lkv.evaluation.report.names import RULES, SELECTORS, budget_and_selector
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import Ada
 from lkv.methods.registry import METHODS
@@ -59,7 +59,9 @@ def test_small_measures_and_reports_everything(tmp_path):
     assert small.run(small.steps(options_of(tmp_path, ("longbench", Path("here"))), tmp_path / "text"), command) == 0
     measured = [item for item in ran if item[0] == "eval"]
     assert set(given(measured[0], "--methods")) == set(METHODS)  # every method of the registry, and so the whole grid
-    assert {parts(name) for name in METHODS} >= {(rule, selector) for rule in RULES for selector in SELECTORS}
+    assert {budget_and_selector(name) for name in METHODS} >= {
+        (rule, selector) for rule in RULES for selector in SELECTORS
+    }
     assert given(measured[0], "--lengths") == ["2048", "4096"]
     assert {"0.5", "0.3", "0.2", "0.1", "0.05"} <= set(given(measured[1], "--retention"))
     names = {path.name for path in tmp_path.iterdir()}

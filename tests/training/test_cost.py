@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from lkv.cli.main import main
 from lkv.config import HELP, PRESETS, TrainingConfig, check_positions, fit_to_positions, replace
 from lkv.errors import TrainingError, UnsupportedModelError
-from lkv.evaluation.profiling.shapes import SHAPES, read_config
+from lkv.evaluation.profiling.random_models import CONFIGS, read_config
 from lkv.models.loading import load_model
 from lkv.models.shapes import Shape
 from lkv.training.cost import context_flops, duration, estimate, mean_length, shares
@@ -22,7 +22,7 @@ from tests.conftest import save_model, tiny_llama
 from tests.training.test_data import folder  # noqa: F401
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_weights_are_those_that_transformers_makes(name):
     config = read_config(name)
     with torch.device("meta"):

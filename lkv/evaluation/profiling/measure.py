@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import LkvError
-from lkv.evaluation.profiling.memory import peak_of
+from lkv.evaluation.profiling.memory import measure_peak
 from lkv.integrations.transformers.attention import attach
 from lkv.integrations.transformers.stock import kv_nbytes
 from lkv.methods.registry import FULL, needs_pattern
@@ -26,7 +26,7 @@ _PRECISION = 1 / 16  # how closely the largest context is found, as a share of i
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProfileSettings:
     """How to measure. `chunk`: tokens read at a time (None: all at once); `streaming`: evict after every chunk;
     `limit`: bytes allowed beside the weights (None: what the device has)."""
 
@@ -41,7 +41,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Run:
+class ProfileRun:
     """One prompt read and some tokens generated; `peak_bytes` counts everything but the weights."""
 
     prefill_seconds: float
@@ -54,12 +54,12 @@ class Run:
 class Profiler:
     """Measures methods on one model; every row it gives is flat JSON."""
 
-    def __init__(self, model: Any, name: str, policy: Policy | None = None, settings: Settings | None = None):
+    def __init__(self, model: Any, name: str, policy: Policy | None = None, settings: ProfileSettings | None = None):
         """`name`: what the rows call the model. `policy` is needed by the methods that read one.
 
         Raises LkvError for settings that cannot be measured.
         """
-        self._model, self._name, self._settings = model, name, settings or Settings()
+        self._model, self._name, self._settings = model, name, settings or ProfileSettings()
         self._device: torch.device = model.device
         self._spec = attach(model).spec
         self._policy = policy.on(self._device) if policy is not None else None
@@ -73,11 +73,11 @@ class Profiler:
         memory is watched. A method that cannot run has a `reason` in its row instead of numbers.
         """
         first = {method: self.attempt(method, tokens, watched=True) for method in dict.fromkeys(methods)}
-        runs: dict[str, list[Run]] = {method: [] for method, run in first.items() if isinstance(run, Run)}
+        runs: dict[str, list[ProfileRun]] = {method: [] for method, run in first.items() if isinstance(run, ProfileRun)}
         for _ in range(self._settings.repeats):
             for method in list(runs):
                 run = self.attempt(method, tokens)
-                if isinstance(run, Run):
+                if isinstance(run, ProfileRun):
                     runs[method].append(run)
                 else:
                     first[method] = run
@@ -85,7 +85,7 @@ class Profiler:
         full = runs.get(FULL)
         return [
             self._row(method, tokens, run, runs[method], full)
-            if isinstance(run, Run)
+            if isinstance(run, ProfileRun)
             else self._refused(method, tokens, run)
             for method, run in first.items()
         ]
@@ -93,18 +93,18 @@ class Profiler:
     def largest(self, method: str, start: int, most: int) -> dict[str, Any]:
         """The row of the largest context that the device has room for, found between `start` and `most` tokens to
         within 1/16; `failed_at` is the smallest that it had no room for (None where all fitted)."""
-        held: dict[int, Run] = {}
+        held: dict[int, ProfileRun] = {}
         reasons: list[str] = []
 
         def fits(tokens: int) -> bool:
             run = self.attempt(method, tokens, watched=True)
-            if isinstance(run, Run):
+            if isinstance(run, ProfileRun):
                 held[tokens] = run
             else:
                 reasons.append(run)
-            return isinstance(run, Run)
+            return isinstance(run, ProfileRun)
 
-        good, bad = largest_fitting(fits, start, most)
+        good, bad = find_largest(fits, start, most)
         if good is None:
             return self._refused(method, start, reasons[-1]) | {"largest": True, "failed_at": bad}
         row = self._row(method, good, held[good], [held[good]], None)
@@ -112,7 +112,7 @@ class Profiler:
         timeless = dict.fromkeys(("prefill_seconds", "decode_ms")) if self._device.type == "cpu" else {}
         return row | timeless | {"largest": True, "failed_at": bad, "reason": reasons[-1] if reasons else None}
 
-    def attempt(self, method: str, tokens: int, watched: bool = False) -> Run | str:
+    def attempt(self, method: str, tokens: int, watched: bool = False) -> ProfileRun | str:
         """Read a prompt of `tokens` random tokens and generate, or the reason why that cannot be done.
 
         `watched`: with the peak memory, which costs time on a CPU.
@@ -130,7 +130,7 @@ class Profiler:
         return reason
 
     @torch.no_grad()
-    def _run(self, method: str, tokens: int, watched: bool) -> Run:
+    def _run(self, method: str, tokens: int, watched: bool) -> ProfileRun:
         settings = self._settings
         generator = torch.Generator("cpu").manual_seed(settings.seed)
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
@@ -140,11 +140,11 @@ class Profiler:
         cache = self._cache(method, tokens)
         if not watched:
             return self._timed(cache, ids, tokens)
-        with peak_of(self._device, settings.limit) as peak:
+        with measure_peak(self._device, settings.limit) as peak:
             run = self._timed(cache, ids, tokens)
-        return Run(run.prefill_seconds, run.decode_seconds, run.kv_bytes, run.realised, peak.nbytes)
+        return ProfileRun(run.prefill_seconds, run.decode_seconds, run.kv_bytes, run.realised, peak.nbytes)
 
-    def _timed(self, cache: Any, ids: Tensor, tokens: int) -> Run:
+    def _timed(self, cache: Any, ids: Tensor, tokens: int) -> ProfileRun:
         started = self._now()
         # The base model: logits of a whole prompt would be larger than its cache.
         for part in ids[:, :tokens].split(self._settings.chunk or tokens, 1):
@@ -157,7 +157,7 @@ class Profiler:
         for step in ids[:, tokens:].split(1, 1):
             self._model(input_ids=step, past_key_values=cache, use_cache=True)
         decoded = (self._now() - resumed) / self._settings.new_tokens
-        return Run(read - started, decoded, held, realised, 0)
+        return ProfileRun(read - started, decoded, held, realised, 0)
 
     def _now(self) -> float:
         if devices.is_gpu(self._device):
@@ -181,7 +181,9 @@ class Profiler:
             pattern=pattern,
         )
 
-    def _row(self, method: str, tokens: int, first: Run, runs: list[Run], full: list[Run] | None) -> dict[str, Any]:
+    def _row(
+        self, method: str, tokens: int, first: ProfileRun, runs: list[ProfileRun], full: list[ProfileRun] | None
+    ) -> dict[str, Any]:
         row = self._frame(method, tokens) | {
             "realised": first.realised,
             "prefill_seconds": statistics.median(run.prefill_seconds for run in runs),
@@ -232,7 +234,7 @@ class Profiler:
         return shared | dict.fromkeys(numbers)
 
 
-def largest_fitting(fits: Callable[[int], bool], start: int, most: int) -> tuple[int | None, int | None]:
+def find_largest(fits: Callable[[int], bool], start: int, most: int) -> tuple[int | None, int | None]:
     """The largest length that fits and the smallest that does not, no further apart than 1/16 of the former, between
     `start` and `most`: doubling, then halving the gap.
 

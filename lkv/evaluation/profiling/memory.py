@@ -21,7 +21,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, limit: int | None = None):
         super().__init__()
-        self.held = self.most = 0
+        self.current = self.peak = 0
         self._limit = limit
         self._counted: set[int] = set()
 
@@ -43,14 +43,14 @@ class LiveBytes(TorchDispatchMode):
             return
         self._counted.add(address)
         weakref.finalize(storage, self._forget, address, size).atexit = False
-        self.held += size
-        self.most = max(self.most, self.held)
-        if self._limit is not None and self.held > self._limit:
-            raise MemoryError(f"out of memory: {self.held:,} bytes are held, of {self._limit:,} allowed")
+        self.current += size
+        self.peak = max(self.peak, self.current)
+        if self._limit is not None and self.current > self._limit:
+            raise MemoryError(f"out of memory: {self.current:,} bytes are held, of {self._limit:,} allowed")
 
     def _forget(self, address: int, size: int) -> None:
         self._counted.discard(address)
-        self.held -= size
+        self.current -= size
 
 
 class Peak:
@@ -60,7 +60,7 @@ class Peak:
 
 
 @contextmanager
-def peak_of(device: torch.device, limit: int | None = None) -> Iterator[Peak]:
+def measure_peak(device: torch.device, limit: int | None = None) -> Iterator[Peak]:
     """Measure the peak memory of the block on `device`: the allocator's on CUDA, `LiveBytes` elsewhere.
 
     More than `limit` bytes end the block with an error that `devices.is_out_of_memory` knows.
@@ -69,7 +69,7 @@ def peak_of(device: torch.device, limit: int | None = None) -> Iterator[Peak]:
     if not devices.is_gpu(device):
         with LiveBytes(limit) as live:
             yield peak
-        peak.nbytes = live.most
+        peak.nbytes = live.peak
         return
     gpu = devices.runtime(device)
     gpu.synchronize(device)

@@ -28,7 +28,7 @@ class Prediction:
         return self.weights + self.kv_kept + self.kv_full / self.layers + self.activations
 
 
-def predict(
+def predict_memory(
     shape: Shape, tokens: int, retention: float = 0.15, element: int = 2, batch: int = 1, chunk: int | None = None
 ) -> Prediction:
     """The bytes that `batch` prompts of `tokens` tokens need, with `element` bytes a number.
@@ -54,12 +54,12 @@ def predict(
     )
 
 
-def longest(shape: Shape, memory: float, kept: bool, **settings: float) -> int:
+def longest_prompt(shape: Shape, memory: float, kept: bool, **settings: float) -> int:
     """The most tokens of a prompt for which `memory` bytes suffice, evicting layer by layer where `kept`; 0 where the
     weights alone are more. `settings` are those of `predict`."""
 
     def fits(tokens: int) -> bool:
-        predicted = predict(shape, tokens, **settings)  # type: ignore[arg-type]
+        predicted = predict_memory(shape, tokens, **settings)  # type: ignore[arg-type]
         return (predicted.peak_kept if kept else predicted.peak_full) <= memory
 
     if not fits(1):

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from lkv.errors import ReportError
-from lkv.evaluation.report.names import AVERAGE, FULL, RULES, SELECTORS, label, part_label, parts
-from lkv.evaluation.report.reading import Results
+from lkv.evaluation.report.names import AVERAGE, FULL, RULES, SELECTORS, budget_and_selector, method_label, part_label
+from lkv.evaluation.report.results import Results
 from lkv.evaluation.report.scores import Pair, Scores, Unit, in_categories
 from lkv.evaluation.report.tables import Cell, Column, Table, TableRow
 
@@ -19,7 +19,7 @@ def build_ablation(results: Results, pairs: Sequence[Pair], min_full: float = 0.
     """
     grid: dict[tuple[str, str], Pair] = {}
     for pair in pairs:
-        if (combination := parts(pair[0])) and combination[0] in RULES and combination[1] in SELECTORS:
+        if (combination := budget_and_selector(pair[0])) and combination[0] in RULES and combination[1] in SELECTORS:
             grid.setdefault(combination, pair)
     if len(grid) < 2:
         raise ReportError(
@@ -32,7 +32,7 @@ def build_ablation(results: Results, pairs: Sequence[Pair], min_full: float = 0.
     columns: dict[str, list[Unit]] = {AVERAGE: list(scores.units)}
     shown = _SHOWN.get(scores.suite)
     columns |= {name: units for name, units in in_categories(scores).items() if not shown or name in shown}
-    rows = [_row(scores, columns, [pair], label(FULL), "", FULL) for pair in full]
+    rows = [_row(scores, columns, [pair], method_label(FULL), "", FULL) for pair in full]
     for selector in SELECTORS:
         group = f"selection: {part_label(selector)}"
         for rule in RULES:

@@ -6,9 +6,17 @@ from typing import Any
 
 from lkv.errors import ReportError
 from lkv.evaluation.report.ablation import build_ablation
-from lkv.evaluation.report.names import AVERAGE, CATEGORIES, FULL, SUITES, label
-from lkv.evaluation.report.reading import Results
-from lkv.evaluation.report.scores import Pair, Scores, Unit, at_one_retention, in_categories, pairs_of, retentions_of
+from lkv.evaluation.report.names import AVERAGE, CATEGORIES, FULL, SUITES, method_label
+from lkv.evaluation.report.results import Results
+from lkv.evaluation.report.scores import (
+    Pair,
+    Scores,
+    Unit,
+    at_one_retention,
+    in_categories,
+    method_pairs,
+    retentions_of,
+)
 from lkv.evaluation.report.tables import LEAST, Cell, Column, Table, TableRow
 from lkv.methods.registry import PATTERN, RULES, named_like, variants
 
@@ -21,7 +29,7 @@ _FIDELITY = {  # measure: title, which side is better
 
 
 @dataclass(frozen=True)
-class Request:
+class TableRequest:
     """What of the results a table shall show; empty means all, or the default."""
 
     methods: tuple[str, ...] = ()
@@ -30,16 +38,16 @@ class Request:
     against: str = ""
 
 
-def build(name: str, results: Results, request: Request) -> Table:
+def build_table(name: str, results: Results, request: TableRequest) -> Table:
     """The table `name`, one of TABLES. Raises ReportError where the results do not hold it."""
-    pairs = pairs_of(results, request.methods, request.retentions)
+    pairs = method_pairs(results, request.methods, request.retentions)
     table, scores = TABLES[name](results, pairs, request)
     header = results.header
     notes = [
         f"{header['model']}, protocol {header['protocol']}, lkv {header['lkv']}.",
         f"Intervals are 95%, by bootstrap over the {_sizes(scores)} samples of each task, widened where they are few; "
         f"one without any width says that all samples of a task scored alike, and less than {LEAST} have none.",
-        *([f"Differences are to {label(scores.against)}, on the same samples."] if scores.against else []),
+        *([f"Differences are to {method_label(scores.against)}, on the same samples."] if scores.against else []),
         *_coverage(scores),
         *_origins(scores, header),
     ]
@@ -60,18 +68,18 @@ def _caption(model: str, scores: Scores) -> str:
     return f"{model}; {amounts}n = {sum(map(len, scores.units.values()))} samples"
 
 
-def _main(results: Results, pairs: Sequence[Pair], request: Request) -> tuple[Table, Scores]:
+def _main(results: Results, pairs: Sequence[Pair], request: TableRequest) -> tuple[Table, Scores]:
     scores = Scores(results, at_one_retention(pairs), min_full=request.min_full, against=request.against)
     columns = {AVERAGE: list(scores.units), **in_categories(scores)}
     rows = [_row(scores, pair, columns) for pair in scores.pairs]
     return Table("main", "by category", _columns(columns, scores), tuple(rows)), scores
 
 
-def _ablation(results: Results, pairs: Sequence[Pair], request: Request) -> tuple[Table, Scores]:
+def _ablation(results: Results, pairs: Sequence[Pair], request: TableRequest) -> tuple[Table, Scores]:
     return build_ablation(results, at_one_retention(pairs), request.min_full)
 
 
-def _tasks(results: Results, pairs: Sequence[Pair], request: Request) -> tuple[Table, Scores]:
+def _tasks(results: Results, pairs: Sequence[Pair], request: TableRequest) -> tuple[Table, Scores]:
     scores = Scores(results, at_one_retention(pairs), min_full=request.min_full, against=request.against)
     names = dict.fromkeys([AVERAGE, *(task for task, _ in scores.units)])
     rows = []
@@ -82,14 +90,14 @@ def _tasks(results: Results, pairs: Sequence[Pair], request: Request) -> tuple[T
     return Table("tasks", "by task", _columns(names, scores), tuple(rows), group_title="length"), scores
 
 
-def _sweep(results: Results, pairs: Sequence[Pair], request: Request) -> tuple[Table, Scores]:
+def _sweep(results: Results, pairs: Sequence[Pair], request: TableRequest) -> tuple[Table, Scores]:
     scores = Scores(results, pairs, min_full=request.min_full, against=request.against)
     units, retentions = list(scores.units), retentions_of(pairs)
     rows = []
     for method in dict.fromkeys(method for method, _ in pairs):
         at = {r: (method, 1.0 if method == FULL else r) for r in retentions}
         cells = {f"R = {r:g}": scores.value(pair, units) for r, pair in at.items() if pair in pairs}
-        rows.append(TableRow(method, label(method), cells, retention=1.0 if method == FULL else None))
+        rows.append(TableRow(method, method_label(method), cells, retention=1.0 if method == FULL else None))
     table = Table(
         "sweep",
         f"{AVERAGE} over retention",
@@ -102,7 +110,7 @@ def _sweep(results: Results, pairs: Sequence[Pair], request: Request) -> tuple[T
     return table, scores
 
 
-def _ruler(results: Results, pairs: Sequence[Pair], request: Request) -> tuple[Table, Scores]:
+def _ruler(results: Results, pairs: Sequence[Pair], request: TableRequest) -> tuple[Table, Scores]:
     scores = Scores(results, pairs, min_full=request.min_full, against=request.against)
     lengths = sorted({length for _, length in scores.units if length is not None})
     if not lengths:
@@ -121,7 +129,7 @@ def _ruler(results: Results, pairs: Sequence[Pair], request: Request) -> tuple[T
     return Table("ruler", "over length and retention", spread, tuple(rows), (), "", "retention", axis), scores
 
 
-def _fidelity(results: Results, pairs: Sequence[Pair], request: Request) -> tuple[Table, Scores]:
+def _fidelity(results: Results, pairs: Sequence[Pair], request: TableRequest) -> tuple[Table, Scores]:
     pairs = [pair for pair in at_one_retention(pairs) if pair[0] != FULL]
     rows_ = [sample.rows[pair] for sample in results.samples for pair in pairs if pair in sample.rows]
     taken = [measure for measure in _FIDELITY if any(row.measures[measure] is not None for row in rows_)]
@@ -138,7 +146,7 @@ def _fidelity(results: Results, pairs: Sequence[Pair], request: Request) -> tupl
     return Table("fidelity", title, spread, tuple(rows), missing, "", "measure", value="", best_in=sides), scores
 
 
-TABLES: dict[str, Callable[[Results, Sequence[Pair], Request], tuple[Table, Scores]]] = {
+TABLES: dict[str, Callable[[Results, Sequence[Pair], TableRequest], tuple[Table, Scores]]] = {
     "main": _main,
     "ablation": _ablation,
     "tasks": _tasks,
@@ -157,7 +165,7 @@ def _row(
         cells[_difference(scores)] = average.difference
     if measure == "score" and (FULL, 1.0) in scores.pairs and pair[0] != FULL:
         cells[_SHARE] = scores.share_of_full(pair, columns[AVERAGE])
-    return TableRow(pair[0], label(pair[0]), cells, group, pair[1], scores.realised(pair, list(scores.units)))
+    return TableRow(pair[0], method_label(pair[0]), cells, group, pair[1], scores.realised(pair, list(scores.units)))
 
 
 def _columns(names: Sequence[str] | Mapping[str, object], scores: Scores) -> tuple[Column, ...]:
@@ -169,7 +177,7 @@ def _columns(names: Sequence[str] | Mapping[str, object], scores: Scores) -> tup
 
 
 def _difference(scores: Scores) -> str:
-    return f"{AVERAGE} - {label(scores.against)}"
+    return f"{AVERAGE} - {method_label(scores.against)}"
 
 
 def _tokens(length: int) -> str:

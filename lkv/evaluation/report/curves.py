@@ -6,7 +6,7 @@ from typing import Any
 from lkv.evaluation.report.figures import new_figure
 from lkv.evaluation.report.names import FULL, is_lkv
 from lkv.evaluation.report.scores import DEFAULT_RETENTION
-from lkv.evaluation.report.style import Style, finish, full_line, styles
+from lkv.evaluation.report.style import Style, finish_figure, full_line, method_styles
 from lkv.evaluation.report.tables import Cell, Column, Table, TableRow
 
 _BANDS = 6  # with more methods only LKV's interval is drawn: bands that overlap cannot be read
@@ -16,7 +16,7 @@ def plot_sweep(table: Table) -> Any:
     """The table `sweep`: the average over the realised retention (the paper's Fig. 3)."""
     figure = new_figure(6.4, 5.0)
     axes = figure.subplots()
-    chosen = styles([row.method for row in table.rows])
+    chosen = method_styles([row.method for row in table.rows])
     for row in table.rows:
         points = [(_abscissa(cell, column), cell) for column in table.columns if (cell := row.cells.get(column.name))]
         if row.method == FULL and points:
@@ -25,7 +25,7 @@ def plot_sweep(table: Table) -> Any:
             _curve(axes, row, points, chosen)
     axes.set_xlabel(table.axis)
     axes.set_ylabel(table.value)
-    finish(figure, [axes], table.title, table.caption)
+    finish_figure(figure, [axes], table.title, table.caption)
     return figure
 
 
@@ -33,7 +33,7 @@ def plot_ruler(table: Table) -> Any:
     """The table `ruler`: over length at one retention, over retention at the greatest length (the paper's Fig. 4)."""
     lengths = [column for column in table.columns if column.x is not None]
     panels: list[Callable[[Any], None]] = []
-    chosen = styles([row.method for row in table.rows])
+    chosen = method_styles([row.method for row in table.rows])
     if len(lengths) > 1:
         panels.append(lambda axes: _over_length(axes, table, lengths, chosen))
     if len(table.groups()) > 1 or not panels:
@@ -43,7 +43,7 @@ def plot_ruler(table: Table) -> Any:
     for axes, draw in zip(all_axes, panels, strict=True):
         draw(axes)
     all_axes[0].set_ylabel(table.value)
-    finish(figure, all_axes, table.title, table.caption)
+    finish_figure(figure, all_axes, table.title, table.caption)
     return figure
 
 

@@ -6,7 +6,7 @@ from lkv.evaluation import longbench
 from lkv.methods.registry import FULL, named_like
 from lkv.methods.registry import RULES as RULE_PARTS
 from lkv.methods.registry import SELECTORS as SELECTOR_PARTS
-from lkv.methods.registry import label as method_label
+from lkv.methods.registry import label as registry_label
 
 LKV = "lkv"
 AVERAGE = "Avg."
@@ -29,15 +29,15 @@ CATEGORIES = {
 }  # fmt: skip
 
 
-def parts(method: str) -> tuple[str, str] | None:
+def budget_and_selector(method: str) -> tuple[str, str] | None:
     """(budget rule, selector) of a method, or None for a name that is not known or a refitted method."""
     known = named_like(method)
     return (known[1].rule, known[1].selector) if known and not known[1].refit else None
 
 
-def label(method: str) -> str:
+def method_label(method: str) -> str:
     """The method as it is called in print."""
-    return "Full cache" if method == FULL else method_label(method)
+    return "Full cache" if method == FULL else registry_label(method)
 
 
 def part_label(part: str) -> str:
@@ -48,9 +48,9 @@ def part_label(part: str) -> str:
 
 def is_lkv(method: str) -> bool:
     """Whether the method is LKV itself, under any of its names."""
-    return (combination := parts(method)) is not None and combination == parts(LKV)
+    return (combination := budget_and_selector(method)) is not None and combination == budget_and_selector(LKV)
 
 
-def ordered(methods: Iterable[str]) -> list[str]:
+def sort_methods(methods: Iterable[str]) -> list[str]:
     """The full cache first and LKV last, as in the paper's tables; the others as they come."""
     return sorted(dict.fromkeys(methods), key=lambda method: (method != FULL, is_lkv(method)))

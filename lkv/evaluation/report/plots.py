@@ -4,8 +4,8 @@ from typing import Any
 
 from lkv.evaluation.report.curves import plot_ruler, plot_sweep
 from lkv.evaluation.report.figures import new_figure
-from lkv.evaluation.report.names import AVERAGE, FULL, LKV, RULES, SELECTORS, part_label, parts
-from lkv.evaluation.report.style import LKV_COLOUR, finish, styles
+from lkv.evaluation.report.names import AVERAGE, FULL, LKV, RULES, SELECTORS, budget_and_selector, part_label
+from lkv.evaluation.report.style import LKV_COLOUR, finish_figure, method_styles
 from lkv.evaluation.report.tables import Cell, Table, TableRow
 
 
@@ -18,7 +18,7 @@ def _points(table: Table) -> Any:
     """One panel a group, one cluster a column, one point a method with its interval; published points are hollow."""
     columns = [column for column in table.columns if column.best]
     groups = table.groups()
-    chosen = styles([row.method for row in table.rows])
+    chosen = method_styles([row.method for row in table.rows])
     most = max(len(rows) for _, rows in groups)
     figure = new_figure(min(16.0, max(6.4, 1.2 + 0.11 * len(columns) * (most + 2))), 2.0 + 2.8 * len(groups))
     all_axes = list(figure.subplots(len(groups), 1, sharex=True, squeeze=False)[:, 0])
@@ -44,7 +44,7 @@ def _points(table: Table) -> Any:
         axes.set_xticks(range(len(columns)), [column.name for column in columns], rotation=30, ha="right")
         axes.set_ylabel(table.value or group)
         axes.set_title(group if table.value else "", fontsize=10)
-    finish(figure, all_axes, table.title, table.caption)
+    finish_figure(figure, all_axes, table.title, table.caption)
     return figure
 
 
@@ -55,7 +55,11 @@ def _grid(table: Table) -> Any:
     all_axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
     rows = [row for row in table.rows if "+" in row.method]
     for axes, (name, published) in zip(all_axes, panels, strict=True):
-        averages = {parts(row.method): cell for row in rows if row.published == published and (cell := _average(row))}
+        averages = {
+            budget_and_selector(row.method): cell
+            for row in rows
+            if row.published == published and (cell := _average(row))
+        }
         values = [[_value(averages.get((rule, selector))) for selector in SELECTORS] for rule in RULES]
         image = axes.imshow(values, cmap="cividis", aspect="auto")
         middle = sum(image.get_clim()) / 2
@@ -66,7 +70,7 @@ def _grid(table: Table) -> Any:
                         f"\n[{cell.low:.1f}, {cell.high:.1f}]" if cell.low is not None else ""
                     )
                     dark = cell.value < middle
-                    of_lkv = (rule, selector) == parts(LKV)
+                    of_lkv = (rule, selector) == budget_and_selector(LKV)
                     axes.text(
                         x, y, text, ha="center", va="center", color="white" if dark else "black",
                         fontweight="bold" if of_lkv else "normal",
@@ -86,7 +90,7 @@ def _frame() -> Any:
     """A frame around LKV's own field."""
     from matplotlib.patches import Rectangle
 
-    rule, selector = parts(LKV) or ("", "")
+    rule, selector = budget_and_selector(LKV) or ("", "")
     corner = (SELECTORS.index(selector) - 0.5, RULES.index(rule) - 0.5)
     return Rectangle(corner, 1, 1, fill=False, edgecolor=LKV_COLOUR, linewidth=4, clip_on=False)
 

@@ -6,7 +6,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from lkv.evaluation.report.names import FULL, label, part_label, parts
+from lkv.evaluation.report.names import FULL, budget_and_selector, method_label, part_label
 from lkv.evaluation.report.scores import DEFAULT_RETENTION
 from lkv.evaluation.report.tables import Cell, Table, TableRow
 
@@ -44,10 +44,10 @@ def with_published(table: Table, model: str, suite: str, measured: str = "") -> 
     rows = []
     for method, values in published["rows"].items():
         cells = {name: Cell(value) for name, value in zip(names, values, strict=True)}
-        combination = parts(method)
+        combination = budget_and_selector(method)
         in_grid = table.name == "ablation" and combination
         group = f"selection: {part_label(combination[1])}" if in_grid and combination else ""
-        name = part_label(combination[0]) if in_grid and combination else label(method)
+        name = part_label(combination[0]) if in_grid and combination else method_label(method)
         retention = 1.0 if method == FULL else None if table.name == "sweep" else DEFAULT_RETENTION
         rows.append(TableRow(method, f"{name} ({mark})", cells, group, retention, published=True))
     # Beside the measured rows of the same group; groups that were not measured come last.

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from math import inf
 
 from lkv.errors import ReportError
-from lkv.evaluation.report.names import CATEGORIES, FULL, is_lkv, ordered
-from lkv.evaluation.report.reading import MeasuredSample, Results
-from lkv.evaluation.report.statistics import macro, share_of
+from lkv.evaluation.report.names import CATEGORIES, FULL, is_lkv, sort_methods
+from lkv.evaluation.report.results import MeasuredSample, Results
 from lkv.evaluation.report.tables import Cell, from_mean
+from lkv.utils.statistics import macro_mean, ratio_of_macro_means
 
 DEFAULT_RETENTION = 0.15  # the paper's
 
@@ -17,13 +17,13 @@ Pair = tuple[str, float]  # (method, retention)
 Unit = tuple[str, int | None]  # (task, length): what an average counts once
 
 
-def pairs_of(results: Results, methods: Sequence[str] = (), retentions: Sequence[float] = ()) -> list[Pair]:
+def method_pairs(results: Results, methods: Sequence[str] = (), retentions: Sequence[float] = ()) -> list[Pair]:
     """The (method, retention) pairs that occur, of the `methods` and `retentions` named (none named: of all).
 
     The full cache comes first and always, LKV last. Raises ReportError for a name or retention that does not occur.
     """
     measured = dict.fromkeys(pair for sample in results.samples for pair in sample.rows)
-    known = ordered(method for method, _ in measured)
+    known = sort_methods(method for method, _ in measured)
     amounts = sorted({retention for method, retention in measured if method != FULL}, reverse=True)
     for name in methods:
         if name not in known:
@@ -95,9 +95,9 @@ class Scores:
         if reference and reference != pair and self._ran(reference, units):
             pairs = zip(values, self._groups(reference, units, measure), strict=True)
             low, high = _RANGES[measure]
-            apart = macro([[a - b for a, b in zip(*groups, strict=True)] for groups in pairs])
+            apart = macro_mean([[a - b for a, b in zip(*groups, strict=True)] for groups in pairs])
             difference = from_mean(apart, limits=(low - high, high - low))
-        return from_mean(macro(values), self.realised(pair, units), difference, _RANGES[measure])
+        return from_mean(macro_mean(values), self.realised(pair, units), difference, _RANGES[measure])
 
     def combined(self, pairs: Sequence[Pair], units: Sequence[Unit], signs: Sequence[float]) -> Cell | None:
         """The macro mean of sum(sign * value of its pair), sample by sample: marginal means and gains."""
@@ -112,14 +112,14 @@ class Scores:
         ]
         low, high = _RANGES["score"]
         least, most = (sum(sign * (a if sign > 0 else b) for sign in signs) for a, b in ((low, high), (high, low)))
-        return from_mean(macro(groups), limits=(least, most))
+        return from_mean(macro_mean(groups), limits=(least, most))
 
     def share_of_full(self, pair: Pair, units: Sequence[Unit]) -> Cell | None:
         """The average over that of the full cache, in per cent; None where the full cache averages 0."""
         full = (FULL, 1.0)
         if not (self._ran(pair, units) and self._ran(full, units)):
             return None
-        mean = share_of(self._groups(pair, units), self._groups(full, units))
+        mean = ratio_of_macro_means(self._groups(pair, units), self._groups(full, units))
         if mean is None:
             return None
         of_hundred = mean._replace(value=100 * mean.value, low=100 * mean.low, high=100 * mean.high)

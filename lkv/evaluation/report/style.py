@@ -29,7 +29,7 @@ class Style(NamedTuple):
         return "left" if self.line == _REFITTED else "full"
 
 
-def styles(methods: Sequence[str]) -> dict[str, Style]:
+def method_styles(methods: Sequence[str]) -> dict[str, Style]:
     """A style for each method, the same in every figure: the full cache black, LKV thick, the others as the registry
     has them, dash-dotted where refitted; beyond six in colour the later ones are grey, told apart by their markers."""
     chosen, unknown, learned, coloured = {}, 0, 0, 0
@@ -58,7 +58,7 @@ def full_line(style: Style) -> dict[str, Any]:
     return {"color": style.colour, "linestyle": ":", "linewidth": style.width, "zorder": style.order}
 
 
-def finish(figure: Any, all_axes: Sequence[Any], title: str, caption: str = "") -> None:
+def finish_figure(figure: Any, all_axes: Sequence[Any], title: str, caption: str = "") -> None:
     """A light grid, no box, one title with its caption, one legend below for all axes."""
     for axes in all_axes:
         axes.grid(True, axis="y", color="#DDDDDD", linewidth=0.6)

@@ -18,9 +18,9 @@ from transformers import (
 from benchmarks.common import RESULTS
 from lkv.cache.ragged import RaggedCache
 from lkv.cli.main import main
-from lkv.evaluation.profiling.measure import Profiler, Run, Settings
-from lkv.evaluation.profiling.predict import longest, predict
-from lkv.evaluation.profiling.shapes import random_policy, read_config
+from lkv.evaluation.profiling.measure import Profiler, ProfileRun, ProfileSettings
+from lkv.evaluation.profiling.predict import longest_prompt, predict_memory
+from lkv.evaluation.profiling.random_models import random_policy, read_config
 from lkv.integrations.transformers.attention import attach
 from lkv.models.shapes import Shape
 from tests.conftest import tiny_llama
@@ -37,7 +37,7 @@ def test_bytes_of_k_and_v_are_those_that_a_cache_holds(policy, model):
     ids = torch.randint(3, 60, (2, 200))
     cache = RaggedCache(model, policy, retention=0.3)
     model(ids, past_key_values=cache, use_cache=True)
-    found = predict(shape, 200, 0.3, element=8, batch=2)
+    found = predict_memory(shape, 200, 0.3, element=8, batch=2)
     assert found.kv_full == cache.full_nbytes()
     assert found.kv_kept == pytest.approx(cache.full_nbytes() * cache.realised_retention(), rel=0.03)
     assert found.weights == sum(p.numel() * p.element_size() for p in model.parameters())
@@ -48,9 +48,11 @@ def test_bytes_of_k_and_v_are_those_that_a_cache_holds(policy, model):
 def test_the_peak_is_the_measured_one_within_a_fifth(method, tokens):
     model = model_of()
     policy = random_policy(attach(model).spec)
-    run = Profiler(model, "tiny", policy, Settings(new_tokens=1, repeats=1)).attempt(method, tokens, watched=True)
-    assert isinstance(run, Run)
-    found = predict(Shape.of(model.config), tokens, 0.15, element=4)
+    run = Profiler(model, "tiny", policy, ProfileSettings(new_tokens=1, repeats=1)).attempt(
+        method, tokens, watched=True
+    )
+    assert isinstance(run, ProfileRun)
+    found = predict_memory(Shape.of(model.config), tokens, 0.15, element=4)
     peak = found.peak_full if method == "full" else found.peak_kept
     assert run.peak_bytes == pytest.approx(peak - found.weights, rel=0.2)
 
@@ -58,9 +60,9 @@ def test_the_peak_is_the_measured_one_within_a_fifth(method, tokens):
 def test_the_paper_s_sizes():
     """Sec. 4.5: 25.0 GB of k and v at 200k tokens, 3.75 at R = 0.15; with eviction 262k fit into 80 GB."""
     shape = Shape.of(read_config("llama-3.1-8b"))
-    found = predict(shape, 204_800)
+    found = predict_memory(shape, 204_800)
     assert found.kv_full / 2**30 == 25.0 and found.kv_kept / 2**30 == pytest.approx(3.75)
-    full, kept = (longest(shape, 80 * 2**30, kept) for kept in (False, True))
+    full, kept = (longest_prompt(shape, 80 * 2**30, kept) for kept in (False, True))
     # Traced allocation by allocation (benchmarks.prompt_memory), the same within a few percent; under PyTorch's caching
     # allocator it ends where the paper ran out, at 225k tokens, and with eviction beyond the 262k that it reached.
     rows = json.loads((RESULTS / "prompt_memory.json").read_text())["rows"]
@@ -71,9 +73,9 @@ def test_the_paper_s_sizes():
         220_000 < traced["full", 79.0, "counted by allocator"] < traced["full", 80.0, "counted by allocator"] < 232_000
     )
     assert traced["lkv", 79.0, "counted by allocator"] > 262_144
-    assert predict(shape, full).peak_full <= 80 * 2**30 < predict(shape, full + 1).peak_full
-    assert longest(shape, 80 * 2**30, True, chunk=4096) > 2 * kept
-    assert longest(shape, 2**30, True) == 0
+    assert predict_memory(shape, full).peak_full <= 80 * 2**30 < predict_memory(shape, full + 1).peak_full
+    assert longest_prompt(shape, 80 * 2**30, True, chunk=4096) > 2 * kept
+    assert longest_prompt(shape, 2**30, True) == 0
 
 
 def test_the_command_tells_without_measuring(capsys):

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from lkv.cli.main import main
 from lkv.errors import UnsupportedModelError
-from lkv.evaluation.profiling.measure import OUT_OF_MEMORY, Profiler, Settings, largest_fitting
-from lkv.evaluation.profiling.shapes import SHAPES, allow_positions, random_model, random_policy, read_config
+from lkv.evaluation.profiling.measure import OUT_OF_MEMORY, Profiler, ProfileSettings, find_largest
+from lkv.evaluation.profiling.random_models import CONFIGS, extend_positions, random_model, random_policy, read_config
 from lkv.integrations.transformers.attention import attach
 
 CPU = torch.device("cpu")
@@ -35,9 +35,9 @@ def config_file(tmp_path, **changes):
 
 def profiler(tmp_path, *, layers=LAYERS, **settings):
     model = random_model(read_config(str(config_file(tmp_path, num_hidden_layers=layers))), torch.float32, CPU)
-    allow_positions(model, 100_000)
+    extend_positions(model, 100_000)
     settings = {"repeats": 1, "new_tokens": 2} | settings
-    return Profiler(model, "tiny", random_policy(attach(model).spec), Settings(**settings))
+    return Profiler(model, "tiny", random_policy(attach(model).spec), ProfileSettings(**settings))
 
 
 def test_bytes_and_retention_follow_their_formulas(tmp_path):
@@ -153,7 +153,7 @@ def test_the_search_ends_next_to_the_bound(room, start, most):
         asked.append(tokens)
         return tokens <= room
 
-    good, bad = largest_fitting(fits, start, most)
+    good, bad = find_largest(fits, start, most)
     if room < min(start, most):
         assert (good, bad) == (None, min(start, most))
     elif room >= most:
@@ -254,7 +254,7 @@ def test_shapes_have_the_parameters_that_their_models_have(name, published):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read_config(name))
     assert sum(weight.numel() for weight in model.parameters()) == published
-    assert len(SHAPES) == 6
+    assert len(CONFIGS) == 6
 
 
 def test_random_models_and_policies_follow_their_seed_and_leave_others_alone(tmp_path):

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
-from lkv.evaluation.report.builders import Request, build
+from lkv.evaluation.report.builders import TableRequest, build_table
 from lkv.evaluation.report.curves import plot_ruler, plot_sweep
 from lkv.evaluation.report.formats import FORMATS
-from lkv.evaluation.report.reading import read_results
-from lkv.evaluation.report.statistics import macro, share_of, t_quantile
+from lkv.evaluation.report.results import read_results
 from lkv.methods.registry import METHODS
-from lkv.utils.statistics import bootstrap
+from lkv.utils.statistics import bootstrap, macro_mean, ratio_of_macro_means, t_quantile
 from tests.results import GRID, HEADER, cells, line, many, mean_of_means, results_of, row, scores_of, values, write
 
 # Statistics
@@ -23,7 +22,7 @@ from tests.results import GRID, HEADER, cells, line, many, mean_of_means, result
 
 @given(st.lists(st.lists(st.floats(0, 100), min_size=1, max_size=6), min_size=1, max_size=4))
 def test_macro_counts_every_task_once(groups):
-    mean = macro(groups, draws=50)
+    mean = macro_mean(groups, draws=50)
     assert mean.value == pytest.approx(np.mean([np.mean(group) for group in groups]))
     assert mean.n == sum(map(len, groups))
     assert mean.low <= mean.high
@@ -37,14 +36,14 @@ def test_intervals_of_few_samples_hold_the_mean_as_often_as_they_say(tasks, size
     held = 0
     for _ in range(200):
         means = random.uniform(0, 1, tasks)
-        found = macro(random.normal(means[:, None], 0.3, (tasks, size)), draws=200)
+        found = macro_mean(random.normal(means[:, None], 0.3, (tasks, size)), draws=200)
         held += found.low <= means.mean() <= found.high
     assert 0.91 <= held / 200 <= 0.99  # 0.95 with its own error; a plain bootstrap: 0.5 to 0.83
 
 
 def test_one_sample_a_task_is_drawn_by_whole_tasks():
     values = [3.0, 7.0, 8.0, 20.0]
-    assert macro([[v] for v in values]) == pytest.approx(bootstrap([[v] for v in values]))
+    assert macro_mean([[v] for v in values]) == pytest.approx(bootstrap([[v] for v in values]))
 
 
 @pytest.mark.parametrize(("freedom", "tabled"), [(2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042)])
@@ -56,19 +55,19 @@ def test_macro_interval_is_that_of_the_normal_limit():
     random = np.random.default_rng(3)
     groups = [random.normal(50, 10, 400), random.normal(20, 5, 100)]
     error = 0.5 * np.sqrt(sum(group.var() / len(group) for group in groups))
-    mean = macro(groups)
+    mean = macro_mean(groups)
     assert (mean.high - mean.low) == pytest.approx(2 * 1.96 * error, rel=0.08)
 
 
 def test_share_of_the_full_cache_draws_both_together():
     own, full = [[10.0, 30.0], [50.0]], [[20.0, 60.0], [100.0]]
-    assert share_of(own, full)[:3] == pytest.approx((0.5, 0.5, 0.5))  # paired: half in every draw
-    assert share_of(own, [[0.0, 0.0], [0.0]]) is None
+    assert ratio_of_macro_means(own, full)[:3] == pytest.approx((0.5, 0.5, 0.5))  # paired: half in every draw
+    assert ratio_of_macro_means(own, [[0.0, 0.0], [0.0]]) is None
 
 
 def test_no_values_are_refused():
     with pytest.raises(ValueError, match="no values"):
-        macro([[1.0], []])
+        macro_mean([[1.0], []])
 
 
 # Names
@@ -76,15 +75,15 @@ def test_no_values_are_refused():
 
 def test_the_names_are_those_of_the_methods():
     for method, entry in METHODS.items():
-        own = names.parts(method)
+        own = names.budget_and_selector(method)
         assert own is None or own == (entry.rule, entry.selector)
-        assert names.label(method) != method
+        assert names.method_label(method) != method
     for rule in names.RULES:
         for selector in names.SELECTORS:
             assert any((e.rule, e.selector) == (rule, selector) for e in METHODS.values())
-    assert names.label("uniform+snapkv") == names.label("snapkv") == "SnapKV"
+    assert names.method_label("uniform+snapkv") == names.method_label("snapkv") == "SnapKV"
     assert names.is_lkv("lkv-h+lkv-t") and names.is_lkv("lkv") and not names.is_lkv("lkv-t")
-    assert names.ordered(["lkv", "snapkv", "full"]) == ["full", "snapkv", "lkv"]
+    assert names.sort_methods(["lkv", "snapkv", "full"]) == ["full", "snapkv", "lkv"]
 
 
 # Reading
@@ -144,7 +143,7 @@ def test_other_versions_are_refused_and_listed(tmp_path):
 def test_a_method_measured_later_stands_beside_the_others(tmp_path):
     one = write(tmp_path / "one.jsonl", scores_of("trec", [10, 20], "snapkv"), policy=None)
     two = write(tmp_path / "two.jsonl", scores_of("trec", [15, 45], "lkv"))
-    table = build("main", read_results([one, two]), Request())
+    table = build_table("main", read_results([one, two]), TableRequest())
     assert cells(table, "lkv")["Avg."].value == 30 and cells(table, "snapkv")["Avg."].value == 15
     assert cells(table, "snapkv")["Avg."].difference.value == -15 and cells(table, "full")["Avg."].n == 2
     other = [item | {"text_sha256": "of another text"} for item in scores_of("trec", [15, 45], "lkv")]
@@ -155,7 +154,7 @@ def test_a_method_measured_later_stands_beside_the_others(tmp_path):
 def test_files_of_one_run_are_put_together(tmp_path):
     one = write(tmp_path / "one.jsonl", scores_of("trec", [10, 20]))
     two = write(tmp_path / "two.jsonl", scores_of("lcc", [50]))
-    table = build("main", read_results([one, two]), Request())
+    table = build_table("main", read_results([one, two]), TableRequest())
     assert cells(table, "lkv")["Avg."].value == pytest.approx((15 + 50) / 2)
 
 
@@ -192,7 +191,7 @@ def test_a_missing_file_and_a_file_without_header_are_refused(tmp_path):
 
 def test_main_averages_tasks_within_categories_and_over_all_tasks(tmp_path):
     lines = many()
-    table = build("main", results_of(tmp_path / "a.jsonl", lines), Request())
+    table = build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest())
     for method in ("full", "snapkv", "lkv"):
         own = values(lines, method)
         assert cells(table, method)["Avg."].value == pytest.approx(mean_of_means(own))
@@ -205,7 +204,7 @@ def test_main_averages_tasks_within_categories_and_over_all_tasks(tmp_path):
 
 def test_differences_are_paired_with_lkv_on_the_same_samples(tmp_path):
     lines = many()
-    snapkv = cells(build("main", results_of(tmp_path / "a.jsonl", lines), Request()), "snapkv")
+    snapkv = cells(build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest()), "snapkv")
     own, lkv = values(lines, "snapkv"), values(lines, "lkv")
     expected = np.mean([(own[task] - lkv[task]).mean() for task in own])
     assert snapkv["Avg."].difference.value == snapkv["Avg. - LKV"].value == pytest.approx(expected)
@@ -214,7 +213,7 @@ def test_differences_are_paired_with_lkv_on_the_same_samples(tmp_path):
         line("trec", i, [row("lkv", 0.15, v), row("snapkv", 0.15, v - 4)])
         for i, v in enumerate([10.0, 20.0, 40.0, 80.0, 90.0])
     ]
-    mean = cells(build("main", results_of(tmp_path / "b.jsonl", shifted), Request()), "snapkv")["Avg."]
+    mean = cells(build_table("main", results_of(tmp_path / "b.jsonl", shifted), TableRequest()), "snapkv")["Avg."]
     apart = mean.difference
     assert (apart.value, apart.low, apart.high) == pytest.approx((-4, -4, -4)) and mean.high - mean.low > 10
 
@@ -226,7 +225,7 @@ def test_an_interval_needs_five_samples_and_stays_where_scores_can_lie(tmp_path,
         line("trec", i, [row("full", 1.0, 100.0), row("lkv", 0.15, v), row("snapkv", 0.15, 0.0)])
         for i, v in enumerate(own)
     ]
-    table = build("main", results_of(tmp_path / "a.jsonl", lines), Request())
+    table = build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest())
     lkv, snapkv = cells(table, "lkv"), cells(table, "snapkv")
     found = [lkv["Avg."], lkv["of full, %"], snapkv["Avg."].difference, snapkv["Avg. - LKV"]]
     if count == 4:
@@ -234,22 +233,22 @@ def test_an_interval_needs_five_samples_and_stays_where_scores_can_lie(tmp_path,
         assert "[" not in FORMATS["terminal"](table).split("n ")[0].replace("95%", "")
         return
     # Unclipped they would go beyond what any text can score.
-    assert macro([own]).high > 100 and lkv["Avg."].high == 100
-    assert macro([[-value for value in own]]).low < -100 and snapkv["Avg."].difference.low == -100
+    assert macro_mean([own]).high > 100 and lkv["Avg."].high == 100
+    assert macro_mean([[-value for value in own]]).low < -100 and snapkv["Avg."].difference.low == -100
     assert all(cell.low < cell.value for cell in found)
 
 
 def test_marginal_means_of_scores_stay_where_scores_can_lie(tmp_path):
     own = [0.0, 100.0, 100.0, 100.0, 100.0]
     lines = [line("trec", i, [row(name, 0.15, v) for name in GRID]) for i, v in enumerate(own)]
-    table = build("ablation", results_of(tmp_path / "a.jsonl", lines), Request())
+    table = build_table("ablation", results_of(tmp_path / "a.jsonl", lines), TableRequest())
     means = [r.cells["Avg."] for r in table.rows if r.group.startswith("mean over")]
     assert len(means) == 6 and all(cell.high == pytest.approx(100) for cell in means)
 
 
 def test_the_share_of_the_full_cache(tmp_path):
     lines = many()
-    snapkv = cells(build("main", results_of(tmp_path / "a.jsonl", lines), Request()), "snapkv")["of full, %"]
+    snapkv = cells(build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest()), "snapkv")["of full, %"]
     expected = 100 * mean_of_means(values(lines, "snapkv")) / mean_of_means(values(lines, "full"))
     assert snapkv.value == pytest.approx(expected) and snapkv.low < snapkv.value < snapkv.high
 
@@ -258,16 +257,16 @@ def test_samples_that_not_all_methods_have_are_left_out_and_stated(tmp_path):
     lines = scores_of("trec", [10, 20, 60])
     lines[2]["rows"] += [row("snapkv", 0.15, 5.0)]
     lines[1]["rows"] += [row("snapkv", 0.15, 7.0)]
-    table = build("main", results_of(tmp_path / "a.jsonl", lines), Request())
+    table = build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest())
     assert cells(table, "lkv")["Avg."].value == 40 and cells(table, "lkv")["Avg."].n == 2
     assert any("1 of 3 samples left out" in note and "snapkv at R = 0.15 1" in note for note in table.notes)
-    alone = build("main", results_of(tmp_path / "a.jsonl", lines), Request(methods=("lkv",)))
+    alone = build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest(methods=("lkv",)))
     assert cells(alone, "lkv")["Avg."].value == 30 and not any("left out" in note for note in alone.notes)
 
 
 def test_tasks_by_length(tmp_path):
     lines = many(suite="ruler", lengths=(2048, 4096))
-    table = build("tasks", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), Request())
+    table = build_table("tasks", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest())
     own = values(lines, "lkv")
     for length in (2048, 4096):
         found = cells(table, "lkv", f"{length:,} tokens")
@@ -277,7 +276,7 @@ def test_tasks_by_length(tmp_path):
 
 def test_sweep_over_retention_with_the_realised_one(tmp_path):
     lines = many(retentions=(0.05, 0.15, 0.5))
-    table = build("sweep", results_of(tmp_path / "a.jsonl", lines), Request())
+    table = build_table("sweep", results_of(tmp_path / "a.jsonl", lines), TableRequest())
     assert [column.x for column in table.columns] == [0.5, 0.15, 0.05]
     for retention in (0.05, 0.15, 0.5):
         cell = cells(table, "snapkv")[f"R = {retention:g}"]
@@ -290,13 +289,13 @@ def test_sweep_over_retention_with_the_realised_one(tmp_path):
 
 def test_one_retention_is_chosen_or_asked_for(tmp_path):
     several = results_of(tmp_path / "a.jsonl", many(retentions=(0.05, 0.15)))
-    assert {r.retention for r in build("main", several, Request()).rows} == {1.0, 0.15}
-    assert {r.retention for r in build("main", several, Request(retentions=(0.05,))).rows} == {1.0, 0.05}
+    assert {r.retention for r in build_table("main", several, TableRequest()).rows} == {1.0, 0.15}
+    assert {r.retention for r in build_table("main", several, TableRequest(retentions=(0.05,))).rows} == {1.0, 0.05}
     without = results_of(tmp_path / "b.jsonl", many(retentions=(0.05, 0.5)))
     with pytest.raises(ReportError, match=r"the files hold 0.5, 0.05; choose one"):
-        build("main", without, Request())
+        build_table("main", without, TableRequest())
     with pytest.raises(ReportError, match=r"no retention 0.3; they hold 0.15, 0.05"):
-        build("main", several, Request(retentions=(0.3,)))
+        build_table("main", several, TableRequest(retentions=(0.3,)))
 
 
 def test_ruler_keeps_tasks_where_the_full_cache_is_good_enough(tmp_path):
@@ -306,21 +305,21 @@ def test_ruler_keeps_tasks_where_the_full_cache_is_good_enough(tmp_path):
         line(task, 0, [row("full", 1.0, full[task, at]), row("lkv", 0.15, own[task, at])], at) for task, at in full
     ]
     results = results_of(tmp_path / "a.jsonl", lines, suite="ruler")
-    found = cells(build("ruler", results, Request(min_full=50)), "lkv", "R = 0.15")
+    found = cells(build_table("ruler", results, TableRequest(min_full=50)), "lkv", "R = 0.15")
     # cwe is good enough at one length only, so it counts at neither; qa_1 is at every length that it has.
     assert found["2,048 tokens"].value == (1 + 70) / 2 and found["4,096 tokens"].value == 64
     assert found["Avg."].value == pytest.approx((1 + 70 + 64) / 3)
     assert found["of full, %"].value == pytest.approx(100 * (1 + 70 + 64) / (60 + 90 + 80))
-    table = build("ruler", results, Request(min_full=50))
+    table = build_table("ruler", results, TableRequest(min_full=50))
     assert any("at least 50 at every length: vt, qa_1." in note for note in table.notes)
-    assert cells(build("ruler", results, Request()), "lkv", "R = 0.15")["2,048 tokens"].value == 37
+    assert cells(build_table("ruler", results, TableRequest()), "lkv", "R = 0.15")["2,048 tokens"].value == 37
     with pytest.raises(ReportError, match="at least 95 on no task"):
-        build("ruler", results, Request(min_full=95))
+        build_table("ruler", results, TableRequest(min_full=95))
 
 
 def test_ruler_needs_lengths(tmp_path):
     with pytest.raises(ReportError, match="have no lengths"):
-        build("ruler", results_of(tmp_path / "a.jsonl", many()), Request())
+        build_table("ruler", results_of(tmp_path / "a.jsonl", many()), TableRequest())
 
 
 @pytest.mark.parametrize("table", ["main", "tasks", "sweep", "ruler"])
@@ -331,7 +330,7 @@ def test_the_full_cache_alone_has_its_row_and_its_figure(table, tmp_path):
         for length in (2048, 4096)
         for i in range(6)
     ]
-    made = build(table, results_of(tmp_path / "a.jsonl", lines, suite="ruler"), Request())
+    made = build_table(table, results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest())
     assert {row.method for row in made.rows} == {"full"} and made.rows[0].cells
     if table in ("sweep", "ruler"):
         figure = {"sweep": plot_sweep, "ruler": plot_ruler}[table](made)
@@ -345,7 +344,7 @@ def selection(method):
 @pytest.mark.parametrize("aliases", [True, False])
 def test_ablation_grid_gains_and_marginal_means(tmp_path, aliases):
     lines = many(methods=tuple(GRID if aliases else GRID.values()))
-    table = build("ablation", results_of(tmp_path / "a.jsonl", lines), Request())
+    table = build_table("ablation", results_of(tmp_path / "a.jsonl", lines), TableRequest())
     average = {own: mean_of_means(values(lines, alias if aliases else own)) for alias, own in GRID.items()}
     for own, mean in average.items():
         found = cells(table, own, selection(own))
@@ -367,8 +366,8 @@ def test_ablation_grid_gains_and_marginal_means(tmp_path, aliases):
 
 
 def test_an_incomplete_grid_says_what_is_missing(tmp_path):
-    table = build(
-        "ablation", results_of(tmp_path / "a.jsonl", many(methods=("snapkv", "adakv-snapkv", "lkv"))), Request()
+    table = build_table(
+        "ablation", results_of(tmp_path / "a.jsonl", many(methods=("snapkv", "adakv-snapkv", "lkv"))), TableRequest()
     )
     assert {r.group for r in table.rows} == {"", "selection: SnapKV", "selection: LKV-T"}  # no means of a part
     assert (
@@ -376,12 +375,12 @@ def test_an_incomplete_grid_says_what_is_missing(tmp_path):
         in table.notes
     )
     with pytest.raises(ReportError, match=r"the ablation needs methods of the grid"):
-        build("ablation", results_of(tmp_path / "b.jsonl", many(methods=("kvzip", "lkv"))), Request())
+        build_table("ablation", results_of(tmp_path / "b.jsonl", many(methods=("kvzip", "lkv"))), TableRequest())
 
 
 def test_fidelity_by_task(tmp_path):
     lines = many(suite="ruler", lengths=(2048, 4096))
-    table = build("fidelity", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), Request())
+    table = build_table("fidelity", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest())
     for measure, group in (("kl", "KL(full || compressed), nats"), ("agreement", "top-1 agreement")):
         own = values(lines, "snapkv", measure=measure)
         found = cells(table, "snapkv", group)
@@ -390,20 +389,20 @@ def test_fidelity_by_task(tmp_path):
     assert any("Not measured: relative hidden-state error" in note for note in table.notes)
     lines = scores_of("trec", [1, 2])
     with pytest.raises(ReportError, match="hold no fidelity"):
-        build("fidelity", results_of(tmp_path / "b.jsonl", lines), Request())
+        build_table("fidelity", results_of(tmp_path / "b.jsonl", lines), TableRequest())
 
 
 def test_unknown_names_are_refused(tmp_path):
     results = results_of(tmp_path / "a.jsonl", many())
     with pytest.raises(ReportError, match="no method 'h2o'; they hold full, snapkv, lkv"):
-        build("main", results, Request(methods=("h2o",)))
+        build_table("main", results, TableRequest(methods=("h2o",)))
     with pytest.raises(ReportError, match="no method 'h2o' to compare with"):
-        build("main", results, Request(against="h2o"))
-    assert "Avg. - SnapKV" in cells(build("main", results, Request(against="snapkv")), "lkv")
+        build_table("main", results, TableRequest(against="h2o"))
+    assert "Avg. - SnapKV" in cells(build_table("main", results, TableRequest(against="snapkv")), "lkv")
 
 
 def test_tasks_that_are_missing_from_the_average_are_counted(tmp_path):
-    table = build("main", results_of(tmp_path / "a.jsonl", scores_of("trec", [1])), Request())
+    table = build_table("main", results_of(tmp_path / "a.jsonl", scores_of("trec", [1])), TableRequest())
     assert "Avg. is over 1 of the 16 tasks." in table.notes
 
 
@@ -412,7 +411,7 @@ def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
     for item in lines:
         if item["length"] == 2048:
             item["rows"] = [own for own in item["rows"] if own["method"] != "duo"]
-    table = build("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), Request())
+    table = build_table("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest())
     duo, lkv = (cells(table, method, "R = 0.15") for method in ("duo", "lkv"))
     at_4k = [item for item in lines if item["length"] == 4096]
     assert duo["2,048 tokens"] is None and duo["Avg."] is None and duo["of full, %"] is None
@@ -435,11 +434,13 @@ def test_tables_say_whose_variant_of_a_method_they_hold(tmp_path):
         for table in ("main", "tasks", "sweep"):
             lines = many(methods=(method, "lkv"), count=2)
             results = results_of(tmp_path / f"{number}.jsonl", lines, pattern_from="estimated on a.txt")
-            notes = build(table, results, Request()).notes
+            notes = build_table(table, results, TableRequest()).notes
             assert [other for other in told.values() if any(note.startswith(other) for note in notes)] == [start]
             pattern = "DuoAttention's retrieval heads are estimated on a.txt."
             assert (pattern in notes) == method.startswith("duo")
-    plain = build("main", results_of(tmp_path / "plain.jsonl", many(methods=("snapkv", "lkv"), count=2)), Request())
+    plain = build_table(
+        "main", results_of(tmp_path / "plain.jsonl", many(methods=("snapkv", "lkv"), count=2)), TableRequest()
+    )
     assert not any("as kvpress" in note or "DuoAttention" in note for note in plain.notes)
 
 
@@ -449,7 +450,7 @@ def test_a_pattern_is_named_whichever_file_tells_of_it(tmp_path):
     old = write(tmp_path / "old.jsonl", scores_of("trec", [1, 2], "duo-kvpress"), pattern="d")
     assert (
         "DuoAttention's retrieval heads are read from x.tsv."
-        in build("main", read_results([one, two]), Request()).notes
+        in build_table("main", read_results([one, two]), TableRequest()).notes
     )
-    (note,) = [n for n in build("main", read_results([old]), Request()).notes if "retrieval heads are" in n]
+    (note,) = [n for n in build_table("main", read_results([old]), TableRequest()).notes if "retrieval heads are" in n]
     assert note == "DuoAttention's retrieval heads are from where the results do not tell."

@@ -11,12 +11,12 @@ from matplotlib.image import imread
 from lkv.cli.main import main
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
-from lkv.evaluation.report.builders import Request, build
+from lkv.evaluation.report.builders import TableRequest, build_table
 from lkv.evaluation.report.figures import draw_budgets, draw_policies, plot_policies, save_figure
 from lkv.evaluation.report.plots import plot
-from lkv.evaluation.report.profile import build_prefill, plot_memory, published_prefill, read_profile
+from lkv.evaluation.report.profiles import build_prefill, plot_memory, published_prefill, read_profile
 from lkv.evaluation.report.published import with_published
-from lkv.evaluation.report.style import LKV_COLOUR, styles
+from lkv.evaluation.report.style import LKV_COLOUR, method_styles
 from tests.results import GRID, cells, many, mean_of_means, results_of, values
 
 
@@ -30,7 +30,7 @@ def lines_of(axes):
 
 def test_the_sweep_plots_the_averages_at_the_realised_retention(tmp_path):
     lines = many(retentions=(0.05, 0.15, 0.5))
-    table = build("sweep", results_of(tmp_path / "a.jsonl", lines), Request())
+    table = build_table("sweep", results_of(tmp_path / "a.jsonl", lines), TableRequest())
     figure = plot(with_published(table, "llama-3.1-8b", "longbench"))
     (axes,) = figure.axes
     drawn = lines_of(axes)
@@ -58,7 +58,7 @@ def to_rgb(colour):
 
 def test_ruler_is_plotted_over_length_and_over_retention(tmp_path):
     lines = many(suite="ruler", lengths=(2048, 4096), retentions=(0.15, 0.5))
-    figure = plot(build("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), Request()))
+    figure = plot(build_table("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest()))
     over_length, over_retention = figure.axes
     by_length = {at: [i for i in lines if i["length"] == at] for at in (2048, 4096)}
     own = lines_of(over_length)["SnapKV"]
@@ -81,15 +81,15 @@ def test_ruler_is_plotted_over_length_and_over_retention(tmp_path):
 
 def test_one_length_or_one_retention_makes_one_panel(tmp_path):
     lines = many(suite="ruler", lengths=(2048,), retentions=(0.15, 0.5))
-    figure = plot(build("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), Request()))
+    figure = plot(build_table("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest()))
     assert [axes.get_title() for axes in figure.axes] == ["2,048 tokens"]
     lines = many(suite="ruler", lengths=(2048, 4096))
-    figure = plot(build("ruler", results_of(tmp_path / "b.jsonl", lines, suite="ruler"), Request()))
+    figure = plot(build_table("ruler", results_of(tmp_path / "b.jsonl", lines, suite="ruler"), TableRequest()))
     assert [axes.get_title() for axes in figure.axes] == ["R = 0.15"]
 
 
 def test_points_stand_at_their_values_with_their_intervals(tmp_path):
-    table = build("main", results_of(tmp_path / "a.jsonl", many()), Request())
+    table = build_table("main", results_of(tmp_path / "a.jsonl", many()), TableRequest())
     figure = plot(table)
     (axes,) = figure.axes
     ticks = [text.get_text() for text in axes.get_xticklabels()]
@@ -104,13 +104,13 @@ def test_points_stand_at_their_values_with_their_intervals(tmp_path):
 
 
 def test_fidelity_has_a_panel_for_each_measure(tmp_path):
-    figure = plot(build("fidelity", results_of(tmp_path / "a.jsonl", many()), Request()))
+    figure = plot(build_table("fidelity", results_of(tmp_path / "a.jsonl", many()), TableRequest()))
     assert [axes.get_ylabel() for axes in figure.axes] == ["KL(full || compressed), nats", "top-1 agreement"]
 
 
 def test_the_ablation_is_a_grid_with_its_numbers(tmp_path):
     lines = many(methods=tuple(GRID))
-    table = build("ablation", results_of(tmp_path / "a.jsonl", lines), Request())
+    table = build_table("ablation", results_of(tmp_path / "a.jsonl", lines), TableRequest())
     figure = plot(with_published(table, "llama-3.1-8b", "longbench"))
     measured, published = figure.axes
     expected = [
@@ -131,7 +131,7 @@ def test_the_ablation_is_a_grid_with_its_numbers(tmp_path):
 
 
 def test_methods_are_told_apart_by_colour_and_marker():
-    chosen = styles(["full", "lkv", *(f"method {i}" for i in range(30))])
+    chosen = method_styles(["full", "lkv", *(f"method {i}" for i in range(30))])
     assert len({(style.colour, style.marker) for style in chosen.values()}) == 32
     assert [method for method, style in chosen.items() if style.colour == LKV_COLOUR] == ["lkv"]
     assert max(chosen, key=lambda method: (chosen[method].width, chosen[method].order)) == "lkv"

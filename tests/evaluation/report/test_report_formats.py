@@ -9,7 +9,7 @@ import pytest
 
 from lkv.cli.main import main
 from lkv.evaluation.report import names
-from lkv.evaluation.report.builders import Request, build
+from lkv.evaluation.report.builders import TableRequest, build_table
 from lkv.evaluation.report.formats import FORMATS
 from lkv.evaluation.report.published import model_of, numbers, with_published
 from tests.results import GRID, line, many, results_of, row, write
@@ -21,7 +21,7 @@ from tests.results import GRID, line, many, results_of, row, write
 def table(tmp_path):
     lines = many(methods=("snapkv", "lkv-h+snapkv", "lkv"))
     results = results_of(tmp_path / "a.jsonl", lines, model="org/Llama-3.1-8B_Instruct & co")
-    return with_published(build("main", results, Request()), "llama-3.1-8b", "longbench")
+    return with_published(build_table("main", results, TableRequest()), "llama-3.1-8b", "longbench")
 
 
 def parsed(cells_):
@@ -88,15 +88,15 @@ def test_latex_is_booktabs_and_escapes(table):
 
 def test_the_best_measured_value_is_set_off_and_the_full_cache_and_the_published_ones_are_not(tmp_path):
     lines = [line("trec", 0, [row("full", 1.0, 90.0), row("snapkv", 0.15, 80.0), row("lkv", 0.15, 70.0)])]
-    table = build("main", results_of(tmp_path / "a.jsonl", lines), Request())
+    table = build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest())
     text = FORMATS["markdown"](with_published(table, "llama-3.1-8b", "longbench"))
     assert re.findall(r"\*\*(\d+\.\d+)", text) == ["80.00", "80.00"]  # Avg. and its category
     # Of two that show the same number neither is better.
     tied = [line("trec", 0, [row("full", 1.0, 90.0), row("snapkv", 0.15, 80.001), row("lkv", 0.15, 80.0)])]
-    text = FORMATS["markdown"](build("main", results_of(tmp_path / "c.jsonl", tied), Request()))
+    text = FORMATS["markdown"](build_table("main", results_of(tmp_path / "c.jsonl", tied), TableRequest()))
     assert not re.search(r"\*\*\d", text) and text.count("80.00") >= 4
     fidelity = [line("trec", 0, [row("snapkv", 0.15, 1.0, kl=0.5), row("lkv", 0.15, 1.0, kl=0.25)])]
-    text = FORMATS["markdown"](build("fidelity", results_of(tmp_path / "b.jsonl", fidelity), Request()))
+    text = FORMATS["markdown"](build_table("fidelity", results_of(tmp_path / "b.jsonl", fidelity), TableRequest()))
     assert re.findall(r"\*\*(\d+\.\d+)", text) == ["0.250", "0.250"]  # the smaller divergence
 
 
@@ -146,14 +146,14 @@ def test_the_papers_overhead_and_sizes():
 def test_published_rows_are_marked_and_stand_beside_the_measured(tmp_path):
     lines = many(methods=tuple(GRID))
     table = with_published(
-        build("ablation", results_of(tmp_path / "a.jsonl", lines), Request()), "llama-3.1-8b", "longbench"
+        build_table("ablation", results_of(tmp_path / "a.jsonl", lines), TableRequest()), "llama-3.1-8b", "longbench"
     )
     group = [r for r in table.rows if r.group == "selection: Expected Attention"]
     assert [r.label for r in group[3:]] == ["Uniform (published)", "AdaKV (published)", "LKV-H (published)"]
     assert [r.cells["Synthetic"].value for r in group[3:]] == [17.77, 23.26, 45.00]
     assert model_of("Qwen/Qwen3-8B") == "qwen3-8b" and model_of("smollm2") == "llama-3.1-8b"
-    ruler = build(
-        "main", results_of(tmp_path / "b.jsonl", many(suite="ruler", lengths=(2048,)), suite="ruler"), Request()
+    ruler = build_table(
+        "main", results_of(tmp_path / "b.jsonl", many(suite="ruler", lengths=(2048,)), suite="ruler"), TableRequest()
     )
     marked = with_published(ruler, "llama-3.1-8b", "ruler")
     assert marked.rows == ruler.rows and "prints no numbers" in marked.notes[-1]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lkv.cli.main import main
-from lkv.evaluation.report.training import build_training, plot_training, read_curves
+from lkv.evaluation.report.training_curves import build_training, plot_training, read_curves
 
 
 def write(folder, kls):

@@ -26,7 +26,7 @@ def _rope(theta: float) -> dict[str, Any]:
 
 
 # What the models' own config.json files state.
-SHAPES: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_parameters": _LLAMA_3_ROPE,
@@ -66,12 +66,12 @@ def read_config(name: str) -> Any:
 
     Raises UnsupportedModelError for any other name and a file that is none.
     """
-    if name in SHAPES:
-        return AutoConfig.for_model(**SHAPES[name])
+    if name in CONFIGS:
+        return AutoConfig.for_model(**CONFIGS[name])
     path = Path(name)
     if not path.is_file():
         raise UnsupportedModelError(
-            f"there is no configuration {name!r}; use one of {', '.join(SHAPES)}, or a path to a config.json."
+            f"there is no configuration {name!r}; use one of {', '.join(CONFIGS)}, or a path to a config.json."
         )
     try:
         return AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
@@ -98,7 +98,7 @@ def random_policy(spec: ModelSpec, seed: int = 0) -> Policy:
     return policy.eval().requires_grad_(False)
 
 
-def allow_positions(model: Any, tokens: int) -> None:
+def extend_positions(model: Any, tokens: int) -> None:
     """Let `model` read texts of `tokens` tokens; beyond its own limit what it says means nothing but costs the same."""
     text = model.config.get_text_config(decoder=True)
     text.max_position_embeddings = max(text.max_position_embeddings, tokens)

@@ -9,9 +9,9 @@ from typing import Any
 
 from lkv.errors import ReportError
 from lkv.evaluation.report.figures import new_figure
-from lkv.evaluation.report.names import FULL, label, ordered
+from lkv.evaluation.report.names import FULL, method_label, sort_methods
 from lkv.evaluation.report.published import MARK, models, numbers
-from lkv.evaluation.report.style import finish, styles
+from lkv.evaluation.report.style import finish_figure, method_styles
 from lkv.evaluation.report.tables import Cell, Column, Table, TableRow
 
 _NUMBERS = ("prefill_seconds", "prefill_ratio", "decode_ms", "decode_ratio", "peak_bytes", "kv_bytes")
@@ -74,11 +74,11 @@ def build_prefill(profile: Profile) -> Table:
     rows = []
     for tokens in sorted({row["tokens"] for row in profile.rows}):
         at_length = [row for row in profile.rows if row["tokens"] == tokens]
-        for method in ordered(row["method"] for row in at_length):
+        for method in sort_methods(row["method"] for row in at_length):
             for row in [row for row in at_length if row["method"] == method]:
                 cells = {name: _cell(row, field, scale) for name, (field, scale, _) in columns.items()}
                 group = f"{tokens:,} tokens"
-                rows.append(TableRow(method, label(method), cells, group, row["retention"], row.get("realised")))
+                rows.append(TableRow(method, method_label(method), cells, group, row["retention"], row.get("realised")))
     first = profile.rows[0]
     return Table(
         "prefill",
@@ -107,10 +107,10 @@ def published_prefill(table: Table, model: str) -> Table:
     for method, (seconds, overhead) in published["rows"].items():
         cells = {"prefill, s": Cell(seconds), "overhead, %": None if overhead is None else Cell(overhead)}
         retention = 1.0 if method == FULL else published["retention"]
-        rows.append(TableRow(method, f"{label(method)} ({MARK})", cells, group, retention, published=True))
-    costs = ", ".join(f"{label(method)} {cost}" for method, cost in published["complexity"].items())
+        rows.append(TableRow(method, f"{method_label(method)} ({MARK})", cells, group, retention, published=True))
+    costs = ", ".join(f"{method_label(method)} {cost}" for method, cost in published["complexity"].items())
     memory = numbers()["memory"][model]
-    reached = ", ".join(f"{label(method)} {tokens}" for method, tokens in memory["reached"].items())
+    reached = ", ".join(f"{method_label(method)} {tokens}" for method, tokens in memory["reached"].items())
     notes = (
         f"Cost of selection as the paper gives it (T tokens, W observed): {costs}.",
         f"Context that fits in memory as the paper gives it ({memory['device']}): {reached}.",
@@ -131,7 +131,7 @@ def plot_memory(profile: Profile, published: str = "", weights: bool = False) ->
     figure = new_figure(0.6 + 5.0 * len(panels), 4.6)
     all_axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
     series = _series(profile)
-    chosen = styles([method for method, _ in series])
+    chosen = method_styles([method for method, _ in series])
     for axes, (field, title) in zip(all_axes, panels, strict=True):
         comparable = bool(published) and published in profile.model.lower() and field == "kv_bytes"
         points = _published_sizes(published) if comparable else {}
@@ -156,7 +156,7 @@ def plot_memory(profile: Profile, published: str = "", weights: bool = False) ->
             colour = chosen[method].colour if method in chosen else _NEUTRAL
             axes.plot(
                 [tokens], [size / scale], "D", color=colour, markerfacecolor="white", markersize=8,
-                label=f"{label(method)} ({MARK})",
+                label=f"{method_label(method)} ({MARK})",
             )  # fmt: skip
         axes.set_xlim(left=0)
         axes.locator_params(axis="x", nbins=6)
@@ -167,7 +167,7 @@ def plot_memory(profile: Profile, published: str = "", weights: bool = False) ->
     retentions = sorted({row["retention"] for row in profile.rows if row["method"] != FULL}, reverse=True)
     amounts = f"R = {', '.join(f'{r:g}' for r in retentions)}; " if retentions else ""
     caption = f"{profile.model}; {amounts}batch {profile.rows[0]['batch']}; measured on {profile.machine}"
-    finish(figure, all_axes, "Memory over context length", caption)
+    finish_figure(figure, all_axes, "Memory over context length", caption)
     return figure
 
 
@@ -182,11 +182,11 @@ def _weights(profile: Profile) -> float:
 def _series(profile: Profile) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
     """The rows of each (method, name) by rising length; names tell retentions apart where a method has several."""
     series: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for method in ordered(row["method"] for row in profile.rows):
+    for method in sort_methods(row["method"] for row in profile.rows):
         of_method = sorted((row for row in profile.rows if row["method"] == method), key=lambda row: row["tokens"])
         amounts = {row["retention"] for row in of_method}
         for row in of_method:
-            name = label(method) + (f", R = {row['retention']:g}" if len(amounts) > 1 else "")
+            name = method_label(method) + (f", R = {row['retention']:g}" if len(amounts) > 1 else "")
             series.setdefault((method, name), []).append(row)
     return series
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lkv.errors import ReportError
 from lkv.evaluation.report.figures import new_figure
-from lkv.evaluation.report.style import LKV_COLOUR, finish
+from lkv.evaluation.report.style import LKV_COLOUR, finish_figure
 from lkv.evaluation.report.tables import Cell, Column, Table, TableRow
 
 CURVE = "curve.jsonl"
@@ -90,5 +90,5 @@ def plot_training(curves: Curves) -> Any:
         axes.set_ylabel(title)
     if "KL" in next(iter(panels)):
         all_axes[0].set_yscale("log")
-    finish(figure, all_axes, "Fidelity on held-out samples while training")
+    finish_figure(figure, all_axes, "Fidelity on held-out samples while training")
     return figure
