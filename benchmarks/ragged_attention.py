@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import RESULTS
-from lkv.kernels.ragged_attention import extend, ragged_attention
+from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
 from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 
@@ -83,7 +83,7 @@ def error_of(layer: Layer, scale: float) -> float:
         query = layer.query.expand(-1, -1, rows, -1)
         held = [[x.clone() for x in (layer.k_pool, layer.v_pool, layer.lens)] for _ in range(2)]
         for (k_pool, v_pool, lens), backend in zip(held, ("triton", "loop"), strict=True):
-            extend(query, new[0], new[1], k_pool, v_pool, layer.starts, lens, scale, backend)
+            append_and_attend(query, new[0], new[1], k_pool, v_pool, layer.starts, lens, scale, backend)
         if not all(torch.equal(*pair) for pair in zip(*held, strict=True)):
             sys.exit("the kernels appended something else than index assignment does: nothing was timed.")
     return error

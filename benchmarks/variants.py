@@ -16,9 +16,9 @@ from benchmarks.common import RESULTS, command_of, per_length, settings_of
 from benchmarks.heldout import HeldOut
 from benchmarks.length import TASKS
 from lkv.cache.ragged import RaggedCache
-from lkv.kernels.fidelity import agrees, kl
 from lkv.models.loading import default_policy, load_default
 from lkv.policy.policy import Policy
+from lkv.utils.fidelity import is_top1_equal, kl_divergence
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
@@ -84,8 +84,8 @@ def main() -> None:
                 row = []
                 for cache in caches:
                     compressed = log_probs(model, cache, continuation, skip)
-                    agreed = agrees(target, compressed)
-                    row.append([float(kl(target, compressed).mean()), float(agreed.float().mean())])
+                    agreed = is_top1_equal(target, compressed)
+                    row.append([float(kl_divergence(target, compressed).mean()), float(agreed.float().mean())])
                 measured.append(row)
             shares = [cache.nbytes() / full.full_nbytes() for cache in caches]
             done.add(key, {"tokens": len(ids), "measured": measured, "bytes": shares})

@@ -114,8 +114,9 @@ class Plan:
 
 @dataclass
 class Shared:
-    """What the layers of one cache, numbered up to `last`, have in common: `buffers` as in `ragged_attention.extend`,
-    and of scores that no device was asked about yet whether some are no numbers, `doubts`."""
+    """What the layers of one cache, numbered up to `last`, have in common: `buffers` as in
+    `ragged_attention.append_and_attend`, and of scores that no device was asked about yet whether some are no numbers,
+    `doubts`."""
 
     last: int
     buffers: dict[Any, Any] = field(default_factory=dict)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from lkv.cache.quantization import QuantizedPool
 from lkv.cache.spans import Spans, places
-from lkv.kernels.ragged_attention import Codes, append, ragged_attention, reads_codes
-from lkv.kernels.ragged_attention import extend as extended
+from lkv.kernels.ragged_attention import QuantizedKV, append, append_and_attend, can_attend_quantized, ragged_attention
 from lkv.utils import devices
 
 
@@ -81,11 +80,11 @@ class QuantizedSpans:
         """As `Held.for_append`."""
         return self.fresh.k, self.fresh.v, self._tables[0], self._device_lens
 
-    def for_codes(self) -> tuple[tuple[Tensor, Tensor], Codes, Tensor, Tensor]:
-        """The pools of the tails, the codes of what is settled, starts and lengths, as `ragged_attention.extend` has
-        them."""
+    def for_codes(self) -> tuple[tuple[Tensor, Tensor], QuantizedKV, Tensor, Tensor]:
+        """The pools of the tails, the codes of what is settled, starts and lengths, as
+        `ragged_attention.append_and_attend` has them."""
         k, v = self.key, self.value
-        codes = Codes(
+        codes = QuantizedKV(
             k.codes, k.step, k.least, v.codes, v.step, v.least, self._tables[1:], k.bits, k.group
         )  # fmt: skip
         return (self.fresh.k, self.fresh.v), codes, self._tables[0], self._device_lens
@@ -102,8 +101,8 @@ class QuantizedSpans:
     ) -> Tensor:
         """As `Held.extend`; there are no scores."""
         pools, codes, starts, lens = self.for_codes()
-        if self._alike and reads_codes(query, key, value, *pools, starts, lens, codes):
-            out = extended(query, key, value, *pools, starts, lens, scale, buffers=buffers, codes=codes)
+        if self._alike and can_attend_quantized(query, key, value, *pools, starts, lens, codes):
+            out = append_and_attend(query, key, value, *pools, starts, lens, scale, buffers=buffers, quantized=codes)
             self.count(key.shape[2])
             return out
         append(key, value, *self.for_append())

@@ -9,7 +9,7 @@ from torch import Tensor
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged import RaggedCache
 from lkv.integrations.transformers.hooks import Cache, HookedLayer
-from lkv.kernels.ragged_attention import attend_masked, join, ragged_attention
+from lkv.kernels.ragged_attention import masked_attention, merge_attention, ragged_attention
 
 
 class SharedLayer(HookedLayer):
@@ -53,12 +53,12 @@ class SharedLayer(HookedLayer):
         assert self._tail is not None and self._text.spans is not None
         batch, _, new, _ = query.shape
         key, value = self._tail
-        late, late_lse = attend_masked(query.to(value.dtype), key, value, _visible(mask, new, key), scale)
+        late, late_lse = masked_attention(query.to(value.dtype), key, value, _visible(mask, new, key), scale)
         # To the text all rows are new tokens of one: it is read once for all of them.
         rows = query.transpose(0, 1).flatten(1, 2)[None].to(value.dtype)
         out, lse = ragged_attention(rows, *self._text.spans.settled(), scale, causal=False, lse=True)
         out, lse = (x[0].unflatten(1, (batch, new)).transpose(0, 1) for x in (out, lse))
-        return join(out, lse, late, late_lse)[0].transpose(1, 2)
+        return merge_attention(out, lse, late, late_lse)[0].transpose(1, 2)
 
 
 class SharedCache(Cache):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lkv.cache.ranking import Rows, best, sources
 from lkv.cache.tail import Tail
-from lkv.kernels.ragged_attention import extend
+from lkv.kernels.ragged_attention import append_and_attend
 from lkv.utils import devices
 
 
@@ -47,7 +47,7 @@ class Held(Protocol):
     ) -> Tensor:
         """Append new k, v [B, H, n, d], for which there must be room, and attend to everything held: [B, Hq, n, d] for
         `query` of that shape. `scores` [B, H, n] of tokens from `position` on are kept where some are. `buffers` as in
-        `ragged_attention.extend`."""
+        `ragged_attention.append_and_attend`."""
 
     def for_append(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Pools, starts and lengths as `ragged_attention.append` changes them; `count` what it appended."""
@@ -177,7 +177,7 @@ class Spans:
             steps = torch.arange(new, device=key.device)
             self.scores[ends[..., None] + steps] = scores.float()
             self.positions[ends[..., None] + steps] = (position + steps).int()
-        out = extend(query, key, value, *self.for_attention(), scale, buffers=buffers)
+        out = append_and_attend(query, key, value, *self.for_attention(), scale, buffers=buffers)
         self.count(new)
         return out
 

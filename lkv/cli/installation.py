@@ -17,7 +17,7 @@ from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import ragged_attention
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
-from lkv.kernels.token_scores import Content, content_scores, reference
+from lkv.kernels.token_scores import ContentWeights, content_scores, reference
 from lkv.models.loading import DEFAULT, cache_folder
 from lkv.utils.extras import EXTRAS
 from lkv.version import __version__
@@ -141,7 +141,7 @@ def _scores_error(device: torch.device) -> float:
     given = [_random(*shape, device=device) for shape in shapes]
     given[3] = given[3].abs() + 0.5  # a deviation
     key, value, *weights = given
-    computed = content_scores(Content(*weights), key, value)
+    computed = content_scores(ContentWeights(*weights), key, value)
     return _distance(computed, reference.content(*(x.cpu().double() for x in given)))
 
 

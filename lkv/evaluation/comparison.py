@@ -16,12 +16,12 @@ from lkv.errors import LkvError
 from lkv.integrations.transformers.attention import attach, device_of
 from lkv.integrations.transformers.prefill import PromptLayer, PromptLayers, as_prompt, check_queries
 from lkv.integrations.transformers.stock import cut_to
-from lkv.kernels.fidelity import agrees, kl
 from lkv.methods.budgets import Amount, Uniform
 from lkv.methods.build import Method, MethodInputs, build_rule, build_selector, side_by_side
 from lkv.methods.registry import FULL, POLICY, REFIT, SELECTORS, find, policy_name
 from lkv.methods.selectors import Selector, StreamingLLM
 from lkv.policy.policy import Policy
+from lkv.utils.fidelity import is_top1_equal, kl_divergence
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class RowPrediction:
 
     def fidelity_to(self, full: "RowPrediction") -> Fidelity:
         """How close this is to what the full cache gives."""
-        divergence, equal = kl(full.log_probs, self.log_probs), agrees(full.log_probs, self.log_probs)
+        divergence, equal = kl_divergence(full.log_probs, self.log_probs), is_top1_equal(full.log_probs, self.log_probs)
         norm = torch.linalg.vector_norm
         error = norm(self.hidden - full.hidden, dim=-1) / norm(full.hidden, dim=-1).clamp(min=1e-12)
         return Fidelity(float(divergence.mean()), float(equal.float().mean()), float(error.mean()))

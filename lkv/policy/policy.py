@@ -18,14 +18,14 @@ from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
 from lkv.integrations.transformers.prefill import PromptLayer, precise
 from lkv.kernels.soft_topk import soft_topk
 from lkv.kernels.token_scores import (
-    Attention,
-    Content,
-    Position,
-    Scorer,
-    at_eviction,
+    ContentWeights,
+    ExpectedAttentionWeights,
+    PositionWeights,
+    TokenScoreWeights,
     content_scores,
-    on_arrival,
+    scores_at_eviction,
     scores_in_blocks,
+    scores_on_arrival,
 )
 from lkv.policy import policy_file
 from lkv.policy.fingerprint import differs, fits
@@ -80,20 +80,20 @@ class TokenScores(nn.Module):
             self.start = nn.Parameter(torch.zeros(*shape, self.inputs.knots))
             self.end = nn.Parameter(torch.zeros(*shape, self.inputs.knots))
 
-    def scorer(self, layer: int, heads: slice = slice(None), device: torch.device | None = None) -> Scorer:
+    def scorer(self, layer: int, heads: slice = slice(None), device: torch.device | None = None) -> TokenScoreWeights:
         """The weights of the KV heads `heads` of one layer, in float32 or better, on `device` (where they are unless
         given)."""
 
         def of(*names: str) -> Iterator[Tensor]:
             return (precise(getattr(self, name)[layer, heads]).to(device) for name in names)
 
-        content = Content(*of("mean", "std", "hidden", "bias", "output"))
+        content = ContentWeights(*of("mean", "std", "hidden", "bias", "output"))
         attention = position = None
         if self.inputs.attention == "learned":
-            attention = Attention(*of("attention_weight", "query_mean", "query_spread", "normaliser"))
+            attention = ExpectedAttentionWeights(*of("attention_weight", "query_mean", "query_spread", "normaliser"))
         if self.inputs.knots:
-            position = Position(*of("start", "end"))
-        return Scorer(content, attention, position)
+            position = PositionWeights(*of("start", "end"))
+        return TokenScoreWeights(content, attention, position)
 
     def forward(self, prompt: PromptLayer, layer: int, heads: slice = slice(None)) -> Tensor:
         """Scores u [B, H, T] in float32 of the tokens of one layer, for its KV heads `heads`.
@@ -106,20 +106,20 @@ class TokenScores(nn.Module):
             return scores_in_blocks(
                 scorer, partial(self.read_key, prompt), key, value, places, prompt.end, ahead, prompt.scale
             )
-        final = on_arrival(scorer, self.read_key(prompt), value, places)
-        rest = at_eviction(scorer, key, value, places, prompt.end, ahead, prompt.scale)
+        final = scores_on_arrival(scorer, self.read_key(prompt), value, places)
+        rest = scores_at_eviction(scorer, key, value, places, prompt.end, ahead, prompt.scale)
         return final if rest is None else final + rest
 
     def on_arrival(self, prompt: PromptLayer, layer: int, heads: slice = slice(None)) -> Tensor:
         """The part of `forward` that does not depend on where the text ends."""
         scorer = self.scorer(layer, heads, prompt.key.device)
-        return on_arrival(scorer, self.read_key(prompt), prompt.value, self._places(prompt))
+        return scores_on_arrival(scorer, self.read_key(prompt), prompt.value, self._places(prompt))
 
     def at_eviction(self, prompt: PromptLayer, layer: int, heads: slice, positions: Tensor) -> Tensor | None:
         """The rest [n] of `forward` for entries of one head that were read at `positions` [n]; None where none is."""
         scorer = self.scorer(layer, heads, prompt.key.device)
         ahead = self._ahead(prompt)
-        rest = at_eviction(scorer, prompt.key, prompt.value, positions, prompt.end, ahead, prompt.scale)
+        rest = scores_at_eviction(scorer, prompt.key, prompt.value, positions, prompt.end, ahead, prompt.scale)
         return None if rest is None else rest.flatten()
 
     def _places(self, prompt: PromptLayer) -> Tensor:

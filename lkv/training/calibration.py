@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lkv.integrations.transformers.prefill import PromptLayer, precise, read_prompt
-from lkv.kernels.token_scores import attention_scores
+from lkv.kernels.token_scores import expected_attention_scores
 from lkv.policy.policy import FUTURE, Policy
 
 _SINKS = 4  # the first tokens draw attention whatever they say: left out of the statistics of queries
@@ -92,7 +92,7 @@ def _scale_attention(model: Any, policy: Policy, texts: Sequence[list[int]]) -> 
             term = tokens.scorer(layer, device=part.key.device).attention
             assert term is not None
             ahead = part.known_rotation.mean(precise(part.key), part.end, part.end + FUTURE)
-            scores = attention_scores(term, part.key, part.value, ahead, part.scale)
+            scores = expected_attention_scores(term, part.key, part.value, ahead, part.scale)
             spreads[layer] += scores[0, :, _SINKS:].std(-1).to(spreads) / len(texts)
     tokens.attention_weight.copy_(_DEVIATION / spreads.clamp(min=1e-3))
 

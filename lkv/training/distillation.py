@@ -11,12 +11,12 @@ from torch.nn.functional import log_softmax, pad
 
 from lkv.integrations.transformers.attention import device_of
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.kernels.fidelity import agrees, kl
 from lkv.kernels.soft_topk import soft_topk
 from lkv.methods.budgets import LearnedBudget
 from lkv.policy.policy import Policy
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.student import FrozenPrompt, MaskedSequence
+from lkv.utils.fidelity import is_top1_equal, kl_divergence
 
 _EVICTED = -1e4  # a log-mask whose exponential is exactly zero
 
@@ -135,11 +135,11 @@ class SampleDistillation:
     def kl(self, teacher: Outputs, student: Outputs, weight: Tensor | None = None) -> Tensor:
         """D_KL(P_T || P_S): mean over target tokens, then over continuations, of which each counts `weight` [n]."""
         weights = self.weights if weight is None else self.weights * weight[self._continuation]
-        return (kl(teacher.log_probs, student.log_probs) * weights).sum()
+        return (kl_divergence(teacher.log_probs, student.log_probs) * weights).sum()
 
     def agreement(self, teacher: Outputs, student: Outputs) -> float:
         """Share of target tokens with the same most probable token, averaged like `kl`."""
-        return float((agrees(teacher.log_probs, student.log_probs) * self.weights).sum())
+        return float((is_top1_equal(teacher.log_probs, student.log_probs) * self.weights).sum())
 
     def hidden_distance(self, teacher: Outputs, student: Outputs, norm: str) -> Tensor:
         """1/L sum_l ||H_T - H_S||^2, averaged over tokens; `norm` as in `TrainingConfig.hidden_norm`."""

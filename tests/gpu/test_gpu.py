@@ -17,7 +17,7 @@ from lkv.errors import CacheError, UnsupportedModelError
 from lkv.evaluation import runner
 from lkv.evaluation.runner import evaluate
 from lkv.integrations.transformers.spec import inspect_model
-from lkv.kernels.ragged_attention import extend, ragged_attention
+from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
 from lkv.methods.budgets import PerHead
@@ -111,7 +111,7 @@ def test_no_launch_is_larger_than_a_grid_may_be(rows):
         pool = torch.empty(rows + 9, 16, device="fake")
         starts, lens = (torch.zeros(1, 1, dtype=torch.int32, device="fake") for _ in range(2))
         ragged_attention(q, pool, pool, starts, lens, 1.0)
-        extend(q, key, key, pool, pool, starts, lens, 1.0)
+        append_and_attend(q, key, key, pool, pool, starts, lens, 1.0)
     assert len(launches) == 5
 
 
@@ -299,11 +299,11 @@ def test_a_step_that_is_replayed_is_another_step(on_fake):
         pools = [x.clone() for x in spans.for_attention()]
         query, key, value = (torch.randn(1, heads, 1, 8).to("fake") for heads in (4, 2, 2))
         buffers = {}
-        extend(query, key, value, *spans.for_attention(), 0.3, buffers=buffers)
+        append_and_attend(query, key, value, *spans.for_attention(), 0.3, buffers=buffers)
         (step,) = [launches[-2:]]
         for launch in step:
             launch.run()
-        fresh = [extend(query, key, value, *pools, 0.3, buffers={}) for _ in range(2)]
+        fresh = [append_and_attend(query, key, value, *pools, 0.3, buffers={}) for _ in range(2)]
     after, expected = spans.for_attention(), pools
     assert (after[3] - 2).tolist() == spans.lens.tolist()
     for own, other in zip(after, expected, strict=True):

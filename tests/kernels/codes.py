@@ -5,7 +5,7 @@ import torch
 from lkv.cache.quantization import QuantizedPool
 from lkv.cache.quantized_spans import QuantizedSpans
 from lkv.cache.spans import Spans
-from lkv.kernels.ragged_attention import extend, ragged_attention
+from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
 
 
 def quantised(lengths, room, dim, value_dim, dtype, bits, group=32, device="cpu"):
@@ -51,7 +51,7 @@ def assert_exact(held, group, rows, scale, backend):
     right = exact(held, query, new, scale)
     pools, codes, starts, lens = held.for_codes()
     before = lens.clone()
-    out = extend(query, *new, *pools, starts, lens, scale, backend, codes=codes)
+    out = append_and_attend(query, *new, *pools, starts, lens, scale, backend, quantized=codes)
     assert torch.equal(lens, before + rows)
     held.count(rows)
     # Restored values are rounded to the dtype once more than the oracle's; bfloat16 is cut in the interpreter.

@@ -29,7 +29,7 @@ from triton.runtime import driver, jit
 import lkv.kernels.ragged_attention.triton as ragged
 import lkv.kernels.ragged_attention.triton_launch as launch
 import lkv.kernels.soft_mask_attention.triton as soft
-from lkv.kernels.ragged_attention import Codes
+from lkv.kernels.ragged_attention import QuantizedKV
 from lkv.utils import devices
 
 # Bytes of shared memory that one block may use, and multiprocessors.
@@ -142,7 +142,7 @@ def code_rows(dim: int, dtype: torch.dtype, bits: int) -> None:
     pool, width, groups = on_gpu(256, dim, dtype=dtype), -(-dim * bits // 8), -(-dim // 32)
     starts, lens = (on_gpu(1, 8, dtype=torch.int32) for _ in range(2))
     byte, half = torch.uint8, torch.bfloat16
-    codes = Codes(
+    codes = QuantizedKV(
         on_gpu(4096, width, dtype=byte), on_gpu(136, dim, dtype=half), on_gpu(136, dim, dtype=half),
         on_gpu(4096, width, dtype=byte), on_gpu(4096, groups, dtype=half), on_gpu(4096, groups, dtype=half),
         on_gpu(3, 1, 8, dtype=torch.int32), bits, 32,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lkv.cache.quantization import QuantizedPool
 from lkv.cache.quantized_spans import QuantizedSpans
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention import extend
+from lkv.kernels.ragged_attention import append_and_attend
 from tests.kernels import codes as cases
 from tests.kernels.codes import exact
 
@@ -81,7 +81,7 @@ def test_a_backend_without_codes_says_so():
     pools, codes, starts, lens = held.for_codes()
     new = [torch.zeros(1, 1, 1, 8, device=DEVICE)] * 2
     with pytest.raises(BackendError, match="'loop' cannot run: it reads no codes"):
-        extend(new[0], *new, *pools, starts, lens, 1.0, "loop", codes=codes)
+        append_and_attend(new[0], *new, *pools, starts, lens, 1.0, "loop", quantized=codes)
 
 
 @pytest.mark.parametrize("groups", [(32, 16), (24, 24)])
@@ -92,7 +92,7 @@ def test_groups_that_the_kernel_cannot_take_are_restored(groups, monkeypatch):
     pools = [pool.unpack() for pool in (held.key, held.value)]
     key = QuantizedPool.pack(pools[0], 8, groups[0], [40, 3])
     held = QuantizedSpans(held.lens, key, QuantizedPool.pack(pools[1], 8, groups[1]), held.fresh)
-    monkeypatch.setattr("lkv.cache.quantized_spans.reads_codes", lambda *args: True)
+    monkeypatch.setattr("lkv.cache.quantized_spans.can_attend_quantized", lambda *args: True)
     query, *new = (torch.randn(1, 2, 2, 8, device=DEVICE) for _ in range(3))
     right = exact(held, query, new, 0.3)
     torch.testing.assert_close(held.extend(query, *new, 0.3).double(), right, atol=1e-4, rtol=1e-4)

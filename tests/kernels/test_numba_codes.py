@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention import extend
+from lkv.kernels.ragged_attention import append_and_attend
 from tests.kernels.codes import assert_exact, exact, quantised
 
 pytest.importorskip("torchao")
@@ -79,7 +79,7 @@ def test_tables_that_point_beyond_the_codes_are_refused(field, number):
     tables[field] = number
     new = [torch.zeros(1, 1, 1, 64)] * 2
     with pytest.raises(ValueError, match="beyond"):
-        extend(new[0], *new, *pools, starts, lens, 1.0, "numba", codes=codes._replace(tables=tables))
+        append_and_attend(new[0], *new, *pools, starts, lens, 1.0, "numba", quantized=codes._replace(tables=tables))
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_tables_that_point_beyond_the_codes_are_refused(field, number):
     [
         (4, 3 * compiled.kernels.LANES, {}, "head sizes of .* at 4 bits"),
         (8, 64, {"group": 12}, "groups must be"),
-        (8, 64, {"key_step": torch.ones(1, 64)}, "bfloat16"),
-        (8, 64, {"value_least": torch.zeros(8, 2, dtype=torch.float16)}, "of one dtype"),
+        (8, 64, {"key_scale": torch.ones(1, 64)}, "bfloat16"),
+        (8, 64, {"value_minimum": torch.zeros(8, 2, dtype=torch.float16)}, "of one dtype"),
         (8, 64, {"key": torch.zeros(64, 8, dtype=torch.uint8).t()}, "contiguous"),
     ],
 )
@@ -96,4 +96,4 @@ def test_codes_that_it_cannot_read_are_named(bits, dim, change, reason):
     new = [torch.zeros(1, 1, 1, dim)] * 2
     pools, codes, starts, lens = quantised([[8]], 1, dim, dim, torch.float32, bits).for_codes()
     with pytest.raises(BackendError, match=reason):
-        extend(new[0], *new, *pools, starts, lens, 1.0, "numba", codes=codes._replace(**change))
+        append_and_attend(new[0], *new, *pools, starts, lens, 1.0, "numba", quantized=codes._replace(**change))

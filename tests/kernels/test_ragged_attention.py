@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lkv.errors import BackendError
 from lkv.evaluation.profiling.memory import LiveBytes
-from lkv.kernels.ragged_attention import api, attend_masked, join, loop, ragged_attention, varlen
+from lkv.kernels.ragged_attention import api, loop, masked_attention, merge_attention, ragged_attention, varlen
 
 
 def pool(lengths: list[list[int]], slack: int, dim: int, dtype: torch.dtype):
@@ -252,8 +252,8 @@ def test_joined_partial_attentions_equal_attention_over_all(first, second, rows,
         return ragged_attention(q, *part(begin, end), scale, backend="reference", causal=False, lse=True)
 
     tail = draw[:, None, :, first:]
-    late = attend_masked(q, *tail, torch.ones(1, 1, rows, second, dtype=torch.bool), scale)
-    out, lse = join(*attend(0, first), *(late if masked else attend(first, first + second)))
+    late = masked_attention(q, *tail, torch.ones(1, 1, rows, second, dtype=torch.bool), scale)
+    out, lse = merge_attention(*attend(0, first), *(late if masked else attend(first, first + second)))
     exact, exact_lse = attend(0, first + second)
     torch.testing.assert_close(out, exact, atol=1e-10, rtol=1e-10)
     torch.testing.assert_close(lse, exact_lse, atol=1e-10, rtol=1e-10)
@@ -264,7 +264,7 @@ def test_a_masked_tail_hides_what_it_should():
     q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
     visible = torch.rand(2, 1, 3, 5) > 0.4
     visible[0, 0, 1] = False
-    out, lse = attend_masked(q, k, v, visible, 0.5)
+    out, lse = masked_attention(q, k, v, visible, 0.5)
     scores = (q * 0.5) @ k.repeat_interleave(2, 1).mT
     scores = scores.masked_fill(~visible, -torch.inf)
     exact = torch.nan_to_num(scores.softmax(-1), nan=0.0) @ v.repeat_interleave(2, 1)

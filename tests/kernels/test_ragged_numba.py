@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention import api, extend, loop, ragged_attention
+from lkv.kernels.ragged_attention import api, append_and_attend, loop, ragged_attention
 from tests.conftest import tiny_llama
 from tests.kernels.pools import pool_of
 from tests.kernels.test_ragged_attention import Without
@@ -82,8 +82,8 @@ def test_extend_appends_and_attends_as_the_loop_does(dtype, tokens, count, threa
         # As models give them: heads behind tokens.
         q, key = (torch.randn(2, tokens, heads, 32).to(dtype).transpose(1, 2) for heads in (6, 2))
         value = torch.randn(2, tokens, 2, 16).to(dtype).transpose(1, 2)
-        ours = extend(q, key, value, *pools, 0.2, "numba")
-        loops = extend(q, key, value, *others, 0.2, "loop")
+        ours = append_and_attend(q, key, value, *pools, 0.2, "numba")
+        loops = append_and_attend(q, key, value, *others, 0.2, "loop")
         close(ours, loops, dtype)
         close(ours, ragged_attention(q, *pools, 0.2, "reference"), dtype)
     for pool, other in zip(pools, others, strict=True):
@@ -227,12 +227,12 @@ def test_what_does_not_fit_the_pools_is_refused_and_counts_nothing():
             ragged_attention(q, k, v, starts, torch.tensor(wrong, dtype=torch.int32), 1.0, "numba")
     key = torch.randn(1, 2, 3, 16)
     with pytest.raises(ValueError, match="reach beyond the pools"):
-        extend(q.expand(-1, -1, 3, -1), key, key, k, v, starts, lens, 1.0, "numba")
+        append_and_attend(q.expand(-1, -1, 3, -1), key, key, k, v, starts, lens, 1.0, "numba")
     assert lens.tolist() == [[9, 10]]
     with pytest.raises(ValueError, match="do not fit the pools"):
-        extend(q, key.half(), key.half(), k, v, starts, lens, 1.0, "numba")
+        append_and_attend(q, key.half(), key.half(), k, v, starts, lens, 1.0, "numba")
     with pytest.raises(ValueError, match="do not fit the pools"):
-        extend(q, key[:, :1], key, k, v, starts, lens, 1.0, "numba")
+        append_and_attend(q, key[:, :1], key, k, v, starts, lens, 1.0, "numba")
 
 
 def test_no_compiler_no_threads_no_folder(monkeypatch, caplog):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import ragged_attention as benchmark
 from lkv.cache.ragged import RaggedCache
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention import api, extend, ragged_attention
+from lkv.kernels.ragged_attention import api, append_and_attend, ragged_attention
 from lkv.methods.budgets import PerHead
 from lkv.methods.build import Method
 from lkv.methods.selectors import Knorm, Random
@@ -149,7 +149,7 @@ def test_extending_equals_index_assignment_and_attention(batch, heads, rows, spa
     exact = ragged_attention(query.double(), *(x.double() for x in expected), pools[2], longer, 0.3, "reference")
     for backend in ("triton", "loop"):
         own, lens = [pool.clone() for pool in pools[:2]], pools[3].clone()
-        out = extend(query, *new, *own, pools[2], lens, 0.3, backend)
+        out = append_and_attend(query, *new, *own, pools[2], lens, 0.3, backend)
         assert torch.equal(lens, longer)
         for pool, right in zip(own, expected, strict=True):
             torch.testing.assert_close(pool, right, rtol=0, atol=0, equal_nan=True)
@@ -212,7 +212,7 @@ def test_a_decode_step_never_waits_for_the_device(rows, monkeypatch):
         cache = RaggedCache(model, method=Method("random", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Random()))
         model(torch.randint(3, 67, (rows, 40)), past_key_values=cache, use_cache=True)
         fake = SimpleNamespace(
-            extend=lambda q, key, value, k_pool, v_pool, starts, lens, scale, *_: lens.add_(1)[0, 0] * q,
+            append_and_attend=lambda q, key, value, k_pool, v_pool, starts, lens, scale, *_: lens.add_(1)[0, 0] * q,
         )
 
         def step() -> None:

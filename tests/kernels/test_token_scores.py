@@ -14,15 +14,15 @@ from lkv.errors import UnsupportedModelError
 from lkv.integrations.transformers.attention import attach
 from lkv.integrations.transformers.prefill import PromptLayer, read_prompt
 from lkv.kernels.token_scores import (
-    Attention,
-    Content,
-    Position,
-    Scorer,
-    at_eviction,
-    attention_scores,
+    ContentWeights,
+    ExpectedAttentionWeights,
+    PositionWeights,
+    TokenScoreWeights,
     content_scores,
+    expected_attention_scores,
     fast,
-    on_arrival,
+    scores_at_eviction,
+    scores_on_arrival,
 )
 from lkv.policy.policy import FUTURE, Policy
 from tests.conftest import tiny_llama
@@ -98,11 +98,11 @@ def test_every_term_equals_its_formula_token_by_token():
 @given(st.integers(1, 60), st.integers(0, 10_000), st.integers(1, 9))
 @settings(max_examples=40, deadline=None)
 def test_position_terms_are_piecewise_linear_and_flat_beyond_the_last_knot(tokens, start, knots):
-    tables = Position(draw(2, knots, seed=1), draw(2, knots, seed=2))
+    tables = PositionWeights(draw(2, knots, seed=1), draw(2, knots, seed=2))
     places = torch.arange(start, start + tokens)
-    scorer = Scorer(zero_content(), None, tables)
+    scorer = TokenScoreWeights(zero_content(), None, tables)
     value = draw(1, 2, tokens, 4)
-    found = on_arrival(scorer, value, value, places) + at_eviction(
+    found = scores_on_arrival(scorer, value, value, places) + scores_at_eviction(
         scorer, value, value, places, start + tokens, None, 1.0
     )
     for t, place in enumerate(places.tolist()):
@@ -116,8 +116,8 @@ def test_position_terms_are_piecewise_linear_and_flat_beyond_the_last_knot(token
             assert float(found[0, head, t]) == pytest.approx(wanted, abs=1e-5)
 
 
-def zero_content(dim: int = 4) -> Content:
-    return Content(
+def zero_content(dim: int = 4) -> ContentWeights:
+    return ContentWeights(
         torch.zeros(2, 2 * dim), torch.ones(2, 2 * dim), torch.zeros(2, 2 * dim, dim), torch.zeros(2, dim),
         torch.zeros(2, dim),
     )  # fmt: skip
@@ -130,9 +130,13 @@ def test_gradients_reach_every_learned_number():
     ahead, places = draw(dim, dim, seed=2), torch.arange(tokens)
 
     def scores(hidden, bias, output, weight, mean, spread, start, end):
-        content = Content(draw(2, 2 * dim, seed=3), draw(2, 2 * dim, seed=4).abs() + 0.5, hidden, bias, output)
-        scorer = Scorer(content, Attention(weight, mean, spread, draw(2, group, seed=5)), Position(start, end))
-        return on_arrival(scorer, key, value, places) + at_eviction(scorer, key, value, places, tokens, ahead, 0.5)
+        content = ContentWeights(draw(2, 2 * dim, seed=3), draw(2, 2 * dim, seed=4).abs() + 0.5, hidden, bias, output)
+        scorer = TokenScoreWeights(
+            content, ExpectedAttentionWeights(weight, mean, spread, draw(2, group, seed=5)), PositionWeights(start, end)
+        )
+        return scores_on_arrival(scorer, key, value, places) + scores_at_eviction(
+            scorer, key, value, places, tokens, ahead, 0.5
+        )
 
     shapes = [
         (2, 2 * dim, dim), (2, dim), (2, dim), (2,), (2, group, dim), (2, dim, rank), (2, knots), (2, knots),
@@ -148,9 +152,9 @@ def test_the_attention_term_misses_no_rotation_in_silence():
     with pytest.raises(UnsupportedModelError, match="undoes the model's rotary embedding"):
         policy.tokens(PromptLayer(key, key, 1.0), 0)
     term = policy.tokens.scorer(0).attention
-    assert attention_scores(term, key, key, torch.eye(8), 1.0).shape == (1, 2, 5)
+    assert expected_attention_scores(term, key, key, torch.eye(8), 1.0).shape == (1, 2, 5)
     with pytest.raises(ValueError, match="needs the mean rotation"):
-        at_eviction(policy.tokens.scorer(0), key, key, torch.arange(5), 5, None, 1.0)
+        scores_at_eviction(policy.tokens.scorer(0), key, key, torch.arange(5), 5, None, 1.0)
 
 
 def test_content_in_blocks_equals_content_with_gradients():
@@ -158,8 +162,8 @@ def test_content_in_blocks_equals_content_with_gradients():
     content = policy.tokens.scorer(0).content
     key, value = torch.randn(2, 2, 4500, 8), torch.randn(2, 2, 4500, 8)
     blocks = content_scores(content, key, value)
-    learning = Content(*(x.clone().requires_grad_() for x in (content.mean, content.std, content.hidden, content.bias,
-                                                              content.output)))  # fmt: skip
+    weights = (content.mean, content.std, content.hidden, content.bias, content.output)
+    learning = ContentWeights(*(x.clone().requires_grad_() for x in weights))
     torch.testing.assert_close(blocks, content_scores(learning, key, value).detach(), atol=1e-4, rtol=1e-4)
 
 

@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from lkv.integrations.transformers.attention import PAGED, attach
-from lkv.kernels.ragged_attention import attend_masked, join, ragged_attention
+from lkv.kernels.ragged_attention import masked_attention, merge_attention, ragged_attention
 
 # Scores of a head that are computed at once, most of them hidden: of many short requests one product is the fastest.
 _SCORES = 2**18
@@ -65,13 +65,13 @@ class PagedBatch:
         layer: Any = module.layer_idx
         key, value = kwargs["cache"].update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
         parts = [
-            attend_masked(query[:, :, new], key[:, :, held], value[:, :, held], visible, scale)
+            masked_attention(query[:, :, new], key[:, :, held], value[:, :, held], visible, scale)
             for new, held, visible in self._blocks
         ]
         out, lse = (torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
         for prefix, places in self._texts:
             over_text = ragged_attention(query[:, :, places], *prefix.pools(layer), scale, causal=False, lse=True)
-            out[:, :, places] = join(out[:, :, places], lse[:, :, places], *over_text)[0]
+            out[:, :, places] = merge_attention(out[:, :, places], lse[:, :, places], *over_text)[0]
         return out.transpose(1, 2)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention.codes import Codes
+from lkv.kernels.ragged_attention.codes import QuantizedKV
 from lkv.utils import devices
 
 _NAMES = ("loop", "numba", "reference", "triton", "varlen")
@@ -46,8 +46,8 @@ def ragged_attention(
     tokens (causal among themselves; everything older is visible). Returns [B, Hq, Tq, dv].
 
     Without `causal` the new tokens' k and v lie elsewhere, and every one of the Tq sees the whole span. `lse`: returns
-    the logarithm of the sum of e^score as well, [B, Hq, Tq] in float32 (float64 for float64), for `join` to put two
-    partial attentions together. A span without entries then has outputs of 0 and a logarithm of -inf.
+    the logarithm of the sum of e^score as well, [B, Hq, Tq] in float32 (float64 for float64), for `merge_attention`
+    to put two partial attentions together. A span without entries then has outputs of 0 and a logarithm of -inf.
 
     `backend`: "auto" (on CUDA the first of "triton", "varlen" and "loop" that can run, the reason logged once; on a
     CPU "numba" where it can run and few rows attend; "loop" else) or one of these or "reference" by name, which never
@@ -63,7 +63,7 @@ def ragged_attention(
     return (out, logarithm) if lse else out
 
 
-def extend(
+def append_and_attend(
     q: Tensor,
     key: Tensor,
     value: Tensor,
@@ -74,38 +74,45 @@ def extend(
     scale: float,
     backend: str = "auto",
     buffers: dict[Any, Any] | None = None,
-    codes: Codes | None = None,
+    quantized: QuantizedKV | None = None,
 ) -> Tensor:
     """Append new `key` [B, Hkv, Tq, d] and `value` [B, Hkv, Tq, dv] to the spans, then attend as `ragged_attention`.
 
     There must be room for Tq entries behind the `lens` [B, Hkv] of each span. Changes the pools, and `lens` in place: a
     replay of what was launched appends once more. Returns [B, Hq, Tq, dv]. `buffers`: a dictionary in which a backend
-    keeps what it needs from step to step; for the layers of one cache, which take turns. `codes`: the first entries of
-    each span, which the pools lack: entry i of a span is at place starts + i of the pools only where it is none of
-    these, so that `starts` may be below 0. Raises as `ragged_attention`, and BackendError for codes where `reads_codes`
-    says no.
+    keeps what it needs from step to step; for the layers of one cache, which take turns. `quantized`: the first entries
+    of each span, which the pools lack: entry i of a span is at place starts + i of the pools only where it is none of
+    these, so that `starts` may be below 0. Raises as `ragged_attention`, and BackendError for codes where
+    `can_attend_quantized` says no.
     """
     _check(q, k_pool, v_pool, starts, lens)
-    chosen = _backend_for(backend, k_pool, v_pool, starts, lens, q, key, value, codes=codes)
+    chosen = _backend_for(backend, k_pool, v_pool, starts, lens, q, key, value, quantized=quantized)
     if chosen == "triton":
-        return _module(chosen).extend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, codes)
+        return _module(chosen).append_and_attend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, quantized)
     if chosen == "numba":
-        return _module(chosen).extend(q, key, value, k_pool, v_pool, starts, lens, scale, codes)
-    if codes is not None:
+        return _module(chosen).append_and_attend(q, key, value, k_pool, v_pool, starts, lens, scale, quantized)
+    if quantized is not None:
         raise BackendError(chosen, "it reads no codes, as 'triton' and 'numba' do: restore the entries.")
     _module("loop").append(key, value, k_pool, v_pool, starts, lens)
     return _module(chosen).attend(q, k_pool, v_pool, starts, lens, scale)
 
 
-def reads_codes(
-    q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, codes: Codes
+def can_attend_quantized(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    quantized: QuantizedKV,
 ) -> bool:
-    """Whether `extend` attends to entries in 8 or 4 bits as they are, given these tensors."""
-    return _backend_for("auto", k_pool, v_pool, starts, lens, q, key, value, codes=codes) in ("triton", "numba")
+    """Whether `append_and_attend` attends to entries in 8 or 4 bits as they are, given these tensors."""
+    return _backend_for("auto", k_pool, v_pool, starts, lens, q, key, value, quantized=quantized) in ("triton", "numba")
 
 
 def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
-    """The first half of `extend`, by plain index assignment on any device; waits for nothing."""
+    """The first half of `append_and_attend`, by plain index assignment on any device; waits for nothing."""
     _module("loop").append(key, value, k_pool, v_pool, starts, lens)
 
 
@@ -131,14 +138,14 @@ def _backend_for(
     lens: Tensor,
     q: Tensor,
     *new: Tensor,
-    codes: Codes | None = None,
+    quantized: QuantizedKV | None = None,
 ) -> str:
     """The name of the backend for these tensors; `_chosen` does not know how they lie."""
     chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[-1], v_pool.shape[-1])
     if chosen != "numba":
         return chosen
     numba, rows = _module("numba"), q.shape[2] * (q.shape[1] // starts.shape[1])
-    reason = numba.unfit(k_pool, v_pool, starts, lens, q, *new, codes=codes)
+    reason = numba.unfit(k_pool, v_pool, starts, lens, q, *new, codes=quantized)
     if backend == "auto":
         return "loop" if reason or rows > numba.MOST_ROWS else "numba"
     if reason:

@@ -86,7 +86,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple
 
 
 def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
-    """The first half of `api.extend`: new k and v behind each span, and `lens` longer by them."""
+    """The first half of `api.append_and_attend`: new k and v behind each span, and `lens` longer by them."""
     new = key.shape[2]
     ends = (starts + lens).long()
     places = (ends if new == 1 else ends[..., None] + torch.arange(new, device=key.device)).flatten()

@@ -16,7 +16,7 @@ from numba import cfunc
 from torch import Tensor
 
 import lkv.kernels.ragged_attention.numba_kernels as kernels
-from lkv.kernels.ragged_attention.codes import Codes
+from lkv.kernels.ragged_attention.codes import QuantizedKV
 
 _KINDS = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BFLOAT16, torch.float16: kernels.FLOAT16}
 _HALF = (torch.bfloat16, torch.float16)
@@ -60,7 +60,7 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
 
 
 def unfit(
-    k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, *more: Tensor, codes: Codes | None = None
+    k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, *more: Tensor, codes: QuantizedKV | None = None
 ) -> str | None:
     """Why these tensors cannot be given by their addresses, in one sentence; None where they can. `more`: the queries
     and what is to be appended."""
@@ -76,8 +76,8 @@ def unfit(
     return None if codes is None else _unfit_codes(codes, k_pool.shape[1], v_pool.shape[1])
 
 
-def _unfit_codes(codes: Codes, dim: int, value_dim: int) -> str | None:
-    steps, least = (codes.key_step, codes.value_step), (codes.key_least, codes.value_least)
+def _unfit_codes(codes: QuantizedKV, dim: int, value_dim: int) -> str | None:
+    steps, least = (codes.key_scale, codes.value_scale), (codes.key_minimum, codes.value_minimum)
     if not all(x.is_contiguous() for x in codes[:7]) or codes.tables.dtype != torch.int32:
         return "codes must be contiguous, with tables in int32."
     if {x.dtype for x in steps} != {torch.bfloat16} or least[0].dtype not in _HALF or least[0].dtype != least[1].dtype:
@@ -101,7 +101,7 @@ def attend_with_lse(
     return _step(q, k_pool, v_pool, starts, lens, scale, causal=causal, lse=lse), lse
 
 
-def extend(
+def append_and_attend(
     q: Tensor,
     key: Tensor,
     value: Tensor,
@@ -110,9 +110,9 @@ def extend(
     starts: Tensor,
     lens: Tensor,
     scale: float,
-    codes: Codes | None = None,
+    codes: QuantizedKV | None = None,
 ) -> Tensor:
-    """As `api.extend`."""
+    """As `api.append_and_attend`."""
     added = key.shape[2]
     if (
         key.shape != (*starts.shape, added, k_pool.shape[1])
@@ -135,7 +135,7 @@ def _step(
     added: int = 0,
     causal: bool = True,
     lse: Tensor | None = None,
-    codes: Codes | None = None,
+    codes: QuantizedKV | None = None,
 ) -> Tensor:
     batch, heads, tokens, dim = q.shape
     spans, value_dim = starts.numel(), v_pool.shape[1]
@@ -162,13 +162,13 @@ def _step(
     return out.to(q.dtype)
 
 
-def _fields_of(codes: Codes | None) -> tuple[int, ...]:
+def _fields_of(codes: QuantizedKV | None) -> tuple[int, ...]:
     """The fields of `kernels.Arguments` from `tables` on."""
     if codes is None:
         return (0,) * 12
     addresses = (x.data_ptr() for x in (codes.tables, *codes[:6]))
-    least = _KINDS[codes.key_least.dtype]
-    return (*addresses, codes.bits, codes.group, least, len(codes.key), len(codes.key_step))
+    least = _KINDS[codes.key_minimum.dtype]
+    return (*addresses, codes.bits, codes.group, least, len(codes.key), len(codes.key_scale))
 
 
 def _run(address: int, threads: int) -> None:

@@ -29,7 +29,7 @@ class Arguments(ctypes.Structure):
     + largest dim) + 2 * dim] are unfilled. `k`, `v`: pools with `entries` entries in the dtype `kind`, as `key` and
     `value`, `added` new entries a span. A span's `rows` are the `tokens` of each of its query heads. `next_slice` and
     `outside` (set where a span is not within the pools) begin at 0; `scale` is that of base 2. `tables`, 0 where there
-    are none, and `k_codes` to `group` are those of `codes.Codes`, with `least_kind` the dtype of both least values
+    are none, and `k_codes` to `group` are those of `QuantizedKV`, with `least_kind` the dtype of both least values
     (steps are bfloat16), `coded` entries and `k_groups` groups of k."""
 
     _fields_ = (

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def join(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_attention(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two sets of keys from the attention over each.
 
     `left`, `right` [..., d]; `left_lse`, `right_lse` [...]: natural logarithms of the sum of e^score, -inf where
@@ -18,7 +18,7 @@ def join(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> tu
     return joined.to(left.dtype), total
 
 
-def attend_masked(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def masked_attention(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of `q` [B, Hq, Tq, d] over `key`, `value` [B, Hkv, Tk, d] where `visible` (bool, broadcast to
     [B, Hkv, Tq, Tk]) allows it: outputs [B, Hq, Tq, dv] and log-sum-exp [B, Hq, Tq]."""
     batch, heads, rows, dim = q.shape

@@ -15,11 +15,11 @@ from triton.compiler import CompiledKernel
 
 import lkv.kernels.ragged_attention.triton_code_kernels as code_kernels
 import lkv.kernels.ragged_attention.triton_kernels as kernels
-from lkv.kernels.ragged_attention.codes import Codes
+from lkv.kernels.ragged_attention.codes import QuantizedKV
 from lkv.kernels.ragged_attention.triton_launch import APPENDED_AT_ONCE, Ready, code_options, launch_of, refusal
 from lkv.utils import devices
 
-__all__ = ["attend", "attend_with_lse", "extend", "refusal"]
+__all__ = ["append_and_attend", "attend", "attend_with_lse", "refusal"]
 
 _LOG2_E = 1.4426950408889634
 # What the join does for new tokens: nothing; attend to one and append it; count those that are in the pools already.
@@ -41,11 +41,11 @@ def attend_with_lse(
         return _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None, None, causal, lse), lse
 
 
-def extend(
+def append_and_attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    buffers: dict[Any, Any] | None = None, codes: Codes | None = None,
+    buffers: dict[Any, Any] | None = None, codes: QuantizedKV | None = None,
 ) -> Tensor:  # fmt: skip
-    """Shapes as in `api.extend`. Two launches for one new token, three for more; nothing here waits for the device."""
+    """As `api.append_and_attend`. Two launches for one new token, three for more; nothing waits for the device."""
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     rows = key.shape[2]
     with devices.current(q.device):
@@ -60,7 +60,7 @@ def extend(
 
 def _attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    new: int, buffers: dict[Any, Any] | None, codes: Codes | None = None, causal: bool = True,
+    new: int, buffers: dict[Any, Any] | None, codes: QuantizedKV | None = None, causal: bool = True,
     lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     batch, heads, rows, _ = q.shape

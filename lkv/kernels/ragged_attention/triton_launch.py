@@ -106,7 +106,7 @@ def _launch(
 def code_options(launch: Launch, dtype: torch.dtype, bits: int, group: int) -> dict[str, Any]:
     """How to launch the slice kernel over codes: its blocks are at most groups of entries."""
     options = launch.slice_options
-    # Codes and what restores them take registers as well.
+    # QuantizedKV and what restores them take registers as well.
     wide = dtype.itemsize * max(options["BLOCK_D"], options["BLOCK_V"]) >= 512
     block_n = min(group, max(16, options["BLOCK_N"] // 2) if wide else options["BLOCK_N"])
     blocks = {"BLOCK_N": block_n, "num_warps": 8 if wide else options["num_warps"]}

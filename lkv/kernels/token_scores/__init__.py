@@ -1,18 +1,25 @@
 """LKV-T's score of a token (Sec. 3.4): content, and the terms that a policy may add to it."""
 
 from lkv.kernels.token_scores.api import (
-    Attention,
-    Content,
-    Position,
-    Scorer,
-    at_eviction,
-    attention_scores,
+    ContentWeights,
+    ExpectedAttentionWeights,
+    PositionWeights,
+    TokenScoreWeights,
     content_scores,
-    on_arrival,
+    expected_attention_scores,
+    scores_at_eviction,
     scores_in_blocks,
+    scores_on_arrival,
 )
 
 __all__ = [
-    "Attention", "Content", "Position", "Scorer", "at_eviction", "attention_scores", "content_scores", "on_arrival",
+    "ContentWeights",
+    "ExpectedAttentionWeights",
+    "PositionWeights",
+    "TokenScoreWeights",
+    "content_scores",
+    "expected_attention_scores",
+    "scores_at_eviction",
     "scores_in_blocks",
+    "scores_on_arrival",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from lkv.utils.devices import full_precision
 
 
 @dataclass(frozen=True)
-class Content:
+class ContentWeights:
     """The MLP of Sec. 3.4 over [k; v]: `mean`, `std` [H, 2d], `hidden` [H, 2d, m], `bias`, `output` [H, m]."""
 
     mean: Tensor
@@ -25,7 +25,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Attention:
+class ExpectedAttentionWeights:
     """Queries to come, taken to be normal before rotation: `mean` [H, G, d] and covariance F F^T, `spread` F [H, d, r].
 
     `normaliser` [H, G] is the mean logarithm of the softmax's denominator a token; `weight` [H] scales the term.
@@ -38,7 +38,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Position:
+class PositionWeights:
     """Piecewise linear in log2(1 + position), `start`, and in log2(distance to the end), `end`, both [H, K].
 
     Knot j lies at 2^j; beyond the last one the terms are flat.
@@ -49,15 +49,15 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Scorer:
+class TokenScoreWeights:
     """The terms of one layer; `attention` and `position` are None where a policy has none."""
 
-    content: Content
-    attention: Attention | None = None
-    position: Position | None = None
+    content: ContentWeights
+    attention: ExpectedAttentionWeights | None = None
+    position: PositionWeights | None = None
 
 
-def on_arrival(scorer: Scorer, key: Tensor, value: Tensor, places: Tensor) -> Tensor:
+def scores_on_arrival(scorer: TokenScoreWeights, key: Tensor, value: Tensor, places: Tensor) -> Tensor:
     """The part of the scores [B, H, T], in float32 or better, that is final when tokens arrive: content and `start`.
 
     `key` [B, H, T, d] is k as the content term reads it, `value` [B, H, T, d]; the tokens stand at `places` [T].
@@ -69,8 +69,8 @@ def on_arrival(scorer: Scorer, key: Tensor, value: Tensor, places: Tensor) -> Te
     return scores
 
 
-def at_eviction(
-    scorer: Scorer, key: Tensor, value: Tensor, places: Tensor, end: int, ahead: Tensor | None, scale: float
+def scores_at_eviction(
+    scorer: TokenScoreWeights, key: Tensor, value: Tensor, places: Tensor, end: int, ahead: Tensor | None, scale: float
 ) -> Tensor | None:
     """The part [B, H, T] that depends on where the text ends: the attention to expect, and the distance to `end`. None
     where the scorer has no such terms.
@@ -80,7 +80,7 @@ def at_eviction(
     """
     scores = None
     if scorer.attention is not None:
-        scores = attention_scores(scorer.attention, key, value, _known(ahead), scale)
+        scores = expected_attention_scores(scorer.attention, key, value, _known(ahead), scale)
     if scorer.position is not None:
         with full_precision(key.device):
             recency = reference.knots(scorer.position.end, end - places).expand(*value.shape[:3])
@@ -90,7 +90,7 @@ def at_eviction(
 
 @torch.no_grad()
 def scores_in_blocks(
-    scorer: Scorer,
+    scorer: TokenScoreWeights,
     content_key: Callable[[slice], Tensor],
     key: Tensor,
     value: Tensor,
@@ -120,7 +120,7 @@ def scores_in_blocks(
     return scores
 
 
-def content_scores(content: Content, key: Tensor, value: Tensor) -> Tensor:
+def content_scores(content: ContentWeights, key: Tensor, value: Tensor) -> Tensor:
     """The content term alone, [B, H, T], of `key` (as the content reads it) and `value` [B, H, T, d].
 
     Differentiable where the weights ask for gradients; otherwise computed in blocks, in bfloat16 where k and v are.
@@ -136,15 +136,17 @@ def content_scores(content: Content, key: Tensor, value: Tensor) -> Tensor:
             return torch.cat([of_block(key[:, :, block], value[:, :, block]) for block in blocks], -1)
 
 
-def attention_scores(attention: Attention, key: Tensor, value: Tensor, ahead: Tensor, scale: float) -> Tensor:
-    """The attention term alone, [B, H, T]; see `at_eviction`."""
+def expected_attention_scores(
+    attention: ExpectedAttentionWeights, key: Tensor, value: Tensor, ahead: Tensor, scale: float
+) -> Tensor:
+    """The attention term alone, [B, H, T]; see `scores_at_eviction`."""
     with full_precision(key.device):
         return reference.attention(
             key, value, ahead, scale, attention.weight, attention.mean, attention.spread, attention.normaliser
         )
 
 
-def _content_of_blocks(content: Content, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+def _content_of_blocks(content: ContentWeights, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     return fast.content(like, content.mean, content.std, content.hidden, content.bias, content.output)
 
 

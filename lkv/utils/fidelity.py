@@ -3,11 +3,11 @@
 from torch import Tensor
 
 
-def kl(full: Tensor, compressed: Tensor) -> Tensor:
+def kl_divergence(full: Tensor, compressed: Tensor) -> Tensor:
     """KL(full || compressed) in nats of each token, [..., n], from log-probabilities [..., n, V]."""
     return (full.exp() * (full - compressed)).sum(-1)
 
 
-def agrees(full: Tensor, compressed: Tensor) -> Tensor:
+def is_top1_equal(full: Tensor, compressed: Tensor) -> Tensor:
     """Whether both have the same most probable token, [..., n], from log-probabilities [..., n, V]."""
     return full.argmax(-1) == compressed.argmax(-1)
