@@ -12,7 +12,7 @@ import torch
 
 from lkv.errors import LkvError, PolicyMismatchError
 from lkv.evaluation.comparison import MethodGrid
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.budgets import Uniform
 from lkv.methods.build import Method, make_method
 from lkv.methods.registry import FULL
@@ -83,7 +83,7 @@ def method_grids(
     return grids
 
 
-def rows_of(grids: dict[str, MethodGrid], ids: list[int], prompt: list[PromptLayer]) -> list[tuple[str, float, Method]]:
+def rows_of(grids: dict[str, MethodGrid], ids: list[int], prompt: list[LayerKV]) -> list[tuple[str, float, Method]]:
     """(name, retention, method) of all that can serve the prompt; the full cache comes first, once."""
     rows = []
     for end, grid in grids.items():

@@ -20,10 +20,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 from benchmarks.common import RESULTS
-from lkv.cache.ragged import RaggedCache
-from lkv.cache.spans import Spans
-from lkv.integrations.transformers.attention import attach
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.cache.store import RaggedStore
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.prefill import LayerKV
 from lkv.kernels.ragged_attention import api, ragged_attention
 from lkv.models.loading import default_policy, load_default
 from lkv.policy.policy import Policy
@@ -31,19 +31,19 @@ from lkv.utils.results import collect_provenance, write_results
 from lkv.utils.statistics import bootstrap
 
 
-def random_prompt(model: Any, tokens: int) -> list[PromptLayer]:
+def random_prompt(model: Any, tokens: int) -> list[LayerKV]:
     """k and v of the model's shape without reading a prompt: decoding takes the same time whatever they hold."""
-    attached = attach(model)
+    attached = patch_attention(model)
     spec, generator = attached.spec, torch.Generator().manual_seed(tokens)
     shape = (1, spec.kv_heads, tokens, spec.head_dim)
 
     def draw() -> Tensor:
         return torch.randn(shape, generator=generator).to(model.device, model.dtype)
 
-    return [PromptLayer(draw(), draw(), spec.head_dim**-0.5, rotation=rotation) for rotation in attached.rotations]
+    return [LayerKV(draw(), draw(), spec.head_dim**-0.5, rotation=rotation) for rotation in attached.rotations]
 
 
-def full_attention(query: Tensor, prompt: list[PromptLayer], form: str) -> None:
+def full_attention(query: Tensor, prompt: list[LayerKV], form: str) -> None:
     """One step of attention in every layer over the full cache, in one of the forms that PyTorch offers."""
     groups = query.shape[1] // prompt[0].key.shape[1]
     for layer in prompt:
@@ -60,9 +60,9 @@ def full_attention(query: Tensor, prompt: list[PromptLayer], form: str) -> None:
 
 
 def ragged(query: Tensor, cache: RaggedCache, scale: float, backend: str) -> None:
-    for layer in cache.ragged:
-        assert isinstance(layer.spans, Spans)
-        ragged_attention(query, *layer.spans.for_attention(), scale, backend)
+    for layer in cache.ragged_layers:
+        assert isinstance(layer.store, RaggedStore)
+        ragged_attention(query, *layer.store.for_attention(), scale, backend)
 
 
 def one_token(model: Any, cache: Any) -> None:
@@ -80,8 +80,8 @@ def one_token_by_loop(model: Any, cache: Any) -> None:
 
 def backends(query: Tensor, cache: RaggedCache) -> dict[str, str]:
     """The methods to measure, and the backend of each."""
-    spans = cache.ragged[0].spans
-    assert isinstance(spans, Spans)
+    spans = cache.ragged_layers[0].store
+    assert isinstance(spans, RaggedStore)
     automatic = api._backend_for("auto", *spans.for_attention(), query)
     return {"lkv": automatic} | ({"lkv, loop": "loop"} if automatic != "loop" else {})
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.common import RESULTS
 from benchmarks.masked import hidden_from_continuation
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.build import Method
 from lkv.methods.selectors import GivenScores

@@ -12,8 +12,8 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.common import RESULTS
-from lkv.cache.ragged import RaggedCache
-from lkv.integrations.transformers.stock import kv_nbytes
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.integrations.transformers.cache_layers import kv_nbytes
 from lkv.models.loading import default_policy, load_default
 from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap

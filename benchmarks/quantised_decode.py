@@ -16,9 +16,9 @@ from torch import Tensor
 from benchmarks.common import RESULTS, command_of
 from benchmarks.decode import interleaved, random_prompt, row_of
 from lkv.cache.quantization import BITS
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.evaluation.profiling.random_models import extend_positions, random_model, random_policy, read_config
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import default_policy, load_default
 from lkv.policy.policy import Policy
 from lkv.utils import devices
@@ -59,7 +59,7 @@ def model_of(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Any, Poli
         return load_default(dtype)[0].to(options.device), default_policy()
     model = random_model(read_config(options.config), dtype, torch.device(options.device))
     extend_positions(model, max(options.tokens) + options.repeats + 99)
-    return model, random_policy(attach(model).spec)
+    return model, random_policy(patch_attention(model).spec)
 
 
 def rows_of(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.common import RESULTS, command_of
-from lkv.cache.ragged import RaggedCache, chosen_method
+from lkv.cache.ragged_cache import RaggedCache, chosen_method
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.registry import METHODS, needs_pattern, needs_second_pass
 from lkv.models.loading import default_policy, load_default

@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import RESULTS
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.evaluation.profiling.memory import LiveBytes
 from lkv.evaluation.profiling.random_models import random_policy
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.utils.results import write_results
 
 
@@ -33,7 +33,7 @@ def main() -> None:
         num_key_value_heads=3, vocab_size=1024, max_position_embeddings=options.tokens + 64,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config).eval().bfloat16()
-    policy = random_policy(attach(model).spec)
+    policy = random_policy(patch_attention(model).spec)
     ids = torch.randint(3, 1024, (1, options.tokens))
     # What a layer computes on the way (queries, masks, scores, the MLP) counts as well; the weights do not.
     with LiveBytes() as live:

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common import RESULTS, command_of
 from lkv.config import TrainingConfig
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import default_policy, load_default
 from lkv.policy.policy import Policy
 from lkv.training.data.mixture import Mixture
@@ -60,7 +60,7 @@ def speed(model: Any, tokens: int, repeats: int) -> dict[str, Any]:
 def trained(model: Any, samples: Any, config: TrainingConfig) -> Policy:
     """A policy trained from the same start whatever the student."""
     torch.manual_seed(0)
-    policy = Policy(attach(model).spec)
+    policy = Policy(patch_attention(model).spec)
     with tempfile.TemporaryDirectory() as folder:
         return Trainer(model, policy, config, samples, [], Path(folder)).run()
 
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "student.json")
     options = parser.parse_args()
     model, tokenizer = load_default(torch.float32)
-    attach(model.requires_grad_(False))
+    patch_attention(model.requires_grad_(False))
     rows = []
     for tokens in options.tokens:
         rows.append(speed(model, tokens, options.repeats))

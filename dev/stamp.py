@@ -5,13 +5,13 @@ python dev/stamp.py MODEL FOLDER...    (MODEL as `lkv ask --model` takes it, of 
 
 import sys
 
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 
 
 def main() -> None:
-    spec = attach(load_model(sys.argv[1])[0]).spec
+    spec = patch_attention(load_model(sys.argv[1])[0]).spec
     for folder in sys.argv[2:]:
         policy = Policy.from_pretrained(folder)
         policy.check_model(spec)

@@ -10,7 +10,7 @@ from lkv.errors import LkvError
 from lkv.version import __version__
 
 if TYPE_CHECKING:
-    from lkv.cache.ragged import RaggedCache
+    from lkv.cache.ragged_cache import RaggedCache
     from lkv.context.chat import Chat
     from lkv.context.context import Context, compress
     from lkv.methods.budgets import Budget
@@ -27,7 +27,7 @@ _HOMES = {
     "Context": "lkv.context.context",
     "Method": "lkv.methods.build",
     "Policy": "lkv.policy.policy",
-    "RaggedCache": "lkv.cache.ragged",
+    "RaggedCache": "lkv.cache.ragged_cache",
     "Selector": "lkv.methods.selectors",
     "compress": "lkv.context.context",
     "default_policy": "lkv.models.loading",

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import LkvError, check_retention
 from lkv.evaluation.report.figures import draw_policies
 from lkv.evaluation.report.names import method_label
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import estimate_pattern, read_pattern
 from lkv.methods.build import make_method
@@ -40,7 +40,7 @@ def shares(
         method = make_method(name, retention, policy, model=model, layers=len(prompt), pattern=pattern)
         cache = RaggedCache(model, method=method)
         cache.fill(prompt)
-        by_method[name] = [[kept / len(ids) for kept in heads] for heads in cache.kept()]
+        by_method[name] = [[kept / len(ids) for kept in heads] for heads in cache.kept_counts()]
     return by_method
 
 
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> None:
     model, tokenizer = load_model(options.model)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
-    policy.check_model(attach(model).spec)
+    policy.check_model(patch_attention(model).spec)
     ids = encode_context(tokenizer, text)[: options.tokens]
     layers, heads = policy.spec.layers, policy.spec.kv_heads
     pattern = read_pattern(options.pattern, layers, heads) if options.pattern else estimate_pattern(model, [ids])

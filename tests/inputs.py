@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.config import TrainingConfig, replace
 from lkv.context.context import Context, compress

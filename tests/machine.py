@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lkv.cache.quantization import BITS
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
 from lkv.methods.budgets import FixedBudget
 from lkv.methods.build import Method
@@ -132,7 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.model, method=Method("own", self.budget, ByPlace() if self.by_place else Own()), slack=slack,
             streaming=mode == "streaming", decode_eviction=mode == "decode", bits=self.bits, **announced,
         )  # fmt: skip
-        self.rewindable = mode != "decode" and family != "sliding"
+        self.is_rewindable = mode != "decode" and family != "sliding"
         lengths = [tokens - (pad if mode == "padded" else 0) for pad in padding[:rows]]
         self.rows = [Row(self._ids(length)) for length in lengths]
         self.padding = [tokens - length for length in lengths]
@@ -217,7 +217,7 @@ class CacheMachine(RuleBasedStateMachine):
 
         def note(_, args, kwargs):
             ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
-            passes.append((ids.shape[1], [layer.spans.room for layer in cache.ragged]))
+            passes.append((ids.shape[1], [layer.store.room for layer in cache.ragged_layers]))
 
         handle = self.model.model.register_forward_pre_hook(note, with_kwargs=True)
         try:
@@ -269,7 +269,7 @@ class CacheMachine(RuleBasedStateMachine):
         torch.testing.assert_close(found.to(expected) / scale, expected / scale, atol=self._tolerance(), rtol=0)
         self.steps += len(found)
 
-    @precondition(lambda self: self._lives and self.rewindable)
+    @precondition(lambda self: self._lives and self.is_rewindable)
     @rule(share=st.floats(0, 1))
     def crop(self, share):
         tail = self.cache.get_seq_length() - self.prompt
@@ -279,7 +279,7 @@ class CacheMachine(RuleBasedStateMachine):
             row.ids = row.ids[: len(row.ids) - cut]
         self.operations += 1
 
-    @precondition(lambda self: self._lives and self.rewindable)
+    @precondition(lambda self: self._lives and self.is_rewindable)
     @rule()
     def rewind(self):
         tail = self.cache.get_seq_length() - self.prompt
@@ -327,7 +327,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache, self.rows, self.padding = fork
         self.operations += 1
 
-    @precondition(lambda self: self._lives and len(self.rows) == 1 and self.rewindable and self.mode != "padded")
+    @precondition(lambda self: self._lives and len(self.rows) == 1 and self.is_rewindable and self.mode != "padded")
     @rule()
     def save_and_load(self):
         self.rewind()
@@ -406,13 +406,13 @@ class CacheMachine(RuleBasedStateMachine):
             return
         assert self.cache.get_seq_length() == self._length
         size = self.dtype.itemsize
-        for layer, kept in zip(self.cache.ragged, self._kept(), strict=True):
-            assert layer.spans.lens.tolist() == kept
-            room = layer.spans.tail + layer.spans.room
+        for layer, kept in zip(self.cache.ragged_layers, self._kept(), strict=True):
+            assert layer.store.lens.tolist() == kept
+            room = layer.store.tail + layer.store.room
             fresh = len(kept) * len(kept[0]) * room * 2 * 8 * size
             counts = [count for row in kept for count in row]
             if self.bits is None:
-                scored = 8 * (sum(counts) + len(counts) * room) if layer.spans.scores is not None else 0
+                scored = 8 * (sum(counts) + len(counts) * room) if layer.store.scores is not None else 0
                 assert layer.nbytes() == sum(counts) * 2 * 8 * size + fresh + scored
             else:
                 # k: a step and a least value for 32 entries of a channel; v: for 32 channels of an entry.
@@ -423,8 +423,8 @@ class CacheMachine(RuleBasedStateMachine):
         """Entries that are settled, [L][B][H], by the rows' own account."""
         full = [index for index, window in enumerate(self.dense.windows) if window is None]
         found = []
-        for layer, own in zip(full, self.cache.ragged, strict=True):
-            tail = own.spans.tail
+        for layer, own in zip(full, self.cache.ragged_layers, strict=True):
+            tail = own.store.tail
             gone = [row.gone(self.dense.layers, self.dense.heads)[layer] for row in self.rows]
             found.append([[len(row.ids) - tail - len(places) for places in sets]
                           for row, sets in zip(self.rows, gone, strict=True)])  # fmt: skip

@@ -17,7 +17,7 @@ from benchmarks.pages import parts, results, summary
 from lkv.cli.main import main
 from lkv.config import ScorerInputs
 from lkv.errors import DataError, LkvError
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import checked_line, shipped
@@ -58,7 +58,9 @@ class Held:
 def carrying():
     """A tiny model and a policy whose scorer reads un-rotated k, as the shipped one does."""
     model = tiny_llama(dtype=torch.float32)
-    return model, Policy(attach(model).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
+    return model, Policy(patch_attention(model).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(
+        False
+    )
 
 
 def test_decoding_is_measured_with_a_scorer_that_reads_unrotated_k(carrying):
@@ -69,7 +71,7 @@ def test_decoding_is_measured_with_a_scorer_that_reads_unrotated_k(carrying):
 @pytest.mark.skipif(find_spec("numba") is None, reason="without numba there is one backend")
 def test_decoding_is_measured_by_each_backend():
     model = tiny_llama(dtype=torch.float32, head_dim=16)
-    policy = Policy(attach(model).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
+    policy = Policy(patch_attention(model).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
     rows = [(row["what"], row["method"], row.get("backend")) for row in decode.rows_at(64, model, policy, 0.25, 2, {})]
     assert rows == [
         (what, *of)
@@ -87,7 +89,7 @@ def test_quantised_decoding_is_measured_with_such_a_scorer(carrying):
 
 def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypatch, capsys):
     saved = save_model(tmp_path / "converted-1a2b", num_hidden_layers=2)
-    spec = attach(load_model(str(saved))[0]).spec
+    spec = patch_attention(load_model(str(saved))[0]).spec
     torch.manual_seed(0)
     Policy(spec, {"hub": ["owner/Tiny-Model"]}).save_pretrained(tmp_path / "policy")
     monkeypatch.setattr(length, "HeldOut", Held)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.context.context import compress
 from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, RetentionError

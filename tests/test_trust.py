@@ -8,11 +8,11 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationConfig, TextStreamer
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.chat import Chat
 from lkv.context.context import Context, compress
 from lkv.errors import CacheError, PromptError
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.methods.budgets import Uniform
 from lkv.methods.build import Method
 from lkv.methods.selectors import Selector
@@ -84,7 +84,7 @@ def test_a_cache_without_its_attention_is_refused(model, policy, filled):
     model.set_attn_implementation("sdpa")
     with pytest.raises(CacheError, match="computed attention without LKV"):
         model.generate(text, past_key_values=cache, max_new_tokens=5)
-    attach(model)
+    patch_attention(model)
     if filled:
         cache.rewind()
     else:

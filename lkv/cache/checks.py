@@ -5,11 +5,11 @@ from typing import Any
 
 from lkv.cache.layer import RaggedLayer
 from lkv.errors import CacheError, PromptError
-from lkv.integrations.transformers.hooks import WindowLayer
+from lkv.integrations.transformers.cache_layers import SlidingWindowLayer
 
 
 def check_pass(
-    layers: Sequence[RaggedLayer], windows: Sequence[WindowLayer], rows: int, tokens: int, limit: int
+    layers: Sequence[RaggedLayer], windows: Sequence[SlidingWindowLayer], rows: int, tokens: int, limit: int
 ) -> None:
     """Raise CacheError or PromptError unless a pass with `rows` rows, after which the text has `tokens` tokens, can go
     through all of `layers` and `windows`; `limit`: what the model can read."""
@@ -19,7 +19,7 @@ def check_pass(
         if windows:
             mend = "go on with a fork() made before, or reset() and read the prompt again"
         raise CacheError(f"an interrupted forward pass left the layers of this cache unequal; {mend}.")
-    held = len(layers[0].kept)
+    held = len(layers[0].kept_counts)
     if held and rows != held:
         raise CacheError(
             f"this cache holds {held} rows, but {rows} were given; call batch_repeat_interleave(n) for n sequences "
@@ -38,6 +38,6 @@ def check_attended(layer: Any) -> None:
         raise CacheError(
             "the model computed attention without LKV: it is a copy that LKV was never attached to, or its "
             "attention implementation was set anew; call "
-            "lkv.integrations.transformers.attention.attach(model), then go on after "
+            "lkv.integrations.transformers.attention.patch_attention(model), then go on after "
             "cache.rewind(), or after cache.reset() if the prompt was being read."
         )

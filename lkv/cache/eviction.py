@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lkv.cache.config import Layer
 from lkv.cache.entries import Entries
-from lkv.cache.plan import Layer
-from lkv.cache.spans import Spans
+from lkv.cache.store import RaggedStore
 from lkv.errors import CacheError
-from lkv.integrations.transformers.prefill import PromptLayer, precise
+from lkv.integrations.transformers.prefill import LayerKV, to_fp32
 from lkv.methods.compensation import references, refitted
 from lkv.methods.selectors import check_shape, not_numbers
 
 
-def evicted(layer: Layer, whole: PromptLayer, padding: list[int] | None) -> Entries:
+def evicted(layer: Layer, whole: LayerKV, padding: list[int] | None) -> Entries:
     """The best tokens of each head, the rest dropped. `padding`: tokens to skip at each row's beginning.
 
     Raises PromptError where nothing would be kept, and CacheError for scores that rank nothing.
@@ -30,7 +30,7 @@ def evicted(layer: Layer, whole: PromptLayer, padding: list[int] | None) -> Entr
     for rows in groups:
         first = firsts[rows.start]
         plan.check_length(tokens - first)
-        part = whole.part(rows, slice(first, None))
+        part = whole.select(rows, slice(first, None))
         scores = check_shape(selector, selector.scores(layer.index, part), part.key)
         layer.shared.doubts.append(not_numbers(scores))
         tables.append(_behind_padding(scores, first))
@@ -40,10 +40,10 @@ def evicted(layer: Layer, whole: PromptLayer, padding: list[int] | None) -> Entr
     layer.shared.check_doubts(layer.index, selector, whole.key.device)
     kept = torch.tensor(counts, device="cpu")
     room = plan.first_room(layer.index, kept, whole.key.device)
-    spans = Spans.of(whole.key, whole.value, _joined(tables), kept, room, _joined(arrived) if arrived else None)
+    spans = RaggedStore.of(whole.key, whole.value, _joined(tables), kept, room, _joined(arrived) if arrived else None)
     for row, wanted in enumerate(plan.method.refits(batch)):
         if wanted:
-            _refit(spans, row, whole.part(slice(row, row + 1), slice(firsts[row], None)))
+            _refit(spans, row, whole.select(slice(row, row + 1), slice(firsts[row], None)))
     return Entries.compressed(layer, spans, tokens, firsts)
 
 
@@ -68,7 +68,7 @@ def _bad_counts(layer: Layer, given: str, scores: Tensor) -> str:
     )
 
 
-def _refit(spans: Spans, row: int, prompt: PromptLayer) -> None:
+def _refit(spans: RaggedStore, row: int, prompt: LayerKV) -> None:
     """Refit what the heads of one row keep of `prompt` (k, v, q of that row alone)."""
     queries, tokens = references(prompt)[0], prompt.key.shape[2]
     for head, query in enumerate(queries):
@@ -88,5 +88,5 @@ def _behind_padding(scores: Tensor, first: int) -> Tensor:
     """`scores` [B, H, n] of the tokens after `first` ones of padding, which are to be chosen after everything else."""
     if not first:
         return scores
-    scores = precise(scores)
+    scores = to_fp32(scores)
     return pad(scores.clamp(min=torch.finfo(scores.dtype).min), (first, 0), value=-math.inf)

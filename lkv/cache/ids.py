@@ -6,7 +6,7 @@ from torch import Tensor
 from lkv.errors import CacheError
 
 
-class ReadIds:
+class TokenHistory:
     """Ids [B, k] of the first k tokens that were read, where they are known, and those that are about to be fed."""
 
     def __init__(self) -> None:

@@ -7,24 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lkv.cache.config import CacheConfig, Layer, Shared
 from lkv.cache.entries import Entries
 from lkv.cache.eviction import evicted
-from lkv.cache.plan import Layer, Plan, Shared
-from lkv.cache.spans import Held
-from lkv.cache.unread import Unread
+from lkv.cache.store import KVStore
+from lkv.cache.unread import PromptBuffer
 from lkv.errors import CacheError
-from lkv.integrations.transformers.hooks import HookedLayer
+from lkv.integrations.transformers.cache_layers import AttentionCacheLayer
 from lkv.integrations.transformers.masks import hidden_keys, left_padding
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.prefill import LayerKV
 
 
-class RaggedLayer(HookedLayer):
+class RaggedLayer(AttentionCacheLayer):
     """One layer of a `RaggedCache`: until the prompt has ended its k and v whole (or, streaming, what was kept of it so
     far), then `entries`."""
 
     is_croppable = True
 
-    def __init__(self, index: int, plan: Plan, shared: Shared):
+    def __init__(self, index: int, plan: CacheConfig, shared: Shared):
         super().__init__()
         self._layer = Layer(index, plan, shared)
         self.reset()
@@ -34,21 +34,21 @@ class RaggedLayer(HookedLayer):
         self._layer.shared.doubts.clear()
         self.entries: Entries | None = None
         self._arrived: tuple[Tensor, Tensor] | None = None
-        self._unread = Unread()
+        self._unread = PromptBuffer()
         self.is_initialized = False
 
     @property
-    def spans(self) -> Held | None:
+    def store(self) -> KVStore | None:
         """What is held, None before something was evicted."""
-        return None if self.entries is None else self.entries.spans
+        return None if self.entries is None else self.entries.store
 
     @property
-    def kept(self) -> Tensor:
+    def kept_counts(self) -> Tensor:
         """How many entries eviction left [B, H]."""
         return torch.zeros(0, 0, dtype=torch.long, device="cpu") if self.entries is None else self.entries.kept
 
     @property
-    def real(self) -> list[int]:
+    def real_tokens(self) -> list[int]:
         """Tokens that the entries of each row were chosen from (padding is none)."""
         return [] if self.entries is None else self.entries.real
 
@@ -69,9 +69,9 @@ class RaggedLayer(HookedLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self._unread:
             return self._unread.tokens + query_length, 0
-        if self.entries is not None and len(self.real) > 1:
+        if self.entries is not None and len(self.real_tokens) > 1:
             # Of a batch the tail is looked at again: rows may end at different tokens, and be padded until the next.
-            return self.entries.spans.tail + query_length, self.entries.settled
+            return self.entries.store.tail + query_length, self.entries.settled
         return super().get_mask_sizes(query_length)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ class RaggedLayer(HookedLayer):
                 f"this cache holds {self.dtype}, but the model now computes in {key_states.dtype}; use one dtype for "
                 "the prompt and what follows, or make a new cache."
             )
-        key_states, value_states = self._unread.followed_by(key_states, value_states)
+        key_states, value_states = self._unread.with_new(key_states, value_states)
         # What is stored belongs to no autograd graph: a cache that held one would hold every activation. Under autocast
         # the rotation leaves k in float32 beside v in half precision, which is what attention computes in.
         key = key_states.detach() if key_states.requires_grad else key_states
@@ -134,12 +134,12 @@ class RaggedLayer(HookedLayer):
         out, plan, total = stock(), self._layer.plan, key.shape[2]
         prompt = plan.prompt_tokens or total
         queries = self._unread.queries_with(query) if plan.method.reads_queries else None
-        whole = PromptLayer(key, value, scale, queries, rotation=self._layer.rotation)
+        whole = LayerKV(key, value, scale, queries, rotation=self._layer.rotation)
         if total < prompt:
-            self._unread = Unread(whole)
+            self._unread = PromptBuffer(whole)
             return out
-        self.entries = evicted(self._layer, whole.part(slice(None), slice(prompt)), left_padding(mask))
-        self._unread = Unread()
+        self.entries = evicted(self._layer, whole.select(slice(None), slice(prompt)), left_padding(mask))
+        self._unread = PromptBuffer()
         if total == prompt:
             return out
         # The rows that follow the prompt in the same pass see what was kept of it, like all rows after them.
@@ -147,7 +147,7 @@ class RaggedLayer(HookedLayer):
         rows = self._go_on(query[:, :, -late:], key[:, :, prompt:], value[:, :, prompt:], scale)
         return torch.cat([out[:, :-late], rows.transpose(1, 2)], 1)
 
-    def fill(self, prompt: PromptLayer) -> None:
+    def fill(self, prompt: LayerKV) -> None:
         """Evict from k and v computed before."""
         self.lazy_initialization(prompt.key, prompt.value)
         self.entries = evicted(self._layer, prompt, None)
@@ -157,7 +157,7 @@ class RaggedLayer(HookedLayer):
 
         Raises CacheError where the cut would reach into what was compressed.
         """
-        cut, spans = -tokens_to_remove, self.spans
+        cut, spans = -tokens_to_remove, self.store
         tail = 0 if spans is None else spans.tail
         if not 0 <= cut <= tail:
             raise CacheError(
@@ -171,7 +171,7 @@ class RaggedLayer(HookedLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i a copy of the row `beam_idx[i]`; rows in their place already are not copied."""
         rows = beam_idx.cpu()
-        if torch.equal(rows, torch.arange(self._unread.rows or len(self.kept), device="cpu")):
+        if torch.equal(rows, torch.arange(self._unread.rows or len(self.kept_counts), device="cpu")):
             return
         self._unread = self._unread.select(beam_idx)
         if self.entries is not None:
@@ -181,7 +181,9 @@ class RaggedLayer(HookedLayer):
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.reorder_cache(torch.arange(self._unread.rows or len(self.kept), device="cpu").repeat_interleave(repeats))
+        self.reorder_cache(
+            torch.arange(self._unread.rows or len(self.kept_counts), device="cpu").repeat_interleave(repeats)
+        )
 
     def offload(self) -> None:
         raise CacheError("RaggedCache does not offload; lower the retention instead.")
@@ -207,7 +209,7 @@ class RaggedLayer(HookedLayer):
     def nbytes(self) -> int:
         """Bytes of k and v storage really held, those of a prompt still being read included, with the
         queries that its method reads."""
-        return self._unread.nbytes() + (0 if self.spans is None else self.spans.nbytes())
+        return self._unread.nbytes() + (0 if self.store is None else self.store.nbytes())
 
     def full_nbytes(self) -> int:
         """Bytes of k and v of all tokens, had none been evicted."""

@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from lkv.cache.spans import Held
+from lkv.cache.store import KVStore
 from lkv.kernels.ragged_attention import append, ragged_attention
 
 
-def extended_by_row(spans: Held, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor) -> Tensor:
-    """As `Held.extend` without scores; of the new tokens those that are `padding` [B, n] (on the CPU) are not appended,
-    and their outputs are 0."""
+def extended_by_row(spans: KVStore, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor) -> Tensor:
+    """As `KVStore.extend` without scores. New tokens that are `padding` [B, n] (on the CPU) are not appended, and
+    their outputs are 0."""
     batch = [slice(row, row + 1) for row in range(len(padding))]
     tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
     k_pool, v_pool, starts, lens = spans.for_append()

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.prefill import LayerKV
 
 
-class Unread:
+class PromptBuffer:
     """One layer's k and v, and its queries where its method reads them, of the parts so far: `parts`, None between
     prompts."""
 
-    def __init__(self, parts: PromptLayer | None = None):
+    def __init__(self, parts: LayerKV | None = None):
         self.parts = parts
 
     def __bool__(self) -> bool:
@@ -26,7 +26,7 @@ class Unread:
         """Tokens read so far."""
         return 0 if self.parts is None else self.parts.key.shape[2]
 
-    def followed_by(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def with_new(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """k and v of the parts and of the next one."""
         if self.parts is None:
             return key, value
@@ -39,9 +39,9 @@ class Unread:
             return query
         return torch.cat([self.parts.queries, query], 2)
 
-    def select(self, rows: Tensor) -> "Unread":
+    def select(self, rows: Tensor) -> "PromptBuffer":
         """The batch rows `rows` [n]."""
-        return Unread(None if self.parts is None else self.parts.part(rows, slice(None)))
+        return PromptBuffer(None if self.parts is None else self.parts.select(rows, slice(None)))
 
     def nbytes(self, queries: bool = True) -> int:
         """Bytes of k and v, with those of the queries or without."""

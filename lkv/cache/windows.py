@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from lkv.config import ModelSpec
-from lkv.integrations.transformers.hooks import WindowLayer
+from lkv.integrations.transformers.cache_layers import SlidingWindowLayer
 
 _SIDES = ("sliding_k", "sliding_v")
 
@@ -13,7 +13,7 @@ _SIDES = ("sliding_k", "sliding_v")
 class Windows:
     """The sliding layers of one cache, each of which holds its window of the last tokens whole."""
 
-    def __init__(self, layers: Iterable[WindowLayer]):
+    def __init__(self, layers: Iterable[SlidingWindowLayer]):
         self.layers = list(layers)
 
     def __bool__(self) -> bool:

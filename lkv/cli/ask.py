@@ -113,7 +113,7 @@ def _loaded(options: argparse.Namespace) -> "Context":
 def _compressed(options: argparse.Namespace) -> "Context":
     from lkv.context.context import compress
     from lkv.context.documents import read_document
-    from lkv.integrations.transformers.attention import attach
+    from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.budgets import read_pattern
     from lkv.methods.registry import FULL
     from lkv.models.loading import load_policy
@@ -122,7 +122,7 @@ def _compressed(options: argparse.Namespace) -> "Context":
     text = read_document(options.words[0])
     policy = load_policy(options.policy, options.strict, options.policy_revision) if options.policy else None
     model, tokenizer = _model(options)
-    spec = attach(model).spec
+    spec = patch_attention(model).spec
     extra: dict[str, Any] = {"bits": options.bits} if options.bits else {}
     if options.pattern:
         extra["pattern"] = read_pattern(options.pattern, spec.layers, spec.kv_heads)
@@ -154,7 +154,7 @@ def _progress(model: Any, tokens: int) -> Iterator[None]:
     """A bar of the tokens read, a second and left, while the block reads them; none where stderr is no terminal."""
     from tqdm import tqdm
 
-    from lkv.integrations.transformers.progress import each_layer
+    from lkv.integrations.transformers.progress import report_progress
 
     form = "{desc} {percentage:3.0f}% |{bar}| {n:,.0f} of {total:,} tokens, {rate_fmt}, {remaining} left"
     with tqdm(total=tokens, desc="reading", unit=" tokens", bar_format=form, leave=False, disable=None) as bar:
@@ -162,7 +162,7 @@ def _progress(model: Any, tokens: int) -> Iterator[None]:
         def passed(count: float) -> None:
             bar.update(min(count, tokens - bar.n))  # a second pass over the text counts no more
 
-        with each_layer(model, passed):
+        with report_progress(model, passed):
             yield
 
 

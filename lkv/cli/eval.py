@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
 
     from lkv.evaluation.processes import Process
     from lkv.evaluation.runner import evaluate
-    from lkv.integrations.transformers.attention import attach
+    from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.registry import FULL, find, needs_pattern, needs_policy
     from lkv.models.loading import DEFAULT, load_model, load_policy, policy_for
     from lkv.utils.files import check_writable_file
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> None:
     name = options.model or DEFAULT
     model, tokenizer = load_model(name, getattr(torch, options.dtype) if options.dtype else None, options.revision)
     model.to(process.device)
-    spec = attach(model).spec
+    spec = patch_attention(model).spec
     if needed and policy is None and not loaded:
         policy = policy_for(spec)
     limit = spec.max_positions
@@ -217,11 +217,11 @@ def _ruler(options: argparse.Namespace, tasks: Sequence[str]) -> Callable[[Any],
 
 def _pattern(path: Path, model: Any, tokenizer: Any, by: str) -> list[list[float]]:
     """DuoAttention's alphas from a pattern file, or estimated once on a text."""
-    from lkv.integrations.transformers.attention import attach
+    from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.budgets import estimate_mean_pattern, estimate_pattern, read_pattern
     from lkv.utils.prompts import encode_context
 
-    spec = attach(model).spec
+    spec = patch_attention(model).spec
     if path.suffix == ".tsv":
         return read_pattern(path, spec.layers, spec.kv_heads)
     try:

@@ -30,13 +30,13 @@ def run(options: argparse.Namespace) -> None:
 
 def _for_model(name: str) -> str:
     """What there is for a model, which is loaded: a policy knows it by its weights."""
-    from lkv.integrations.transformers.attention import attach
+    from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.registry import METHODS, needs_policy
     from lkv.models.loading import load_model
     from lkv.policy.fingerprint import differs
 
     model, _ = load_model(name)
-    spec = attach(model).spec
+    spec = patch_attention(model).spec
     fitting = [policy for policy in shipped() if differs(policy.spec, spec) is None]
     if fitting:
         return "\n\n".join("\n".join(_lines(policy)) for policy in fitting)

@@ -145,7 +145,7 @@ def _profiler(options: argparse.Namespace) -> Any:
 
     from lkv.evaluation.profiling.measure import Profiler, ProfileSettings
     from lkv.evaluation.profiling.random_models import extend_positions, random_model, random_policy, read_config
-    from lkv.integrations.transformers.attention import attach
+    from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.registry import FULL, needs_policy
     from lkv.models.loading import DEFAULT, load_model, load_policy, policy_for
 
@@ -163,7 +163,7 @@ def _profiler(options: argparse.Namespace) -> Any:
         name = Path(chosen).name
         model = load_model(chosen, dtype, options.revision)[0].to(device)
     extend_positions(model, _MOST_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
-    spec = attach(model).spec
+    spec = patch_attention(model).spec
     if options.policy:
         policy = load_policy(options.policy, revision=options.policy_revision)
     else:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from lkv.context.context import Context, check_text
 from lkv.context.generation import answer_length, check_options, ends_of, generated, is_cut_off, streamed
 from lkv.errors import CacheError
-from lkv.integrations.transformers.stock import cut_to
+from lkv.integrations.transformers.cache_layers import crop_to
 from lkv.utils.prompts import encode_next_question, encode_question
 
 
@@ -30,7 +30,7 @@ class Chat:
         self._context = context.fork()
         self._model, self._tokenizer, self._ids = context.model, context.tokenizer, list(context.ids)
         self.cache = self._context.cache
-        if not getattr(self.cache, "rewindable", False):
+        if not getattr(self.cache, "is_rewindable", False):
             raise CacheError("turns about this context could not be cut back; ask it with ask(), one by one.")
         self.turns: list[Turn] = []
         self.answer_tokens, self.is_truncated = 0, False  # of the last answer, as a Context tells
@@ -59,7 +59,7 @@ class Chat:
         if turns:
             start = self.turns[-turns].start
             del self.turns[-turns:], self._ids[start:]
-            cut_to(self.cache, start)
+            crop_to(self.cache, start)
 
     def nbytes(self) -> int:
         """Bytes of k and v held for the text and all turns."""
@@ -78,7 +78,7 @@ class Chat:
         try:
             answer = generated(self._model, self._tokenizer, [ids], 0, self.cache, **options)[0].tolist()
         except BaseException:
-            cut_to(self.cache, held)
+            crop_to(self.cache, held)
             raise
         self.answer_tokens = len(answer)
         self.is_truncated = is_cut_off(self._model, answer, options["max_new_tokens"], options)

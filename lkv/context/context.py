@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, TextStreamer
 
-from lkv.cache.ragged import RaggedCache, chosen_method
-from lkv.cache.shared import SharedCache
+from lkv.cache.ragged_cache import RaggedCache, SharedCache, chosen_method
 from lkv.config import asdict
 from lkv.context import saved_context
 from lkv.context.generation import answer_length, check_options, ended, generated, is_assisted, is_cut_off, streamed
 from lkv.errors import CacheError, ContextFileError, PromptError
-from lkv.integrations.transformers.attention import attach, device_of
+from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.cache_layers import crop_to, kv_nbytes
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.integrations.transformers.progress import each_layer
-from lkv.integrations.transformers.stock import cut_to, kv_nbytes, positions
+from lkv.integrations.transformers.progress import report_progress
+from lkv.integrations.transformers.spec import max_positions
 from lkv.methods.budgets import Amount
 from lkv.methods.build import Method
 from lkv.methods.registry import FULL
@@ -66,7 +66,7 @@ class Context:
     def rewind(self) -> None:
         """Forget what was asked and answered; `ask` does so by itself."""
         with self._own_turn():
-            cut_to(self.cache, self.tokens)
+            crop_to(self.cache, self.tokens)
 
     @torch.no_grad()
     def predict(self, question: str, answer: str) -> tuple[Tensor, Tensor]:
@@ -77,8 +77,8 @@ class Context:
         check_text(question, "the question", "ask something about the text")
         check_text(answer, "the answer", "give some text")
         prefix, target = encode_question(self.tokenizer, question), encode(self.tokenizer, answer)
-        device = device_of(self.model)
-        total, limit = self.tokens + len(prefix + target), positions(self.model)
+        device = input_device(self.model)
+        total, limit = self.tokens + len(prefix + target), max_positions(self.model)
         if total > limit:
             raise PromptError(
                 f"text, question and answer would reach {total} tokens, but the model reads at most {limit}; shorten "
@@ -119,7 +119,7 @@ class Context:
         if "streamer" in generation:
             raise CacheError("a streamer shows one answer alone; leave it out, or use ask() or stream().")
         apart = is_assisted(self.model, generation)  # assisted decoding takes one row at a time
-        if apart or not isinstance(self.cache, RaggedCache) or not self.cache.rewindable:
+        if apart or not isinstance(self.cache, RaggedCache) or not self.cache.is_rewindable:
             return self._one_by_one(tails, max_new_tokens, generation)
         rows = [self.ids + tail for tail in tails]
         length = answer_length(self.model, max(map(len, rows)), max_new_tokens, generation)
@@ -190,14 +190,14 @@ class Context:
         The context's own where that can be cut back, as it is first and afterwards; else a copy.
         """
         with self._own_turn():
-            if isinstance(self.cache, RaggedCache) and not self.cache.rewindable:
+            if isinstance(self.cache, RaggedCache) and not self.cache.is_rewindable:
                 yield self.cache.fork()
                 return
-            cut_to(self.cache, self.tokens)
+            crop_to(self.cache, self.tokens)
             try:
                 yield self.cache
             finally:
-                cut_to(self.cache, self.tokens)
+                crop_to(self.cache, self.tokens)
 
     def _ragged(self) -> RaggedCache:
         if not isinstance(self.cache, RaggedCache):
@@ -349,7 +349,7 @@ def compress_ids(
     """
     _check_arguments(method, retention, options)
     _check_parts(chunk, bool(options.get("streaming")))
-    limit = attach(model).spec.max_positions
+    limit = patch_attention(model).spec.max_positions
     if len(ids) >= limit:
         raise PromptError(
             f"the text has {len(ids)} tokens, but the model reads at most {limit}, question and answer included; "
@@ -369,7 +369,7 @@ def compress_ids(
     else:
         cache = RaggedCache(model, method=chosen, **options)
         _read(model, cache, ids, chunk, progress)
-    cache.ids = torch.tensor([ids], device=device_of(model))
+    cache.ids = torch.tensor([ids], device=input_device(model))
     about = {
         "method": cache.plan.method.name,
         **_asked(cache.amount),
@@ -384,13 +384,13 @@ def _read(
     model: Any, cache: Cache, ids: list[int], chunk: int | None, progress: Callable[[float], None] | None = None
 ) -> None:
     """Read `ids` into `cache`, in parts of `chunk` tokens; `progress` as in `compress`."""
-    parts = torch.tensor([ids], device=device_of(model)).split(min(chunk or len(ids), len(ids)), 1)
+    parts = torch.tensor([ids], device=input_device(model)).split(min(chunk or len(ids), len(ids)), 1)
     for number, part in enumerate(parts):
         if progress is not None and isinstance(cache, RaggedCache):
-            cache.watch = partial(_tell, progress, number, len(parts), len(cache.layers))
+            cache.on_layer_start = partial(_tell, progress, number, len(parts), len(cache.layers))
         model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
     if isinstance(cache, RaggedCache):
-        cache.watch = None
+        cache.on_layer_start = None
 
 
 def _read_whole(
@@ -406,7 +406,7 @@ def _read_whole(
         raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another one.")
     # A second pass repeats the text.
     with _layer_by_layer(model, progress, len(ids) * (1 + chosen.selector.second_pass)):
-        prompt = read_prompt(model, torch.tensor([ids], device=device_of(model)), chosen.reads_queries)
+        prompt = read_prompt(model, torch.tensor([ids], device=input_device(model)), chosen.reads_queries)
         cache = RaggedCache(model, method=chosen.for_prompt(ids, prompt), **options)
     cache.fill(prompt)
     return cache
@@ -425,7 +425,7 @@ def _layer_by_layer(model: Any, progress: Callable[[float], None] | None, tokens
         read += more
         progress(min(1.0, read / tokens))
 
-    with each_layer(model, passed):
+    with report_progress(model, passed):
         yield
 
 

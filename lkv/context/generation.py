@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError, PromptError
-from lkv.integrations.transformers.attention import device_of
-from lkv.integrations.transformers.stock import positions
+from lkv.integrations.transformers.attention import input_device
+from lkv.integrations.transformers.spec import max_positions
 
 _LENGTH = 128  # tokens of an answer at most, unless said otherwise
 # What an answer's caller itself gives to generate, or reads of what that returns.
@@ -63,7 +63,7 @@ def answer_length(model: Any, tokens: int, asked: int | None, options: dict[str,
     at most. PromptError where the model has no positions for them."""
     if asked is None:
         asked = _asked(options or {}, "max_new_tokens")
-    limit = positions(model)
+    limit = max_positions(model)
     # The last token of an answer is never read.
     room = limit + 1 - tokens
     if asked is not None and (not isinstance(asked, int) or isinstance(asked, bool) or asked < 1):
@@ -80,7 +80,7 @@ def answer_length(model: Any, tokens: int, asked: int | None, options: dict[str,
 def generated(model: Any, tokenizer: Any, rows: list[list[int]], padding: int, cache: Any, **options: Any) -> Tensor:
     """What `model.generate` gives for `rows` of ids [B][T], greedy unless `options` say otherwise, without those ids:
     [B, n]. Each row has its padding behind its first `padding` ids, as many as it is shorter than the longest."""
-    device = device_of(model)
+    device = input_device(model)
     length = max(map(len, rows))
     pad = tokenizer.pad_token_id
     filled = [row[:padding] + [pad or 0] * (length - len(row)) + row[padding:] for row in rows]

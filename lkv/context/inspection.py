@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lkv.cache.ragged import chosen_method
+from lkv.cache.ragged_cache import chosen_method
 from lkv.errors import LkvError, PromptError
-from lkv.integrations.transformers.attention import attach, device_of
-from lkv.integrations.transformers.prefill import PromptLayer, read_prompt
+from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.methods.build import Method
 from lkv.methods.registry import needs_pattern
 from lkv.policy.policy import Policy
@@ -55,7 +55,7 @@ def inspect_text(
     Raises what RaggedCache raises, PromptError for a text beyond the model's positions, and LkvError for a method that
     reads the text twice or needs a pattern.
     """
-    spec = attach(model).spec
+    spec = patch_attention(model).spec
     ids = encode_context(tokenizer, text)
     if len(ids) >= spec.max_positions:
         raise PromptError(f"the text has {len(ids)} tokens, but the model reads {spec.max_positions}; shorten it.")
@@ -64,7 +64,7 @@ def inspect_text(
     methods = [chosen_method(model, policy, retention, method, tokenizer=tokenizer) for retention in retentions]
     if methods[0].of_whole_prompts:
         raise LkvError(f"{method!r} sees all layers before it keeps anything; look at a method that goes by layers.")
-    prompt = read_prompt(model, torch.tensor([ids], device=device_of(model)), methods[0].selector.reads_queries)
+    prompt = read_prompt(model, torch.tensor([ids], device=input_device(model)), methods[0].selector.reads_queries)
     ranks, counts = _ranked(methods, prompt)
     first = prompt[0]
     return InspectionResult(
@@ -79,7 +79,7 @@ def inspect_text(
     )
 
 
-def _ranked(methods: Sequence[Method], prompt: list[PromptLayer]) -> tuple[np.ndarray, np.ndarray]:
+def _ranked(methods: Sequence[Method], prompt: list[LayerKV]) -> tuple[np.ndarray, np.ndarray]:
     """`ranks` and `counts` of a InspectionResult; all methods share the selector of the first."""
     ranks, counts = [], []
     for layer, read in enumerate(prompt):

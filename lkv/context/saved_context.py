@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from lkv.cache.entries import check_state
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ModelSpec, from_dict
 from lkv.errors import CacheError, ContextFileError
-from lkv.integrations.transformers.attention import attach, device_of
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.build import Method
 from lkv.methods.selectors import Selector
 from lkv.policy.fingerprint import differs
@@ -37,9 +37,9 @@ def tensors_of(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
 
     Raises CacheError where there is no compressed text, or a share of its heads only.
     """
-    if cache.ragged[0].kept.shape[1] != cache.spec.kv_heads:
+    if cache.ragged_layers[0].kept_counts.shape[1] != cache.spec.kv_heads:
         raise CacheError("this process holds a share of the heads only; save the context from a model in one piece.")
-    states = enumerate(layer.state() for layer in cache.ragged)
+    states = enumerate(layer.state() for layer in cache.ragged_layers)
     tensors = {f"{name}.{index}": tensor for index, state in states for name, tensor in state.items()}
     return tensors | cache.windows.state() | {"ids": torch.tensor(ids, dtype=torch.int32, device="cpu")}
 
@@ -52,7 +52,7 @@ def restored(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], 
     if policy is not None and not isinstance(policy, Policy):
         raise ContextFileError(f"policy is {policy!r}; give the Policy that the text was compressed with, or none.")
     tensors, about = read_context_file(path)
-    spec = attach(model).spec
+    spec = patch_attention(model).spec
     try:
         if difference := differs(from_dict(ModelSpec, about["model"]), spec):
             raise ContextFileError(f"{path} was saved by a model with {difference}; load it with that model.")
@@ -72,11 +72,11 @@ def _cache(model: Any, method: str, ids: list[int], tensors: dict[str, Tensor]) 
     cache = RaggedCache(model, method=Method(method, _Loaded(), _Loaded()))
     like = model.get_input_embeddings().weight[:0]
     sliding = {name: tensors.pop(name) for name in list(tensors) if name.startswith("sliding_")}
-    for layer, state in zip(cache.ragged, _by_layer(tensors, cache.spec.layers), strict=True):
+    for layer, state in zip(cache.ragged_layers, _by_layer(tensors, cache.spec.layers), strict=True):
         check_state(state, len(ids), cache.spec)
         layer.restore(state, like)
     cache.windows.restore(sliding, len(ids), cache.spec, like)
-    cache.ids = torch.tensor([ids], device=device_of(model))
+    cache.ids = torch.tensor([ids], device=input_device(model))
     return cache
 
 
@@ -122,7 +122,7 @@ _ABOUT: dict[str, tuple[type, ...]] = {
 class _Loaded(Selector):
     """In place of budget and selector of a loaded context: its text has been compressed already."""
 
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         raise CacheError("a loaded context cannot read another text; compress that one with lkv.compress.")
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:

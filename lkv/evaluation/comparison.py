@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import LkvError
-from lkv.integrations.transformers.attention import attach, device_of
-from lkv.integrations.transformers.prefill import PromptLayer, PromptLayers, as_prompt, check_queries
-from lkv.integrations.transformers.stock import cut_to
+from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.cache_layers import crop_to
+from lkv.integrations.transformers.prefill import LayerKV, PromptKV, as_prompt_kv, query_rotations
 from lkv.methods.budgets import Amount, Uniform
 from lkv.methods.build import Method, MethodInputs, build_rule, build_selector, side_by_side
 from lkv.methods.registry import FULL, POLICY, REFIT, SELECTORS, find, policy_name
@@ -62,7 +62,7 @@ class MethodGrid:
         Raises LkvError for an unknown name, or where a method misses its policy or pattern, PolicyMismatchError for the
         policy of another model, and RetentionError.
         """
-        attached = attach(model)
+        attached = patch_attention(model)
         named: dict[str, Policy | None] = {"": None}
         for tag, learned in [*(policies or {}).items(), *([("", policy)] if policy is not None else [])]:
             learned.check_model(attached.spec)
@@ -94,7 +94,7 @@ class MethodGrid:
             # What is missing is missed before the first prompt is read.
             build_rule(entry.rule, self._inputs[first, policy_name(name)])
         if any(entry.refit for entry in self._entries.values()):
-            check_queries(model, REFIT)
+            query_rotations(model, REFIT)
         self._wanted = {(name, retention) for name in self._entries for retention in self._retentions}
 
     def _selector_of(self, name: str) -> tuple[str, str]:
@@ -139,7 +139,7 @@ class MethodGrid:
         known = [count for count in last if count is not None]
         return max(known, default=False) if len(known) == len(last) else True
 
-    def bind(self, ids: list[int], prompt: list[PromptLayer]) -> tuple[list[BoundMethod], list[SkippedMethod]]:
+    def bind(self, ids: list[int], prompt: list[LayerKV]) -> tuple[list[BoundMethod], list[SkippedMethod]]:
         """The rows for the one prompt `ids`, already read into `prompt`; the full cache comes first."""
         ready = {name: _prepared(selector, ids, prompt) for name, selector in self._selectors.items()}
         rows = [BoundMethod(FULL, 1.0, Method(FULL, Uniform(1.0), StreamingLLM(sinks=0)))]
@@ -162,7 +162,7 @@ class MethodGrid:
         return rows, skipped
 
 
-def _prepared(selector: Selector, ids: list[int], prompt: list[PromptLayer]) -> tuple[Selector, Tensor | LkvError]:
+def _prepared(selector: Selector, ids: list[int], prompt: list[LayerKV]) -> tuple[Selector, Tensor | LkvError]:
     """The selector made ready for this prompt with its scores of the first layer, or why it cannot score it."""
     try:
         ready = selector.for_prompt(ids, prompt)
@@ -222,20 +222,20 @@ class BatchPrediction:
 class MethodComparison:
     """Answers and fidelity of several methods over one prompt."""
 
-    def __init__(self, model: Any, ids: list[int], prompt: list[PromptLayer], methods: Sequence[Method]):
+    def __init__(self, model: Any, ids: list[int], prompt: list[LayerKV], methods: Sequence[Method]):
         """`prompt` is what `read_prompt(model, ids, queries=True)` gave; row i of every result is `methods[i]`."""
         self._model, self._ids, self._rows = model, list(ids), len(methods)
         self._prompt_tokens = len(ids)
         self._cache = RaggedCache(model, method=side_by_side(methods))
-        self._cache.fill(PromptLayers((_repeat(layer, self._rows) for layer in prompt), as_prompt(prompt).windows))
+        self._cache.fill(PromptKV((_repeat(layer, self._rows) for layer in prompt), as_prompt_kv(prompt).windows))
 
     def kept_entries(self) -> list[int]:
         """Entries that each method kept of the prompt, over all layers and heads."""
-        return torch.stack([layer.kept for layer in self._cache.ragged]).sum((0, 2)).tolist()
+        return torch.stack([layer.kept_counts for layer in self._cache.ragged_layers]).sum((0, 2)).tolist()
 
     def realised_retentions(self) -> list[float]:
         """Kept entries / all entries of each method."""
-        entries = sum(layer.kept.shape[1] for layer in self._cache.ragged) * self._prompt_tokens
+        entries = sum(layer.kept_counts.shape[1] for layer in self._cache.ragged_layers) * self._prompt_tokens
         return [kept / entries for kept in self.kept_entries()]
 
     @torch.no_grad()
@@ -279,20 +279,20 @@ class MethodComparison:
         return BatchPrediction(out.logits[:, -targets:], hidden[0][:, -targets:])
 
     def _batch(self, ids: list[int]) -> Tensor:
-        device = device_of(self._model)
+        device = input_device(self._model)
         return torch.tensor([ids], device=device).expand(self._rows, -1)
 
     @contextmanager
     def _working_cache(self, last: bool = False) -> Iterator[RaggedCache]:
         """The cache, cut back afterwards unless this is its `last` use; a copy where it cannot be cut back."""
-        if not self._cache.rewindable:
+        if not self._cache.is_rewindable:
             yield self._cache.fork()
             return
         try:
             yield self._cache
         finally:
             if not last:
-                cut_to(self._cache, len(self._ids))
+                crop_to(self._cache, len(self._ids))
 
 
 @torch.no_grad()
@@ -310,7 +310,7 @@ def generate_greedily(
     token on (LongBench's way with one-line answers). `dropping` takes rows out of the cache once half of them have
     ended, so that a few long answers do not cost as many steps of all; the cache is of no use afterwards.
     """
-    ids = torch.tensor(rows, device=device_of(model))
+    ids = torch.tensor(rows, device=input_device(model))
     own_ends = model.generation_config.eos_token_id
     ends = [*([] if own_ends is None else [own_ends] if isinstance(own_ends, int) else own_ends), *stops]
     padding = model.generation_config.pad_token_id
@@ -358,7 +358,7 @@ def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
     return ids[: last + 1]
 
 
-def _repeat(layer: PromptLayer, rows: int) -> PromptLayer:
+def _repeat(layer: LayerKV, rows: int) -> LayerKV:
     queries = None if layer.queries is None else layer.queries.expand(rows, -1, -1, -1)
     key, value = layer.key.expand(rows, -1, -1, -1), layer.value.expand(rows, -1, -1, -1)
     return replace(layer, key=key, value=value, queries=queries)

@@ -20,9 +20,9 @@ from lkv.evaluation.example import Example, Prompt, make_prompt
 from lkv.evaluation.metrics import score
 from lkv.evaluation.processes import Process
 from lkv.evaluation.sample_journal import SampleJournal
-from lkv.integrations.transformers.attention import attach, device_of, evaluation_mode
-from lkv.integrations.transformers.prefill import PromptLayer, PromptLayers, read_prompt
-from lkv.integrations.transformers.stock import commit_of
+from lkv.integrations.transformers.attention import evaluation_mode, input_device, patch_attention
+from lkv.integrations.transformers.prefill import LayerKV, PromptKV, read_prompt
+from lkv.integrations.transformers.spec import hub_commit
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils import devices
@@ -78,8 +78,8 @@ def evaluate(
         "methods": grid.methods,
         "retentions": grid.retentions,
         # Commits on the hub, where it is from there that model and policy come.
-        "revision": commit_of(model),
-        "fingerprint": attach(model).spec.digest(),
+        "revision": hub_commit(model),
+        "fingerprint": patch_attention(model).spec.digest(),
         "policy": policy.digest() if policy is not None else None,
         "policy_revision": policy.commit if policy is not None else None,
         "pattern": None if pattern is None else _digest(pattern),
@@ -103,7 +103,7 @@ def evaluate(
     missing = {key: more for key in named if (more := _missing(grid, journal.done.get(key))) is not None}
     left = _share(list(missing), process)
     prompt_of = partial(
-        make_prompt, tokenizer=tokenizer, protocol=protocol, max_positions=attach(model).spec.max_positions
+        make_prompt, tokenizer=tokenizer, protocol=protocol, max_positions=patch_attention(model).spec.max_positions
     )
     run = _Run(model, tokenizer, grid, prompt_of, score, rows_at_once)
     with evaluation_mode(model):
@@ -124,7 +124,7 @@ class _Run:
     ):
         self._model, self._tokenizer, self._grid = model, tokenizer, grid
         self._prompt_of, self._score, self._at_once = prompt_of, score, rows_at_once
-        self._device = device_of(model)
+        self._device = input_device(model)
         self._newline = encode(tokenizer, "\n")[-1:]
 
     def more(
@@ -185,7 +185,7 @@ class _Run:
             part = rows[start : start + at_once]
             run = MethodComparison(self._model, given.context, prompt, [row.method for row in part])
             if start + at_once >= len(rows):
-                prompt = PromptLayers()  # the full cache's row has its own copy
+                prompt = PromptKV()  # the full cache's row has its own copy
             run.append(given.question[:-1])
             close: list[Fidelity] | None = None
             if reference:
@@ -302,7 +302,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def _entry_bytes(layer: PromptLayer) -> int:
+def _entry_bytes(layer: LayerKV) -> int:
     """Bytes of k and v of one token in one head."""
     return (layer.key.shape[-1] + layer.value.shape[-1]) * layer.key.element_size()
 

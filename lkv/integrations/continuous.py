@@ -29,12 +29,12 @@ from transformers import (
     StoppingCriteriaList,
 )  # fmt: skip
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
 from lkv.context.generation import Stop, answer_length, ends_of, generated
 from lkv.errors import BusyError, IntegrationError, LkvError
 from lkv.integrations.sampling import SamplingParams
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 
 _LEAST_VERSION = (5, 17)
 # What a model's own configuration may say of its answers, and a batch of requests does not heed.
@@ -266,7 +266,7 @@ class PlainEngine(Engine):
 
     def __init__(self, model: Any, tokenizer: Any, waiting: int = 256):
         super().__init__(model, tokenizer, waiting)
-        attach(model)
+        patch_attention(model)
         self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._stops: dict[str, Stop] = {}
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -377,7 +377,7 @@ def refusal(model: Any) -> str | None:
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < _LEAST_VERSION:
         return f"it needs transformers 5.17 or newer, and {transformers.__version__} is installed."
-    if any(window is not None for window in attach(model).windows):
+    if any(window is not None for window in patch_attention(model).windows):
         return f"{type(model).__name__} has sliding layers, whose windows reach from the question into the text."
     if set_ := [name for name in _ALONE if getattr(model.generation_config, name, None)]:
         return f"the model's generation_config sets {', '.join(set_)}, which only answers one by one heed."
@@ -399,11 +399,11 @@ def start(model: Any, tokenizer: Any, waiting: int = 256, **sizes: int) -> Engin
 def pools_of(context: Context) -> Callable[[int], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """What of a context's cache is settled, layer by layer, as `ragged_attention` takes it."""
     cache = context.cache
-    if isinstance(cache, RaggedCache) and not cache.rewindable:
+    if isinstance(cache, RaggedCache) and not cache.is_rewindable:
         raise IntegrationError("a context with decode_eviction cannot be shared; compress the text without it.")
-    layers: Any = cache.ragged if isinstance(cache, RaggedCache) else cache.layers
+    layers: Any = cache.ragged_layers if isinstance(cache, RaggedCache) else cache.layers
     if isinstance(cache, RaggedCache):
-        return lambda layer: layers[layer].spans.settled()
+        return lambda layer: layers[layer].store.settled()
 
     def whole(layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         key, value = layers[layer].keys[0], layers[layer].values[0]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lkv.errors import IntegrationError, UnsupportedModelError
-from lkv.integrations.transformers.prefill import PromptLayer
-from lkv.integrations.transformers.rotation import Rotation, rotations_of
-from lkv.integrations.transformers.spec import inspect_model, layer_windows
+from lkv.integrations.transformers.prefill import LayerKV
+from lkv.integrations.transformers.rotation import Rotation, layer_rotations
+from lkv.integrations.transformers.spec import inspect_model, sliding_windows
 from lkv.methods.budgets import LearnedBudget
 from lkv.methods.selectors import LearnedScores
 from lkv.policy.policy import Policy
@@ -39,9 +39,9 @@ class _Places:
     def enter(self, model: Any) -> None:
         """Raises PolicyMismatchError unless the policy was trained for `model`."""
         self.policy.check_model(inspect_model(model))
-        self.rotations = rotations_of(model)
+        self.rotations = layer_rotations(model)
         self.policy = self.policy.on(model.device)
-        full = [number for number, window in enumerate(layer_windows(model)) if window is None]
+        full = [number for number, window in enumerate(sliding_windows(model)) if window is None]
         self._index = {number: index for index, number in enumerate(full)}
 
     def __contains__(self, module: Any) -> bool:
@@ -79,7 +79,7 @@ class LKVScorerPress(ScorerPress):
         """Scores [B, H, T] for `keys` and `values` [B, H, T, d] after RoPE."""
         scale = getattr(module, "scaling", keys.shape[-1] ** -0.5)
         layer = self._places.of(module)
-        prompt = PromptLayer(keys, values, scale, rotation=self._places.rotations[layer])
+        prompt = LayerKV(keys, values, scale, rotation=self._places.rotations[layer])
         return self._selector.scores(layer, prompt)
 
     def compress(

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lkv.cache.ragged import RaggedCache, chosen_method
+from lkv.cache.ragged_cache import RaggedCache, chosen_method
 from lkv.context.context import Context, compress_ids
 from lkv.errors import IntegrationError
 from lkv.integrations.splitting import Split, shared_prefix
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.methods.registry import FULL
 
 try:
@@ -106,7 +106,7 @@ class LKVLM(HFLM):
         self._split = Split(context_field, question_marker, window)
         loading = {"use_safetensors": True} if isinstance(pretrained, str) else {}
         super().__init__(pretrained, batch_size=1, **loading | options)
-        attach(self.model)
+        patch_attention(self.model)
         self._method: Any = FULL
         if method != FULL:
             self._method = chosen_method(self.model, policy, retention, method, tokenizer=self.tokenizer)
@@ -235,11 +235,11 @@ def check_held(context: Context, most: float, task: str) -> None:
         return
     entry = 2 * cache.spec.head_dim * context.model.dtype.itemsize
     allowed = 0
-    for layer in cache.ragged:
-        kept = int(layer.kept.sum())
-        heads = layer.kept.numel()
+    for layer in cache.ragged_layers:
+        kept = int(layer.kept_counts.sum())
+        heads = layer.kept_counts.numel()
         allowed += (kept + heads * cache.plan.slack_for(-(-kept // heads), context.model.device)) * entry
-    held = sum(layer.nbytes() for layer in cache.ragged)
+    held = sum(layer.nbytes() for layer in cache.ragged_layers)
     if held > allowed:
         raise IntegrationError(f"{task}: {held:,} bytes are held where the entries kept take {allowed:,} at most.")
 

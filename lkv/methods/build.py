@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import LkvError
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.budgets import (
     Ada,
     Amount,
@@ -71,7 +71,7 @@ class Method:
         """Whether it must see all layers of a prompt before it evicts from the first (`for_prompt`)."""
         return self.selector.second_pass or isinstance(self.budget, Contest)
 
-    def for_prompt(self, ids: Sequence[int], prompt: list[PromptLayer]) -> "Method":
+    def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Method":
         """The method for the one prompt `ids`, already read into `prompt`: itself, for most.
 
         Raises what the selector's second pass raises.
@@ -179,9 +179,9 @@ class _SideBySide(Selector):
         self._methods = methods
         self.reads_queries = any(method.selector.reads_queries for method in methods)
 
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         # All rows hold one prompt, so a selector that several methods share scores it once.
-        row = prompt.part(slice(1), slice(None))
+        row = prompt.select(slice(1), slice(None))
         selectors = {id(method.selector): method.selector for method in self._methods}
         scores = {number: selector.scores(layer, row) for number, selector in selectors.items()}
         return torch.cat([scores[id(method.selector)] for method in self._methods])

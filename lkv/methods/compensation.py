@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import PromptLayer, precise
+from lkv.integrations.transformers.prefill import LayerKV, to_fp32
 from lkv.utils.devices import full_precision
 
 QUERIES = 256  # a query head, at most
@@ -21,13 +21,13 @@ _LEAST = 0.01  # of a weight
 _STEPS = 30
 
 
-def references(prompt: PromptLayer) -> Tensor:
+def references(prompt: LayerKV) -> Tensor:
     """Queries [B, H, G n, d] that entries are fitted to, by the KV head that G query heads read: evenly of the second
     half of the prompt, rotated as if they followed its end.
 
     Raises UnsupportedModelError where q cannot be rotated back, ValueError for a prompt without its queries.
     """
-    tokens, heads, rotation = prompt.key.shape[2], prompt.key.shape[1], prompt.known_rotation
+    tokens, heads, rotation = prompt.key.shape[2], prompt.key.shape[1], prompt.required_rotation
     grouped = prompt.query.shape[1] // heads
     second = min(prompt.query.shape[2], tokens - tokens // 2)
     count = min(QUERIES, max(1, _ROWS // grouped), second)
@@ -37,7 +37,7 @@ def references(prompt: PromptLayer) -> Tensor:
     chosen = prompt.query[:, :, prompt.query.shape[2] - second + steps]
     with full_precision(prompt.key.device):
         places = tokens - second + steps
-        ahead = rotation.moved(precise(chosen), places, rotation.following(prompt.end, count))
+        ahead = rotation.rerotate(to_fp32(chosen), places, rotation.future_start(prompt.end, count))
     return ahead.unflatten(1, (heads, -1)).flatten(2, 3)
 
 
@@ -50,15 +50,15 @@ def refitted(
     `query` [n, d] are the references, `key` and `value` [T, d] all entries, the kept ones [m, d].
     """
     with full_precision(key.device):
-        query, v = precise(query) * scale, precise(kept_value)
-        logits = query @ precise(key).T
+        query, v = to_fp32(query) * scale, to_fp32(kept_value)
+        logits = query @ to_fp32(key).T
         total = logits.logsumexp(-1, keepdim=True)
-        target = logits.sub_(total).exp_() @ precise(value)
+        target = logits.sub_(total).exp_() @ to_fp32(value)
         del logits  # of a long prompt larger than all that follows
-        weights = _weights((query @ precise(kept_key).T - total).exp())
+        weights = _weights((query @ to_fp32(kept_key).T - total).exp())
         # As they will be held, so that v makes up for what rounding them takes.
-        new_key = (precise(kept_key) + weights.log()[:, None] * _agreed(query)).to(kept_key.dtype)
-        attention = (query @ precise(new_key).T).softmax(-1)
+        new_key = (to_fp32(kept_key) + weights.log()[:, None] * _agreed(query)).to(kept_key.dtype)
+        attention = (query @ to_fp32(new_key).T).softmax(-1)
         new_value = v + _least_change(attention, target - attention @ v)
     return new_key, new_value.to(kept_value.dtype)
 

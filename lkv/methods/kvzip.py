@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lkv.errors import CacheError, PromptError
-from lkv.integrations.transformers.attention import attach
-from lkv.integrations.transformers.hooks import Cache
-from lkv.integrations.transformers.prefill import FrozenLayer, PromptLayer, as_prompt
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.cache_layers import BaseCache
+from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv
 from lkv.methods.selectors import GivenScores, Selector
 from lkv.utils.prompts import encode_question
 
@@ -20,11 +20,11 @@ _SINKS = 4  # first tokens of the prompt, whose attention counts beside that of 
 _ROWS = 128  # attention rows held at a time; measured best on a CPU
 
 
-class _ListeningLayer(FrozenLayer):
+class _ListeningLayer(FrozenPromptLayer):
     """Notes how much attention the tokens `repeated` of the prompt receive from what is read: of all that goes to the
     prompt's first tokens, to them and to what is read itself, as KVzip's authors have it."""
 
-    def __init__(self, prompt: PromptLayer):
+    def __init__(self, prompt: LayerKV):
         super().__init__(prompt)
         self.scores = prompt.key.new_zeros(prompt.key.shape[:3], dtype=torch.float32)
         self.repeated = slice(0, prompt.key.shape[2])
@@ -60,7 +60,7 @@ class _ListeningLayer(FrozenLayer):
 
 
 @torch.no_grad()
-def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[PromptLayer]) -> Tensor:
+def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[LayerKV]) -> Tensor:
     """The largest attention [L, 1, H, T] that each entry of the one prompt `ids`, already read into `prompt`, receives
     while the model repeats it, part by part, each part straight after the prompt. Of a text of several parts an entry
     counts by its own part's repetition alone, among that part, the first tokens and what is read.
@@ -69,7 +69,7 @@ def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[Promp
     """
     layers = [_ListeningLayer(layer) for layer in prompt]
     device = prompt[0].key.device
-    limit = attach(model).spec.max_positions
+    limit = patch_attention(model).spec.max_positions
     for start in range(0, len(ids), _CHUNK):
         request = _NEXT + tokenizer.decode(ids[start - _OVERLAP : start]) if start else _REQUEST
         replay = encode_question(tokenizer, request) + ids[start : start + _CHUNK]
@@ -84,7 +84,7 @@ def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[Promp
         model.base_model(
             input_ids=torch.tensor([replay], device=device),
             position_ids=torch.arange(len(ids), end, device=device)[None],
-            past_key_values=Cache(layers=as_prompt(prompt).followed_by(layers)),
+            past_key_values=BaseCache(layers=as_prompt_kv(prompt).continuation_layers(layers)),
             use_cache=True,
         )
     return torch.stack([layer.scores.to(device) for layer in layers])
@@ -98,9 +98,9 @@ class KVzip(Selector):
     def __init__(self, model: Any, tokenizer: Any):
         self._model, self._tokenizer = model, tokenizer
 
-    def for_prompt(self, ids: Sequence[int], prompt: list[PromptLayer]) -> Selector:
+    def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> Selector:
         """The scores of the one prompt `ids`, already read into `prompt`. Raises what `replay_scores` raises."""
         return GivenScores(replay_scores(self._model, self._tokenizer, list(ids), prompt))
 
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         raise CacheError("KVzip reads the text a second time: use lkv.compress(..., method='kvzip').")

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lkv.config import ModelSpec
 from lkv.errors import ModelLoadError, PolicyFileError, PolicyMismatchError
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.methods.registry import METHODS, needs_policy
 from lkv.models.conversion import convert_once, digest_of, is_complete, is_gguf
 from lkv.policy.fingerprint import differs
@@ -138,7 +138,7 @@ def default_policy(model: Any = DEFAULT, paper: bool = False) -> Policy:
     Raises PolicyMismatchError where there is none.
     """
     if not isinstance(model, str):
-        return policy_for(attach(model).spec, paper)
+        return policy_for(patch_attention(model).spec, paper)
     for entry in shipped():
         names = (entry.name.removesuffix("-paper"), *entry.hub_names)
         if entry.is_papers == paper and model.lower() in map(str.lower, names):

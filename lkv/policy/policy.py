@@ -15,7 +15,7 @@ from torch.nn.functional import silu
 
 from lkv.config import ModelSpec, ScorerInputs, asdict, from_dict
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
-from lkv.integrations.transformers.prefill import PromptLayer, precise
+from lkv.integrations.transformers.prefill import LayerKV, to_fp32
 from lkv.kernels.soft_topk import soft_topk
 from lkv.kernels.token_scores import (
     ContentWeights,
@@ -85,7 +85,7 @@ class TokenScores(nn.Module):
         given)."""
 
         def of(*names: str) -> Iterator[Tensor]:
-            return (precise(getattr(self, name)[layer, heads]).to(device) for name in names)
+            return (to_fp32(getattr(self, name)[layer, heads]).to(device) for name in names)
 
         content = ContentWeights(*of("mean", "std", "hidden", "bias", "output"))
         attention = position = None
@@ -95,7 +95,7 @@ class TokenScores(nn.Module):
             position = PositionWeights(*of("start", "end"))
         return TokenScoreWeights(content, attention, position)
 
-    def forward(self, prompt: PromptLayer, layer: int, heads: slice = slice(None)) -> Tensor:
+    def forward(self, prompt: LayerKV, layer: int, heads: slice = slice(None)) -> Tensor:
         """Scores u [B, H, T] in float32 of the tokens of one layer, for its KV heads `heads`.
 
         Raises UnsupportedModelError where the model's rotation is needed and cannot be undone.
@@ -110,36 +110,36 @@ class TokenScores(nn.Module):
         rest = scores_at_eviction(scorer, key, value, places, prompt.end, ahead, prompt.scale)
         return final if rest is None else final + rest
 
-    def on_arrival(self, prompt: PromptLayer, layer: int, heads: slice = slice(None)) -> Tensor:
+    def on_arrival(self, prompt: LayerKV, layer: int, heads: slice = slice(None)) -> Tensor:
         """The part of `forward` that does not depend on where the text ends."""
         scorer = self.scorer(layer, heads, prompt.key.device)
         return scores_on_arrival(scorer, self.read_key(prompt), prompt.value, self._places(prompt))
 
-    def at_eviction(self, prompt: PromptLayer, layer: int, heads: slice, positions: Tensor) -> Tensor | None:
+    def at_eviction(self, prompt: LayerKV, layer: int, heads: slice, positions: Tensor) -> Tensor | None:
         """The rest [n] of `forward` for entries of one head that were read at `positions` [n]; None where none is."""
         scorer = self.scorer(layer, heads, prompt.key.device)
         ahead = self._ahead(prompt)
         rest = scores_at_eviction(scorer, prompt.key, prompt.value, positions, prompt.end, ahead, prompt.scale)
         return None if rest is None else rest.flatten()
 
-    def _places(self, prompt: PromptLayer) -> Tensor:
+    def _places(self, prompt: LayerKV) -> Tensor:
         """The positions [T] of the tokens, where a term reads them."""
         tokens = prompt.key.shape[2] if self.inputs.knots else 0
         return torch.arange(prompt.start, prompt.start + tokens, device=prompt.key.device)
 
-    def _ahead(self, prompt: PromptLayer) -> Tensor | None:
+    def _ahead(self, prompt: LayerKV) -> Tensor | None:
         """The mean rotation [d, d] of the positions that the queries to come are taken to stand at."""
         if self.inputs.attention == "none":
             return None
-        return prompt.known_rotation.mean(precise(prompt.key[:, :1, :1]), prompt.end, prompt.end + FUTURE)
+        return prompt.required_rotation.mean_rotation(to_fp32(prompt.key[:, :1, :1]), prompt.end, prompt.end + FUTURE)
 
-    def read_key(self, prompt: PromptLayer, part: slice = slice(None)) -> Tensor:
+    def read_key(self, prompt: LayerKV, part: slice = slice(None)) -> Tensor:
         """k [B, H, n, d] of the tokens `part` as the content term reads it."""
         if self.inputs.key == "cached":
             return prompt.key[:, :, part]
-        return prompt.known_rotation.undone(prompt.key, prompt.start, part)
+        return prompt.required_rotation.unrotate(prompt.key, prompt.start, part)
 
-    def content(self, prompt: PromptLayer, layer: int, tokens: Tensor) -> Tensor:
+    def content(self, prompt: LayerKV, layer: int, tokens: Tensor) -> Tensor:
         """The content term alone for the `tokens` [n] (indices) of one layer: [B, H, n]."""
         device = prompt.key.device
         content, tokens = self.scorer(layer, device=device).content, tokens.to(device)

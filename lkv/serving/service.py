@@ -13,8 +13,8 @@ from lkv.context.context import Context, check_text, compress
 from lkv.errors import BusyError, LkvError, PromptError, UnknownContextError, check_retention
 from lkv.integrations.continuous import Answer, start
 from lkv.integrations.sampling import SamplingParams
-from lkv.integrations.transformers.attention import attach
-from lkv.integrations.transformers.stock import positions
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.spec import max_positions
 from lkv.methods.registry import needs_policy
 from lkv.models.loading import DEFAULT, cache_folder, fitting_policy, load_model, load_policy
 from lkv.policy.policy import Policy
@@ -66,7 +66,7 @@ class Service:
         self.limits = limits or Limits()
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._policy = policy
-        spec = attach(model).spec
+        spec = patch_attention(model).spec
         digest = None if policy is None else policy.digest()
         self._settings = Settings(
             method, check_retention(retention), digest, spec.digest(), tokenizer_digest(tokenizer)
@@ -144,7 +144,7 @@ class Service:
         return entry
 
     def _check_length(self, text: str, system: str | None) -> None:
-        limit = positions(self.model)
+        limit = max_positions(self.model)
         # What is far too long is not encoded whole; where a token stands for more, `compress` itself refuses.
         tokens = len(encode_context(self.tokenizer, text[: 64 * limit], system))
         if tokens >= limit:
@@ -214,7 +214,7 @@ class Service:
         if max_tokens is None:
             # Unless asked for, an answer takes what is left of the positions.
             held = len(ids) + (0 if context is None else context.tokens)
-            length = max(1, min(length, positions(self.model) + 1 - held))
+            length = max(1, min(length, max_positions(self.model) + 1 - held))
         return self.engine.submit(ids, context, length, sampling, notify)
 
     def tokens_a_second(self) -> float:
@@ -247,7 +247,7 @@ def make_service(options: dict[str, Any]) -> Service:
         given = options["policy"] or None
         if given is not None:
             given = load_policy(given, options["strict"], options["policy_revision"])
-        policy = fitting_policy(attach(model).spec, given)
+        policy = fitting_policy(patch_attention(model).spec, given)
     limits = Limits(
         options["max_upload"] * 2**20, options["max_requests"], options["max_texts"], options["max_tokens"],
         options["timeout"],

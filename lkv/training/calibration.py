@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import PromptLayer, precise, read_prompt
+from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
 from lkv.kernels.token_scores import expected_attention_scores
 from lkv.policy.policy import FUTURE, Policy
 
@@ -27,7 +27,7 @@ def calibrate(model: Any, policy: Policy, texts: Sequence[list[int]]) -> None:
         for layer, part in enumerate(prompt):
             inputs[layer].add(torch.cat([tokens.read_key(part), part.value], -1)[0], square=False)
             if learned:
-                queries[layer].add(part.known_rotation.undone(precise(part.query))[0, :, _SINKS:], square=True)
+                queries[layer].add(part.required_rotation.unrotate(to_fp32(part.query))[0, :, _SINKS:], square=True)
     tokens.mean.copy_(torch.stack([moments.mean.to(tokens.mean) for moments in inputs]))
     tokens.std.copy_(torch.stack([moments.variance.clamp(min=1e-6).sqrt().to(tokens.std) for moments in inputs]))
     if learned:
@@ -84,25 +84,25 @@ def _scale_attention(model: Any, policy: Policy, texts: Sequence[list[int]]) -> 
     sums, spreads = torch.zeros_like(tokens.normaliser), torch.zeros_like(tokens.attention_weight)
     for prompt in _prompts(model, policy, texts, False):
         for layer, part in enumerate(prompt):
-            ahead = part.known_rotation.mean(precise(part.key), part.end, part.end + FUTURE)
+            ahead = part.required_rotation.mean_rotation(to_fp32(part.key), part.end, part.end + FUTURE)
             sums[layer] += _log_denominators(policy, layer, part, ahead).to(sums) / len(texts)
     tokens.normaliser.copy_(sums)
     for prompt in _prompts(model, policy, texts, False):
         for layer, part in enumerate(prompt):
             term = tokens.scorer(layer, device=part.key.device).attention
             assert term is not None
-            ahead = part.known_rotation.mean(precise(part.key), part.end, part.end + FUTURE)
+            ahead = part.required_rotation.mean_rotation(to_fp32(part.key), part.end, part.end + FUTURE)
             scores = expected_attention_scores(term, part.key, part.value, ahead, part.scale)
             spreads[layer] += scores[0, :, _SINKS:].std(-1).to(spreads) / len(texts)
     tokens.attention_weight.copy_(_DEVIATION / spreads.clamp(min=1e-3))
 
 
-def _log_denominators(policy: Policy, layer: int, part: PromptLayer, ahead: Tensor) -> Tensor:
+def _log_denominators(policy: Policy, layer: int, part: LayerKV, ahead: Tensor) -> Tensor:
     """log of the mean over tokens of E[exp(q k)], [H, G]: the softmax's denominator a token."""
     term = policy.tokens.scorer(layer, device=part.key.device).attention
     assert term is not None
     mean = term.mean @ ahead * part.scale
     spread = ahead.T @ term.spread * part.scale
-    key = precise(part.key)[0, :, _SINKS:]
+    key = to_fp32(part.key)[0, :, _SINKS:]
     logits = key @ mean.transpose(-1, -2) + (key @ spread).square().sum(-1, keepdim=True) / 2
     return logits.logsumexp(1) - math.log(key.shape[1])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, pad
 
-from lkv.integrations.transformers.attention import device_of
+from lkv.integrations.transformers.attention import input_device
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.kernels.soft_topk import soft_topk
 from lkv.methods.budgets import LearnedBudget
@@ -48,7 +48,7 @@ class SampleDistillation:
         if whole and len(samples) > 1:
             raise ValueError(f"{len(samples)} samples are given, but the whole sequence is read one by one.")
         self._model, self._whole = model, whole
-        self._device = device_of(model)
+        self._device = input_device(model)
         self.lengths = [len(sample.context) for sample in samples]
         contexts = torch.zeros((len(samples), max(self.lengths)), dtype=torch.long, device="cpu")
         for row, sample in enumerate(samples):
@@ -118,7 +118,7 @@ class SampleDistillation:
     def scores(self, policy: Policy, number: int = 0) -> Tensor:
         """LKV-T scores u [L, H, T] of the prompt of sample `number`."""
         row, tokens = slice(number, number + 1), slice(0, self.lengths[number])
-        parts = (policy.tokens(prompt.part(row, tokens), layer) for layer, prompt in enumerate(self.prompt))
+        parts = (policy.tokens(prompt.select(row, tokens), layer) for layer, prompt in enumerate(self.prompt))
         return torch.cat([part.to(self._device) for part in parts])
 
     def joined(self, masks: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lkv.config import TrainingConfig
 from lkv.errors import TrainingError
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.policy.policy import Policy
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, soft_mask
@@ -73,7 +73,7 @@ def losses(model: Any, policy: Policy, group: Group, config: TrainingConfig, now
 def check_sharing(config: TrainingConfig, model: Any, sharers: int) -> None:
     """Raise TrainingError where contexts of `model` cannot share a forward pass, or `sharers` processes that hold a
     part of its weights each would not make the same passes."""
-    attached = attach(model)
+    attached = patch_attention(model)
     if config.contexts_per_forward > 1:
         if any(attached.windows) or any(kind in attached.spec.rope for kind in _STRETCHED):
             raise TrainingError(

@@ -11,8 +11,8 @@ import torch
 
 from lkv.config import PRESETS, TrainingConfig, asdict, check_positions, fit_to_positions, num_knots, replace
 from lkv.errors import TrainingError
-from lkv.integrations.transformers.attention import attach, device_of
-from lkv.integrations.transformers.stock import commit_of
+from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.spec import hub_commit
 from lkv.models.loading import DEFAULT, load_config
 from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
@@ -55,7 +55,7 @@ def time_here(model: Any, config: TrainingConfig) -> str:
 @torch.no_grad()
 def measured_rate(model: Any, tokens: int) -> float:
     """Prompt tokens a second of `model`, once it is warm."""
-    ids = torch.ones((1, tokens), dtype=torch.long, device=device_of(model))
+    ids = torch.ones((1, tokens), dtype=torch.long, device=input_device(model))
     for _ in range(2):
         start = time.perf_counter()
         # A number of the result waits for the device.
@@ -169,11 +169,11 @@ def train_policy(
     torch.manual_seed(config.seed)
     card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
     card |= {"trained_tokens": config.max_tokens, "data_digest": digest}
-    if commit := commit_of(model):
+    if commit := hub_commit(model):
         card["revision"] = commit
     if isinstance(training, Built):
         card["decontamination"] = training.decontamination
-    policy = Policy(attach(model).spec, card, config.inputs).to(device_of(model))
+    policy = Policy(patch_attention(model).spec, card, config.inputs).to(input_device(model))
     earlier_policy = None
     if init is not None:
         before, earlier_policy = start_from(policy, init)

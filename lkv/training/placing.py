@@ -7,7 +7,7 @@ import torch
 
 from lkv.config import ModelSpec
 from lkv.errors import LkvError, TrainingError
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.sharding import sharded
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import load_config, load_model, load_tokenizer
@@ -38,7 +38,7 @@ def place(name: str, dtype: torch.dtype, revision: str | None, spread: str, acce
         model, tokenizer = load_model(name, dtype, revision, device)
     if spread == "no":
         model.to(accelerator.device)
-    attach(model)
+    patch_attention(model)
     return model, tokenizer
 
 
@@ -58,5 +58,5 @@ def _shared_out(name: str, dtype: torch.dtype, revision: str | None, accelerator
     if isinstance(spec, LkvError):
         raise spec
     model = sharded(load_config(name, revision), dtype, weights, accelerator.device)
-    attach(model, spec)
+    patch_attention(model, spec)
     return model, load_tokenizer(name, revision)

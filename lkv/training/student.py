@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.hooks import Cache, HookedLayer
-from lkv.integrations.transformers.prefill import FrozenLayer, PromptLayer, as_prompt
+from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache
+from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 
 
-class FrozenPrompt(Cache):
+class FrozenPrompt(BaseCache):
     """A cache holding the full k and v [1, H, T, d] of a prompt, layer by layer, for continuations of any number.
 
     `log_mask` [L, n, H, T] weighs the prompt's tokens for each of n continuations (None: the full cache). Own tokens
@@ -23,14 +23,14 @@ class FrozenPrompt(Cache):
     follows. For one forward pass: what it appends is not stored.
     """
 
-    def __init__(self, prompt: list[PromptLayer], log_mask: Tensor | None = None, owners: Tensor | None = None):
+    def __init__(self, prompt: list[LayerKV], log_mask: Tensor | None = None, owners: Tensor | None = None):
         masks: Any = [None] * len(prompt) if log_mask is None else log_mask
         layers = [_MaskedLayer(layer, mask, owners) for layer, mask in zip(prompt, masks, strict=True)]
-        super().__init__(layers=as_prompt(prompt).followed_by(layers))
+        super().__init__(layers=as_prompt_kv(prompt).continuation_layers(layers))
 
 
-class _MaskedLayer(FrozenLayer):
-    def __init__(self, prompt: PromptLayer, log_mask: Tensor | None, owners: Tensor | None):
+class _MaskedLayer(FrozenPromptLayer):
+    def __init__(self, prompt: LayerKV, log_mask: Tensor | None, owners: Tensor | None):
         super().__init__(prompt)
         self._log_mask, self._owners = log_mask, owners
 
@@ -53,7 +53,7 @@ class _MaskedLayer(FrozenLayer):
         return x.expand(rows, -1, -1, -1) if self._owners is None else x[self._owners.to(x.device)]
 
 
-class MaskedSequence(Cache):
+class MaskedSequence(BaseCache):
     """No cache at all, but masks for a forward pass over whole sequences, prompt and continuation together: every query
     row sees the prompt's tokens under `log_mask` [L, n, H, T] (the literal student of Sec. 3.5; None: plain attention).
     """
@@ -63,7 +63,7 @@ class MaskedSequence(Cache):
         super().__init__(layers=[_SequenceLayer(mask) for mask in masks])
 
 
-class _SequenceLayer(HookedLayer):
+class _SequenceLayer(AttentionCacheLayer):
     def __init__(self, log_mask: Tensor | None):
         super().__init__()
         self._log_mask = log_mask

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from lkv.config import TrainingConfig
 from lkv.errors import DataError, TrainingError, TrainingStoppedError
-from lkv.integrations.transformers.attention import attach, evaluation_mode
+from lkv.integrations.transformers.attention import evaluation_mode, patch_attention
 from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
 from lkv.training.calibration import calibrate
@@ -74,7 +74,7 @@ class Trainer:
         once. Raises TrainingError if the loss stops being a number (the last checkpoint stays as it was), and before
         the first step where the folder takes no files or holds damaged ones.
         """
-        attach(self._model)
+        patch_attention(self._model)
         self._model.requires_grad_(False)
         check_writable_folder(self._folder, TrainingError, "the training")
         read_curve(self._folder)

@@ -21,8 +21,8 @@ from triton.runtime import driver
 import lkv.kernels.ragged_attention.api as api
 import lkv.kernels.ragged_attention.triton_launch as launch
 from lkv.cache.layer import RaggedLayer
-from lkv.cache.ragged import RaggedCache
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.budgets import Uniform
 from lkv.methods.build import Method
 from lkv.methods.selectors import Knorm
@@ -91,10 +91,10 @@ def layers_of(count: int, tokens: int, bits: int | None) -> list[RaggedLayer]:
         head_dim=DIM, max_position_embeddings=2**20,
     )  # fmt: skip
     cache = RaggedCache(model, method=Method("knorm", Uniform(0.15), Knorm()), slack=2**14, bits=bits)
-    for layer in cache.ragged:
+    for layer in cache.ragged_layers:
         key, value = (torch.randn(1, KV_HEADS, tokens, DIM, dtype=torch.bfloat16) for _ in range(2))
-        layer.fill(PromptLayer(key, value, DIM**-0.5))
-    return cache.ragged
+        layer.fill(LayerKV(key, value, DIM**-0.5))
+    return cache.ragged_layers
 
 
 def step(layers: list[RaggedLayer], query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
 from lkv.methods.budgets import PerHead
 from lkv.methods.build import Method
@@ -45,7 +45,7 @@ def test_counts_as_a_tensor_serve():
     model = tiny_llama()
     cache = RaggedCache(model, method=Method("mine", Given(torch.tensor([[7, 0]])), Knorm()))
     model(IDS, past_key_values=cache)
-    assert all(layer == [7, 0] for layer in cache.kept())
+    assert all(layer == [7, 0] for layer in cache.kept_counts())
 
 
 @pytest.mark.parametrize("tokens", [48, 49, 98, 103])
@@ -53,4 +53,4 @@ def test_one_token_may_be_kept_of_any_number(tokens):
     model = tiny_llama()
     cache = RaggedCache(model, method="knorm", budget_tokens=1)
     model(torch.arange(tokens)[None] % 60 + 3, past_key_values=cache)
-    assert all(layer == [1, 1] for layer in cache.kept())
+    assert all(layer == [1, 1] for layer in cache.kept_counts())

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lkv.cache import rows, spans
-from lkv.cache.ragged import RaggedCache
+from lkv.cache import rows
+from lkv.cache import store as spans
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import (
     CacheError,
     LkvError,
@@ -20,7 +21,7 @@ from lkv.errors import (
     UnsupportedModelError,
 )
 from lkv.evaluation.profiling.memory import LiveBytes
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.build import Method
 from lkv.methods.selectors import Selector
@@ -96,7 +97,7 @@ def test_any_budgets_equal_the_stock_model_with_a_mask(ratios, chunks, slack, ba
     cache = RaggedCache(model, method=Method("random", PerHead(table), selector), slack=slack)
     torch.testing.assert_close(stepwise(model, cache, text, chunks), expected, atol=1e-11, rtol=1e-11)
     assert cache.get_seq_length() == PROMPT + LATER
-    assert cache.kept() == [[batch * int(r * PROMPT + 1e-6) for r in row] for row in table]
+    assert cache.kept_counts() == [[batch * int(r * PROMPT + 1e-6) for r in row] for row in table]
 
 
 def test_generate_equals_the_stock_model_greedy_and_sampled(model, policy):
@@ -114,7 +115,7 @@ def test_eviction_during_generate_follows_the_policy(model, policy):
     cache = RaggedCache(model, policy, retention=0.4)
     out = model.generate(text, max_new_tokens=6, do_sample=False, past_key_values=cache)
     expected = (policy.inference_ratios(0.4).double() * PROMPT).floor().long()
-    assert cache.kept() == expected.tolist()
+    assert cache.kept_counts() == expected.tolist()
     assert len(set(expected.flatten().tolist())) > 2
     assert cache.realised_retention() == pytest.approx(float(expected.sum()) / (6 * PROMPT))
     assert out.shape[1] == PROMPT + 6
@@ -124,7 +125,7 @@ def test_bytes_are_those_of_the_kept_entries_and_slack(model, policy):
     cache = RaggedCache(model, policy, retention=0.25, slack=3)
     text = ids(PROMPT)
     model(text, past_key_values=cache, use_cache=True)
-    kept = sum(map(sum, cache.kept()))
+    kept = sum(map(sum, cache.kept_counts()))
     assert cache.nbytes() == (kept + 6 * 3) * 2 * 8 * 8
     assert cache.full_nbytes() == 6 * PROMPT * 2 * 8 * 8
     for step in range(10):
@@ -185,7 +186,10 @@ def test_a_deep_copy_is_a_fork(model, policy):
     twin = copy.deepcopy(cache)
     outs = [model(text[:, PROMPT:], past_key_values=c, use_cache=True).logits for c in (twin, cache)]
     assert torch.equal(*outs) and twin.policy is policy
-    assert all(a.spans.k.data_ptr() != b.spans.k.data_ptr() for a, b in zip(twin.ragged, cache.ragged, strict=True))
+    assert all(
+        a.store.k.data_ptr() != b.store.k.data_ptr()
+        for a, b in zip(twin.ragged_layers, cache.ragged_layers, strict=True)
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"streaming": True, "prompt_tokens": PROMPT}, {"decode_eviction": True}])
@@ -342,21 +346,23 @@ def test_unsupported_architectures_are_refused():
     }
     for reason, model in refused.items():
         with pytest.raises(UnsupportedModelError, match=reason):
-            attach(model)
-    assert attach(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=None))).spec.kv_heads == 1
-    assert attach(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20))).spec.kv_heads == 2
+            patch_attention(model)
+    assert patch_attention(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=None))).spec.kv_heads == 1
+    assert (
+        patch_attention(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20))).spec.kv_heads == 2
+    )
     flex = tiny_llama()
     flex.set_attn_implementation("flex_attention")
     with pytest.raises(UnsupportedModelError, match="'flex_attention' yet"):
-        attach(flex)
+        patch_attention(flex)
     with pytest.raises(UnsupportedModelError, match="no transformers causal language model"):
-        attach(torch.nn.Linear(2, 2))
+        patch_attention(torch.nn.Linear(2, 2))
 
 
 def test_a_cache_serves_its_own_model_alone(model, policy):
     cache = RaggedCache(model, policy, retention=0.5)
     other = tiny_llama(seed=4)
-    attach(other)
+    patch_attention(other)
     with pytest.raises(CacheError, match="made for another model"):
         other(ids(PROMPT), past_key_values=cache, use_cache=True)
 
@@ -371,7 +377,7 @@ def test_running_out_of_memory_leaves_the_prompt(model, policy, monkeypatch):
         raise RuntimeError("can't allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache.ragged[1].spans, "relaid", full)
+        patch.setattr(cache.ragged_layers[1].store, "relaid", full)
         with pytest.raises(CacheError, match=r"no memory for 9 more tokens in layer 1 \(can't allocate memory\)"):
             model(text[:, PROMPT:], past_key_values=cache, use_cache=True)
     cache.rewind()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from transformers import DynamicCache, GenerationConfig
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import Amount, PerHead, Uniform
 from lkv.methods.build import Method
@@ -72,12 +72,12 @@ def test_a_padded_batch_equals_its_rows_alone(lengths, seed, implementation):
         for mine, theirs in zip(out.logits, single.logits, strict=True):
             torch.testing.assert_close(mine[row], theirs[0], atol=tolerance, rtol=tolerance)
         # Budgets come from the real length; padding is not stored.
-        for layer, own in zip(cache.ragged, alone.ragged, strict=True):
-            assert torch.equal(layer.kept[row], own.kept[0])
+        for layer, own in zip(cache.ragged_layers, alone.ragged_layers, strict=True):
+            assert torch.equal(layer.kept_counts[row], own.kept_counts[0])
     if len(texts) == 1:
         return
     real = sum(lengths)
-    held = sum(int(layer.kept.sum()) for layer in cache.ragged)
+    held = sum(int(layer.kept_counts.sum()) for layer in cache.ragged_layers)
     assert cache.realised_retention() == pytest.approx(held / (6 * real))
     entries = held + 6 * len(texts) * 5  # the last generated token is never fed
     assert (
@@ -96,9 +96,9 @@ def test_a_padded_batch_under_snapkv_equals_its_rows_alone():
     for row, text in enumerate(texts):
         alone = RaggedCache(model, method=method)
         model(text, past_key_values=alone, use_cache=True)
-        for layer, own in zip(cache.ragged, alone.ragged, strict=True):
+        for layer, own in zip(cache.ragged_layers, alone.ragged_layers, strict=True):
             for head in range(2):
-                spans, single = layer.spans, own.spans
+                spans, single = layer.store, own.store
                 start, count = int(spans.starts[row, head]), int(spans.lens[row, head])
                 first = int(single.starts[0, head])
                 torch.testing.assert_close(spans.k[start : start + count], single.k[first : first + count])
@@ -166,9 +166,9 @@ def test_a_prompt_in_parts_is_evicted_when_it_has_ended(parts, seed, batch, quer
         model(text[:, place : place + size], past_key_values=cache, use_cache=True)
         place += size
     assert cache.get_seq_length() == cache.prompt_length == tokens
-    for mine, theirs in zip(cache.ragged, whole.ragged, strict=True):
-        assert torch.equal(mine.kept, theirs.kept)
-        torch.testing.assert_close(mine.spans.packed(), theirs.spans.packed(), atol=1e-11, rtol=1e-11)
+    for mine, theirs in zip(cache.ragged_layers, whole.ragged_layers, strict=True):
+        assert torch.equal(mine.kept_counts, theirs.kept_counts)
+        torch.testing.assert_close(mine.store.packed(), theirs.store.packed(), atol=1e-11, rtol=1e-11)
     after = [model(text[:, tokens:], past_key_values=c, use_cache=True).logits for c in (cache, whole)]
     torch.testing.assert_close(*after, atol=1e-10, rtol=1e-10)
 
@@ -240,7 +240,7 @@ def test_streaming_equals_the_model_that_evicts_between_chunks(chunk, tokens, ba
     for start, end in pairwise(places):
         logits.append(model(text[:, start:end], past_key_values=cache, use_cache=True).logits)
         limits = [int(ratio * end + 1e-6) for row in RATIOS for ratio in row]
-        assert all(h <= batch * x for h, x in zip(chain(*cache.kept()), limits, strict=True))
+        assert all(h <= batch * x for h, x in zip(chain(*cache.kept_counts()), limits, strict=True))
     assert cache.prompt_length == tokens
     logits.append(model(text[:, tokens:], past_key_values=cache, use_cache=True).logits)
     with evicting_at(model, places[1:], score, RATIOS):
@@ -256,7 +256,7 @@ def test_streaming_in_generate(policy, stock_chunks):
     assert out.shape == (1, 45) and cache.prompt_length == 40
     exact = RaggedCache(model, policy, 0.4)
     model(text, past_key_values=exact, use_cache=True)
-    assert cache.kept() == exact.kept()
+    assert cache.kept_counts() == exact.kept_counts()
 
 
 def test_one_streamed_part_is_the_exact_mode(policy):
@@ -285,7 +285,7 @@ def test_long_answers_are_evicted_from_when_the_slack_runs_out(slack, answer, se
         room -= 1
         logits.append(model(text[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
         # Never more than each head's share, the slack and one token.
-        held = sum(int((layer.spans.lens + layer.spans.tail).sum()) for layer in cache.ragged)
+        held = sum(int((layer.store.lens + layer.store.tail).sum()) for layer in cache.ragged_layers)
         assert held <= sum(int(r * (place + 1) + 1e-6) + slack + 1 for row in RATIOS for r in row)
     with evicting_at(model, places, score, RATIOS):
         expected = model(text).logits
@@ -311,7 +311,7 @@ def test_several_turns_on_one_cache(policy):
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="needs transformers 5.17")
 def test_assisted_decoding_equals_greedy_decoding(policy):
-    attach(model := tiny_llama())
+    patch_attention(model := tiny_llama())
     # A repeating text, so that prompt lookup finds candidates, right and wrong ones.
     text = ids(1, 8).repeat(1, 5)
     greedy = model.generate(text, past_key_values=RaggedCache(model, policy, 0.5), max_new_tokens=15, do_sample=False)
@@ -395,11 +395,11 @@ def test_budget_in_tokens(policy):
     for tokens in (40, 60):
         cache = RaggedCache(model, policy, budget_tokens=10)
         model(ids(1, tokens), past_key_values=cache, use_cache=True)
-        kept = sum(map(sum, cache.kept()))
+        kept = sum(map(sum, cache.kept_counts()))
         assert 54 <= kept <= 60  # 6 heads; each count is rounded down
         other = RaggedCache(model, policy, retention=10 / tokens)
         model(ids(1, tokens), past_key_values=other, use_cache=True)
-        assert cache.kept() == other.kept()
+        assert cache.kept_counts() == other.kept_counts()
     assert Amount(tokens=10).of(5) == 1.0
     everything = RaggedCache(model, policy, budget_tokens=1000)
     model(ids(1, 40), past_key_values=everything, use_cache=True)
@@ -413,13 +413,13 @@ def test_no_step_of_decoding_copies_the_cache():
         model = tiny_llama(max_position_embeddings=4096, dtype=torch.float32)
         cache = RaggedCache(model, method=Method("half", Uniform(0.5), OwnScores()), slack=6)
         model(ids(1, tokens), past_key_values=cache, use_cache=True)
-        pools = [layer.spans.k.data_ptr() for layer in cache.ragged]
+        pools = [layer.store.k.data_ptr() for layer in cache.ragged_layers]
         largest = 0
         for step in range(5):
             with torch.profiler.profile(profile_memory=True) as profile:
                 model(ids(1, 1, step), past_key_values=cache, use_cache=True)
             largest = max(largest, *(event.self_cpu_memory_usage for event in profile.events()))
-        assert pools == [layer.spans.k.data_ptr() for layer in cache.ragged]
+        assert pools == [layer.store.k.data_ptr() for layer in cache.ragged_layers]
         peaks[tokens] = largest
     entry_bytes = 8 * 4
     # The logits of one token over the held entries, for the four query heads of a layer, are all that may grow.

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.evaluation.profiling.memory import LiveBytes, measure_peak
 from lkv.evaluation.profiling.random_models import random_policy
-from lkv.integrations.transformers.attention import attach
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.prefill import LayerKV
 from lkv.utils.devices import is_out_of_memory
 from tests.conftest import tiny_llama
 
@@ -86,25 +86,25 @@ def test_an_eviction_of_a_long_prompt_takes_little_beside_what_it_keeps(dtype):
     """3 layers of 50,000 tokens, made one at a time: never more than one of them whole, what was kept, and a little."""
     tokens, heads, width = 50_000, 2, 8
     model = tiny_llama(dtype=dtype, max_position_embeddings=2 * tokens)
-    cache = RaggedCache(model, random_policy(attach(model).spec), 0.15)
+    cache = RaggedCache(model, random_policy(patch_attention(model).spec), 0.15)
     whole = 2 * heads * tokens * width * dtype.itemsize
     peaks = []
     gc.collect()
     with LiveBytes() as total:
-        for layer in cache.ragged:
+        for layer in cache.ragged_layers:
             key, value = (torch.zeros(1, heads, tokens, width, dtype=dtype) for _ in range(2))
             generator = torch.Generator().manual_seed(0)
             key.normal_(generator=generator)
             with LiveBytes() as own:
-                layer.fill(PromptLayer(key, value, 1.0, None))
+                layer.fill(LayerKV(key, value, 1.0, None))
             peaks.append(own.peak)
             del key, value
-    for layer, peak in zip(cache.ragged, peaks, strict=True):
+    for layer, peak in zip(cache.ragged_layers, peaks, strict=True):
         scores, block = heads * tokens * 4, 3 * heads * 2048 * 2 * width * 4
         # The best of one head: their scores, and their places unsorted and sorted with the order that sorts them.
-        choice = int(layer.kept.max()) * (4 + 3 * 8)
+        choice = int(layer.kept_counts.max()) * (4 + 3 * 8)
         assert layer.nbytes() <= peak <= scores + max(block, layer.nbytes() + choice) + 1000
         assert choice < whole / 2
-    kept = sum(layer.nbytes() for layer in cache.ragged)
+    kept = sum(layer.nbytes() for layer in cache.ragged_layers)
     assert kept == pytest.approx(0.15 * 3 * whole, rel=0.02)
     assert whole < total.peak <= whole + kept + scores + max(block, choice)

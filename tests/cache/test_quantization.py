@@ -80,7 +80,7 @@ def test_bytes_are_exactly_those_predicted(bits, width, dtype):
     pool = random_pool(70, width, dtype)
     assert QuantizedPool.pack(pool, bits).nbytes() == 70 * (codes + 2 * 4)
     assert QuantizedPool.pack(pool[:1], bits).nbytes() == codes + 2 * 4
-    # Spans of 33, 0 and 37 entries: two groups, none and two.
+    # RaggedStore of 33, 0 and 37 entries: two groups, none and two.
     by_channel = QuantizedPool.pack(pool, bits, lens=[33, 0, 37])
     assert by_channel.nbytes() == 70 * codes + 4 * 4 * width
     assert by_channel.take_spans([0]).nbytes() == 33 * codes + 2 * 4 * width

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lkv.cache.layer import RaggedLayer
-from lkv.cache.quantized_spans import QuantizedSpans
-from lkv.cache.ragged import RaggedCache
-from lkv.cache.spans import Spans
+from lkv.cache.quantized_store import QuantizedStore
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.cache.store import RaggedStore
 from lkv.context.context import Context, compress
 from lkv.errors import CacheError
 from tests.cache.test_generation import METHOD, ids
@@ -21,12 +21,12 @@ pytest.importorskip("torchao")
 def plain_twin(cache: RaggedCache) -> RaggedCache:
     """The same cache with its settled entries restored."""
     twin = cache.fork()
-    for layer in twin.ragged:
-        held = layer.spans
-        assert isinstance(held, QuantizedSpans)
+    for layer in twin.ragged_layers:
+        held = layer.store
+        assert isinstance(held, QuantizedStore)
         key, value = held.key.unpack(), held.value.unpack()
-        layer.entries.spans = Spans(held.lens, 64, key, value)
-        layer.entries.spans.unpack(key, value)
+        layer.entries.store = RaggedStore(held.lens, 64, key, value)
+        layer.entries.store.unpack(key, value)
     return twin
 
 
@@ -47,7 +47,7 @@ def test_it_equals_a_cache_of_the_values_it_stands_for(bits, slack, seed, stream
             lambda c: c.rewind(),
         ):
             change(cache), change(twin)
-            new = text[:1, 30:34].expand(len(cache.ragged[0].kept), -1)
+            new = text[:1, 30:34].expand(len(cache.ragged_layers[0].kept_counts), -1)
             outs = [model(new, past_key_values=c, use_cache=True).logits for c in (cache, twin)]
             torch.testing.assert_close(*outs, atol=1e-4, rtol=1e-4)
             assert cache.get_seq_length() == twin.get_seq_length()
@@ -72,7 +72,7 @@ def test_bytes_are_those_of_codes_steps_and_tails(bits):
     cache = RaggedCache(model, method=METHOD, slack=4, bits=bits)
     with torch.no_grad():
         model(ids(1, 1000), past_key_values=cache, use_cache=True)
-    kept = [count for row in cache.kept() for count in row]
+    kept = [count for row in cache.kept_counts() for count in row]
     codes = 2 * sum(kept) * 64 * bits // 8
     values = sum(kept) * 64 // 32 * 4  # a step and a least value in bfloat16 for 32 channels
     keys = sum(-(-count // 32) for count in kept) * 64 * 4
@@ -89,8 +89,8 @@ def test_a_quantised_context_is_saved_as_it_is(tmp_path):
     again = Context.load(tmp_path / "context.kv", model, Words())
     assert again.ask("what is one ?", max_new_tokens=8) == answer
     assert again.metadata["bits"] == 4 and again.nbytes() == context.nbytes()
-    layers: list[RaggedLayer] = again.cache.ragged
-    for mine, theirs in zip(layers, context.cache.ragged, strict=True):
+    layers: list[RaggedLayer] = again.cache.ragged_layers
+    for mine, theirs in zip(layers, context.cache.ragged_layers, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.state().values(), theirs.state().values(), strict=True))
 
 

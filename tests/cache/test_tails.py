@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.spec import inspect_model
@@ -39,13 +39,13 @@ class Batch:
         full = DynamicCache()
         self.model(self.prompts[row], past_key_values=full, use_cache=True)
         gone = []
-        for layer, whole in zip(self.cache.ragged, full.layers, strict=True):
+        for layer, whole in zip(self.cache.ragged_layers, full.layers, strict=True):
             hidden = torch.ones(whole.keys.shape[:3], dtype=torch.bool)
             for head, keys in enumerate(whole.keys[0]):
-                start = int(layer.spans.starts[row, head])
-                held = layer.spans.k[start : start + int(layer.spans.lens[row, head])]
+                start = int(layer.store.starts[row, head])
+                held = layer.store.k[start : start + int(layer.store.lens[row, head])]
                 hidden[0, head] = ~((keys[:, None] - held[None]).abs().amax(-1) < 0.1 * self.close).any(1)
-            assert int((~hidden).sum()) == int(layer.spans.lens[row].sum())
+            assert int((~hidden).sum()) == int(layer.store.lens[row].sum())
             gone.append(hidden)
         return gone
 
@@ -101,8 +101,8 @@ def test_each_row_goes_on_as_if_alone(lengths, turns, side, slack, seed):
             # Then steps of decoding, as between two turns of a chat.
             for step in range(2):
                 batch.feed(ids(len(lengths), 1, seed + 90 + step), torch.ones(len(lengths), 1, dtype=torch.bool))
-    for layer in batch.cache.ragged:
-        assert (layer.spans.held - layer.spans.lens).tolist() == [[count] * 2 for count in batch.entries()]
+    for layer in batch.cache.ragged_layers:
+        assert (layer.store.held - layer.store.lens).tolist() == [[count] * 2 for count in batch.entries()]
         assert layer.get_seq_length() == batch.mask.shape[1]
 
 
@@ -130,8 +130,8 @@ def test_what_a_later_mask_hides_is_let_go(implementation):
     batch.feed(ids(3, 1, 5), reals([1, 1, 1], "left"))
     batch.feed(ids(3, 2, 6), reals([2, 1, 2], "left"))
     assert [len(text) for text in batch.texts] == [20 + 2 + 3 + 1 + 2, 12 + 6 + 5 + 1 + 1, 15 + 4 + 2 + 1 + 2]
-    for layer in batch.cache.ragged:
-        assert (layer.spans.held - layer.spans.lens).tolist() == [[count] * 2 for count in batch.entries()]
+    for layer in batch.cache.ragged_layers:
+        assert (layer.store.held - layer.store.lens).tolist() == [[count] * 2 for count in batch.entries()]
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from lkv.cli.main import main
 from lkv.context.chat import Chat
 from lkv.context.context import compress
-from lkv.integrations.transformers.progress import each_layer
+from lkv.integrations.transformers.progress import report_progress
 from lkv.models.loading import load_model
 from tests.conftest import save_model, tiny_llama
 
@@ -173,7 +173,7 @@ def test_mistakes_are_one_sentence(folder, asked, words, message, tmp_path, monk
 def test_layers_tell_of_every_token_once():
     model, seen = tiny_llama(), []
     ids = torch.arange(3, 43)[None]
-    with each_layer(model, seen.append):
+    with report_progress(model, seen.append):
         for part in ids.split(16, 1):
             model(part)
     assert len(seen) == 3 * 3 and sum(seen) == pytest.approx(40)

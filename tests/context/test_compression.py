@@ -240,16 +240,16 @@ def test_a_fork_goes_its_own_way(model, policy):
 def test_reading_in_parts_gives_the_same_context(model, policy, options):
     whole = compress(model, Words(), TEXT, retention=0.4, policy=policy)
     parts = compress(model, Words(), TEXT, retention=0.4, policy=policy, **options)
-    assert parts.cache.kept() == whole.cache.kept()
+    assert parts.cache.kept_counts() == whole.cache.kept_counts()
     assert parts.ask("what is one ?", 8) == whole.ask("what is one ?", 8)
 
 
 def test_long_answers_leave_the_context_as_it_was(model, policy):
     context = compress(model, Words(), TEXT, retention=0.3, policy=policy, decode_eviction=True, slack=2)
-    kept, size = context.cache.kept(), context.nbytes()
+    kept, size = context.cache.kept_counts(), context.nbytes()
     answer = context.ask("go on", max_new_tokens=30, eos_token_id=None)
     assert context.answer_tokens == 30
-    assert (context.cache.kept(), context.nbytes(), context.cache.get_seq_length()) == (kept, size, 60)
+    assert (context.cache.kept_counts(), context.nbytes(), context.cache.get_seq_length()) == (kept, size, 60)
     assert context.ask("go on", max_new_tokens=30, eos_token_id=None) == answer
 
 
@@ -262,12 +262,12 @@ def test_a_saved_context_answers_as_before(dtype, tmp_path):
     context.save(tmp_path / "deep" / "context.kv")
     again = Context.load(tmp_path / "deep" / "context.kv", model, Words(), policy)
     assert again.ask("what is one ?", max_new_tokens=8) == answer
-    assert again.metadata == context.metadata and again.cache.kept() == context.cache.kept()
+    assert again.metadata == context.metadata and again.cache.kept_counts() == context.cache.kept_counts()
     assert again.cache.realised_retention() == context.cache.realised_retention()
-    for mine, theirs in zip(again.cache.ragged, context.cache.ragged, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine.spans.packed(), theirs.spans.packed(), strict=True))
+    for mine, theirs in zip(again.cache.ragged_layers, context.cache.ragged_layers, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.store.packed(), theirs.store.packed(), strict=True))
     # No bytes of the evicted entries are in the file.
-    entries = sum(map(sum, context.cache.kept()))
+    entries = sum(map(sum, context.cache.kept_counts()))
     size = (tmp_path / "deep" / "context.kv").stat().st_size
     # Beside them stand the names, the places and the fingerprint of the model.
     assert size - entries * 2 * 8 * torch.finfo(dtype).bits // 8 < 7500

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.context.context import compress
 from lkv.context.inspection import inspect_text, pieces_of
 from lkv.errors import LkvError
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import encode_context
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
     (path / "log.txt").write_text(TEXT, encoding="utf-8")
     model, _ = load_model(str(path / "model"))
     torch.manual_seed(3)
-    policy = Policy(attach(model).spec)
+    policy = Policy(patch_attention(model).spec)
     torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
     policy.save_pretrained(path / "policy")
     return path
@@ -50,7 +50,7 @@ def test_a_head_keeps_on_the_page_what_it_keeps_in_the_cache(folder, method):
     cache = RaggedCache(model, policy, retention=0.3, method=method)
     ids = torch.tensor([encode_context(tokenizer, TEXT)])
     model(ids, past_key_values=cache, use_cache=True)
-    assert cache.kept() == found.counts[0].reshape(found.layers, found.heads).tolist()
+    assert cache.kept_counts() == found.counts[0].reshape(found.layers, found.heads).tolist()
     whole = RaggedCache(model, method="knorm", retention=1.0)
     model(ids, past_key_values=whole, use_cache=True)
     for layer in range(found.layers):
@@ -63,7 +63,7 @@ def test_a_head_keeps_on_the_page_what_it_keeps_in_the_cache(folder, method):
 
 def held_keys(cache: RaggedCache, layer: int, head: int) -> torch.Tensor:
     """The keys [n, d] that a head holds of the prompt, in the order of their tokens."""
-    state = cache.ragged[layer].state()
+    state = cache.ragged_layers[layer].state()
     start = int(state["kept"][0, :head].sum())
     return state["k"].reshape(-1, state["k"].shape[-1])[start : start + int(state["kept"][0, head])]
 

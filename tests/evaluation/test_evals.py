@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import DataError, PromptError
 from lkv.evaluation.comparison import MethodComparison
 from lkv.evaluation.needles import make_needles
-from lkv.integrations.transformers.attention import attach
-from lkv.integrations.transformers.prefill import PromptLayer, read_prompt
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.methods.budgets import GlobalTopK, Uniform
 from lkv.methods.build import Method, make_method
 from lkv.methods.selectors import GivenScores, LearnedScores, SnapKV
@@ -27,7 +27,7 @@ TOKENS = 48
 
 def prompt_of(model, seed=0):
     ids = torch.randint(3, 67, (TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
-    attach(model)
+    patch_attention(model)
     return ids, read_prompt(model, torch.tensor([ids]), queries=True)
 
 
@@ -115,7 +115,7 @@ def test_global_budgets_are_one_contest():
         best = table[:, row].flatten().topk(60).indices // 25
         expected = torch.bincount(best, minlength=12).view(4, 3)
         assert torch.equal(counts[:, row], expected)
-    assert torch.equal(GivenScores(table).scores(2, PromptLayer(table[0], table[0], 1.0)), table[2])
+    assert torch.equal(GivenScores(table).scores(2, LayerKV(table[0], table[0], 1.0)), table[2])
 
 
 def test_bootstrap_interval_covers_the_mean():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid, generate_greedily
 from lkv.evaluation.processes import Process
@@ -14,7 +14,7 @@ from lkv.evaluation.report.builders import TableRequest, build_table
 from lkv.evaluation.report.results import read_results
 from lkv.evaluation.report.style import method_styles
 from lkv.evaluation.runner import _share
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods import kvzip as second_pass
 from lkv.methods.registry import needs_policy, needs_second_pass
@@ -39,7 +39,7 @@ def test_every_row_answers_as_its_method_alone(model, policy, tmp_path):
         assert line["key"] == f"{example.task}-128-0" and not line["skipped"]
         given = make_prompt(example, Letters(), "kvpress", 512)
         whole = torch.tensor([given.context + given.question])
-        attach(model)
+        patch_attention(model)
         prompt = read_prompt(model, whole[:, : len(given.context)], queries=True)
         rows = {(row["method"], row["retention"]): row for row in line["rows"]}
         assert list(rows) == [("full", 1.0), *((name, r) for r in RETENTIONS for name in METHODS)]
@@ -55,7 +55,7 @@ def test_every_row_answers_as_its_method_alone(model, policy, tmp_path):
                 else:
                     cache = RaggedCache(model, policy if needs_policy(name) else None, retention, name)
                 cache.fill(prompt)
-                held = sum(map(sum, cache.kept()))
+                held = sum(map(sum, cache.kept_counts()))
             out = model.generate(whole, past_key_values=cache, do_sample=False, max_new_tokens=6)
             answer = Letters().decode(out[0, whole.shape[1] :], skip_special_tokens=True)
             assert row["answer"] == answer and row["score"] == score(example, answer)
@@ -246,7 +246,7 @@ def test_rows_that_end_early_do_not_change_the_others(model, policy):
     assert generate_greedily(model, rows, 16, [stop]) == alone
     for methods in (4, 3):
         cache = RaggedCache(model, policy, 1.0)
-        attach(model)
+        patch_attention(model)
         with torch.no_grad():
             model(torch.tensor(rows[:methods])[:, :-1], past_key_values=cache, use_cache=True)
         assert generate_greedily(model, rows[:methods], 16, [stop], cache, dropping=True) == alone[:methods]

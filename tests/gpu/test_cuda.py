@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.methods.budgets import PerHead
 from lkv.methods.build import Method
 from lkv.methods.selectors import Knorm
@@ -33,7 +33,7 @@ def logits(model, device, text, **options):
     text = text.to(device)
     model.base_model(text[:, :90], past_key_values=cache)
     parts = [model(part, past_key_values=cache).logits for part in text[:, 90:107].split([5] + [1] * 12, 1)]
-    return torch.cat(parts, 1).cpu().double(), cache.kept()
+    return torch.cat(parts, 1).cpu().double(), cache.kept_counts()
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128])
@@ -75,7 +75,7 @@ def test_a_captured_step_replayed_twice_is_two_steps():
     layers = []
     for cache in caches:
         model.base_model(text[:, :90], past_key_values=cache)
-        layers.append(cache.ragged[0].spans)
+        layers.append(cache.ragged_layers[0].store)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 1, 64, device=DEVICE) for heads in (4, 2, 2))
     buffers = {}

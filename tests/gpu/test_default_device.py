@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.context.context import Context, compress
 from lkv.evaluation.profiling.measure import Profiler, ProfileSettings
 from lkv.evaluation.profiling.random_models import random_policy
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.registry import METHODS, find, needs_pattern
 from lkv.models.loading import default_policy
@@ -41,7 +41,7 @@ def test_every_method_under_another_default_device(small, method):
         with device:
             cache = RaggedCache(small, policy, 0.4, method)
             small(text, past_key_values=cache)
-            found.append((cache.kept(), small(question, past_key_values=cache).logits))
+            found.append((cache.kept_counts(), small(question, past_key_values=cache).logits))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 
@@ -72,7 +72,7 @@ def test_every_kind_of_cache_under_another_default_device(small, options):
 @torch.no_grad()
 def test_a_policy_with_every_term_under_another_default_device(small, options):
     torch.manual_seed(0)
-    policy = Policy(attach(small).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
+    policy = Policy(patch_attention(small).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
     for part in (policy.tokens.query_mean, policy.tokens.query_spread, policy.tokens.start, policy.tokens.end):
         torch.nn.init.normal_(part)
     prompt, question, found = ids(2, 40), ids(2, 3), []

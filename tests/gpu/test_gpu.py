@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lkv.cache.entries import Entries
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.context.context import compress
 from lkv.errors import CacheError, UnsupportedModelError
@@ -131,7 +131,7 @@ def test_every_way_to_read_gives_what_a_cpu_gives(base, on_fake, options):
     (expected, cache), (found, own) = (
         generated(m, d, ids(), **options) for m, d in ((base, "cpu"), (on_fake, "fake:0"))
     )
-    assert torch.equal(found, expected) and own.kept() == cache.kept()
+    assert torch.equal(found, expected) and own.kept_counts() == cache.kept_counts()
 
 
 def test_a_policy_stays_where_its_owner_put_it(base, on_fake):
@@ -172,16 +172,16 @@ def test_a_model_over_two_devices(base, split, method):
     options = {"policy": policy_of(base), "retention": 0.4, "method": method}
     text = ids(80)
     (expected, cache), (found, own) = (generated(m, d, text, **options) for m, d in ((base, "cpu"), (split, "fake:0")))
-    assert torch.equal(found, expected) and own.kept() == cache.kept()
-    assert [str(layer.spans.k.device) for layer in own.ragged] == ["fake:0", "fake:1", "fake:1"]
+    assert torch.equal(found, expected) and own.kept_counts() == cache.kept_counts()
+    assert [str(layer.store.k.device) for layer in own.ragged_layers] == ["fake:0", "fake:1", "fake:1"]
 
 
 @pytest.mark.parametrize("method", ["kvzip", "contest+knorm", "lkv-h+kvzip"])
 def test_methods_of_whole_prompts_over_two_devices(base, split, method):
     options = {"policy": policy_of(base)} if method.startswith("lkv") else {}
     expected, found = (compress(model, Words(), TEXT, method, 0.4, **options).cache for model in (base, split))
-    assert found.kept() == expected.kept()
-    assert [str(layer.spans.k.device) for layer in found.ragged] == ["fake:0", "fake:1", "fake:1"]
+    assert found.kept_counts() == expected.kept_counts()
+    assert [str(layer.store.k.device) for layer in found.ragged_layers] == ["fake:0", "fake:1", "fake:1"]
 
 
 def test_weights_that_are_nowhere_are_refused():
@@ -213,7 +213,7 @@ def test_other_errors_than_memory_keep_their_name(on_fake, monkeypatch):
     def broken(*_):
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(cache.ragged[0].spans, "relaid", broken)
+    monkeypatch.setattr(cache.ragged_layers[0].store, "relaid", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         on_fake(ids(3).to("fake"), past_key_values=cache)
 
@@ -221,7 +221,7 @@ def test_other_errors_than_memory_keep_their_name(on_fake, monkeypatch):
 def test_memory_that_runs_out_while_room_is_made_is_named(on_fake):
     cache = RaggedCache(on_fake, method=KNORM, slack=0)
     on_fake(ids().to("fake"), past_key_values=cache)
-    entries = cache.ragged[0].entries
+    entries = cache.ragged_layers[0].entries
     with (
         memory_limit(load().fake_gpu_held(0) + 1000),
         pytest.raises(CacheError, match="no memory for 60 more tokens in layer 0") as caught,
@@ -295,7 +295,7 @@ def test_a_step_that_is_replayed_is_another_step(on_fake):
     with fake_gpus() as launches:
         cache = RaggedCache(on_fake, method=KNORM)
         on_fake.base_model(ids().to("fake"), past_key_values=cache)
-        spans = cache.ragged[0].spans
+        spans = cache.ragged_layers[0].store
         pools = [x.clone() for x in spans.for_attention()]
         query, key, value = (torch.randn(1, heads, 1, 8).to("fake") for heads in (4, 2, 2))
         buffers = {}
@@ -384,15 +384,15 @@ def test_memory_that_runs_out_in_any_layer_of_a_step_means_fewer_rows(on_fake, t
     def make_room(self, *given):
         rows.append(len(self.kept))
         if len(self.kept) > 2 and self._layer.index == 1:
-            monkeypatch.setattr(self.spans, "relaid", out_of_memory)
+            monkeypatch.setattr(self.store, "relaid", out_of_memory)
         return plain(self, *given)
 
     def out_of_memory(room):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(Entries, "_make_room", make_room)
-    monkeypatch.setattr("lkv.cache.plan._GPU_SLACK", 4)
-    monkeypatch.setattr("lkv.cache.plan._LEAST_SLACK", 4)
+    monkeypatch.setattr("lkv.cache.config._GPU_SLACK", 4)
+    monkeypatch.setattr("lkv.cache.config._LEAST_SLACK", 4)
     assert evaluated(on_fake, tmp_path / "b.jsonl") == expected
     assert max(rows) > 2 and min(rows) <= 2
 
@@ -439,7 +439,7 @@ def test_left_padding_is_looked_at_once_for_all_layers(on_fake):
     # Is a row hidden whole, is one padded on the right, where do the rows begin, and does any not at once; and are all
     # scores numbers.
     assert log.count("wait") <= 5, log.summary("wait")
-    assert cache.ragged[0].real == [53, 60]
+    assert cache.ragged_layers[0].real_tokens == [53, 60]
 
 
 @torch.no_grad()

@@ -21,10 +21,10 @@ from kvpress.attention_patch import attention_patch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv import default_policy, load_default
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import DataError, IntegrationError, PolicyMismatchError, UnsupportedModelError
 from lkv.integrations.kvpress import LKVHeadBudgetPress, LKVScorerPress
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import Ada, Pyramid, PyramidOfKvpress, Uniform, estimate_mean_pattern
 from lkv.methods.build import Method, make_method
@@ -49,13 +49,13 @@ def places(some: torch.Tensor, every: torch.Tensor) -> set[int]:
 
 
 def kept_by_ours(model, ids: torch.Tensor, method: Method) -> list[list[set[int]]]:
-    attach(model)
+    patch_attention(model)
     prompt, cache = read_prompt(model, ids), RaggedCache(model, method=method)
     model(ids, past_key_values=cache, use_cache=True)
     kept = []
-    for whole, layer in zip(prompt, cache.ragged, strict=True):
-        starts, lens = layer.spans.starts[0].tolist(), layer.spans.lens[0].tolist()
-        spans = [layer.spans.k[start : start + count] for start, count in zip(starts, lens, strict=True)]
+    for whole, layer in zip(prompt, cache.ragged_layers, strict=True):
+        starts, lens = layer.store.starts[0].tolist(), layer.store.lens[0].tolist()
+        spans = [layer.store.k[start : start + count] for start, count in zip(starts, lens, strict=True)]
         kept.append([places(span, whole.key[0, head]) for head, span in enumerate(spans)])
     return kept
 
@@ -238,7 +238,7 @@ def test_kvpress_pipeline_answers_as_the_ragged_cache_does(name, seed, policy):
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_a_model_in_use_by_lkv_can_be_pressed(wrapped, policy, monkeypatch):
     """kvpress wraps every attention function that is registered when it is imported, LKV's own among them."""
-    attach(model := tiny_llama())
+    patch_attention(model := tiny_llama())
     if wrapped:
         inner = ALL_ATTENTION_FUNCTIONS["lkv_sdpa"]
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "lkv_sdpa", attention_patch(inner))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from lkv.cache.ragged import RaggedCache
-from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, attach
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import Uniform
 from lkv.methods.build import Method
@@ -186,11 +186,11 @@ def test_the_cache_holds_what_kvpress_leaves(kvpress, family):
     model(ids(2, TOKENS), past_key_values=cache, use_cache=True)
     with kvpress.SnapKVPress(0.5, 8)(stock):
         stock(ids(2, TOKENS), past_key_values=left, use_cache=True)
-    for layer, other in zip(cache.ragged, left.layers, strict=True):
+    for layer, other in zip(cache.ragged_layers, left.layers, strict=True):
         for b in range(2):
             for h in range(2):
-                held = slice(int(layer.spans.starts[b, h]), int(layer.spans.starts[b, h]) + TOKENS // 2)
-                mine = torch.cat([layer.spans.k[held], layer.spans.v[held]], -1)
+                held = slice(int(layer.store.starts[b, h]), int(layer.store.starts[b, h]) + TOKENS // 2)
+                mine = torch.cat([layer.store.k[held], layer.store.v[held]], -1)
                 # kvpress holds what is left by falling score, so both are put into the order of one coordinate of k.
                 theirs = torch.cat([other.keys[b, h], other.values[b, h]], -1)
                 torch.testing.assert_close(*(x[x[:, 0].argsort()] for x in (mine, theirs)), atol=1e-10, rtol=1e-10)
@@ -202,7 +202,7 @@ def test_a_cache_works_where_kvpress_has_wrapped_the_attention(kvpress, monkeypa
     """As it is when kvpress is imported after the first model was attached."""
     model, text = build("Llama"), ids(1, 40)
     model.set_attn_implementation(implementation)
-    attach(model)
+    patch_attention(model)
     outs = []
     for wrapped in (False, True):
         if wrapped:

@@ -3,8 +3,8 @@
 import torch
 
 from lkv.cache.quantization import QuantizedPool
-from lkv.cache.quantized_spans import QuantizedSpans
-from lkv.cache.spans import Spans
+from lkv.cache.quantized_store import QuantizedStore
+from lkv.cache.store import RaggedStore
 from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
 
 
@@ -14,14 +14,14 @@ def quantised(lengths, room, dim, value_dim, dtype, bits, group=32, device="cpu"
     draw = [torch.randn(int(lens.sum()), size, device=device).to(dtype) for size in (dim, value_dim)]
     # Channels of k with outliers, as models have them.
     draw[0] *= torch.linspace(0.2, 5, dim, device=device).to(dtype)
-    spans = Spans(lens, room, *draw)
+    spans = RaggedStore(lens, room, *draw)
     spans.unpack(*draw)
-    held = QuantizedSpans.of(spans, bits)
+    held = QuantizedStore.of(spans, bits)
     if group == held.key.group:
         return held
     key, value = (pool.unpack() for pool in (held.key, held.value))
     key = QuantizedPool.pack(key, bits, group, lens.flatten())
-    return QuantizedSpans(lens, key, QuantizedPool.pack(value, bits, group), held.fresh)
+    return QuantizedStore(lens, key, QuantizedPool.pack(value, bits, group), held.fresh)
 
 
 def exact(held, query, new, scale):

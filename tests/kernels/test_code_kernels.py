@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lkv.cache.quantization import QuantizedPool
-from lkv.cache.quantized_spans import QuantizedSpans
+from lkv.cache.quantized_store import QuantizedStore
 from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import append_and_attend
 from tests.kernels import codes as cases
@@ -91,8 +91,8 @@ def test_groups_that_the_kernel_cannot_take_are_restored(groups, monkeypatch):
     held = quantised([[40, 3]], 2, 8, 8, torch.float32, 8)
     pools = [pool.unpack() for pool in (held.key, held.value)]
     key = QuantizedPool.pack(pools[0], 8, groups[0], [40, 3])
-    held = QuantizedSpans(held.lens, key, QuantizedPool.pack(pools[1], 8, groups[1]), held.fresh)
-    monkeypatch.setattr("lkv.cache.quantized_spans.can_attend_quantized", lambda *args: True)
+    held = QuantizedStore(held.lens, key, QuantizedPool.pack(pools[1], 8, groups[1]), held.fresh)
+    monkeypatch.setattr("lkv.cache.quantized_store.can_attend_quantized", lambda *args: True)
     query, *new = (torch.randn(1, 2, 2, 8, device=DEVICE) for _ in range(3))
     right = exact(held, query, new, 0.3)
     torch.testing.assert_close(held.extend(query, *new, 0.3).double(), right, atol=1e-4, rtol=1e-4)

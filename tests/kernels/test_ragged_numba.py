@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import api, append_and_attend, loop, ragged_attention
 from tests.conftest import tiny_llama

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import ragged_attention as benchmark
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import api, append_and_attend, ragged_attention
 from lkv.methods.budgets import PerHead

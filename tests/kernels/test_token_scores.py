@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import silu
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.errors import UnsupportedModelError
-from lkv.integrations.transformers.attention import attach
-from lkv.integrations.transformers.prefill import PromptLayer, read_prompt
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.kernels.token_scores import (
     ContentWeights,
     ExpectedAttentionWeights,
@@ -55,7 +55,7 @@ def rotation_matrix(position: int, dim: int, base: float) -> torch.Tensor:
     return matrix
 
 
-def by_hand(policy: Policy, layer: int, head: int, token: int, part: PromptLayer, base: float) -> float:
+def by_hand(policy: Policy, layer: int, head: int, token: int, part: LayerKV, base: float) -> float:
     """The score of one token of a prompt that starts at 0, term by term."""
     w = {name: tensor.double() for name, tensor in policy.tokens.state_dict().items()}
     at = (layer, head)
@@ -82,7 +82,7 @@ def by_hand(policy: Policy, layer: int, head: int, token: int, part: PromptLayer
 
 def test_every_term_equals_its_formula_token_by_token():
     model = tiny_llama(dtype=torch.float64)
-    attached = attach(model)
+    attached = patch_attention(model)
     policy = filled(attached.spec)
     base = model.config.rope_parameters["rope_theta"]
     prompt = read_prompt(model, torch.arange(3, 40)[None])
@@ -147,10 +147,10 @@ def test_gradients_reach_every_learned_number():
 
 def test_the_attention_term_misses_no_rotation_in_silence():
     model = tiny_llama()
-    policy = filled(attach(model).spec)
+    policy = filled(patch_attention(model).spec)
     key = torch.randn(1, 2, 5, 8)
     with pytest.raises(UnsupportedModelError, match="undoes the model's rotary embedding"):
-        policy.tokens(PromptLayer(key, key, 1.0), 0)
+        policy.tokens(LayerKV(key, key, 1.0), 0)
     term = policy.tokens.scorer(0).attention
     assert expected_attention_scores(term, key, key, torch.eye(8), 1.0).shape == (1, 2, 5)
     with pytest.raises(ValueError, match="needs the mean rotation"):
@@ -158,7 +158,7 @@ def test_the_attention_term_misses_no_rotation_in_silence():
 
 
 def test_content_in_blocks_equals_content_with_gradients():
-    policy = filled(attach(tiny_llama()).spec)
+    policy = filled(patch_attention(tiny_llama()).spec)
     content = policy.tokens.scorer(0).content
     key, value = torch.randn(2, 2, 4500, 8), torch.randn(2, 2, 4500, 8)
     blocks = content_scores(content, key, value)
@@ -177,9 +177,9 @@ def test_blocks_hold_every_token_once(tokens, device):
 def test_all_terms_in_blocks_equal_the_terms_of_the_whole_text():
     """The prompt is no multiple of a block; one block's attention is not another's."""
     model = tiny_llama(dtype=torch.float32)
-    policy = filled(attach(model).spec).float()
+    policy = filled(patch_attention(model).spec).float()
     key, value = torch.randn(2, 2, 4500, 8), torch.randn(2, 2, 4500, 8)
-    part = PromptLayer(key, value, 0.4, start=7, length=5000, rotation=attach(model).rotations[0])
+    part = LayerKV(key, value, 0.4, start=7, length=5000, rotation=patch_attention(model).rotations[0])
     with torch.no_grad():
         blocks = policy.tokens(part, 1)
     torch.testing.assert_close(blocks, policy.tokens(part, 1), atol=1e-4, rtol=1e-4)
@@ -188,7 +188,7 @@ def test_all_terms_in_blocks_equal_the_terms_of_the_whole_text():
 @pytest.mark.parametrize("rounded", [torch.bfloat16, torch.float16])
 def test_autocast_rounds_no_score(rounded):
     model = tiny_llama(dtype=torch.float32)
-    policy = filled(attach(model).spec).float()
+    policy = filled(patch_attention(model).spec).float()
     part = read_prompt(model, torch.arange(3, 43)[None])[0]
     exact = policy.tokens(part, 0)
     with torch.autocast("cpu", rounded):
@@ -197,30 +197,28 @@ def test_autocast_rounds_no_score(rounded):
 
 def test_streaming_in_one_part_keeps_what_is_kept_of_the_whole():
     model = tiny_llama(dtype=torch.float64)
-    policy = filled(attach(model).spec)
+    policy = filled(patch_attention(model).spec)
     text = torch.arange(3, 51)[None]
     caches = [RaggedCache(model, policy, 0.3), RaggedCache(model, policy, 0.3, prompt_tokens=48, streaming=True)]
     for cache in caches:
         model(text, past_key_values=cache, use_cache=True)
-    for whole, streamed in zip(caches[0].ragged, caches[1].ragged, strict=True):
-        assert torch.equal(whole.kept, streamed.kept)
-        torch.testing.assert_close(whole.spans.packed(), streamed.spans.packed(), atol=1e-10, rtol=1e-10)
+    for whole, streamed in zip(caches[0].ragged_layers, caches[1].ragged_layers, strict=True):
+        assert torch.equal(whole.kept_counts, streamed.kept_counts)
+        torch.testing.assert_close(whole.store.packed(), streamed.store.packed(), atol=1e-10, rtol=1e-10)
 
 
 def test_completed_scores_are_the_scores_of_the_whole_text():
     model = tiny_llama(dtype=torch.float64)
-    attached = attach(model)
+    attached = patch_attention(model)
     policy = filled(attached.spec)
     part = read_prompt(model, torch.arange(3, 40)[None])[1]
     tokens = part.key.shape[2]
     whole = policy.tokens(part, 1)
     for first in (0, 9):
-        late = PromptLayer(
-            part.key[:, :, first:], part.value[:, :, first:], part.scale, None, first, None, part.rotation
-        )
+        late = LayerKV(part.key[:, :, first:], part.value[:, :, first:], part.scale, None, first, None, part.rotation)
         arrived = policy.tokens.on_arrival(late, 1)
         for head in range(2):
-            entries = PromptLayer(
+            entries = LayerKV(
                 part.key[:, head : head + 1, first:], part.value[:, head : head + 1, first:], part.scale,
                 length=tokens, rotation=part.rotation,
             )  # fmt: skip
@@ -231,7 +229,7 @@ def test_completed_scores_are_the_scores_of_the_whole_text():
 def test_decode_eviction_gives_up_generated_tokens_too():
     """Positions stay with the entries: a token's recency fades as the text goes on."""
     model = tiny_llama()
-    policy = filled(attach(model).spec, seed=3)
+    policy = filled(patch_attention(model).spec, seed=3)
     with torch.no_grad():
         policy.tokens.end.copy_(-torch.arange(5.0))  # recent ones foremost
         policy.tokens.start.zero_()
@@ -241,10 +239,10 @@ def test_decode_eviction_gives_up_generated_tokens_too():
     model(torch.arange(3, 23)[None], past_key_values=cache, use_cache=True)
     for token in range(30, 46):
         model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-    for layer in cache.ragged:
+    for layer in cache.ragged_layers:
         for head in range(2):
-            start, count = int(layer.spans.starts[0, head]), int(layer.spans.lens[0, head])
-            positions = layer.spans.positions[start : start + count].tolist()
+            start, count = int(layer.store.starts[0, head]), int(layer.store.lens[0, head])
+            positions = layer.store.positions[start : start + count].tolist()
             # Beyond the last knot (16 tokens back) the term is flat; nearer ones are all there.
             newest = [p for p in range(layer.entries.settled) if layer.entries.settled - p < 16]
             assert set(newest[-min(count, len(newest)) :]) <= set(positions)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import compress
 from lkv.errors import BudgetError, DataError, LkvError, PromptError, RetentionError
 from lkv.methods.budgets import (
@@ -174,7 +174,7 @@ def test_a_pattern_of_another_shape_is_named_and_a_right_one_works(method):
         compress(model, Words(), text, method, 0.95, pattern=[[0.1, 0.9]] * 3)
     long = " ".join(map(str, range(450)))
     cache = compress(model, Words(), long, method, 0.95, pattern=[[0.1, 0.9]] * 3).cache
-    assert cache.kept() == [[384, 450], [384, 450], [384, 450]]
+    assert cache.kept_counts() == [[384, 450], [384, 450], [384, 450]]
 
 
 def test_patterns_are_read_as_they_are_published(tmp_path):
@@ -276,7 +276,9 @@ def test_eviction_equals_the_stock_model_with_a_mask(name, retention, batch, see
         hidden.append(gone)
     cache = RaggedCache(model, method=Method(name, budget, selector), slack=2)
     model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
-    assert [layer.kept.tolist() for layer in cache.ragged] == [(~gone).sum(-1).tolist() for gone in hidden]
+    assert [layer.kept_counts.tolist() for layer in cache.ragged_layers] == [
+        (~gone).sum(-1).tolist() for gone in hidden
+    ]
     mine = [model(text[:, [place]], past_key_values=cache, use_cache=True).logits for place in range(PROMPT, 47)]
     with hidden_from_continuation(model, hidden, PROMPT):
         expected = model(text).logits[:, PROMPT:]
@@ -289,4 +291,4 @@ def test_a_ragged_cache_works_with_every_rule():
         cache = RaggedCache(model, method=Method("own", budget, Given(1, 0)))
         model(text, past_key_values=cache, use_cache=True)
         kept = [[40, 8]] * 2 + [[8, 8]] if isinstance(budget, Duo) else [[20, 10]] * 3
-        assert cache.kept() == kept
+        assert cache.kept_counts() == kept

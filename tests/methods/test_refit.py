@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError, LkvError, UnsupportedModelError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.evaluation.report.names import budget_and_selector, is_lkv
 from lkv.evaluation.report.style import method_styles
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods import compensation as refit
 from lkv.methods.budgets import PerHead
@@ -158,15 +158,15 @@ def test_the_cache_holds_what_refitting_gives():
     for held in (plain, cache):
         model(text, past_key_values=held)
     prompt = read_prompt(model, text, queries=True)
-    for layer, (before, after) in enumerate(zip(plain.ragged, cache.ragged, strict=True)):
-        assert torch.equal(before.kept, after.kept)
+    for layer, (before, after) in enumerate(zip(plain.ragged_layers, cache.ragged_layers, strict=True)):
+        assert torch.equal(before.kept_counts, after.kept_counts)
         queries = refit.references(prompt[layer])[0]
         for number in range(2):
-            k, v = before.spans.settled_of(0, number)
+            k, v = before.store.settled_of(0, number)
             if 0 < len(k) < 40:
                 whole = prompt[layer].key[0, number], prompt[layer].value[0, number]
                 k, v = refit.refitted(queries[number], *whole, k, v, prompt[layer].scale)
-            for mine, expected in zip(after.spans.settled_of(0, number), (k, v), strict=True):
+            for mine, expected in zip(after.store.settled_of(0, number), (k, v), strict=True):
                 torch.testing.assert_close(mine, expected, atol=1e-9, rtol=0)
     assert cache.nbytes() == plain.nbytes()
 
@@ -177,7 +177,7 @@ def test_padded_chunked_filled_and_compared_alike():
     question = ids(1, 5, 2)
 
     def logits(cache):
-        return model(question.expand(len(cache.ragged[0].kept), -1), past_key_values=cache).logits
+        return model(question.expand(len(cache.ragged_layers[0].kept_counts), -1), past_key_values=cache).logits
 
     alone = []
     for text in texts:
@@ -273,11 +273,11 @@ def test_longrope_near_its_change_keeps_the_frequencies_of_the_text():
     }  # fmt: skip
     (family,) = [family for family in SERVED if family.name == "Phi3"]
     changes = {"rope_parameters": scaling, "original_max_position_embeddings": 64}
-    rotation = attach(replace(family, changes=family.changes | changes).build()).rotations[0]
+    rotation = patch_attention(replace(family, changes=family.changes | changes).build()).rotations[0]
     assert rotation is not None
-    assert [rotation.following(end, 20) for end in (30, 60, 64, 65)] == [30, 44, 44, 65]
+    assert [rotation.future_start(end, 20) for end in (30, 60, 64, 65)] == [30, 44, 44, 65]
     x = torch.randn(1, 1, 20, 8, dtype=torch.float64)
-    turned = rotation.moved(rotation.applied(x, 20), torch.arange(20, 40), rotation.following(60, 20))
+    turned = rotation.rerotate(rotation.rotate(x, 20), torch.arange(20, 40), rotation.future_start(60, 20))
     factor = math.sqrt(1 + math.log(512 / 64) / math.log(64))  # that LongRoPE has q and k multiplied by
     torch.testing.assert_close(turned, factor * by_short_factors(x, 44), atol=1e-5, rtol=0)
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.context.context import compress
 from lkv.errors import LkvError, PromptError
-from lkv.integrations.transformers.prefill import PromptLayer, read_prompt
+from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.build import make_method
@@ -29,7 +29,7 @@ def test_snapkv_equals_its_definition():
     tokens, window, kernel = 20, 4, 5
     query = torch.randn(1, 4, tokens, 8, dtype=torch.float64)
     key = torch.randn(1, 2, tokens, 8, dtype=torch.float64)
-    scores = SnapKV(window, kernel).scores(0, PromptLayer(key, key, 0.3, query))
+    scores = SnapKV(window, kernel).scores(0, LayerKV(key, key, 0.3, query))
     for head in range(2):
         pooled = torch.zeros(2, tokens - window, dtype=torch.float64)
         for group in range(2):
@@ -45,13 +45,13 @@ def test_snapkv_equals_its_definition():
 
 def test_snapkv_names_a_prompt_that_is_too_short():
     with pytest.raises(PromptError, match="the prompt has 10 tokens, but SnapKV observes the last 64"):
-        SnapKV().scores(0, PromptLayer(*[torch.zeros(1, 2, 10, 8)] * 2, 1.0, torch.zeros(1, 2, 10, 8)))
+        SnapKV().scores(0, LayerKV(*[torch.zeros(1, 2, 10, 8)] * 2, 1.0, torch.zeros(1, 2, 10, 8)))
 
 
 def test_learned_scores_are_the_same_in_blocks(policy):
     k, v = torch.randn(1, 2, 5000, 8), torch.randn(1, 2, 5000, 8)
     torch.testing.assert_close(
-        LearnedScores(policy).scores(1, PromptLayer(k, v, 1.0, k)), policy.tokens(PromptLayer(k, v, 1.0), 1)
+        LearnedScores(policy).scores(1, LayerKV(k, v, 1.0, k)), policy.tokens(LayerKV(k, v, 1.0), 1)
     )
 
 
@@ -73,11 +73,11 @@ def test_a_text_much_longer_than_those_of_the_training_is_warned_of_once(policy)
     known = Policy(policy.spec, {"trained_tokens": 100})
     k = torch.randn(1, 2, 121, 8)
     for layer in range(3):
-        LearnedScores(known).scores(layer, PromptLayer(k[:, :, :120], k[:, :, :120], 1.0))
-        LearnedScores(policy).scores(layer, PromptLayer(k, k, 1.0))  # its card does not tell
+        LearnedScores(known).scores(layer, LayerKV(k[:, :, :120], k[:, :, :120], 1.0))
+        LearnedScores(policy).scores(layer, LayerKV(k, k, 1.0))  # its card does not tell
     with pytest.warns(UserWarning, match=r"trained on texts of up to 100 tokens and may keep the wrong ones"):
-        LearnedScores(known).scores(0, PromptLayer(k, k, 1.0))
-    LearnedScores(known).scores(1, PromptLayer(k, k, 1.0))  # the first layer has said it
+        LearnedScores(known).scores(0, LayerKV(k, k, 1.0))
+    LearnedScores(known).scores(1, LayerKV(k, k, 1.0))  # the first layer has said it
 
 
 @pytest.mark.parametrize("far", [0.0, 100.0])
@@ -96,13 +96,13 @@ def test_learned_scores_equal_the_formula_within_the_error_of_the_dtype(policy, 
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         near = k.to(dtype), v.to(dtype)
         reference = by_the_formula(policy, *near, 1)
-        found = LearnedScores(policy).scores(1, PromptLayer(*near, 1.0))
+        found = LearnedScores(policy).scores(1, LayerKV(*near, 1.0))
         assert found.dtype == torch.float32 and not found.requires_grad
         error = float((found - reference).abs().mean())
         rounding = by_the_formula(policy, k.float(), v.float(), 1) if dtype == torch.float64 else reference
         assert error <= max(2 * float((rounding - exact).abs().mean()), 2e-7 * (1 + far))
-    heads = LearnedScores(policy, slice(1, 2)).scores(1, PromptLayer(k[:, 1:], v[:, 1:], 1.0))
-    torch.testing.assert_close(heads, LearnedScores(policy).scores(1, PromptLayer(k, v, 1.0))[:, 1:])
+    heads = LearnedScores(policy, slice(1, 2)).scores(1, LayerKV(k[:, 1:], v[:, 1:], 1.0))
+    torch.testing.assert_close(heads, LearnedScores(policy).scores(1, LayerKV(k, v, 1.0))[:, 1:])
 
 
 def test_scoring_a_long_prompt_takes_no_more_memory_than_a_block(policy):
@@ -110,7 +110,7 @@ def test_scoring_a_long_prompt_takes_no_more_memory_than_a_block(policy):
     for tokens in (8_192, 32_768):
         k = torch.randn(1, 2, tokens, 8)
         with torch.profiler.profile(profile_memory=True) as profile:
-            LearnedScores(policy).scores(1, PromptLayer(k, k, 1.0))
+            LearnedScores(policy).scores(1, LayerKV(k, k, 1.0))
         peaks[tokens] = max(event.self_cpu_memory_usage for event in profile.events())
     # 16 values of k and v, 8 of the hidden layer in two precisions; the scores themselves are the rest.
     assert peaks[32_768] <= max(2048 * 2 * 4 * 16 * 2, 32_768 * 2 * 4)
@@ -124,7 +124,7 @@ def test_a_policy_works_in_any_dtype(model, policy, dtype):
     caches = [RaggedCache(model, given, 0.4) for given in (rough, policy)]
     for cache in caches:
         model(text, past_key_values=cache, use_cache=True)
-    kept = [sum(map(sum, cache.kept())) for cache in caches]
+    kept = [sum(map(sum, cache.kept_counts())) for cache in caches]
     assert abs(kept[0] - kept[1]) <= 6
 
 
@@ -232,7 +232,7 @@ def test_every_method_equals_the_stock_model_with_a_mask(name):
             gone[0, head, scores[0, head].topk(count).indices] = False
         hidden.append(gone)
     kept = [(~gone).sum((0, 2)).tolist() for gone in hidden]
-    assert cache.kept() == kept and 0 < sum(map(sum, kept)) <= (OF_HEADS if of_heads else retention * 6 * tokens)
+    assert cache.kept_counts() == kept and 0 < sum(map(sum, kept)) <= (OF_HEADS if of_heads else retention * 6 * tokens)
     later = torch.tensor([[9, 41, 5, 17, 30]])
     mine = [model(later[:, step : step + 1], past_key_values=cache, use_cache=True).logits for step in range(5)]
     with hidden_from_continuation(model, hidden, tokens):

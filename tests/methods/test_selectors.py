@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import PromptError, UnsupportedModelError
-from lkv.integrations.transformers.attention import attach
-from lkv.integrations.transformers.prefill import PromptLayer, read_prompt
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.integrations.transformers.spec import output_projections
 from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.build import Method, make_method
@@ -73,27 +73,27 @@ def close(found: Tensor, expected: Tensor) -> None:
 def test_tova(batch, heads, groups, tokens, seed):
     query, key, value = tensors(batch, heads, groups, tokens, seed)
     last = attention(query, key)[:, :, -1].mean(1)
-    close(TOVA().scores(0, PromptLayer(key, value, SCALE, query)), torch.stack([last] * heads, 1))
+    close(TOVA().scores(0, LayerKV(key, value, SCALE, query)), torch.stack([last] * heads, 1))
 
 
 @shapes
 def test_h2o(batch, heads, groups, tokens, seed):
     query, key, value = tensors(batch, heads, groups, tokens, seed)
     received = mean_of_groups(attention(query, key), heads).sum(-2)
-    close(H2O().scores(0, PromptLayer(key, value, SCALE, query)), received)
+    close(H2O().scores(0, LayerKV(key, value, SCALE, query)), received)
     observers = torch.tensor([tokens - t for t in range(tokens)])
-    close(H2O(average=True).scores(0, PromptLayer(key, value, SCALE, query)), received / observers)
+    close(H2O(average=True).scores(0, LayerKV(key, value, SCALE, query)), received / observers)
 
 
 def test_h2o_in_blocks_of_rows():
     query, key, value = tensors(1, 2, 2, 600, 0)
-    close(H2O().scores(0, PromptLayer(key, value, SCALE, query)), mean_of_groups(attention(query, key), 2).sum(-2))
+    close(H2O().scores(0, LayerKV(key, value, SCALE, query)), mean_of_groups(attention(query, key), 2).sum(-2))
 
 
 def test_h2o_never_holds_the_whole_attention():
     query, key, value = (x.float() for x in tensors(1, 1, 1, 2048, 0))
     with torch.profiler.profile(profile_memory=True) as profile:
-        H2O().scores(0, PromptLayer(key, value, SCALE, query))
+        H2O().scores(0, LayerKV(key, value, SCALE, query))
     assert max(event.self_cpu_memory_usage for event in profile.events()) <= 256 * 2048 * 4 * 2 < 2048 * 2048 * 4
 
 
@@ -104,7 +104,7 @@ def test_snapkv(batch, heads, groups, tokens, seed):
     received = attention(query, key)[:, :, -window:, :-window].mean(2)
     padded = torch.nn.functional.pad(received, (1, 1))
     smooth = torch.stack([padded[..., t : t + kernel].sum(-1) / kernel for t in range(tokens - window)], -1)
-    found = SnapKV(window, kernel).scores(0, PromptLayer(key, value, SCALE, query)).double()
+    found = SnapKV(window, kernel).scores(0, LayerKV(key, value, SCALE, query)).double()
     older = found[..., :-window]
     torch.testing.assert_close(older, mean_of_groups(smooth, heads), atol=1e-6, rtol=1e-5)
     assert float(found[..., -window:].min()) > float(older.max())
@@ -113,7 +113,7 @@ def test_snapkv(batch, heads, groups, tokens, seed):
 @shapes
 def test_knorm(batch, heads, groups, tokens, seed):
     _, key, value = tensors(batch, heads, groups, tokens, seed)
-    close(Knorm().scores(0, PromptLayer(key, value, SCALE)), -((key**2).sum(-1) ** 0.5))
+    close(Knorm().scores(0, LayerKV(key, value, SCALE)), -((key**2).sum(-1) ** 0.5))
 
 
 @shapes
@@ -125,13 +125,13 @@ def test_keydiff(batch, heads, groups, tokens, seed):
             anchor = torch.stack([k / (k @ k).sqrt() for k in key[b, h]]).mean(0)
             for t, k in enumerate(key[b, h]):
                 expected[b, h, t] = -(k @ anchor) / ((k @ k).sqrt() * (anchor @ anchor).sqrt())
-    close(KeyDiff().scores(0, PromptLayer(key, value, SCALE)), expected)
+    close(KeyDiff().scores(0, LayerKV(key, value, SCALE)), expected)
 
 
 @shapes
 def test_streaming_llm_keeps_the_sinks_and_then_the_most_recent(batch, heads, groups, tokens, seed):
     _, key, value = tensors(batch, heads, groups, tokens, seed)
-    scores = StreamingLLM(sinks=4).scores(0, PromptLayer(key, value, SCALE))
+    scores = StreamingLLM(sinks=4).scores(0, LayerKV(key, value, SCALE))
     assert scores.shape == (batch, heads, tokens)
     for count in range(1, tokens + 1):
         recent = range(tokens - max(0, count - 4), tokens)
@@ -142,12 +142,12 @@ def test_streaming_llm_keeps_the_sinks_and_then_the_most_recent(batch, heads, gr
 @shapes
 def test_random_depends_on_seed_and_layer_alone(batch, heads, groups, tokens, seed):
     _, key, value = tensors(batch, heads, groups, tokens, seed)
-    scores = Random(seed).scores(1, PromptLayer(key, value, SCALE))
-    assert torch.equal(scores, Random(seed).scores(1, PromptLayer(-key, 2 * value, 0.1)))
-    assert torch.equal(scores[:1], Random(seed).scores(1, PromptLayer(key[:1], value[:1], SCALE)))
+    scores = Random(seed).scores(1, LayerKV(key, value, SCALE))
+    assert torch.equal(scores, Random(seed).scores(1, LayerKV(-key, 2 * value, 0.1)))
+    assert torch.equal(scores[:1], Random(seed).scores(1, LayerKV(key[:1], value[:1], SCALE)))
     others = [
-        Random(seed).scores(2, PromptLayer(key, value, SCALE)),
-        Random(seed + 1).scores(1, PromptLayer(key, value, SCALE)),
+        Random(seed).scores(2, LayerKV(key, value, SCALE)),
+        Random(seed + 1).scores(1, LayerKV(key, value, SCALE)),
     ]
     assert not any(torch.equal(scores, other) for other in others)
     if heads > 1:
@@ -186,7 +186,7 @@ def test_expected_attention(batch, tokens, future, sinks, covariance, value_norm
     if value_norm:
         expected = expected * value[:, :, sinks:].norm(dim=-1)
     selector = ExpectedAttention(tiny_llama(), future, sinks, covariance, value_norm)
-    found = selector.scores(0, PromptLayer(key, value, SCALE, query))
+    found = selector.scores(0, LayerKV(key, value, SCALE, query))
     # The model's own cosines are computed in float32.
     torch.testing.assert_close(found[..., sinks:], expected, atol=1e-5, rtol=1e-4)
     if sinks:
@@ -216,7 +216,7 @@ def test_queries_are_rotated_back_in_every_family(family, rope):
     alone = torch.cat([rotated(text[:, t : t + 1]) for t in range(12)], 2)
     # YaRN scales the rotated queries, at position 0 too.
     plain = alone / getattr(model.model.rotary_emb, "attention_scaling", 1.0)
-    torch.testing.assert_close(selector._rotations[0].undone(rotated(text)), plain, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(selector._rotations[0].unrotate(rotated(text)), plain, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -249,7 +249,7 @@ def test_layers_without_rope_are_taken_as_they_are():
     torch.manual_seed(0)
     model = transformers.SmolLM3ForCausalLM(config).eval()
     prompt = read_prompt(model, ids(1, 20), queries=True)
-    turned = [not torch.equal(layer.known_rotation.undone(layer.key), layer.key) for layer in prompt]
+    turned = [not torch.equal(layer.required_rotation.unrotate(layer.key), layer.key) for layer in prompt]
     assert turned == [True, True, True, False]
     # Nothing is to be turned ahead either: what is expected are the queries as they are.
     query = prompt[3].query[:, :, 4:].unflatten(1, (2, 2))
@@ -265,7 +265,7 @@ def test_a_model_whose_queries_are_turned_in_another_way_is_refused(monkeypatch)
     model = build("Llama")
     module = sys.modules[type(model).__module__]
     turn = module.apply_rotary_pos_emb
-    attach(model)
+    patch_attention(model)
     monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, cos, sin: turn(q, k, cos, -sin))
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM rotates the queries of some layers"):
         ExpectedAttention(model)
@@ -277,8 +277,8 @@ def test_criticalkv_keeps_what_its_two_stages_choose(batch, tokens, share, seed)
     model = tiny_llama()
     query, key, value = tensors(batch, 2, 2, tokens, seed)
     inner = H2O()
-    ours = CriticalKV(model, inner, first_stage=share).scores(1, PromptLayer(key, value, SCALE, query))
-    plain = inner.scores(1, PromptLayer(key, value, SCALE, query))
+    ours = CriticalKV(model, inner, first_stage=share).scores(1, LayerKV(key, value, SCALE, query))
+    plain = inner.scores(1, LayerKV(key, value, SCALE, query))
     weight = model.model.layers[1].self_attn.o_proj.weight
     norms = torch.stack(
         [(value[:, h // 2] @ weight[:, 8 * h : 8 * h + 8].T).abs().sum(-1) for h in range(4)], 1
@@ -321,7 +321,7 @@ def test_output_projections_are_those_of_the_layers_that_are_evicted_from():
 def test_criticalkv_names_an_inner_selector_that_does_not_fit():
     model = tiny_llama()
     with pytest.raises(ValueError, match="Knorm gives scores below 0"):
-        CriticalKV(model, Knorm()).scores(0, PromptLayer(*tensors(1, 2, 2, 9, 0)[1:], SCALE))
+        CriticalKV(model, Knorm()).scores(0, LayerKV(*tensors(1, 2, 2, 9, 0)[1:], SCALE))
     with pytest.raises(ValueError, match="first_stage is 2"):
         CriticalKV(model, H2O(), first_stage=2)
     assert CriticalKV(model, H2O()).reads_queries and not CriticalKV(model, Random()).reads_queries
@@ -382,13 +382,13 @@ def test_a_padded_batch_equals_its_rows_alone(name):
     for row, text in enumerate(texts):
         alone = RaggedCache(model, method=method)
         model(text, past_key_values=alone, use_cache=True)
-        for layer, own in zip(cache.ragged, alone.ragged, strict=True):
+        for layer, own in zip(cache.ragged_layers, alone.ragged_layers, strict=True):
             for head in range(2):
                 start, first, count = (
-                    int(x) for x in (layer.spans.starts[row, head], own.spans.starts[0, head], own.spans.lens[0, head])
+                    int(x) for x in (layer.store.starts[row, head], own.store.starts[0, head], own.store.lens[0, head])
                 )
-                held = layer.spans.k[start : start + count]
-                torch.testing.assert_close(held, own.spans.k[first : first + count], atol=1e-10, rtol=1e-10)
+                held = layer.store.k[start : start + count]
+                torch.testing.assert_close(held, own.store.k[first : first + count], atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -396,17 +396,15 @@ def test_what_a_selector_says_of_itself_is_true(name):
     """Its scores are the same without queries, and token by token, exactly where it says so."""
     selector = every(tiny_llama())[name]
     query, key, value = tensors(2, 2, 2, 12, 0)
-    scores = selector.scores(0, PromptLayer(key, value, SCALE, query))
+    scores = selector.scores(0, LayerKV(key, value, SCALE, query))
     assert scores.shape == (2, 2, 12) and not scores.requires_grad and bool(scores.isfinite().all())
     if selector.reads_queries:
         with pytest.raises(ValueError, match="reads the queries"):
-            selector.scores(0, PromptLayer(key, value, SCALE))
+            selector.scores(0, LayerKV(key, value, SCALE))
     else:
-        assert torch.equal(scores, selector.scores(0, PromptLayer(key, value, SCALE)))
+        assert torch.equal(scores, selector.scores(0, LayerKV(key, value, SCALE)))
     if selector.local:
-        alone = [
-            selector.scores(0, PromptLayer(key[:, :, t : t + 1], value[:, :, t : t + 1], SCALE)) for t in range(12)
-        ]
+        alone = [selector.scores(0, LayerKV(key[:, :, t : t + 1], value[:, :, t : t + 1], SCALE)) for t in range(12)]
         close(torch.cat(alone, -1), scores)
     assert selector.local == (name == "knorm")
 
@@ -415,19 +413,19 @@ def test_what_a_selector_says_of_itself_is_true(name):
 def test_half_precision_scores_are_computed_in_float32(name):
     selector = every(tiny_llama(dtype=torch.float32))[name]
     query, key, value = (x.bfloat16() for x in tensors(1, 2, 2, 30, 0))
-    scores = selector.scores(0, PromptLayer(key, value, SCALE, query))
+    scores = selector.scores(0, LayerKV(key, value, SCALE, query))
     assert scores.dtype == torch.float32
     assert scores.shape == key.shape[:3]
 
 
 def test_a_streaming_head_of_duo_keeps_its_two_windows():
     duo = make_method("duo", 0.9, layers=1, pattern=[[0.1, 0.9]])
-    scores = duo.selector.scores(0, PromptLayer(torch.randn(1, 2, 500, 4), torch.randn(1, 2, 500, 4), SCALE))
+    scores = duo.selector.scores(0, LayerKV(torch.randn(1, 2, 500, 4), torch.randn(1, 2, 500, 4), SCALE))
     (counts,) = duo.budget.counts(0, scores)
     assert counts == [384, 500]
     kept = scores[0, 0].topk(counts[0]).indices.sort().values
     assert kept.tolist() == [*range(128), *range(244, 500)]
-    assert duo.selector.scores(0, PromptLayer(torch.randn(1, 2, 100, 4), torch.randn(1, 2, 100, 4), SCALE)).shape == (
+    assert duo.selector.scores(0, LayerKV(torch.randn(1, 2, 100, 4), torch.randn(1, 2, 100, 4), SCALE)).shape == (
         1,
         2,
         100,
@@ -439,7 +437,7 @@ def test_prompts_with_nothing_to_choose_from_are_named(name):
     selector = every(tiny_llama())[name]
     query, key, value = tensors(1, 2, 2, 4, 0)
     with pytest.raises(PromptError, match=r"the prompt has 4 tokens, but .* more than that; give a longer prompt"):
-        selector.scores(0, PromptLayer(key, value, SCALE, query))
+        selector.scores(0, LayerKV(key, value, SCALE, query))
 
 
 @pytest.mark.parametrize("selector", [SnapKV(window=4), H2O(), TOVA()])
@@ -448,6 +446,6 @@ def test_float16_scores_stay_numbers_where_attention_does(selector):
     torch.manual_seed(0)
     key, query = torch.randn(1, 2, 40, 64), torch.randn(1, 4, 40, 64)
     key[..., 0], query[..., 0] = 300, 235
-    prompt = PromptLayer(key.half(), torch.randn(1, 2, 40, 64).half(), 64**-0.5, query.half())
+    prompt = LayerKV(key.half(), torch.randn(1, 2, 40, 64).half(), 64**-0.5, query.half())
     assert (prompt.query[0, 0] @ prompt.key[0, 0].T).isinf().any()
     assert selector.scores(0, prompt).isfinite().all()

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 import lkv
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import PolicyFileError
 from lkv.policy.hub import model_card
 from lkv.policy.policy import Policy

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from lkv.config import ModelSpec, ScorerInputs, asdict, replace
 from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.prefill import LayerKV
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.policy.policy import HeadScores, Policy, TokenScores, policy_file
 from lkv.utils import tensor_file
@@ -46,7 +46,7 @@ def test_token_scores_equal_plain_layers():
     scores.mean.normal_(std=3.0)
     scores.std.uniform_(0.2, 5.0)
     k, v = torch.randn(2, 3, 11, 8) * 4, torch.randn(2, 3, 11, 8)
-    ours = scores(PromptLayer(k, v, 1.0), 1)
+    ours = scores(LayerKV(k, v, 1.0), 1)
     for head in range(3):
         first, second = torch.nn.Linear(16, 8), torch.nn.Linear(8, 1, bias=False)
         first.weight.data, first.bias.data = scores.hidden[1, head].T, scores.bias[1, head]
@@ -92,7 +92,7 @@ def test_half_size_policy_scores_nearly_the_same(tmp_path, policy):
     policy.save_pretrained(tmp_path / "half", half=True)
     sizes = [(tmp_path / name / "policy.safetensors").stat().st_size for name in ("whole", "half")]
     assert sizes[0] - sizes[1] > 1.9 * size(policy)  # two bytes a parameter; the description stays
-    prompt = PromptLayer(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8), 1.0)
+    prompt = LayerKV(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8), 1.0)
     half = Policy.from_pretrained(tmp_path / "half")
     torch.testing.assert_close(half.tokens(prompt, 1), policy.tokens(prompt, 1), atol=5e-3, rtol=5e-3)
 
@@ -135,7 +135,7 @@ def as_format_1(folder, policy, **changes):
 def test_format_1_loads_and_scores_as_before(tmp_path, policy):
     as_format_1(tmp_path, policy)
     loaded = Policy.from_pretrained(tmp_path)
-    prompt = PromptLayer(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8), 1.0)
+    prompt = LayerKV(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8), 1.0)
     assert torch.equal(loaded.tokens(prompt, 1), policy.tokens(prompt, 1)) and loaded.inputs == ScorerInputs()
     whole = (tmp_path / "policy.safetensors").read_bytes()
     for damaged in (whole[:-100], whole[:-1] + bytes([whole[-1] ^ 1])):

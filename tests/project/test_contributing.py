@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.errors import LkvError
 from lkv.evaluation.report.names import method_label

@@ -19,7 +19,7 @@ import lkv.models.loading
 import lkv.policy.shipped
 from lkv.cli.main import COMMANDS, main, parse_arguments
 from lkv.config import ScorerInputs
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.methods import registry
 from lkv.models.conversion import _DONE
 from lkv.policy.policy import Policy
@@ -58,7 +58,7 @@ def reader(tmp_path_factory):
     (path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(model_folder)
     model, _ = lkv.models.loading._load(model_folder, torch.float32)
     torch.manual_seed(1)
-    policy = Policy(attach(model).spec, {"trained_tokens": 4096}, ScorerInputs(key="unrotated"))
+    policy = Policy(patch_attention(model).spec, {"trained_tokens": 4096}, ScorerInputs(key="unrotated"))
     policy.save_pretrained(path / "policies" / lkv.models.loading.DEFAULT)
     for name in ("book.txt", "README.md"):
         (path / name).write_text("The harbour of Old Quay was built by Ada Brooks in the year of the great storm. " * 8)

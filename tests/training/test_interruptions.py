@@ -15,7 +15,7 @@ from safetensors.torch import save, save_file
 from lkv.cli.main import main
 from lkv.config import TrainingConfig, replace
 from lkv.errors import TrainingError, TrainingStoppedError
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import TrainingState, read_checkpoint, start_from
@@ -121,7 +121,7 @@ def test_a_checkpoint_without_its_parameters_is_named(tmp_path):
 def test_a_policy_goes_on_at_other_lengths(tmp_path, finished):
     """Beyond the last knot the terms are flat, so that a longer training begins with the same scores."""
     model, settings = tiny_llama(dtype=torch.float32), replace(CONFIG, key="unrotated", position=True)
-    spec = attach(model).spec
+    spec = patch_attention(model).spec
     prompt = read_prompt(model, torch.randint(3, 60, (1, 40), generator=torch.Generator().manual_seed(3)))[0]
 
     def scores(policy):

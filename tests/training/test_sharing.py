@@ -12,7 +12,7 @@ import torch
 
 from lkv.config import ScorerInputs, TrainingConfig, replace
 from lkv.errors import TrainingError
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
@@ -87,7 +87,7 @@ def test_gradients_are_those_of_one_by_one(settings):
 
 def attached(dtype=torch.float64):
     model = tiny_llama(dtype=dtype).requires_grad_(False)
-    attach(model)
+    patch_attention(model)
     return model
 
 
@@ -156,7 +156,7 @@ def test_a_model_over_two_devices_gives_the_same_training():
     first = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), "fake:0")
     places = first | dict.fromkeys(("model.layers.1", "model.layers.2", "model.norm", "lm_head"), "fake:1")
     split = accelerate.dispatch_model(copy.deepcopy(base), places, main_device="fake:0", force_hooks=True)
-    attach(split)
+    patch_attention(split)
     texts = [sample(number, 50).context for number in range(4)]
     found = []
     # Autograd has a thread for each device that was there at its first use, which may have been before.
@@ -199,9 +199,9 @@ assert len(loads) == (rank == 0), loads
 local = sum(p.to_local().numel() for p in model.parameters() if hasattr(p, "to_local"))
 whole = sum(p.numel() for p in model.parameters() if hasattr(p, "to_local"))
 assert local * 2 == whole > 0, (local, whole)
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 torch.manual_seed(1)
-policy = Policy(attach(model).spec)
+policy = Policy(patch_attention(model).spec)
 config, folder = replace(CONFIG, batch=6, steps=2), Path({folder!r})
 Trainer(model, policy, config, uneven, [sample(1000)], folder, accelerator, sharded=True).run()
 if rank == 0:
@@ -215,7 +215,7 @@ def test_weights_shared_out_over_two_processes_train_the_same(tmp_path):
     folder = save_model(tmp_path / "model")
     model, _ = load_model(str(folder), torch.float32)
     torch.manual_seed(1)
-    policy = Policy(attach(model).spec)
+    policy = Policy(patch_attention(model).spec)
     Trainer(model, policy, replace(CONFIG, batch=6, steps=2), uneven, [sample(1000)], tmp_path / "one").run()
     (tmp_path / "two").mkdir()
     root, script = str(Path(__file__).parents[2]), tmp_path / "two.py"

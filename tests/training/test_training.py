@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch.nn.functional import kl_div
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import PRESETS, TrainingConfig, replace
 from lkv.errors import DataError, TrainingError
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.kernels.soft_topk import soft_topk
 from lkv.policy.policy import Policy
@@ -98,7 +98,7 @@ def test_teacher_equals_the_stock_model(model):
         torch.log_softmax(model(torch.tensor([item.context + ids])).logits[0, 30 + max(0, skip - 1) : -1].float(), -1)
         for ids, skip in item.continuations
     ]
-    attach(model)
+    patch_attention(model)
     out = SampleDistillation(model, item).run(None)
     torch.testing.assert_close(out.log_probs, torch.cat(expected))
 
@@ -106,7 +106,7 @@ def test_teacher_equals_the_stock_model(model):
 def test_student_equals_inference_through_the_cache(model, policy):
     """The hard-masked student is the exact twin of what the ragged cache computes (DESIGN: continuation mode)."""
     item = sample(4)
-    attach(model)
+    patch_attention(model)
     run = SampleDistillation(model, item)
     out = run.run(hard_mask(policy, run.scores(policy), 0.3, 2))
     rows = []
@@ -131,7 +131,7 @@ def test_the_full_student_masks_every_row(model):
         logits = model(torch.tensor([item.context + ids]), attention_mask=bias[None]).logits[0]
         expected.append(torch.log_softmax(logits[30 + max(0, skip - 1) : -1].float(), -1))
     model.set_attn_implementation("sdpa")
-    attach(model)
+    patch_attention(model)
     run, half = SampleDistillation(model, item, whole=True), SampleDistillation(model, item)
     torch.testing.assert_close(run.run(None).log_probs, half.run(None).log_probs)
     out = run.run(log_mask.expand(3, -1, -1, -1))
@@ -185,7 +185,7 @@ def test_two_processes_train_as_one_that_accumulates_twice_as_much(tmp_path):
 
 def test_losses_are_the_papers_formulas(model):
     item = sample(5)
-    attach(model.requires_grad_(False))
+    patch_attention(model.requires_grad_(False))
     run = SampleDistillation(model, item)
     teacher = run.run(None)
     log_mask = -torch.rand(3, 2, 2, 30, dtype=torch.float64) * 5
@@ -219,7 +219,7 @@ def rms_norm_in_float64(module, x):
 
 def test_gradients_of_the_whole_loss_against_finite_differences(model, policy):
     """Through soft mask, attention, model and losses, to a budget embedding and a selector weight."""
-    attach(model)
+    patch_attention(model)
     model.requires_grad_(False)
     for module in model.modules():
         # The stock norm rounds to float32, which finite differences would see.
@@ -266,7 +266,7 @@ def test_training_lowers_the_loss_and_changes_the_budgets(tmp_path):
     assert [row["step"] for row in curve] == [20, 40, 60]
     assert float((policy.ratios(0.15) - before).detach().abs().max()) > 0.02
     untrained = trainer(tmp_path / "other", samples=lambda _: sample(8))[0]
-    attach(untrained._model)
+    patch_attention(untrained._model)
     untrained._validation = run._validation = [sample(8)]
     assert run.evaluate()["kl"] < 0.8 * untrained.evaluate()["kl"]
 

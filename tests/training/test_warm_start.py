@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lkv.config import ScorerInputs
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets.contest import GlobalTopK
 from lkv.methods.kvzip import replay_scores
@@ -34,7 +34,7 @@ def text(number: int) -> TokenizedSample:
 
 def fresh(model, inputs: ScorerInputs = INPUTS, seed: int = 1) -> Policy:
     torch.manual_seed(seed)
-    policy = Policy(attach(model).spec, inputs=inputs)
+    policy = Policy(patch_attention(model).spec, inputs=inputs)
     calibrate(model, policy, [text(100).context, text(101).context])
     return policy
 

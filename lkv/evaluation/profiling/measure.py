@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import LkvError
 from lkv.evaluation.profiling.memory import measure_peak
-from lkv.integrations.transformers.attention import attach
-from lkv.integrations.transformers.stock import kv_nbytes
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.cache_layers import kv_nbytes
 from lkv.methods.registry import FULL, needs_pattern
 from lkv.policy.policy import Policy
 from lkv.utils import devices
@@ -61,7 +61,7 @@ class Profiler:
         """
         self._model, self._name, self._settings = model, name, settings or ProfileSettings()
         self._device: torch.device = model.device
-        self._spec = attach(model).spec
+        self._spec = patch_attention(model).spec
         self._policy = policy.on(self._device) if policy is not None else None
         if self._settings.streaming and self._settings.chunk is None:
             raise LkvError("streaming reads the prompt in parts: give their size in tokens as chunk, for example 4096.")

@@ -16,10 +16,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.config import ModelSpec
 from lkv.errors import CacheError, UnsupportedModelError
+from lkv.integrations.transformers.cache_layers import HOOK
 from lkv.integrations.transformers.generation import announce_ids
-from lkv.integrations.transformers.hooks import HOOK
-from lkv.integrations.transformers.rotation import Rotation, rotations_of
-from lkv.integrations.transformers.spec import inspect_model, layer_windows, local_heads
+from lkv.integrations.transformers.rotation import Rotation, layer_rotations
+from lkv.integrations.transformers.spec import inspect_model, local_kv_heads, sliding_windows
 
 _PREFIX = "lkv_"
 _ATTACHED = "_lkv_attached"
@@ -28,7 +28,7 @@ PAGED = "_lkv_paged"
 
 
 @dataclass(frozen=True)
-class AttachedModel:
+class PatchedModel:
     """What LKV read of a model that it is attached to.
 
     `windows`: the sliding window of each layer, None where a layer is evicted from; `heads`: the KV heads computed in
@@ -43,7 +43,7 @@ class AttachedModel:
     config: Any
 
 
-def attach(model: Any, spec: ModelSpec | None = None) -> AttachedModel:
+def patch_attention(model: Any, spec: ModelSpec | None = None) -> PatchedModel:
     """Let LKV caches work in `model`, whatever attention implementation it has; other caches behave as before.
 
     Idempotent; the model is read once. `spec` tells what it is where its weights are not here to be read. Raises
@@ -52,15 +52,15 @@ def attach(model: Any, spec: ModelSpec | None = None) -> AttachedModel:
     attached = getattr(model, _ATTACHED, None)
     if attached is None or attached.config is not model.config:
         spec = spec or inspect_model(model)
-        attached = AttachedModel(
-            spec, tuple(layer_windows(model)), local_heads(model), rotations_of(model), model.config
+        attached = PatchedModel(
+            spec, tuple(sliding_windows(model)), local_kv_heads(model), layer_rotations(model), model.config
         )
     _let_in(model)
     setattr(model, _ATTACHED, attached)
     return attached
 
 
-def device_of(model: Any) -> torch.device:
+def input_device(model: Any) -> torch.device:
     """Where the model takes its ids."""
     return model.get_input_embeddings().weight.device
 

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from lkv.errors import CacheError
-from lkv.integrations.transformers.hooks import Cache
+from lkv.integrations.transformers.cache_layers import BaseCache
 
 _MARK = "_lkv_announces"
 
 
 def announce_ids(model: Any) -> None:
-    """Let `model.generate` tell LKV caches what it feeds them (`Cache.expect`); other caches behave as before.
+    """Let `model.generate` tell LKV caches what it feeds them (`BaseCache.expect`); other caches behave as before.
 
     The method of this one model object is wrapped, its class stays as it is. Idempotent.
     """
@@ -27,7 +27,7 @@ def announce_ids(model: Any) -> None:
     @wraps(function)
     def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
-        if isinstance(cache, Cache) and kwargs.get("inputs_embeds") is None:
+        if isinstance(cache, BaseCache) and kwargs.get("inputs_embeds") is None:
             _announce(cache, input_ids, kwargs)
         return function(self, input_ids, *args, **kwargs)
 
@@ -35,7 +35,7 @@ def announce_ids(model: Any) -> None:
     model.prepare_inputs_for_generation = MethodType(prepare_inputs_for_generation, model)
 
 
-def _announce(cache: Cache, ids: Tensor, kwargs: dict[str, Any]) -> None:
+def _announce(cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> None:
     held, tokens = cache.get_seq_length(), ids.shape[-1]
     if kwargs.get("use_cache") is False:
         raise CacheError(

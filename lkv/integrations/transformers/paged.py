@@ -19,7 +19,7 @@ from transformers.generation import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from lkv.integrations.transformers.attention import PAGED, attach
+from lkv.integrations.transformers.attention import PAGED, patch_attention
 from lkv.kernels.ragged_attention import masked_attention, merge_attention, ragged_attention
 
 # Scores of a head that are computed at once, most of them hidden: of many short requests one product is the fastest.
@@ -133,7 +133,7 @@ class FollowingManager(ContinuousBatchingManager):
         self, model: Any, pages: int, page_size: int, batch_tokens: int, requests: int,
         deliver: Callable[[str, list[int], bool, str | None], None],
     ):  # fmt: skip
-        attach(model)
+        patch_attention(model)
         settings = ContinuousBatchingConfig(
             num_blocks=pages, page_size=page_size, max_batch_tokens=batch_tokens, max_requests_per_batch=requests,
             # Pages are found by ids alone: equal questions about different texts would share them.

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from lkv.errors import UnsupportedModelError
-from lkv.integrations.transformers.attention import attach, evaluation_mode
-from lkv.integrations.transformers.hooks import Cache, HookedLayer, WindowLayer
+from lkv.integrations.transformers.attention import evaluation_mode, patch_attention
+from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
 from lkv.integrations.transformers.rotation import PROBE_TOKENS, NoRotation, Rotation, variation
 
 _PROBE_TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
-class PromptLayer:
+class LayerKV:
     """One layer of a prompt, for selectors to read: k and v [B, H, T, d] after RoPE, the attention scale and, where
     they were asked for, the `queries` [B, Hq, T, d] or the last of them.
 
@@ -53,7 +53,7 @@ class PromptLayer:
         return self.query.unflatten(1, (self.key.shape[1], -1))
 
     @property
-    def known_rotation(self) -> Rotation:
+    def required_rotation(self) -> Rotation:
         """`rotation`. Raises UnsupportedModelError where it is not known."""
         if self.rotation is None:
             raise UnsupportedModelError(
@@ -62,63 +62,63 @@ class PromptLayer:
             )
         return self.rotation
 
-    def part(self, rows: slice | Tensor, tokens: slice) -> "PromptLayer":
+    def select(self, rows: slice | Tensor, tokens: slice) -> "LayerKV":
         """The rows and tokens of it alone, as if they had been read by themselves from position 0 on."""
         queries = None if self.queries is None else self.queries[rows, :, tokens]
         return replace(self, key=self.key[rows, :, tokens], value=self.value[rows, :, tokens], queries=queries)
 
 
-class PromptLayers(list[PromptLayer]):
+class PromptKV(list[LayerKV]):
     """The full-attention layers of a prompt that was read, in their order.
 
     `windows`: what the sliding layers hold of it, an entry a layer of the model with None for the others; empty where
     the model has none.
     """
 
-    def __init__(self, layers: Iterable[PromptLayer] = (), windows: Sequence[WindowLayer | None] = ()):
+    def __init__(self, layers: Iterable[LayerKV] = (), windows: Sequence[SlidingWindowLayer | None] = ()):
         super().__init__(layers)
         self.windows = tuple(windows)
 
-    def followed_by(self, layers: Sequence[HookedLayer]) -> list[Any]:
+    def continuation_layers(self, layers: Sequence[AttentionCacheLayer]) -> list[Any]:
         """The layers of a cache for what comes after it: `layers` for those of full attention, and copies of windows
         that any number of rows may go on from."""
         full = iter(layers)
         return [next(full) if window is None else window.fork() for window in self.windows or [None] * len(layers)]
 
 
-def as_prompt(prompt: Sequence[PromptLayer]) -> PromptLayers:
+def as_prompt_kv(prompt: Sequence[LayerKV]) -> PromptKV:
     """`prompt`, which may be a plain list where there are no sliding layers."""
-    return prompt if isinstance(prompt, PromptLayers) else PromptLayers(prompt)
+    return prompt if isinstance(prompt, PromptKV) else PromptKV(prompt)
 
 
-def precise(x: Tensor) -> Tensor:
+def to_fp32(x: Tensor) -> Tensor:
     """`x` in float32 or better: in 16 bits the scores of many tokens would be equal."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @torch.no_grad()
-def read_prompt(model: Any, ids: Tensor, queries: bool | int = False) -> PromptLayers:
+def read_prompt(model: Any, ids: Tensor, queries: bool | int = False) -> PromptKV:
     """What the layers of `model` hold after reading `ids` [B, T]; the output head is not computed.
 
     `queries`: whether to keep them, or how many of the last ones (all of a long prompt outweigh its k and v).
     """
-    attached = attach(model)
-    layers = [_CapturingLayer(queries) if window is None else WindowLayer(window) for window in attached.windows]
-    model.base_model(input_ids=ids, past_key_values=Cache(layers=[*layers]), use_cache=True)
+    attached = patch_attention(model)
+    layers = [_CapturingLayer(queries) if window is None else SlidingWindowLayer(window) for window in attached.windows]
+    model.base_model(input_ids=ids, past_key_values=BaseCache(layers=[*layers]), use_cache=True)
     full = [layer.captured for layer in layers if isinstance(layer, _CapturingLayer)]
-    windows = [layer if isinstance(layer, WindowLayer) else None for layer in layers]
+    windows = [layer if isinstance(layer, SlidingWindowLayer) else None for layer in layers]
     turned = (replace(layer, rotation=turn) for layer, turn in zip(full, attached.rotations, strict=True))
-    return PromptLayers(turned, windows if any(windows) else ())
+    return PromptKV(turned, windows if any(windows) else ())
 
 
-def check_queries(model: Any, wanted_by: str) -> list[Rotation]:
+def query_rotations(model: Any, wanted_by: str) -> list[Rotation]:
     """The rotation of each full-attention layer, by which its queries can be turned back too.
 
     One token over and over has the same query everywhere before RoPE, in every layer: turned back it must too. Layers
     with another kind of RoPE than the model's module says, or that change q after it, would give wrong scores in
     silence. Seen once a model. Raises UnsupportedModelError, which names what it is `wanted_by`.
     """
-    rotations = [rotation or Rotation(model) for rotation in attach(model).rotations]
+    rotations = [rotation or Rotation(model) for rotation in patch_attention(model).rotations]
     if all(rotation.probed for rotation in rotations):
         return rotations
     token = model.config.get_text_config(decoder=True).vocab_size // 2
@@ -126,10 +126,10 @@ def check_queries(model: Any, wanted_by: str) -> list[Rotation]:
         ids = torch.full((1, PROBE_TOKENS), token, device=model.device)
         layers = read_prompt(model, ids, queries=True)
     for rotation, layer in zip(rotations, layers, strict=True):
-        rotated = precise(layer.query)
+        rotated = to_fp32(layer.query)
         if isinstance(rotation, NoRotation):
             continue
-        if not variation(rotation.undone(rotated)) <= _PROBE_TOLERANCE * variation(rotated):
+        if not variation(rotation.unrotate(rotated)) <= _PROBE_TOLERANCE * variation(rotated):
             raise UnsupportedModelError(
                 f"{type(model).__name__} rotates the queries of some layers in a way that {wanted_by} cannot undo; use "
                 "a model with RoPE, such as Llama or Qwen3, or another method."
@@ -139,10 +139,10 @@ def check_queries(model: Any, wanted_by: str) -> list[Rotation]:
     return rotations
 
 
-class FrozenLayer(HookedLayer):
+class FrozenPromptLayer(AttentionCacheLayer):
     """Behind one layer of a prompt already read: what a forward pass appends is not stored."""
 
-    def __init__(self, prompt: PromptLayer):
+    def __init__(self, prompt: LayerKV):
         super().__init__()
         self._prompt = prompt
 
@@ -153,8 +153,8 @@ class FrozenLayer(HookedLayer):
         return self._prompt.key.shape[2]
 
 
-class _CapturingLayer(HookedLayer):
-    captured: PromptLayer
+class _CapturingLayer(AttentionCacheLayer):
+    captured: LayerKV
 
     def __init__(self, queries: bool | int):
         super().__init__()
@@ -173,5 +173,5 @@ class _CapturingLayer(HookedLayer):
         kept = query if self._queries else None
         if kept is not None and self._queries is not True:
             kept = query[:, :, -self._queries :].clone()  # a view would hold them all
-        self.captured = PromptLayer(self._key, value, scale, kept)
+        self.captured = LayerKV(self._key, value, scale, kept)
         return stock()

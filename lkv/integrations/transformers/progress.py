@@ -8,7 +8,7 @@ from torch import nn
 
 
 @contextmanager
-def each_layer(model: Any, passed: Callable[[float], None]) -> Iterator[None]:
+def report_progress(model: Any, passed: Callable[[float], None]) -> Iterator[None]:
     """In the block, `passed` is given the tokens that a layer has read, in tokens of the whole model.
 
     One pass over T tokens calls it L times with T / L each. A model whose layers cannot be told apart calls it never.

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from lkv.errors import UnsupportedModelError
-from lkv.integrations.transformers.spec import full_attention_modules, layer_windows
+from lkv.integrations.transformers.spec import full_attention_modules, sliding_windows
 
 PROBE_TOKENS = 16
 _STILL, _UNDONE = 0.03, 0.2  # variation taken for none, of the size of k and of the variation before
@@ -43,27 +43,27 @@ class Rotation:
         self._last: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.probed = False  # whether the model's own queries were seen to be rotated so in every layer
 
-    def undone(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
+    def unrotate(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
         """What the tokens `part` of x [B, H, T, d], rotated at positions `start` to `start + T - 1`, were before."""
         cos, sin = self._tables(x, start, start + x.shape[2], undo=True)
         return self._turned(x[:, :, part], cos[:, part], sin[:, part])
 
-    def applied(self, x: Tensor, start: int = 0) -> Tensor:
+    def rotate(self, x: Tensor, start: int = 0) -> Tensor:
         """x [B, H, T, d] rotated at positions `start` to `start + T - 1`, as the model rotates keys."""
         return self._turned(x, *self._tables(x, start, start + x.shape[2]))
 
-    def moved(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
+    def rerotate(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
         """x [B, H, n, d], rotated at `positions` [n], as if rotated from position `start` on instead."""
         cos, sin = _inverse(*self._computed(x, positions))
-        return self.applied(self._turned(x, cos, sin), start)
+        return self.rotate(self._turned(x, cos, sin), start)
 
-    def following(self, end: int, count: int) -> int:
+    def future_start(self, end: int, count: int) -> int:
         """The first of `count` positions at `end`, or as near before as they must be to be rotated as those of a text
         of `end` tokens are: LongRoPE has other frequencies beyond a length."""
         change = self._changes_at
         return end if change is None or end > change else min(end, max(0, change - count))
 
-    def mean(self, like: Tensor, start: int, end: int) -> Tensor:
+    def mean_rotation(self, like: Tensor, start: int, end: int) -> Tensor:
         """The mean of the rotations at positions `start` to `end` - 1, a matrix [d, d] that rows are multiplied by."""
         cos, sin = (table.mean(1, keepdim=True) for table in self._tables(like, start, end))
         dim = like.shape[-1]
@@ -129,22 +129,22 @@ class NoRotation(Rotation):
     def __init__(self) -> None:
         self.probed = True
 
-    def undone(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
+    def unrotate(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
         return x[:, :, part]
 
-    def moved(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
+    def rerotate(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
         return x
 
-    def following(self, end: int, count: int) -> int:
+    def future_start(self, end: int, count: int) -> int:
         return end
 
-    def mean(self, like: Tensor, start: int, end: int) -> Tensor:
+    def mean_rotation(self, like: Tensor, start: int, end: int) -> Tensor:
         return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
-def rotations_of(model: Any) -> tuple[Rotation | None, ...]:
+def layer_rotations(model: Any) -> tuple[Rotation | None, ...]:
     """The `Rotation` of each full-attention layer, None for those whose rotation LKV cannot undo."""
-    windows = layer_windows(model)
+    windows = sliding_windows(model)
     layers = windows.count(None)
     try:
         whole = Rotation(model)
@@ -161,7 +161,7 @@ def _undone(whole: Rotation, key: Tensor) -> Rotation | None:
     """What a layer does whose k [1, H, T, d] of one token over and over this is: equal everywhere before RoPE."""
     if variation(key) <= _STILL * float(key.norm()):
         return NoRotation()
-    return whole if variation(whole.undone(key)) <= _UNDONE * variation(key) else None
+    return whole if variation(whole.unrotate(key)) <= _UNDONE * variation(key) else None
 
 
 def variation(x: Tensor) -> float:
@@ -180,6 +180,6 @@ def _repeated_keys(model: Any) -> list[Tensor]:
         model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
     finally:
         model.train(training)
-    held = zip(cache.layers, layer_windows(model), strict=True)
+    held = zip(cache.layers, sliding_windows(model), strict=True)
     keys: list[Tensor] = [getattr(layer, "keys") for layer, window in held if window is None]  # noqa: B009
     return [key.to(torch.promote_types(key.dtype, torch.float32)) for key in keys]

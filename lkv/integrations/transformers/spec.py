@@ -29,7 +29,7 @@ def inspect_model(model: Any) -> ModelSpec:
         raise UnsupportedModelError(
             f"{name} has no per-head key-value cache; LKV works with multi-head and grouped-query attention."
         )
-    windows = layer_windows(model)
+    windows = sliding_windows(model)
     unknown = {kind for kind in getattr(text, "layer_types", None) or [] if kind not in _KINDS}
     if unknown or None not in windows:
         raise UnsupportedModelError(
@@ -52,7 +52,7 @@ def inspect_model(model: Any) -> ModelSpec:
         raise UnsupportedModelError(
             f"weights of {name} are kept off its devices; load all of them on GPUs, or on the CPU."
         )
-    local_heads(model)
+    local_kv_heads(model)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     rope = getattr(text, "rope_parameters", None) or {}
     decoder, depth = model.get_decoder(), text.num_hidden_layers
@@ -69,7 +69,7 @@ def inspect_model(model: Any) -> ModelSpec:
     )
 
 
-def layer_windows(model: Any) -> list[int | None]:
+def sliding_windows(model: Any) -> list[int | None]:
     """The sliding window of each layer, None where a layer sees everything: the ones that are evicted from."""
     text = model.config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
@@ -79,7 +79,7 @@ def layer_windows(model: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def local_heads(model: Any) -> slice:
+def local_kv_heads(model: Any) -> slice:
     """The KV heads whose k and v this process computes: all of them, or its share under tensor parallelism.
 
     Raises UnsupportedModelError where the heads cannot be shared out evenly, or the model is split in another way.
@@ -138,10 +138,20 @@ def full_attention_modules(model: Any) -> list[tuple[nn.Module, str]]:
         name = next((name for name in _OUTPUT_PROJECTIONS if isinstance(getattr(module, name, None), nn.Module)), None)
         if isinstance(index, int) and name is not None:
             modules[index] = module, name
-    windows = layer_windows(model)
+    windows = sliding_windows(model)
     if sorted(modules) != list(range(len(windows))):
         raise UnsupportedModelError(
             f"{type(model).__name__} has attention layers without an output projection that LKV knows; use a model "
             "such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3, or another method."
         )
     return [modules[index] for index, window in enumerate(windows) if window is None]
+
+
+def hub_commit(model: Any) -> str | None:
+    """The commit on the hub that `model` is of, None where it comes from elsewhere."""
+    return getattr(model.config, "_commit_hash", None)
+
+
+def max_positions(model: Any) -> int:
+    """How many tokens `model`, to which LKV is attached, can read."""
+    return model.config.get_text_config(decoder=True).max_position_embeddings

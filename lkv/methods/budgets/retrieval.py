@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lkv.errors import BudgetError, DataError, UnsupportedModelError
-from lkv.integrations.transformers.attention import attach, device_of, evaluation_mode
-from lkv.integrations.transformers.prefill import PromptLayer, precise, read_prompt
+from lkv.integrations.transformers.attention import evaluation_mode, input_device, patch_attention
+from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
 from lkv.integrations.transformers.rotation import Rotation
 from lkv.methods.budgets.duo import RECENT, SINKS
 
@@ -33,7 +33,7 @@ def estimate_pattern(
             f"none of the {len(texts)} texts is longer than the {sinks} sinks and {recent} recent tokens of a streaming"
             " head, so none shows what it would miss; give longer texts, or a smaller window."
         )
-    spec, device = attach(model).spec, device_of(model)
+    spec, device = patch_attention(model).spec, input_device(model)
     total = torch.zeros(spec.layers, spec.kv_heads, dtype=torch.float64, device="cpu")
     with evaluation_mode(model):
         for ids in long:
@@ -59,7 +59,7 @@ def estimate_mean_pattern(model: Any, texts: Sequence[list[int]], length: int = 
     """
     if not any(texts):
         raise DataError("there is no text to estimate retrieval heads on; give some.")
-    spec, device = attach(model).spec, device_of(model)
+    spec, device = patch_attention(model).spec, input_device(model)
     rotation = Rotation(model)
     total = torch.zeros(spec.layers, spec.kv_heads, dtype=torch.float64, device="cpu")
     with evaluation_mode(model):
@@ -73,18 +73,18 @@ def estimate_mean_pattern(model: Any, texts: Sequence[list[int]], length: int = 
     return (total / sum(map(bool, texts))).clamp(0, 1).tolist()
 
 
-def _cumulated(prompt: PromptLayer, rotation: Rotation, length: int) -> Tensor:
+def _cumulated(prompt: LayerKV, rotation: Rotation, length: int) -> Tensor:
     """The area under the cumulated attention between the mean query and the mean key at `length` positions, [H]."""
     heads = prompt.key.shape[1]
-    query = rotation.undone(precise(prompt.query)).mean(2, keepdim=True)
-    key = rotation.undone(precise(prompt.key)).mean(2, keepdim=True)
-    keys = rotation.applied(key.expand(-1, -1, length, -1))
-    last = rotation.applied(query.expand(-1, -1, length, -1))[:, :, -1:].unflatten(1, (heads, -1))
+    query = rotation.unrotate(to_fp32(prompt.query)).mean(2, keepdim=True)
+    key = rotation.unrotate(to_fp32(prompt.key)).mean(2, keepdim=True)
+    keys = rotation.rotate(key.expand(-1, -1, length, -1))
+    last = rotation.rotate(query.expand(-1, -1, length, -1))[:, :, -1:].unflatten(1, (heads, -1))
     logits = (last * prompt.scale @ keys[:, :, None].transpose(-1, -2))[0, :, :, 0]
     return torch.softmax(logits.float(), -1).cumsum(-1).mean(-1).mean(-1)
 
 
-def _outside(prompt: PromptLayer, sinks: int, recent: int) -> Tensor:
+def _outside(prompt: LayerKV, sinks: int, recent: int) -> Tensor:
     """The mean attention outside sinks and recent tokens, [H]."""
     key, tokens = prompt.key, prompt.key.shape[2]
     query = prompt.grouped_query

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from lkv.errors import CacheError, PromptError
-from lkv.integrations.transformers.prefill import PromptLayer, precise
+from lkv.integrations.transformers.prefill import LayerKV, to_fp32
 
 
 class Arrived(NamedTuple):
     """Entries of one head that arrived at different times: their `prompt` (k, v [1, 1, n, d], of which `end` is where
     the text ends now), the `positions` [n] they were read at, and the `scores` [n] they got on arrival."""
 
-    prompt: PromptLayer
+    prompt: LayerKV
     positions: Tensor
     scores: Tensor
 
@@ -34,15 +34,15 @@ class Selector(ABC):
     # It reads a whole prompt, already read by the model, before it can score (`for_prompt`).
     second_pass = False
 
-    def for_prompt(self, ids: Sequence[int], prompt: list[PromptLayer]) -> "Selector":
+    def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Selector":
         """What scores the one prompt `ids`, already read into `prompt`: this selector itself, for most."""
         return self
 
     @abstractmethod
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         """Scores [B, H, T], higher is kept, of the T tokens of one layer of a prompt."""
 
-    def on_arrival(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
         """The part [B, H, T] of a local selector's scores that is final when its tokens arrive."""
         return self.scores(layer, prompt)
 
@@ -57,7 +57,7 @@ class GivenScores(Selector):
     def __init__(self, table: Tensor):
         self._table = table
 
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         # The layers of a model may lie on several devices, the table lies on one.
         return self._table[layer].to(prompt.key.device)
 
@@ -99,4 +99,4 @@ def check_sinks(selector: Selector, tokens: int, sinks: int) -> None:
         )
 
 
-__all__ = ["Arrived", "GivenScores", "Selector", "check_sinks", "precise"]
+__all__ = ["Arrived", "GivenScores", "Selector", "check_sinks", "to_fp32"]

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.prefill import LayerKV
 from lkv.integrations.transformers.spec import output_projections
-from lkv.methods.selectors.base import Selector, precise
+from lkv.methods.selectors.base import Selector, to_fp32
 
 _ROWS = 256  # projected values held at a time
 
@@ -32,8 +32,8 @@ class CriticalKV(Selector):
         self.reads_queries, self.last_queries = inner.reads_queries, inner.last_queries
 
     @torch.no_grad()
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
-        attention = precise(self._inner.scores(layer, prompt))
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        attention = to_fp32(self._inner.scores(layer, prompt))
         if bool((attention < 0).any()):
             raise ValueError(
                 f"CriticalKV weighs scores by the size of the values, and {type(self._inner).__name__} gives scores "
@@ -48,9 +48,9 @@ class CriticalKV(Selector):
         heads, dim = value.shape[1], value.shape[-1]
         # [H, G, d, hidden]
         weight = self._weights[layer].t().unflatten(0, (heads, -1, dim))
-        weight = precise(weight.to(value.device))
+        weight = to_fp32(weight.to(value.device))
         parts = []
-        for block in precise(value).split(_ROWS, 2):
+        for block in to_fp32(value).split(_ROWS, 2):
             norms = torch.stack([(block @ weight[:, g]).abs().sum(-1) for g in range(weight.shape[1])])
             parts.append(norms.mean(0))
         return torch.cat(parts, -1)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import PromptLayer, check_queries
-from lkv.methods.selectors.base import Selector, check_sinks, precise
+from lkv.integrations.transformers.prefill import LayerKV, query_rotations
+from lkv.methods.selectors.base import Selector, check_sinks, to_fp32
 
 
 class ExpectedAttention(Selector):
@@ -36,19 +36,19 @@ class ExpectedAttention(Selector):
     ):
         self.sinks = sinks
         self._future, self._covariance, self._value_norm, self._epsilon = future, covariance, value_norm, epsilon
-        self._rotations = check_queries(model, type(self).__name__)
+        self._rotations = query_rotations(model, type(self).__name__)
 
     @torch.no_grad()
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         key, value, scale = prompt.key, prompt.value, prompt.scale
         heads, tokens = key.shape[1:3]
         rotated = prompt.query
         check_sinks(self, tokens, self.sinks)
         rotation = self._rotations[layer]
-        ahead = rotation.mean(precise(rotated), tokens, tokens + self._future)
-        seen = rotation.undone(precise(rotated))[:, :, self.sinks :] @ ahead
+        ahead = rotation.mean_rotation(to_fp32(rotated), tokens, tokens + self._future)
+        seen = rotation.unrotate(to_fp32(rotated))[:, :, self.sinks :] @ ahead
         mean = seen.mean(2, keepdim=True)
-        keys = precise(key[:, :, None, self.sinks :])
+        keys = to_fp32(key[:, :, None, self.sinks :])
         logits = (keys @ mean.unflatten(1, (heads, -1)).transpose(-1, -2)).squeeze(-1) * scale
         if self._covariance:
             centred = seen - mean
@@ -57,6 +57,6 @@ class ExpectedAttention(Selector):
             logits += ((keys @ spread) * keys).sum(-1) * (scale**2 / 2)
         expected = torch.softmax(logits, -1).mean(2)
         if self._value_norm:
-            expected = (expected + self._epsilon) * torch.linalg.vector_norm(precise(value[:, :, self.sinks :]), dim=-1)
+            expected = (expected + self._epsilon) * torch.linalg.vector_norm(to_fp32(value[:, :, self.sinks :]), dim=-1)
         first = (expected.max() + 1).expand(*expected.shape[:2], self.sinks)
         return torch.cat([first, expected], -1)

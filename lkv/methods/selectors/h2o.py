@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import PromptLayer
-from lkv.methods.selectors.base import Selector, precise
+from lkv.integrations.transformers.prefill import LayerKV
+from lkv.methods.selectors.base import Selector, to_fp32
 
 _ROWS = 256  # attention rows held at a time
 
@@ -23,15 +23,15 @@ class H2O(Selector):
         self._average = average
 
     @torch.no_grad()
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         key = prompt.key
         batch, heads, tokens, _ = key.shape
         rows = prompt.grouped_query
-        received = precise(key.new_zeros(batch, heads, tokens))
+        received = to_fp32(key.new_zeros(batch, heads, tokens))
         for start in range(0, tokens, _ROWS):
             block = rows[..., start : start + _ROWS, :]
             end = start + block.shape[3]
-            logits = precise(block * prompt.scale @ key[:, :, None, :end].transpose(-1, -2))
+            logits = to_fp32(block * prompt.scale @ key[:, :, None, :end].transpose(-1, -2))
             future = torch.ones(end - start, end, dtype=torch.bool, device=key.device).triu(start + 1)
             received[..., :end] += torch.softmax(logits.masked_fill_(future, -torch.inf), -1).sum(3).mean(2)
         if self._average:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lkv.integrations.transformers.prefill import PromptLayer
-from lkv.methods.selectors.base import Selector, precise
+from lkv.integrations.transformers.prefill import LayerKV
+from lkv.methods.selectors.base import Selector, to_fp32
 
 
 class KeyDiff(Selector):
@@ -13,7 +13,7 @@ class KeyDiff(Selector):
     keys unlike the others stay. Nothing is protected."""
 
     @torch.no_grad()
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
-        directions = normalize(precise(prompt.key), dim=-1)
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        directions = normalize(to_fp32(prompt.key), dim=-1)
         anchor = normalize(directions.mean(2, keepdim=True), dim=-1)
         return -(directions * anchor).sum(-1)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import PromptLayer
-from lkv.methods.selectors.base import Selector, precise
+from lkv.integrations.transformers.prefill import LayerKV
+from lkv.methods.selectors.base import Selector, to_fp32
 
 
 class Knorm(Selector):
@@ -14,5 +14,5 @@ class Knorm(Selector):
     local = True
 
     @torch.no_grad()
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
-        return -torch.linalg.vector_norm(precise(prompt.key), dim=-1)
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        return -torch.linalg.vector_norm(to_fp32(prompt.key), dim=-1)

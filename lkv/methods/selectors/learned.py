@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.selectors.base import Arrived, Selector
 from lkv.policy.policy import Policy
 
@@ -28,7 +28,7 @@ class LearnedScores(Selector):
         self._known = policy.trained_tokens if policy.inputs.key == "cached" else None
 
     @torch.no_grad()
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         if layer == 0 and self._known is not None and prompt.end > _LONGER * self._known:
             warnings.warn(
                 f"this policy was trained on texts of up to {self._known:,} tokens and may keep the wrong ones of a "
@@ -38,7 +38,7 @@ class LearnedScores(Selector):
         return self._tokens(prompt, layer, self._heads)
 
     @torch.no_grad()
-    def on_arrival(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
         return self._tokens.on_arrival(prompt, layer, self._heads)
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.selectors.base import Selector
 
 
@@ -16,7 +16,7 @@ class Random(Selector):
     def __init__(self, seed: int = 0):
         self._seed = seed
 
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         batch, heads, tokens, _ = prompt.key.shape
         # On the CPU, whose numbers are the same on every machine.
         generator = torch.Generator("cpu").manual_seed((self._seed * 1_000_003 + layer) % 2**63)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from lkv.errors import PromptError
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.selectors.base import Selector
 
 
@@ -19,7 +19,7 @@ class SnapKV(Selector):
         self.last_queries = window
 
     @torch.no_grad()
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         key = prompt.key
         batch, heads, tokens, _ = key.shape
         window = self._window

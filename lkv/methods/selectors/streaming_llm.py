@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import PromptLayer
+from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.selectors.base import Selector, check_sinks
 
 
@@ -17,7 +17,7 @@ class StreamingLLM(Selector):
     def __init__(self, sinks: int = 4):
         self.sinks = sinks
 
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         key = prompt.key
         tokens = key.shape[2]
         check_sinks(self, tokens, self.sinks)
@@ -33,7 +33,7 @@ class DuoWindow(StreamingLLM):
     As `StreamingLLM`, but a prompt shorter than the sinks is in order: such a head keeps all of it.
     """
 
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         key = prompt.key
         if key.shape[2] <= self.sinks:
             return key.new_zeros(key.shape[:3], dtype=torch.float32)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import PromptLayer
-from lkv.methods.selectors.base import Selector, precise
+from lkv.integrations.transformers.prefill import LayerKV
+from lkv.methods.selectors.base import Selector, to_fp32
 
 
 class TOVA(Selector):
@@ -19,8 +19,8 @@ class TOVA(Selector):
     last_queries = 1
 
     @torch.no_grad()
-    def scores(self, layer: int, prompt: PromptLayer) -> Tensor:
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         key = prompt.key
         last = prompt.grouped_query[..., -1, :]
-        attention = torch.softmax(precise(last * prompt.scale @ key.transpose(-1, -2)), -1)
+        attention = torch.softmax(to_fp32(last * prompt.scale @ key.transpose(-1, -2)), -1)
         return attention.mean((1, 2))[:, None].expand(key.shape[:3])

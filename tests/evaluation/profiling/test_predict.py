@@ -16,12 +16,12 @@ from transformers import (
 )
 
 from benchmarks.common import RESULTS
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.evaluation.profiling.measure import Profiler, ProfileRun, ProfileSettings
 from lkv.evaluation.profiling.predict import longest_prompt, predict_memory
 from lkv.evaluation.profiling.random_models import random_policy, read_config
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.shapes import Shape
 from tests.conftest import tiny_llama
 
@@ -47,7 +47,7 @@ def test_bytes_of_k_and_v_are_those_that_a_cache_holds(policy, model):
 @pytest.mark.parametrize("tokens", [1500, 4000])
 def test_the_peak_is_the_measured_one_within_a_fifth(method, tokens):
     model = model_of()
-    policy = random_policy(attach(model).spec)
+    policy = random_policy(patch_attention(model).spec)
     run = Profiler(model, "tiny", policy, ProfileSettings(new_tokens=1, repeats=1)).attempt(
         method, tokens, watched=True
     )

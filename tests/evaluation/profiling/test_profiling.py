@@ -13,7 +13,7 @@ from lkv.cli.main import main
 from lkv.errors import UnsupportedModelError
 from lkv.evaluation.profiling.measure import OUT_OF_MEMORY, Profiler, ProfileSettings, find_largest
 from lkv.evaluation.profiling.random_models import CONFIGS, extend_positions, random_model, random_policy, read_config
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, WIDTH = 3, 2, 8
@@ -37,7 +37,7 @@ def profiler(tmp_path, *, layers=LAYERS, **settings):
     model = random_model(read_config(str(config_file(tmp_path, num_hidden_layers=layers))), torch.float32, CPU)
     extend_positions(model, 100_000)
     settings = {"repeats": 1, "new_tokens": 2} | settings
-    return Profiler(model, "tiny", random_policy(attach(model).spec), ProfileSettings(**settings))
+    return Profiler(model, "tiny", random_policy(patch_attention(model).spec), ProfileSettings(**settings))
 
 
 def test_bytes_and_retention_follow_their_formulas(tmp_path):
@@ -263,7 +263,7 @@ def test_random_models_and_policies_follow_their_seed_and_leave_others_alone(tmp
     expected = torch.rand(1)
     torch.manual_seed(3)
     models = [random_model(config, torch.bfloat16, CPU, seed) for seed in (0, 0, 1)]
-    policies = [random_policy(attach(models[0]).spec, seed) for seed in (0, 0, 1)]
+    policies = [random_policy(patch_attention(models[0]).spec, seed) for seed in (0, 0, 1)]
     assert torch.equal(torch.rand(1), expected)
     weights = [model.lm_head.weight for model in models]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])

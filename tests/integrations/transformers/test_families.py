@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.errors import UnsupportedModelError
-from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, attach
+from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.rotation import Rotation
-from lkv.integrations.transformers.spec import layer_windows
+from lkv.integrations.transformers.spec import sliding_windows
 from lkv.methods.budgets import PerHead
 from lkv.methods.build import Method
 from lkv.policy.policy import Policy
@@ -28,7 +28,7 @@ def method_of(layers: int, heads: int) -> Method:
 
 def masked_logits(model, text: torch.Tensor, method: Method, monkeypatch) -> torch.Tensor:
     """Of the stock model, whose full-attention layers hide from rows beyond the prompt what a head gives up there."""
-    full = [index for index, window in enumerate(layer_windows(model)) if window is None]
+    full = [index for index, window in enumerate(sliding_windows(model)) if window is None]
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def attention(module, query, key, value, mask, **kwargs):
@@ -66,7 +66,7 @@ def check_rotations(model, rotation: str) -> None:
     assert {layer.rotation is None for layer in layers} == {rotation.startswith("none")}
     for layer in layers:
         if layer.rotation is not None:
-            bare = layer.rotation.undone(layer.key)
+            bare = layer.rotation.unrotate(layer.key)
             torch.testing.assert_close(bare, bare[:, :, :1].expand_as(bare), atol=1e-5, rtol=1e-5)
 
 
@@ -101,7 +101,7 @@ def test_a_family_generates_streams_and_trains(family: Family, monkeypatch):
     if not family.known:
         pytest.skip(f"this version of transformers has no {family.name}")
     model = family.build()
-    spec = attach(model).spec
+    spec = patch_attention(model).spec
     assert spec.layers == (2 if family.layers.startswith("full") else model.config.num_hidden_layers)
     with torch.no_grad():
         check_generation(model, method_of(spec.layers, spec.kv_heads), monkeypatch)
@@ -118,7 +118,7 @@ def test_a_family_is_refused_with_its_reason(family: Family):
     if not family.known:
         pytest.skip(f"this version of transformers has no {family.name}")
     with pytest.raises(UnsupportedModelError) as error:
-        attach(family.build())
+        patch_attention(family.build())
     assert family.refused.removeprefix("attention by ") in str(error.value)
 
 
@@ -130,10 +130,10 @@ def test_the_document_has_the_table_of_now():
 def test_the_fast_rotation_is_taken_only_where_it_is_the_models_own(name: str, halves: bool):
     model = next(family for family in SERVED if family.name == name).build()
     turning = Rotation(model)
-    x = torch.randn(2, 3, 20, attach(model).spec.head_dim, dtype=torch.float64)
+    x = torch.randn(2, 3, 20, patch_attention(model).spec.head_dim, dtype=torch.float64)
     cos, sin = turning._computed(x, torch.arange(5, 25))
-    torch.testing.assert_close(turning.applied(x, 5), turning._models(x, cos, sin), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(turning.undone(turning.applied(x, 5), 5), x, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(turning.rotate(x, 5), turning._models(x, cos, sin), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(turning.unrotate(turning.rotate(x, 5), 5), x, rtol=1e-5, atol=1e-5)
     assert turning._by_halves is halves
     half = x.bfloat16()
-    assert turning.undone(half).dtype == turning.applied(half).dtype == torch.bfloat16
+    assert turning.unrotate(half).dtype == turning.rotate(half).dtype == torch.bfloat16

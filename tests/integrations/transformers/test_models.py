@@ -5,15 +5,15 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import TrainingConfig
 from lkv.context.context import Context, compress
 from lkv.context.saved_context import read_context_file, write_context_file
 from lkv.errors import CacheError, ContextFileError, UnsupportedModelError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
-from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, attach
+from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.integrations.transformers.spec import layer_windows
+from lkv.integrations.transformers.spec import sliding_windows
 from lkv.policy.policy import Policy
 from lkv.training.data.sample import TokenizedSample
 from lkv.training.distillation import SampleDistillation, hard_mask
@@ -53,7 +53,7 @@ def build(family: str, dtype: torch.dtype = torch.float64, **changes):
 @torch.no_grad()
 def test_full_retention_equals_the_stock_model(family, dtype, tolerance):
     model, batch = build(family, dtype), padded([ids(1, 40), ids(1, 33, 1)])
-    policy = Policy(attach(model).spec).requires_grad_(False)
+    policy = Policy(patch_attention(model).spec).requires_grad_(False)
     outs = [
         model.generate(
             **batch, past_key_values=cache, max_new_tokens=8, do_sample=False, output_logits=True,
@@ -74,7 +74,7 @@ def test_eviction_equals_the_stock_model_with_a_mask(family, monkeypatch):
     cache = RaggedCache(model, method=METHOD)
     model(text[:, :prompt], past_key_values=cache, use_cache=True)
     mine = model(text[:, prompt:], past_key_values=cache, use_cache=True).logits
-    full = [index for index, window in enumerate(layer_windows(model)) if window is None]
+    full = [index for index, window in enumerate(sliding_windows(model)) if window is None]
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def masked(module, query, key, value, mask, **kwargs):
@@ -100,12 +100,12 @@ def test_eviction_equals_the_stock_model_with_a_mask(family, monkeypatch):
 @torch.no_grad()
 def test_sliding_layers_hold_their_window_and_answers_start_afresh():
     model = build("Gemma3")
-    policy = Policy(attach(model).spec).requires_grad_(False)
+    policy = Policy(patch_attention(model).spec).requires_grad_(False)
     assert policy.spec.layers == 3
     context = compress(model, Words(), TEXT, retention=0.3, policy=policy)
     first = context.ask("what is one ?", max_new_tokens=20, eos_token_id=None)
     assert context.ask("what is one ?", max_new_tokens=20, eos_token_id=None) == first
-    held = sum(layer.nbytes() for layer in context.cache.ragged)
+    held = sum(layer.nbytes() for layer in context.cache.ragged_layers)
     assert context.nbytes() - held == 2 * 2 * 2 * 11 * 8 * 8  # 2 layers, k and v, 2 heads, the window but one token
     with pytest.raises(CacheError, match="go on with a fork"):
         context.cache.rewind()
@@ -125,10 +125,10 @@ def test_an_interrupted_pass_over_sliding_layers_is_noticed():
         if layer == 2:  # the first layer of full attention, and the sliding one behind it, are through
             raise KeyboardInterrupt
 
-    cache.watch = interrupt
+    cache.on_layer_start = interrupt
     with pytest.raises(KeyboardInterrupt):
         model(text[:, 40:], past_key_values=cache, use_cache=True)
-    cache.watch = None
+    cache.on_layer_start = None
     with pytest.raises(CacheError, match=r"unequal; go on with a fork\(\) made before"):
         model(text[:, 40:], past_key_values=cache, use_cache=True)
     assert torch.equal(model(text[:, 40:], past_key_values=before, use_cache=True).logits, expected)
@@ -136,7 +136,7 @@ def test_an_interrupted_pass_over_sliding_layers_is_noticed():
 
 def test_contexts_with_sliding_layers_are_saved_and_asked_again(tmp_path):
     model = build("Gemma3")
-    policy = Policy(attach(model).spec).requires_grad_(False)
+    policy = Policy(patch_attention(model).spec).requires_grad_(False)
     for text, name in ((TEXT, "long.kv"), ("word1 word2 word3 word4 word5 word6", "shorter-than-the-window.kv")):
         context = compress(model, Words(), text, retention=0.5, policy=policy)
         context.save(tmp_path / name)
@@ -150,7 +150,9 @@ def test_contexts_with_sliding_layers_are_saved_and_asked_again(tmp_path):
 @pytest.mark.parametrize("damage", ["missing", "shape", "another"])
 def test_damaged_sliding_layers_are_one_sentence(tmp_path, damage):
     model = build("Gemma3")
-    context = compress(model, Words(), TEXT, retention=0.3, policy=Policy(attach(model).spec).requires_grad_(False))
+    context = compress(
+        model, Words(), TEXT, retention=0.3, policy=Policy(patch_attention(model).spec).requires_grad_(False)
+    )
     context.save(tmp_path / "text.kv")
     tensors, about = read_context_file(tmp_path / "text.kv")
     if damage == "missing":
@@ -173,7 +175,7 @@ def test_teacher_and_student_of_a_model_with_sliding_layers(tokens):
     """The teacher is the stock model over the whole text, the hard-masked student what the cache computes."""
     model = build("Gemma3")
     torch.manual_seed(3)
-    policy = Policy(attach(model).spec).requires_grad_(False)
+    policy = Policy(patch_attention(model).spec).requires_grad_(False)
     text, continuations = ids(1, tokens), [(ids(1, 20, 1)[0].tolist(), 4), (ids(1, 15, 2)[0].tolist(), 0)]
     run = SampleDistillation(model, TokenizedSample("random", text[0].tolist(), continuations))
     whole = [torch.cat([text, torch.tensor([row])], 1) for row, _ in continuations]
@@ -202,7 +204,7 @@ def test_a_policy_for_a_model_with_sliding_layers_is_trained_saved_and_used(tmp_
         attention="learned", position=True,
     )  # fmt: skip
     torch.manual_seed(4)
-    policy = Policy(attach(model).spec, None, config.inputs)
+    policy = Policy(patch_attention(model).spec, None, config.inputs)
     before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     Trainer(model, policy, config, train_item, [train_item(99)], tmp_path).run()
     for name, parameter in policy.named_parameters():
@@ -217,7 +219,7 @@ def test_a_policy_for_a_model_with_sliding_layers_is_trained_saved_and_used(tmp_
 @torch.no_grad()
 def test_methods_are_compared_and_kvzip_reads_twice_on_a_model_with_sliding_layers():
     model, text = build("Gemma3"), ids(1, 60)
-    policy = Policy(attach(model).spec).requires_grad_(False)
+    policy = Policy(patch_attention(model).spec).requires_grad_(False)
     grid = MethodGrid(model, Words(), ["lkv", "kvzip", "knorm"], [0.3], policy)
     prompt = read_prompt(model, text, queries=True)
     rows, skipped = grid.bind(text[0].tolist(), prompt)
@@ -242,4 +244,4 @@ def test_what_would_be_computed_wrongly_is_refused():
     ]
     for model in refused:
         with pytest.raises(UnsupportedModelError, match="attention sinks or capped attention logits"):
-            attach(model)
+            patch_attention(model)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.policy.policy import Policy
 from lkv.training.data.sample import TokenizedSample
@@ -71,6 +71,6 @@ def test_a_ragged_cache_dies_with_its_last_reference(model, policy, no_collector
     cache = RaggedCache(model, policy, 0.5)
     with torch.no_grad():
         model(torch.randint(3, 67, (1, 20)), past_key_values=cache)
-    pools = [weakref.ref(layer.spans.k) for layer in cache.ragged]
+    pools = [weakref.ref(layer.store.k) for layer in cache.ragged_layers]
     del cache
     assert not any(reference() is not None for reference in pools)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import compress
 from lkv.errors import PolicyMismatchError, UnsupportedModelError
-from lkv.integrations.transformers.attention import attach
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.policy.policy import Policy
 from tests.cache.test_generation import ids
 from tests.conftest import tiny_llama
@@ -104,13 +104,13 @@ def test_methods_without_a_policy_work_on_quantised_models(kind):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["torchao int8", "torchao int4"])
 def test_a_policy_of_the_plain_weights_serves_the_quantised_ones(kind):
-    policy = Policy(attach(tiny_llama(**SIZES)).spec).requires_grad_(False)
+    policy = Policy(patch_attention(tiny_llama(**SIZES)).spec).requires_grad_(False)
     context = compress(KINDS[kind](), Words(), TEXT, retention=0.4, policy=policy)
     assert context.metadata["policy"] == policy.digest() and context.ask("what ?", 4)
 
 
 def test_a_policy_for_weights_that_cannot_be_read_is_refused_unless_asked_for(tmp_path):
-    policy = Policy(attach(tiny_llama(**SIZES)).spec).requires_grad_(False)
+    policy = Policy(patch_attention(tiny_llama(**SIZES)).spec).requires_grad_(False)
     with pytest.raises(PolicyMismatchError, match=r"packed so that LKV cannot read and compare them; .*strict=False"):
         compress(KINDS["GPTQ and AWQ"](), Words(), TEXT, policy=policy)
     policy.save_pretrained(tmp_path)

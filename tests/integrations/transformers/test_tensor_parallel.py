@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lkv.cache.ragged import RaggedCache
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import UnsupportedModelError
-from lkv.integrations.transformers.spec import inspect_model, local_heads
+from lkv.integrations.transformers.spec import inspect_model, local_kv_heads
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
 
@@ -48,17 +48,17 @@ with torch.no_grad():
     except Exception:
         found["stock failed"] = traceback.format_exc()
     else:
-        from lkv.integrations.transformers.attention import attach
-        from lkv.integrations.transformers.spec import inspect_model, local_heads
-        found["spec"], found["heads"] = inspect_model(model), local_heads(model)
-        attach(model)
+        from lkv.integrations.transformers.attention import patch_attention
+        from lkv.integrations.transformers.spec import inspect_model, local_kv_heads
+        found["spec"], found["heads"] = inspect_model(model), local_kv_heads(model)
+        patch_attention(model)
         text = torch.load(folder / "text.pt")
         found["attached"] = model(text).logits
-        from lkv.cache.ragged import RaggedCache
+        from lkv.cache.ragged_cache import RaggedCache
         from lkv.policy.policy import Policy
         cache = RaggedCache(model, Policy.from_pretrained(folder / "policy"), 0.4)
         model(text[:, :30], past_key_values=cache, use_cache=True)
-        found["kept"], found["bytes"] = cache.kept(), cache.nbytes()
+        found["kept"], found["bytes"] = cache.kept_counts(), cache.nbytes()
         found["compressed"] = model(text[:, 30:], past_key_values=cache, use_cache=True).logits
     torch.save(found, folder / f"found{rank}.pt")
     dist.destroy_process_group()
@@ -106,7 +106,7 @@ def test_each_process_has_its_share_of_the_heads_and_the_spec_of_the_whole_model
         generated = model.generate(text, max_new_tokens=8, do_sample=False)
         cache = RaggedCache(model, policy, 0.4)
         model(text[:, :30], past_key_values=cache, use_cache=True)
-        kept, size = torch.tensor(cache.kept()), cache.nbytes()
+        kept, size = torch.tensor(cache.kept_counts()), cache.nbytes()
         compressed = model(text[:, 30:], past_key_values=cache, use_cache=True).logits
     assert len(set(kept.flatten().tolist())) > 2
 
@@ -128,11 +128,11 @@ def test_each_process_has_its_share_of_the_heads_and_the_spec_of_the_whole_model
 
 
 def test_one_process_has_all_heads(model):
-    assert local_heads(model) == slice(0, 2)
+    assert local_kv_heads(model) == slice(0, 2)
 
 
 class Mesh:
-    """A device mesh as far as `local_heads` looks at it."""
+    """A device mesh as far as `local_kv_heads` looks at it."""
 
     ndim = 1
 
@@ -157,15 +157,15 @@ def split(kv_heads: int, size: int, rank: int = 0, tp_size: int | None = None, s
 
 
 def test_shares_in_order_of_rank():
-    shares = [local_heads(split(8, 4, rank)) for rank in range(4)]
+    shares = [local_kv_heads(split(8, 4, rank)) for rank in range(4)]
     assert shares == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
 
 
 def test_gathered_heads_are_whole():
-    assert local_heads(split(8, 2, 1, style="colwise_gather_output")) == slice(0, 8)
+    assert local_kv_heads(split(8, 2, 1, style="colwise_gather_output")) == slice(0, 8)
 
 
 @pytest.mark.parametrize(("model", "message"), [(split(3, 2), "divides 3"), (split(4, 4, tp_size=2), "alone")])
 def test_other_splits_are_refused(model, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        local_heads(model)
+        local_kv_heads(model)

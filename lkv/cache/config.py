@@ -22,7 +22,7 @@ MOST = 2**24  # rows, or tokens of slack: more than memory has room for
 
 
 @dataclass(frozen=True)
-class Plan:
+class CacheConfig:
     """How a cache reads and evicts; see `RaggedCache` for the meaning of each, and for the errors."""
 
     method: Method
@@ -135,7 +135,7 @@ class Layer:
     """What the entries of one layer, number `index`, are held by."""
 
     index: int
-    plan: Plan
+    plan: CacheConfig
     shared: Shared
 
     @property

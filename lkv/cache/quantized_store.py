@@ -1,4 +1,4 @@
-"""Spans whose settled entries are held in 8 or 4 bits a value."""
+"""RaggedStore whose settled entries are held in 8 or 4 bits a value."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from lkv.cache.quantization import QuantizedPool
-from lkv.cache.spans import Spans, places
+from lkv.cache.store import RaggedStore, places
 from lkv.kernels.ragged_attention import QuantizedKV, append, append_and_attend, can_attend_quantized, ragged_attention
 from lkv.utils import devices
 
 
-class QuantizedSpans:
-    """Spans whose settled entries are held in 8 or 4 bits a value, the appended ones as they are.
+class QuantizedStore:
+    """RaggedStore whose settled entries are held in 8 or 4 bits a value, the appended ones as they are.
 
     k is quantised by channel within a span and v by entry: measured best at both widths. New tokens attend to the codes
     as they are where a compiled backend runs (Triton; numba, up to its most rows), and one token everywhere; else one
@@ -21,7 +21,7 @@ class QuantizedSpans:
 
     scores = None
 
-    def __init__(self, lens: Tensor, key: QuantizedPool, value: QuantizedPool, fresh: Spans):
+    def __init__(self, lens: Tensor, key: QuantizedPool, value: QuantizedPool, fresh: RaggedStore):
         """`key` and `value` hold the settled entries of all spans packed; `fresh` the tails, of spans settled empty."""
         self.lens, self.key, self.value, self.fresh = lens, key, value, fresh
         flat, groups = lens.flatten(), -(-lens.flatten() // key.group)
@@ -29,23 +29,23 @@ class QuantizedSpans:
         device = fresh.k.device
         # Entry i of a span is at place i + its start of the pools of the tails, if it is none of the settled ones.
         begins = (fresh.starts - lens).flatten()
-        with torch.inference_mode(False):  # see Spans
+        with torch.inference_mode(False):  # see RaggedStore
             self._tables = devices.uploaded(device, begins, flat, firsts, first_groups).view(4, *lens.shape)
             self._device_lens = self._tables[1].clone()
         if fresh.tail:
             self._count_on_device()
 
     @classmethod
-    def of(cls, spans: Spans, bits: int) -> "QuantizedSpans":
+    def of(cls, spans: RaggedStore, bits: int) -> "QuantizedStore":
         """The settled entries of `spans` quantised, with the same room."""
         key, value = spans.packed()
-        fresh = Spans(torch.zeros_like(spans.lens), spans.room, spans.k, spans.v)
+        fresh = RaggedStore(torch.zeros_like(spans.lens), spans.room, spans.k, spans.v)
         lens = spans.lens.flatten()
         return cls(spans.lens, QuantizedPool.pack(key, bits, lens=lens), QuantizedPool.pack(value, bits), fresh)
 
     @property
     def tail(self) -> int:
-        """As `Held.tail`."""
+        """As `KVStore.tail`."""
         return self.fresh.tail
 
     @property
@@ -59,9 +59,9 @@ class QuantizedSpans:
         return self.fresh.room
 
     def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `Spans.for_attention`, over pools restored for the moment."""
+        """As `RaggedStore.for_attention`, over pools restored for the moment."""
         tails = self.fresh.held
-        whole = Spans(self.lens + tails, 0, self.fresh.k, self.fresh.v)
+        whole = RaggedStore(self.lens + tails, 0, self.fresh.k, self.fresh.v)
         device = self.fresh.k.device
         settled = places(whole.starts, self.lens, device)
         late, fresh = (places(starts, tails, device) for starts in (whole.starts + self.lens, self.fresh.starts))
@@ -71,13 +71,13 @@ class QuantizedSpans:
         return whole.for_attention()
 
     def settled(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `Spans.settled`, over pools restored for the moment."""
-        whole = Spans(self.lens, 0, self.fresh.k, self.fresh.v)
+        """As `RaggedStore.settled`, over pools restored for the moment."""
+        whole = RaggedStore(self.lens, 0, self.fresh.k, self.fresh.v)
         whole.unpack(self.key.unpack(), self.value.unpack())
         return whole.settled()
 
     def for_append(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `Held.for_append`."""
+        """As `KVStore.for_append`."""
         return self.fresh.k, self.fresh.v, self._tables[0], self._device_lens
 
     def for_codes(self) -> tuple[tuple[Tensor, Tensor], QuantizedKV, Tensor, Tensor]:
@@ -99,7 +99,7 @@ class QuantizedSpans:
         position: int = 0,
         buffers: dict[Any, Any] | None = None,
     ) -> Tensor:
-        """As `Held.extend`; there are no scores."""
+        """As `KVStore.extend`; there are no scores."""
         pools, codes, starts, lens = self.for_codes()
         if self._alike and can_attend_quantized(query, key, value, *pools, starts, lens, codes):
             out = append_and_attend(query, key, value, *pools, starts, lens, scale, buffers=buffers, quantized=codes)
@@ -118,7 +118,7 @@ class QuantizedSpans:
         return len(ways) == 1 and self.key.group in (16, 32, 64, 128)
 
     def count(self, tokens: int, padding: Tensor | None = None) -> None:
-        """As `Held.count`."""
+        """As `KVStore.count`."""
         self.fresh.count(tokens, padding)
 
     def _attend_to_codes(self, query: Tensor, scale: float) -> Tensor:
@@ -138,7 +138,7 @@ class QuantizedSpans:
         return torch.cat(parts).to(query.dtype).view(batch, heads, rows, -1)
 
     def cut(self, tokens: int) -> None:
-        """As `Held.cut`."""
+        """As `KVStore.cut`."""
         self.fresh.cut(tokens)
         self._count_on_device()
 
@@ -146,24 +146,24 @@ class QuantizedSpans:
         (appended,) = devices.uploaded(self.fresh.k.device, self.fresh.held)
         torch.add(self._tables[1], appended, out=self._device_lens)
 
-    def without(self, padding: Tensor) -> "QuantizedSpans":
-        """As `Held.without`; what is settled is never written to and shared."""
+    def without(self, padding: Tensor) -> "QuantizedStore":
+        """As `KVStore.without`; what is settled is never written to and shared."""
         fresh = self.fresh.without(padding)
-        return self if fresh is self.fresh else QuantizedSpans(self.lens, self.key, self.value, fresh)
+        return self if fresh is self.fresh else QuantizedStore(self.lens, self.key, self.value, fresh)
 
-    def select(self, rows: Tensor, room: int) -> "QuantizedSpans":
-        """As `Held.select`."""
+    def select(self, rows: Tensor, room: int) -> "QuantizedStore":
+        """As `KVStore.select`."""
         heads = self.lens.shape[1]
         spans = (rows[:, None] * heads + torch.arange(heads, device="cpu")).flatten()
         starts = (self.lens.flatten().cumsum(0) - self.lens.flatten()).view_as(self.lens)
         entries = places(starts[rows], self.lens[rows], self.fresh.k.device)
-        return QuantizedSpans(
+        return QuantizedStore(
             self.lens[rows], self.key.take_spans(spans), self.value.take(entries), self.fresh.select(rows, room)
         )
 
-    def relaid(self, room: int) -> "QuantizedSpans":
+    def relaid(self, room: int) -> "QuantizedStore":
         """A copy with `room` after the tails; what is settled is never written to and shared."""
-        return QuantizedSpans(self.lens, self.key, self.value, self.fresh.relaid(room))
+        return QuantizedStore(self.lens, self.key, self.value, self.fresh.relaid(room))
 
     def state(self) -> dict[str, Tensor]:
         """Settled entries as tensors to be saved; `restore` takes them up."""
@@ -181,11 +181,11 @@ class QuantizedSpans:
             raise ValueError(f"its quantised pools are not {(int(lens.sum()), width)}")
 
     @classmethod
-    def restore(cls, state: dict[str, Tensor], lens: Tensor, room: int, like: Tensor) -> "QuantizedSpans":
+    def restore(cls, state: dict[str, Tensor], lens: Tensor, room: int, like: Tensor) -> "QuantizedStore":
         """What `state` gave, on the device and for a cache of the dtype of `like`."""
         state = {name: tensor.to(like.device) for name, tensor in state.items()}
         key, value = (QuantizedPool.from_tensors(_of_side(state, side)) for side in "kv")
-        fresh = Spans(torch.zeros_like(lens), room, like.new_empty(0, key.width), like.new_empty(0, value.width))
+        fresh = RaggedStore(torch.zeros_like(lens), room, like.new_empty(0, key.width), like.new_empty(0, value.width))
         return cls(lens, key, value, fresh)
 
     def nbytes(self) -> int:
@@ -193,7 +193,7 @@ class QuantizedSpans:
         return self.key.nbytes() + self.value.nbytes() + self.fresh.nbytes()
 
     def entry_nbytes(self) -> int:
-        """As `Held.entry_nbytes`."""
+        """As `KVStore.entry_nbytes`."""
         return self.fresh.entry_nbytes()
 
 

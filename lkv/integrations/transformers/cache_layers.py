@@ -10,15 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache as _StockCache
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from lkv.errors import CacheError
 
 HOOK = "_lkv_hook"
 
 
-class HookedLayer(CacheLayerMixin):
+class AttentionCacheLayer(CacheLayerMixin):
     """A cache layer that computes the attention over what it holds."""
 
     is_compileable = False
@@ -57,7 +56,7 @@ class HookedLayer(CacheLayerMixin):
         return self.get_max_length()
 
 
-class Cache(_StockCache):
+class BaseCache(Cache):
     """A cache of hooked layers: whatever the version of transformers, they are called as its newest one does."""
 
     assisted = False  # whether assisted decoding has just begun
@@ -89,7 +88,7 @@ class Cache(_StockCache):
         super().crop(tokens_to_remove)
 
 
-class WindowLayer(DynamicSlidingWindowLayer):
+class SlidingWindowLayer(DynamicSlidingWindowLayer):
     """transformers' own layer for sliding attention: the last tokens, whole, beside layers that are evicted from."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -107,7 +106,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         held = min(self.cumulative_length, self.sliding_window - 1)
         return held + query_length, self.cumulative_length - held
 
-    def fork(self) -> "WindowLayer":
+    def fork(self) -> "SlidingWindowLayer":
         """A copy that goes on independently; what it holds is replaced, never written to."""
         return copy.copy(self)
 
@@ -129,4 +128,27 @@ class WindowLayer(DynamicSlidingWindowLayer):
         return sum(x.untyped_storage().nbytes() for x in held if x is not None)
 
 
-__all__ = ["HOOK", "Cache", "HookedLayer", "WindowLayer"]
+def kv_nbytes(cache: Any) -> int:
+    """Bytes of storage behind the k and v of one of transformers' own caches."""
+    return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+def crop_to(cache: Any, length: int) -> None:
+    """Cut every layer of `cache`, LKV's or transformers' own, back to its first `length` tokens.
+
+    Only a number below 0 means the same to `crop` in every version: from 5.17 on 0 cuts nothing, before it cuts all.
+    """
+    # Layer by layer: an interrupted forward pass leaves them unequal.
+    for layer in cache.layers:
+        if excess := layer.get_seq_length() - length:
+            layer.crop(-excess)
+
+
+__all__ = [
+    "HOOK",
+    "AttentionCacheLayer",
+    "BaseCache",
+    "SlidingWindowLayer",
+    "crop_to",
+    "kv_nbytes",
+]

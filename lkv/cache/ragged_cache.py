@@ -5,17 +5,19 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lkv.cache.checks import check_attended, check_pass
-from lkv.cache.ids import ReadIds
+from lkv.cache.config import MOST, CacheConfig, Shared
+from lkv.cache.ids import TokenHistory
 from lkv.cache.layer import RaggedLayer
-from lkv.cache.plan import MOST, Plan, Shared
 from lkv.cache.windows import Windows
 from lkv.errors import BudgetError, CacheError, PolicyFileError, RetentionError
-from lkv.integrations.transformers.attention import attach
-from lkv.integrations.transformers.hooks import Cache, WindowLayer
-from lkv.integrations.transformers.prefill import PromptLayer, as_prompt, check_queries
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
+from lkv.integrations.transformers.prefill import LayerKV, as_prompt_kv, query_rotations
+from lkv.kernels.ragged_attention import masked_attention, merge_attention, ragged_attention
 from lkv.methods.budgets import Amount, check_table
 from lkv.methods.build import Method, make_method
 from lkv.methods.registry import REFIT, needs_pattern, needs_policy, needs_second_pass
@@ -23,7 +25,7 @@ from lkv.models.loading import fitting_policy
 from lkv.policy.policy import Policy
 
 
-class RaggedCache(Cache):
+class RaggedCache(BaseCache):
     """A transformers cache that evicts layer by layer while the prompt is read.
 
     Unless `prompt_tokens` says otherwise the prompt is the first forward pass; each layer attends over it in full, then
@@ -64,11 +66,11 @@ class RaggedCache(Cache):
         Raises RetentionError, PolicyMismatchError, UnsupportedModelError, CacheError, BudgetError (a pattern of another
         shape) or LkvError (unknown method).
         """
-        attached = attach(model)
+        attached = patch_attention(model)
         self.spec = attached.spec
-        self._ids = ReadIds()
+        self._ids = TokenHistory()
         # Called with the number of each layer before its attention; what it raises ends the pass.
-        self.watch: Callable[[int], None] | None = None
+        self.on_layer_start: Callable[[int], None] | None = None
         method = chosen_method(model, policy, retention, method, budget_tokens, pattern)
         if method.of_whole_prompts:
             raise CacheError(
@@ -76,28 +78,32 @@ class RaggedCache(Cache):
                 f"lkv.compress(..., method={method.name!r})."
             )
         if method.refit:
-            check_queries(model, REFIT)
+            query_rotations(model, REFIT)
         self.amount, self.policy = method.amount, method.policy
-        self.plan = Plan(
+        self.plan = CacheConfig(
             method, self.amount, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotations
         )
         shared = Shared(self.spec.layers - 1)
-        self.ragged = [RaggedLayer(index, self.plan, shared) for index in range(self.spec.layers)]
-        for layer in self.ragged:
+        self.ragged_layers = [RaggedLayer(index, self.plan, shared) for index in range(self.spec.layers)]
+        for layer in self.ragged_layers:
             layer.model_config = model.config.get_text_config(decoder=True)
-        self.windows = Windows(WindowLayer(window) for window in attached.windows if window is not None)
-        super().__init__(layers=_in_order(self.ragged, self.windows, [window is None for window in attached.windows]))
+        self.windows = Windows(SlidingWindowLayer(window) for window in attached.windows if window is not None)
+        super().__init__(
+            layers=_in_order(self.ragged_layers, self.windows, [window is None for window in attached.windows])
+        )
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if layer_idx == 0:
             self.assisted = False
             held, new = self.get_seq_length(), key_states.shape[2]
-            check_pass(self.ragged, self.windows.layers, key_states.shape[0], held + new, self.spec.max_positions)
+            check_pass(
+                self.ragged_layers, self.windows.layers, key_states.shape[0], held + new, self.spec.max_positions
+            )
             self._ids.read(held, held + new)
         # Of the first layer it is the last one of the pass before.
         check_attended(self.layers[layer_idx - 1])
-        if self.watch is not None:
-            self.watch(layer_idx)
+        if self.on_layer_start is not None:
+            self.on_layer_start(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def expect(self, ids: Tensor, whole: bool, begins: bool, part: bool) -> None:
@@ -143,7 +149,7 @@ class RaggedCache(Cache):
     def reset(self) -> None:
         """Forget everything, and free it."""
         super().reset()
-        self._ids = ReadIds()
+        self._ids = TokenHistory()
 
     def activate_past_recording(self) -> None:
         """The tail can always be cut back; but where assisted decoding begins, the prompt must be told apart."""
@@ -155,18 +161,20 @@ class RaggedCache(Cache):
         self.assisted = True
         self.windows.activate_past_recording()
 
-    def fill(self, prompt: list[PromptLayer]) -> None:
+    def fill(self, prompt: list[LayerKV]) -> None:
         """Take over a prompt that was read before (`prefill.read_prompt`): one prefill serves many methods."""
-        if len(prompt) != len(self.ragged):
-            raise CacheError(f"the prompt has {len(prompt)} layers, but this cache {len(self.ragged)}; read it again.")
-        layers = as_prompt(prompt).followed_by(self.ragged)
+        if len(prompt) != len(self.ragged_layers):
+            raise CacheError(
+                f"the prompt has {len(prompt)} layers, but this cache {len(self.ragged_layers)}; read it again."
+            )
+        layers = as_prompt_kv(prompt).continuation_layers(self.ragged_layers)
         if len(layers) != len(self.layers):
             raise CacheError(
                 "the prompt was given without what the sliding layers hold; give what read_prompt returned."
             )
         self.layers = layers
-        self.windows = Windows(layer for layer in self.layers if isinstance(layer, WindowLayer))
-        for layer, whole in zip(self.ragged, prompt, strict=True):
+        self.windows = Windows(layer for layer in self.layers if isinstance(layer, SlidingWindowLayer))
+        for layer, whole in zip(self.ragged_layers, prompt, strict=True):
             layer.fill(whole)
 
     def fork(self) -> "RaggedCache":
@@ -174,9 +182,11 @@ class RaggedCache(Cache):
         twin = copy.copy(self)
         twin._ids = copy.copy(self._ids)
         shared = Shared(self.spec.layers - 1)
-        twin.ragged = [layer.fork(shared) for layer in self.ragged]
+        twin.ragged_layers = [layer.fork(shared) for layer in self.ragged_layers]
         twin.windows = self.windows.fork()
-        twin.layers = _in_order(twin.ragged, twin.windows, [isinstance(layer, RaggedLayer) for layer in self.layers])
+        twin.layers = _in_order(
+            twin.ragged_layers, twin.windows, [isinstance(layer, RaggedLayer) for layer in self.layers]
+        )
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedCache":
@@ -184,45 +194,113 @@ class RaggedCache(Cache):
         return self.fork()
 
     @property
-    def rewindable(self) -> bool:
+    def is_rewindable(self) -> bool:
         """Whether what follows the prompt can be cut off again."""
         return not self.plan.decode_eviction and not self.windows
 
     @property
     def prompt_length(self) -> int:
         """Tokens of the prompt that was compressed (0 before it has ended)."""
-        return self.ragged[-1].prompt_length
+        return self.ragged_layers[-1].prompt_length
 
     def rewind(self) -> None:
         """Forget everything appended after the prompt. Raises CacheError if some of that was evicted already, or if the
         model has sliding layers, which have dropped what they would need."""
         if self.windows:
             raise CacheError("sliding layers cannot be cut back to the prompt; go on with a fork() made before.")
-        for layer in self.ragged:
+        for layer in self.ragged_layers:
             layer.crop(layer.prompt_length - layer.get_seq_length())
 
-    def kept(self) -> list[list[int]]:
+    def kept_counts(self) -> list[list[int]]:
         """Entries that eviction left to each head, `[L][H]`, summed over the batch."""
-        return [layer.kept.sum(0).tolist() for layer in self.ragged]
+        return [layer.kept_counts.sum(0).tolist() for layer in self.ragged_layers]
 
     def realised_retention(self) -> float:
         """Entries that eviction left divided by all they were chosen from (padding is none)."""
-        entries = sum(layer.kept.shape[1] * sum(layer.real) for layer in self.ragged if layer.real)
-        return sum(int(layer.kept.sum()) for layer in self.ragged) / entries if entries else 1.0
+        entries = sum(
+            layer.kept_counts.shape[1] * sum(layer.real_tokens) for layer in self.ragged_layers if layer.real_tokens
+        )
+        return sum(int(layer.kept_counts.sum()) for layer in self.ragged_layers) / entries if entries else 1.0
 
     def nbytes(self) -> int:
         """Bytes of k and v storage really held, slack included."""
-        return sum(layer.nbytes() for layer in self.ragged) + self.windows.nbytes()
+        return sum(layer.nbytes() for layer in self.ragged_layers) + self.windows.nbytes()
 
     def full_nbytes(self) -> int:
         """Bytes that an uncompressed cache would hold for the same tokens."""
-        return sum(layer.full_nbytes() for layer in self.ragged) + self.windows.nbytes()
+        return sum(layer.full_nbytes() for layer in self.ragged_layers) + self.windows.nbytes()
 
 
 def _in_order(ragged: list[RaggedLayer], windows: Windows, evicting: list[bool]) -> list[Any]:
     """The layers as the model has them; `evicting`: whether each of these is one of `ragged`."""
     full, sliding = iter(ragged), iter(windows.layers)
     return [next(full if evicts else sliding) for evicts in evicting]
+
+
+class SharedLayer(AttentionCacheLayer):
+    """One layer's k and v of what follows, [B, H, n, d], beside the spans of the one row that `text` holds."""
+
+    def __init__(self, text: RaggedLayer):
+        super().__init__()
+        self._text = text
+        self.model_config = text.model_config
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what follows the text."""
+        self._tail: tuple[Tensor, Tensor] | None = None
+        self.is_initialized = False
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens of the text and of what follows."""
+        return self._text.prompt_length + self._followed
+
+    @property
+    def _followed(self) -> int:
+        return 0 if self._tail is None else self._tail[0].shape[2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask is one over what follows alone: all rows see the whole text."""
+        return self._followed + query_length, self._text.prompt_length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new = key_states.to(value_states.dtype), value_states
+        if self._tail is not None:
+            new = torch.cat([self._tail[0], new[0]], 2), torch.cat([self._tail[1], new[1]], 2)
+        self._tail = new
+        return self.tag(key_states), value_states
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        assert self._tail is not None and self._text.store is not None
+        batch, _, new, _ = query.shape
+        key, value = self._tail
+        late, late_lse = masked_attention(query.to(value.dtype), key, value, _visible(mask, new, key), scale)
+        # To the text all rows are new tokens of one: it is read once for all of them.
+        rows = query.transpose(0, 1).flatten(1, 2)[None].to(value.dtype)
+        out, lse = ragged_attention(rows, *self._text.store.settled(), scale, causal=False, lse=True)
+        out, lse = (x[0].unflatten(1, (batch, new)).transpose(0, 1) for x in (out, lse))
+        return merge_attention(out, lse, late, late_lse)[0].transpose(1, 2)
+
+
+class SharedCache(BaseCache):
+    """For `generate` with rows of ids that begin with the text of `cache`, a compressed cache of one row.
+
+    `cache` must have no sliding layers. It may go on being asked meanwhile; its settled entries are read alone.
+    """
+
+    def __init__(self, cache: RaggedCache):
+        super().__init__(layers=[SharedLayer(layer) for layer in cache.ragged_layers])
+
+
+def _visible(mask: Any, new: int, key: Tensor) -> Tensor:
+    """What the `new` last tokens see of `key` [B, H, n, d], from transformers' mask: bool [B or 1, 1, new, n]."""
+    if not isinstance(mask, Tensor):
+        return torch.ones(1, 1, new, key.shape[2], dtype=torch.bool, device=key.device).tril(key.shape[2] - new)
+    return mask if mask.dtype == torch.bool else mask == 0
 
 
 def chosen_method(
@@ -253,7 +331,7 @@ def chosen_method(
         return method
     if tokenizer is None and needs_second_pass(method):
         raise CacheError(f"{method!r} reads the text a second time: use lkv.compress(..., method={method!r}).")
-    attached, amount = attach(model), Amount.asked(retention, budget_tokens)
+    attached, amount = patch_attention(model), Amount.asked(retention, budget_tokens)
     spec, learned = attached.spec, None
     if needs_policy(method):
         learned = fitting_policy(spec, policy).on(model.device)

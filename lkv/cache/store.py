@@ -1,4 +1,4 @@
-"""Spans: entries of unequal number a head, one after another in flat pools, each span with room at its end."""
+"""RaggedStore: entries of unequal number a head, one after another in flat pools, each span with room at its end."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, Self
@@ -12,7 +12,7 @@ from lkv.kernels.ragged_attention import append_and_attend
 from lkv.utils import devices
 
 
-class Held(Protocol):
+class KVStore(Protocol):
     """What a layer holds, however it is stored: each (batch, KV head) has a span of `lens` settled entries [B, H], then
     those appended of the `tail` tokens that followed (all but the row's padding), and `room` for more in every row."""
 
@@ -80,7 +80,7 @@ class Held(Protocol):
         """Bytes of k and v of one entry as the model computes them."""
 
 
-class Spans:
+class RaggedStore:
     """Flat pools [P, d] of k and v in which each (batch, KV head) owns one contiguous span (Sec. 4.5).
 
     A span is `lens` settled entries, those appended and room for more. Appends are equal for all heads, and for all
@@ -112,7 +112,7 @@ class Spans:
 
     @property
     def tail(self) -> int:
-        """As `Held.tail`."""
+        """As `KVStore.tail`."""
         return self._tail.tokens
 
     @property
@@ -122,7 +122,7 @@ class Spans:
 
     @property
     def room(self) -> int:
-        """As `Held.room`."""
+        """As `KVStore.room`."""
         left = self._space - self._tail.appended
         return left if isinstance(left, int) else int(left.min())
 
@@ -136,7 +136,7 @@ class Spans:
         return self.k, self.v, self._device_starts, self._device_lens
 
     def for_append(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `Held.for_append`."""
+        """As `KVStore.for_append`."""
         return self.for_attention()
 
     def settled(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -146,9 +146,9 @@ class Spans:
     @classmethod
     def of(
         cls, key: Tensor, value: Tensor, scores: Tensor, lens: Tensor, room: int, arrived: Tensor | None = None
-    ) -> "Spans":
-        """Spans of the best tokens of each head, in rising order: `lens` [B, H] of `key` and `value` [B, H, T, d] by
-        `scores` [B, H, T]. Where scores are to be kept, they are those on arrival, `arrived` [B, H, T]."""
+    ) -> "RaggedStore":
+        """A store of the best tokens of each head, in rising order: `lens` [B, H] of `key` and `value` [B, H, T, d]
+        by `scores` [B, H, T]. Where scores are to be kept, they are those on arrival, `arrived` [B, H, T]."""
         kinds = [Rows.of(x) for x in (key, value, *(() if arrived is None else (arrived[..., None],)))]
         # Ranked first: what that takes is given back before the pools are made.
         rows = sources(scores, lens, room, *kinds)
@@ -170,7 +170,7 @@ class Spans:
         position: int = 0,
         buffers: dict[Any, Any] | None = None,
     ) -> Tensor:
-        """As `Held.extend`."""
+        """As `KVStore.extend`."""
         new = key.shape[2]
         if self.scores is not None and self.positions is not None and scores is not None:
             ends = self._device_starts + self._device_lens
@@ -182,11 +182,11 @@ class Spans:
         return out
 
     def count(self, tokens: int, padding: Tensor | None = None) -> None:
-        """As `Held.count`."""
+        """As `KVStore.count`."""
         self._tail.grow(tokens, padding)
 
     def cut(self, tokens: int) -> None:
-        """As `Held.cut`."""
+        """As `KVStore.cut`."""
         self._tail.cut(tokens)
         # From the settled lengths: a step that was interrupted may have counted its tokens on the device alone.
         self._count_on_device()
@@ -197,7 +197,7 @@ class Spans:
             (appended,) = devices.uploaded(self.k.device, appended)
         torch.add(self._settled, appended, out=self._device_lens)
 
-    def settle(self, limits: Tensor, room: int, completed: Callable[[int, int, slice], Tensor]) -> "Spans":
+    def settle(self, limits: Tensor, room: int, completed: Callable[[int, int, slice], Tensor]) -> "RaggedStore":
         """New spans of the best entries, at most `limits` [B, H] of each; nothing in their tail.
 
         `completed(row, head, span)` gives the scores of the entries of that span now.
@@ -210,7 +210,7 @@ class Spans:
                 start = int(self.starts[row, head])
                 span = slice(start, start + int(held[row, head]))
                 chosen.append(best(completed(row, head, span), count) + start)
-        new = Spans(lens, room, self.k, self.v, scored=True)
+        new = RaggedStore(lens, room, self.k, self.v, scored=True)
         new._take(self, torch.cat(chosen))
         return new
 
@@ -220,22 +220,24 @@ class Spans:
         span = slice(start, start + int(self.lens[row, head]))
         return self.k[span], self.v[span]
 
-    def select(self, rows: Tensor, room: int) -> "Spans":
+    def select(self, rows: Tensor, room: int) -> "RaggedStore":
         """New spans for the batch rows `rows` [n] of these, tails included, with `room` after them."""
-        new = Spans(self.lens[rows], room, self.k, self.v, self.scores is not None, self._tail.select(rows))
+        new = RaggedStore(self.lens[rows], room, self.k, self.v, self.scores is not None, self._tail.select(rows))
         new._take(self, places(self.starts[rows], new.held, self.k.device))
         return new
 
-    def relaid(self, room: int) -> "Spans":
+    def relaid(self, room: int) -> "RaggedStore":
         """A copy with `room` after the tails."""
         return self.select(torch.arange(len(self.lens), device="cpu"), room)
 
-    def without(self, padding: Tensor) -> "Spans":
-        """As `Held.without`."""
+    def without(self, padding: Tensor) -> "RaggedStore":
+        """As `KVStore.without`."""
         known = self._tail.marks(len(padding))
         if not bool((padding & ~known).any()):
             return self
-        new = Spans(self.lens, self.room, self.k, self.v, self.scores is not None, Tail(self.tail, known | padding))
+        new = RaggedStore(
+            self.lens, self.room, self.k, self.v, self.scores is not None, Tail(self.tail, known | padding)
+        )
         stays = [
             torch.cat([torch.ones(count, dtype=torch.bool, device="cpu"), ~padding[row, ~known[row]]])
             for row, counts in enumerate(self.lens.tolist())
@@ -245,7 +247,7 @@ class Spans:
         new._take(self, entries[torch.cat(stays).to(entries.device)])
         return new
 
-    def _take(self, source: "Spans", entries: Tensor) -> None:
+    def _take(self, source: "RaggedStore", entries: Tensor) -> None:
         """Fill all spans, in order, with entries of `source`'s pools."""
         held = places(self.starts, self.held, self.k.device)
         self.k[held], self.v[held] = source.k[entries], source.v[entries]
