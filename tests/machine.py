@@ -45,7 +45,7 @@ def place_score(layer: int, heads: int, positions: torch.Tensor) -> torch.Tensor
 class Own(Selector):
     """`score`, for the cache."""
 
-    local = True
+    is_local = True
 
     def scores(self, layer, prompt):
         return score(prompt.key, prompt.value)
@@ -54,7 +54,7 @@ class Own(Selector):
 class ByPlace(Selector):
     """`place_score`, for the cache."""
 
-    local = True
+    is_local = True
 
     def scores(self, layer, prompt):
         batch, heads, tokens, _ = prompt.key.shape

@@ -10,7 +10,7 @@ from torch import Tensor
 from lkv.cache.quantization import BITS, require_library
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.rotation import Rotation
-from lkv.methods.budgets import ROUNDING, Amount, FixedBudget
+from lkv.methods.budgets import ROUNDING, FixedBudget, RetentionTarget
 from lkv.methods.build import Method
 from lkv.methods.registry import REFIT
 from lkv.methods.selectors import Selector, check_numbers
@@ -26,7 +26,7 @@ class CacheConfig:
     """How a cache reads and evicts; see `RaggedCache` for the meaning of each, and for the errors."""
 
     method: Method
-    amount: Amount | None
+    target: RetentionTarget | None
     slack: int | None = None
     prompt_tokens: int | None = None
     streaming: bool = False
@@ -50,13 +50,13 @@ class CacheConfig:
             raise CacheError(
                 f"bits is {self.bits!r}, but it must be one of {BITS}, and decode eviction works without it."
             )
-        if self.scored and not (self.method.selector.local and isinstance(self.method.budget, FixedBudget)):
+        if self.scored and not (self.method.selector.is_local and isinstance(self.method.budget, FixedBudget)):
             raise CacheError(
                 f"{'streaming' if self.streaming else 'decode eviction'} does not work with {self.method.name!r}: it "
                 "needs scores that depend on k and v of the token alone and budgets that depend on the length alone; "
                 "use 'lkv'."
             )
-        if self.scored and self.method.refit:
+        if self.scored and self.method.compensation:
             raise CacheError(
                 f"{'streaming' if self.streaming else 'decode eviction'} does not work with {self.method.name!r}: what "
                 f"is refitted is not evicted from again; use the method without {REFIT!r}."
@@ -105,10 +105,10 @@ class CacheConfig:
 
     def check_length(self, tokens: int) -> None:
         """Raise PromptError for a prompt of which nothing would be kept."""
-        if self.amount is not None and tokens * self.amount.of(tokens) + ROUNDING < 1:
+        if self.target is not None and tokens * self.target.share(tokens) + ROUNDING < 1:
             raise PromptError(
-                f"the prompt has {tokens} tokens: at {self.amount} nothing of it would be kept. Give at least "
-                f"{math.ceil(1 / self.amount.retention)} tokens, or a higher retention."
+                f"the prompt has {tokens} tokens: at {self.target} nothing of it would be kept. Give at least "
+                f"{math.ceil(1 / self.target.retention)} tokens, or a higher retention."
             )
 
 

@@ -16,7 +16,7 @@ from lkv.config import ModelSpec
 from lkv.errors import CacheError
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.budgets import FixedBudget
-from lkv.methods.selectors import Arrived, check_shape, not_numbers
+from lkv.methods.selectors import ArrivedEntries, check_shape, not_numbers
 from lkv.utils.devices import is_out_of_memory
 
 
@@ -157,20 +157,20 @@ class Entries:
         # As if the row had been read alone, without its padding: keys are rotated so.
         padding = self.padding[row] if self.padding else 0
         prompt = LayerKV(key, value, scale, length=self.length - padding, rotation=self._layer.rotation)
-        entries = Arrived(prompt, spans.positions[span] - padding, spans.scores[span])
-        return plan.method.selector.at_eviction(self._layer.index, head, entries)
+        entries = ArrivedEntries(prompt, spans.positions[span] - padding, spans.scores[span])
+        return plan.method.selector.score_at_eviction(self._layer.index, head, entries)
 
     def _arrival_scores(self, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """What of the scores [B, H, n] of new tokens is final now. Rows without padding go together, others alone."""
         index, plan = self._layer.index, self._layer.plan
         selector, whole = plan.method.selector, LayerKV(key, value, scale, rotation=self._layer.rotation)
         if not any(self.padding):
-            return selector.on_arrival(index, replace(whole, start=self.length))
+            return selector.score_on_arrival(index, replace(whole, start=self.length))
         rows = [
             replace(whole.select(slice(row, row + 1), slice(None)), start=self.length - padding)
             for row, padding in enumerate(self.padding)
         ]
-        return torch.cat([selector.on_arrival(index, row) for row in rows])
+        return torch.cat([selector.score_on_arrival(index, row) for row in rows])
 
     def _make_room(self, new: int, scale: float, device: torch.device) -> None:
         plan = self._layer.plan

@@ -11,7 +11,7 @@ from lkv.cache.entries import Entries
 from lkv.cache.store import RaggedStore
 from lkv.errors import CacheError
 from lkv.integrations.transformers.prefill import LayerKV, to_fp32
-from lkv.methods.compensation import references, refitted
+from lkv.methods.compensation import compensate, reference_queries
 from lkv.methods.selectors import check_shape, not_numbers
 
 
@@ -36,12 +36,12 @@ def evicted(layer: Layer, whole: LayerKV, padding: list[int] | None) -> Entries:
         tables.append(_behind_padding(scores, first))
         counts += _checked(layer, plan.method.budget.counts(layer.index, scores), scores)
         if plan.decode_eviction:
-            arrived.append(pad(selector.on_arrival(layer.index, part), (first, 0)))
+            arrived.append(pad(selector.score_on_arrival(layer.index, part), (first, 0)))
     layer.shared.check_doubts(layer.index, selector, whole.key.device)
     kept = torch.tensor(counts, device="cpu")
     room = plan.first_room(layer.index, kept, whole.key.device)
     spans = RaggedStore.of(whole.key, whole.value, _joined(tables), kept, room, _joined(arrived) if arrived else None)
-    for row, wanted in enumerate(plan.method.refits(batch)):
+    for row, wanted in enumerate(plan.method.compensates(batch)):
         if wanted:
             _refit(spans, row, whole.select(slice(row, row + 1), slice(firsts[row], None)))
     return Entries.compressed(layer, spans, tokens, firsts)
@@ -70,11 +70,11 @@ def _bad_counts(layer: Layer, given: str, scores: Tensor) -> str:
 
 def _refit(spans: RaggedStore, row: int, prompt: LayerKV) -> None:
     """Refit what the heads of one row keep of `prompt` (k, v, q of that row alone)."""
-    queries, tokens = references(prompt)[0], prompt.key.shape[2]
+    queries, tokens = reference_queries(prompt)[0], prompt.key.shape[2]
     for head, query in enumerate(queries):
         key, value = spans.settled_of(row, head)
         if 0 < len(key) < tokens:
-            new_key, new_value = refitted(query, prompt.key[0, head], prompt.value[0, head], key, value, prompt.scale)
+            new_key, new_value = compensate(query, prompt.key[0, head], prompt.value[0, head], key, value, prompt.scale)
             key.copy_(new_key)
             value.copy_(new_value)
 

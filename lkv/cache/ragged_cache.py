@@ -18,7 +18,7 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
 from lkv.integrations.transformers.prefill import LayerKV, as_prompt_kv, query_rotations
 from lkv.kernels.ragged_attention import masked_attention, merge_attention, ragged_attention
-from lkv.methods.budgets import Amount, check_table
+from lkv.methods.budgets import RetentionTarget, check_table
 from lkv.methods.build import Method, make_method
 from lkv.methods.registry import REFIT, needs_pattern, needs_policy, needs_second_pass
 from lkv.models.loading import fitting_policy
@@ -77,11 +77,11 @@ class RaggedCache(BaseCache):
                 f"{method.name!r} must see the whole text before the first layer is evicted from: use "
                 f"lkv.compress(..., method={method.name!r})."
             )
-        if method.refit:
+        if method.compensation:
             query_rotations(model, REFIT)
-        self.amount, self.policy = method.amount, method.policy
+        self.target, self.policy = method.target, method.policy
         self.plan = CacheConfig(
-            method, self.amount, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotations
+            method, self.target, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotations
         )
         shared = Shared(self.spec.layers - 1)
         self.ragged_layers = [RaggedLayer(index, self.plan, shared) for index in range(self.spec.layers)]
@@ -331,7 +331,7 @@ def chosen_method(
         return method
     if tokenizer is None and needs_second_pass(method):
         raise CacheError(f"{method!r} reads the text a second time: use lkv.compress(..., method={method!r}).")
-    attached, amount = patch_attention(model), Amount.asked(retention, budget_tokens)
+    attached, amount = patch_attention(model), RetentionTarget.from_arguments(retention, budget_tokens)
     spec, learned = attached.spec, None
     if needs_policy(method):
         learned = fitting_policy(spec, policy).on(model.device)

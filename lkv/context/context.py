@@ -23,7 +23,7 @@ from lkv.integrations.transformers.cache_layers import crop_to, kv_nbytes
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.progress import report_progress
 from lkv.integrations.transformers.spec import max_positions
-from lkv.methods.budgets import Amount
+from lkv.methods.budgets import RetentionTarget
 from lkv.methods.build import Method
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
@@ -231,11 +231,11 @@ class Context:
         return cls(model, tokenizer, ids, cache, about)
 
 
-def _asked(amount: Amount | None) -> dict[str, Any]:
+def _asked(target: RetentionTarget | None) -> dict[str, Any]:
     """How much was asked for, as it is saved with a context; nothing for a method with a budget rule of its own."""
-    if amount is None:
+    if target is None:
         return {"retention": None, "budget_tokens": None}
-    return {"retention": amount.retention if amount.tokens is None else None, "budget_tokens": amount.tokens}
+    return {"retention": target.retention if target.tokens is None else None, "budget_tokens": target.tokens}
 
 
 def check_model_and_tokenizer(model: Any, tokenizer: Any) -> None:
@@ -372,7 +372,7 @@ def compress_ids(
     cache.ids = torch.tensor([ids], device=input_device(model))
     about = {
         "method": cache.plan.method.name,
-        **_asked(cache.amount),
+        **_asked(cache.target),
         "bits": options.get("bits"),
         "policy": cache.policy.digest() if cache.policy is not None else None,
         "text_sha256": hashlib.sha256((tokenizer.decode(ids) if text is None else text).encode()).hexdigest(),
@@ -405,7 +405,7 @@ def _read_whole(
     if chunk is not None:
         raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another one.")
     # A second pass repeats the text.
-    with _layer_by_layer(model, progress, len(ids) * (1 + chosen.selector.second_pass)):
+    with _layer_by_layer(model, progress, len(ids) * (1 + chosen.selector.has_second_pass)):
         prompt = read_prompt(model, torch.tensor([ids], device=input_device(model)), chosen.reads_queries)
         cache = RaggedCache(model, method=chosen.for_prompt(ids, prompt), **options)
     cache.fill(prompt)

@@ -16,7 +16,7 @@ from lkv.errors import LkvError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.cache_layers import crop_to
 from lkv.integrations.transformers.prefill import LayerKV, PromptKV, as_prompt_kv, query_rotations
-from lkv.methods.budgets import Amount, Uniform
+from lkv.methods.budgets import RetentionTarget, Uniform
 from lkv.methods.build import Method, MethodInputs, build_rule, build_selector, side_by_side
 from lkv.methods.registry import FULL, POLICY, REFIT, SELECTORS, find, policy_name
 from lkv.methods.selectors import Selector, StreamingLLM
@@ -72,7 +72,7 @@ class MethodGrid:
             raise LkvError(f"there is no policy named {', '.join(unknown)}; give it as --policy NAME=PATH.")
         self._inputs = {
             (retention, tag): MethodInputs(
-                Amount(retention),
+                RetentionTarget(retention),
                 learned,
                 attached.heads,
                 model,
@@ -93,7 +93,7 @@ class MethodGrid:
         for name, entry in self._entries.items():
             # What is missing is missed before the first prompt is read.
             build_rule(entry.rule, self._inputs[first, policy_name(name)])
-        if any(entry.refit for entry in self._entries.values()):
+        if any(entry.compensation for entry in self._entries.values()):
             query_rotations(model, REFIT)
         self._wanted = {(name, retention) for name in self._entries for retention in self._retentions}
 
@@ -133,7 +133,7 @@ class MethodGrid:
     @property
     def required_queries(self) -> bool | int:
         """Whether a prompt must be read with its queries, or with how many of the last ones."""
-        if any(self._entries[name].refit for name, _ in self._wanted):
+        if any(self._entries[name].compensation for name, _ in self._wanted):
             return True
         last = [s.last_queries for s in self._selectors.values() if s.reads_queries]
         known = [count for count in last if count is not None]
@@ -153,7 +153,7 @@ class MethodGrid:
                     if isinstance(scores, LkvError):
                         raise scores
                     rule = build_rule(entry.rule, self._inputs[retention, policy_name(name)])
-                    method = Method(name, rule, selector, refit=entry.refit).for_prompt(ids, prompt)
+                    method = Method(name, rule, selector, compensation=entry.compensation).for_prompt(ids, prompt)
                     method.budget.counts(0, scores)
                 except LkvError as error:
                     skipped.append(SkippedMethod(name, retention, str(error)))

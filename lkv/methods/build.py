@@ -11,16 +11,16 @@ from lkv.errors import LkvError
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.budgets import (
     Ada,
-    Amount,
     Budget,
-    Contest,
     Duo,
     DuoOfHeads,
+    GlobalTopKBudget,
     LearnedBudget,
     Pyramid,
     PyramidOfKvpress,
+    RetentionTarget,
     Uniform,
-    amount_of,
+    as_target,
 )
 from lkv.methods.budgets.duo import SINKS
 from lkv.methods.kvzip import KVzip
@@ -44,32 +44,34 @@ from lkv.policy.policy import Policy
 
 @dataclass(frozen=True)
 class Method:
-    """What one layer's eviction needs; `amount` and `policy` tell what it was built from, where it was by name.
+    """What one layer's eviction needs; `target` and `policy` tell what it was built from, where it was by name.
 
-    `refit`: whether what is kept is refitted (`methods.refit`); of a batch whose rows follow methods of their own, for
-    each of them.
+    `compensation`: whether kept entries are compensated (`methods.compensation`); a tuple gives one value a row.
+
     """
 
     name: str
     budget: Budget
     selector: Selector
-    amount: Amount | None = None
+    target: RetentionTarget | None = None
     policy: Policy | None = None
-    refit: bool | tuple[bool, ...] = False
+    compensation: bool | tuple[bool, ...] = False
 
-    def refits(self, rows: int) -> tuple[bool, ...]:
+    def compensates(self, rows: int) -> tuple[bool, ...]:
         """Whether what is kept is refitted, for each row of a batch."""
-        return self.refit if isinstance(self.refit, tuple) else (self.refit,) * rows
+        return self.compensation if isinstance(self.compensation, tuple) else (self.compensation,) * rows
 
     @property
     def reads_queries(self) -> bool:
         """Whether the prompt's queries must be at hand."""
-        return self.selector.reads_queries or bool(self.refit)
+        return self.selector.reads_queries or bool(self.compensation)
 
     @property
     def of_whole_prompts(self) -> bool:
         """Whether it must see all layers of a prompt before it evicts from the first (`for_prompt`)."""
-        return self.selector.second_pass or isinstance(self.budget, Contest)
+        return self.selector.has_second_pass or (
+            isinstance(self.budget, GlobalTopKBudget) and not self.budget.has_counts
+        )
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Method":
         """The method for the one prompt `ids`, already read into `prompt`: itself, for most.
@@ -77,7 +79,7 @@ class Method:
         Raises what the selector's second pass raises.
         """
         selector = self.selector.for_prompt(ids, prompt)
-        budget = self.budget.for_prompt(selector, prompt) if isinstance(self.budget, Contest) else self.budget
+        budget = self.budget.for_prompt(selector, prompt) if isinstance(self.budget, GlobalTopKBudget) else self.budget
         return replace(self, selector=selector, budget=budget)
 
 
@@ -86,7 +88,7 @@ class MethodInputs:
     """What a method is built from; `pattern` are DuoAttention's alphas [L][H] (`budget.read_pattern`); without `strict`
     a rule that cannot keep as little as it is asked to keeps the least it can."""
 
-    amount: Amount
+    target: RetentionTarget
     policy: Policy | None = None
     heads: slice = field(default_factory=lambda: slice(None))
     model: Any = None
@@ -112,14 +114,14 @@ _HOW = {
 }
 
 _RULES: dict[str, Callable[[MethodInputs], Budget]] = {
-    "uniform": lambda s: Uniform(s.amount),
-    "pyramid": lambda s: Pyramid(s.amount, s.need("layers", "pyramid")),
-    "pyramid-kvpress": lambda s: PyramidOfKvpress(s.amount, s.need("layers", "pyramid-kvpress")),
-    "ada": lambda s: Ada(s.amount),
-    "duo": lambda s: Duo(s.amount, s.need("pattern", "duo"), heads=s.heads, strict=s.strict),
-    "duo-heads": lambda s: DuoOfHeads(s.amount, s.need("pattern", "duo-heads"), heads=s.heads),
-    "lkv-h": lambda s: LearnedBudget(s.need("policy", "lkv-h"), s.amount, s.heads),
-    "contest": lambda s: Contest(s.amount),
+    "uniform": lambda s: Uniform(s.target),
+    "pyramid": lambda s: Pyramid(s.target, s.need("layers", "pyramid")),
+    "pyramid-kvpress": lambda s: PyramidOfKvpress(s.target, s.need("layers", "pyramid-kvpress")),
+    "ada": lambda s: Ada(s.target),
+    "duo": lambda s: Duo(s.target, s.need("pattern", "duo"), heads=s.heads, strict=s.strict),
+    "duo-heads": lambda s: DuoOfHeads(s.target, s.need("pattern", "duo-heads"), heads=s.heads),
+    "lkv-h": lambda s: LearnedBudget(s.need("policy", "lkv-h"), s.target, s.heads),
+    "global": lambda s: GlobalTopKBudget(s.target),
 }
 _SELECTORS: dict[str, Callable[[MethodInputs], Selector]] = {
     "lkv-t": lambda s: LearnedScores(s.need("policy", "lkv-t"), s.heads),
@@ -154,7 +156,7 @@ def build_selector(name: str, inputs: MethodInputs) -> Selector:
 
 def make_method(
     name: str,
-    amount: float | Amount,
+    target: float | RetentionTarget,
     policy: Policy | None = None,
     heads: slice = slice(None),
     model: Any = None,
@@ -162,14 +164,14 @@ def make_method(
     pattern: list[list[float]] | None = None,
     tokenizer: Any = None,
 ) -> Method:
-    """The method `name` that keeps `amount`, for the KV heads `heads` of `model`.
+    """The method `name` that keeps `target`, for the KV heads `heads` of `model`.
 
     Raises LkvError for an unknown name, or where something is missing that the method needs.
     """
     entry = find(name)
-    inputs = MethodInputs(amount_of(amount), policy, heads, model, layers, pattern, tokenizer)
+    inputs = MethodInputs(as_target(target), policy, heads, model, layers, pattern, tokenizer)
     rule, selector = build_rule(entry.rule, inputs), build_selector(entry.selector, inputs)
-    return Method(name, rule, selector, inputs.amount, policy if needs_policy(name) else None, entry.refit)
+    return Method(name, rule, selector, inputs.target, policy if needs_policy(name) else None, entry.compensation)
 
 
 class _SideBySide(Selector):
@@ -196,5 +198,7 @@ def side_by_side(methods: Sequence[Method]) -> Method:
     Methods that hold the same selector object share its scores.
     """
     rows = _SideBySide(methods)
-    refit = tuple(bool(method.refit) for method in methods)
-    return Method(" | ".join(method.name for method in methods), rows, rows, refit=any(refit) and refit)
+    compensation = tuple(bool(method.compensation) for method in methods)
+    return Method(
+        " | ".join(method.name for method in methods), rows, rows, compensation=any(compensation) and compensation
+    )

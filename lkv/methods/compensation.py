@@ -21,7 +21,7 @@ _LEAST = 0.01  # of a weight
 _STEPS = 30
 
 
-def references(prompt: LayerKV) -> Tensor:
+def reference_queries(prompt: LayerKV) -> Tensor:
     """Queries [B, H, G n, d] that entries are fitted to, by the KV head that G query heads read: evenly of the second
     half of the prompt, rotated as if they followed its end.
 
@@ -42,7 +42,7 @@ def references(prompt: LayerKV) -> Tensor:
 
 
 @torch.no_grad()
-def refitted(
+def compensate(
     query: Tensor, key: Tensor, value: Tensor, kept_key: Tensor, kept_value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """k and v for the kept entries of one head, of their shapes and dtype.

@@ -93,7 +93,7 @@ def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[Layer
 class KVzip(Selector):
     """KVzip (Kim et al. 2025): the largest attention that an entry receives while the model repeats the text."""
 
-    second_pass = True
+    has_second_pass = True
 
     def __init__(self, model: Any, tokenizer: Any):
         self._model, self._tokenizer = model, tokenizer

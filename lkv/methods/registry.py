@@ -2,8 +2,8 @@
 
 `METHODS` holds the names that people use; any rule of `RULES` goes with any selector of `SELECTORS` as "RULE+SELECTOR".
 `register_method` adds to all three, also from other packages (entry points of the group `lkv.methods`).
-"METHOD+refit" is any of them with what it keeps refitted (`methods.refit`); "METHOD@NAME" is the method under the
-policy of that name, where several policies are compared.
+"METHOD+refit" is any of them with least-squares compensation (`methods.compensation`); "METHOD@NAME" is the method
+under the policy of that name, where several policies are compared.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Part:
 @dataclass(frozen=True)
 class Entry:
     """A method: its parts, whose it is (`paper`, and its address), and its `label`, `colour` and `marker` in print;
-    `refit`: whether what it keeps is refitted."""
+    `compensation`: whether what it keeps is refitted."""
 
     rule: str
     selector: str
@@ -45,10 +45,10 @@ class Entry:
     label: str = ""
     colour: str = _GREY
     marker: str = "."
-    refit: bool = False
+    compensation: bool = False
 
 
-_COMPARING, _RANKING = ("ada", "contest"), ("critical-snapkv", "critical-expected")
+_COMPARING, _RANKING = ("ada", "global"), ("critical-snapkv", "critical-expected")
 RULES = {
     "uniform": Part("every head keeps the same share", "Uniform"),
     "pyramid": Part(
@@ -71,7 +71,7 @@ RULES = {
         variant="DuoAttention (kvpress) as kvpress has it: the share R of heads keeps all, and so more than R is kept",
     ),
     "lkv-h": Part("learned budgets (LKV-H)", "LKV-H", (POLICY,)),
-    "contest": Part("all heads of all layers compete by their scores", "Global contest"),
+    "global": Part("all heads of all layers compete by their scores (KVzip)", "Global top-k"),
 }  # fmt: skip
 SELECTORS = {
     "lkv-t": Part("learned scores of k and v (LKV-T)", "LKV-T", (POLICY,)),
@@ -128,7 +128,7 @@ METHODS = {
                          _ARXIV + "2510.00636", "Expected Attention, epsilon 0.01", marker="X"),
     "adakv-expected-e2": Entry("ada", "expected-e2", "Devoto et al. 2025, as they evaluate it", _ARXIV + "2510.00636",
                                "Ada-Expected Attention, epsilon 0.01", marker="d"),
-    "kvzip": Entry("contest", "kvzip", "Kim et al. 2025", _ARXIV + "2505.23416", "KVzip (two passes)", "#009E73", "D"),
+    "kvzip": Entry("global", "kvzip", "Kim et al. 2025", _ARXIV + "2505.23416", "KVzip (two passes)", "#009E73", "D"),
     "criticalkv": Entry("uniform", "critical-snapkv", "Feng et al. 2025", _ARXIV + "2502.03805", "CriticalKV",
                         marker=">"),
     "h2o": Entry("uniform", "h2o", "Zhang et al. 2023", _ARXIV + "2306.14048", "H2O", marker="<"),
@@ -222,14 +222,14 @@ def find(name: str) -> Entry:
     if not isinstance(name, str):
         raise LkvError(f"method is {name!r}; give a name that `lkv methods` lists.")
     load_plugins()
-    name, _, tag = name.partition("@")
+    name, _, tag = _canonical(name).partition("@")
     if "+" in tag:
         raise LkvError(f"the policy name {tag!r} holds a '+'; write METHOD{REFIT}@NAME, the policy's name last.")
     if name in METHODS:
         return METHODS[name]
     plain = name.removesuffix(REFIT)
     if plain != name and not plain.endswith(REFIT):
-        return replace(find(plain), refit=True)
+        return replace(find(plain), compensation=True)
     rule, plus, selector = name.partition("+")
     if plus and rule in RULES and selector in SELECTORS:
         if rule in _COMPARING and selector in _RANKING:
@@ -255,6 +255,11 @@ def find(name: str) -> Entry:
     )
 
 
+def _canonical(name: str) -> str:
+    """The name with the budget as it is called today: result files of earlier versions have "contest" for "global"."""
+    return name.replace("contest+", "global+", 1) if name.startswith("contest+") else name
+
+
 def builder_of(kind: str, name: str) -> Callable[[Any], Any] | None:
     """What builds the registered "rule" or "selector" `name`, None for those of `methods.build`."""
     return (RULES if kind == "rule" else SELECTORS)[name].builder
@@ -263,7 +268,7 @@ def builder_of(kind: str, name: str) -> Callable[[Any], Any] | None:
 def needs(name: str) -> tuple[str, ...]:
     """What the method `name` needs beside k and v."""
     entry = find(name)
-    refit = (QUERIES,) if entry.refit else ()
+    refit = (QUERIES,) if entry.compensation else ()
     return tuple(dict.fromkeys((*SELECTORS[entry.selector].needs, *RULES[entry.rule].needs, *refit)))
 
 
@@ -288,7 +293,7 @@ def describe(name: str) -> str:
     tail = f" [{entry.paper}]" if entry.paper else ""
     required = ", ".join(needs(name)) or "nothing more"
     parts = [RULES[entry.rule].line, SELECTORS[entry.selector].line + tail]
-    parts += [*(["what is kept is refitted"] if entry.refit else []), f"needs {required}"]
+    parts += [*(["what is kept is refitted"] if entry.compensation else []), f"needs {required}"]
     return "; ".join([*parts, *variants(name)])
 
 
@@ -306,7 +311,7 @@ def label(name: str) -> str:
         return name
     entry, tag = known[1], policy_name(name)
     shown = entry.label or f"{SELECTORS[entry.selector].label}, {RULES[entry.rule].label} budgets"
-    shown += ", refitted" if entry.refit else ""
+    shown += ", refitted" if entry.compensation else ""
     return f"{shown} ({tag})" if tag else shown
 
 
@@ -318,10 +323,12 @@ def policy_name(name: str) -> str:
 def named_like(name: str) -> tuple[str, Entry] | None:
     """The known name and entry of the method `name` under any of its names, or None for a name that is not known."""
     load_plugins()
-    name = name.partition("@")[0]
+    name = _canonical(name.partition("@")[0])
     if name.endswith(REFIT):
         plain = named_like(name.removesuffix(REFIT))
-        return None if plain is None or plain[1].refit else (plain[0] + REFIT, replace(plain[1], refit=True))
+        return (
+            None if plain is None or plain[1].compensation else (plain[0] + REFIT, replace(plain[1], compensation=True))
+        )
     rule, plus, selector = name.partition("+")
     if name in METHODS and not plus:
         return name, METHODS[name]

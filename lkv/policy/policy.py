@@ -110,12 +110,12 @@ class TokenScores(nn.Module):
         rest = scores_at_eviction(scorer, key, value, places, prompt.end, ahead, prompt.scale)
         return final if rest is None else final + rest
 
-    def on_arrival(self, prompt: LayerKV, layer: int, heads: slice = slice(None)) -> Tensor:
+    def score_on_arrival(self, prompt: LayerKV, layer: int, heads: slice = slice(None)) -> Tensor:
         """The part of `forward` that does not depend on where the text ends."""
         scorer = self.scorer(layer, heads, prompt.key.device)
         return scores_on_arrival(scorer, self.read_key(prompt), prompt.value, self._places(prompt))
 
-    def at_eviction(self, prompt: LayerKV, layer: int, heads: slice, positions: Tensor) -> Tensor | None:
+    def score_at_eviction(self, prompt: LayerKV, layer: int, heads: slice, positions: Tensor) -> Tensor | None:
         """The rest [n] of `forward` for entries of one head that were read at `positions` [n]; None where none is."""
         scorer = self.scorer(layer, heads, prompt.key.device)
         ahead = self._ahead(prompt)

@@ -8,7 +8,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods.budgets.contest import GlobalTopK
+from lkv.methods.budgets.global_topk import GlobalTopKBudget
 from lkv.methods.kvzip import replay_scores
 from lkv.policy.policy import HeadScores, Policy
 from lkv.training.cost import START_TOKENS
@@ -80,7 +80,8 @@ def imitate_kvzip(
         prompt = read_prompt(model, torch.tensor([ids], device=device))
         table = replay_scores(model, tokenizer, ids, prompt).to(device)
         for number, retention in enumerate(_RETENTIONS):
-            counts = [GlobalTopK(table, retention).counts(layer, table)[0] for layer in range(len(prompt))]
+            budget = GlobalTopKBudget.from_scores(table, retention)
+            counts = [budget.counts(layer, table)[0] for layer in range(len(prompt))]
             shares[number] += torch.tensor(counts, device=device) / len(ids) / turns
         target = _standard(table[:, 0].clamp(min=_LEAST).log()) * _DEVIATION
         for group in optimizer.param_groups:

@@ -14,7 +14,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods.budgets import Amount, PerHead, Uniform
+from lkv.methods.budgets import PerHead, RetentionTarget, Uniform
 from lkv.methods.build import Method
 from lkv.methods.selectors import Selector, SnapKV
 from tests.conftest import tiny_llama
@@ -30,7 +30,7 @@ def score(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 class OwnScores(Selector):
     """A selector that looks at k and v of the token alone."""
 
-    local = True
+    is_local = True
 
     def scores(self, layer, prompt):
         return score(prompt.key, prompt.value)
@@ -400,7 +400,7 @@ def test_budget_in_tokens(policy):
         other = RaggedCache(model, policy, retention=10 / tokens)
         model(ids(1, tokens), past_key_values=other, use_cache=True)
         assert cache.kept_counts() == other.kept_counts()
-    assert Amount(tokens=10).of(5) == 1.0
+    assert RetentionTarget(tokens=10).share(5) == 1.0
     everything = RaggedCache(model, policy, budget_tokens=1000)
     model(ids(1, 40), past_key_values=everything, use_cache=True)
     assert everything.realised_retention() == 1.0

@@ -197,7 +197,7 @@ def test_progress_rises_layer_by_layer_and_can_end_the_reading(model, chunk):
         compress(model, Words(), TEXT, "knorm", 0.4, progress=enough)
 
 
-@pytest.mark.parametrize("method", ["kvzip", "contest+knorm", "full"])
+@pytest.mark.parametrize("method", ["kvzip", "global+knorm", "full"])
 def test_methods_of_whole_prompts_tell_how_far_they_are_and_can_be_ended(model, method):
     retention, shares = None if method == "full" else 0.4, []
     compress(model, Words(), TEXT, method, retention, progress=shares.append)

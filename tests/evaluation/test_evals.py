@@ -11,7 +11,7 @@ from lkv.evaluation.comparison import MethodComparison
 from lkv.evaluation.needles import make_needles
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
-from lkv.methods.budgets import GlobalTopK, Uniform
+from lkv.methods.budgets import GlobalTopKBudget, Uniform
 from lkv.methods.build import Method, make_method
 from lkv.methods.selectors import GivenScores, LearnedScores, SnapKV
 from lkv.utils.journal import open_journal, read_journal, read_samples
@@ -110,7 +110,7 @@ def test_kvzip_scores_are_the_attention_that_a_replay_gives(model):
 
 def test_global_budgets_are_one_contest():
     table = torch.rand(4, 2, 3, 25)
-    counts = torch.tensor([GlobalTopK(table, 0.2).counts(layer, table[layer]) for layer in range(4)])
+    counts = torch.tensor([GlobalTopKBudget.from_scores(table, 0.2).counts(layer, table[layer]) for layer in range(4)])
     for row in range(2):
         best = table[:, row].flatten().topk(60).indices // 25
         expected = torch.bincount(best, minlength=12).view(4, 3)

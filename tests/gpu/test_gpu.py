@@ -176,7 +176,7 @@ def test_a_model_over_two_devices(base, split, method):
     assert [str(layer.store.k.device) for layer in own.ragged_layers] == ["fake:0", "fake:1", "fake:1"]
 
 
-@pytest.mark.parametrize("method", ["kvzip", "contest+knorm", "lkv-h+kvzip"])
+@pytest.mark.parametrize("method", ["kvzip", "global+knorm", "lkv-h+kvzip"])
 def test_methods_of_whole_prompts_over_two_devices(base, split, method):
     options = {"policy": policy_of(base)} if method.startswith("lkv") else {}
     expected, found = (compress(model, Words(), TEXT, method, 0.4, **options).cache for model in (base, split))

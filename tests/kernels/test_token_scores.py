@@ -216,13 +216,13 @@ def test_completed_scores_are_the_scores_of_the_whole_text():
     whole = policy.tokens(part, 1)
     for first in (0, 9):
         late = LayerKV(part.key[:, :, first:], part.value[:, :, first:], part.scale, None, first, None, part.rotation)
-        arrived = policy.tokens.on_arrival(late, 1)
+        arrived = policy.tokens.score_on_arrival(late, 1)
         for head in range(2):
             entries = LayerKV(
                 part.key[:, head : head + 1, first:], part.value[:, head : head + 1, first:], part.scale,
                 length=tokens, rotation=part.rotation,
             )  # fmt: skip
-            rest = policy.tokens.at_eviction(entries, 1, slice(head, head + 1), torch.arange(first, tokens))
+            rest = policy.tokens.score_at_eviction(entries, 1, slice(head, head + 1), torch.arange(first, tokens))
             torch.testing.assert_close(arrived[0, head] + rest, whole[0, head, first:], atol=1e-5, rtol=1e-5)
 
 

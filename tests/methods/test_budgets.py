@@ -14,10 +14,10 @@ from lkv.context.context import compress
 from lkv.errors import BudgetError, DataError, LkvError, PromptError, RetentionError
 from lkv.methods.budgets import (
     Ada,
-    Amount,
     Duo,
     PerHead,
     Pyramid,
+    RetentionTarget,
     Uniform,
     check_table,
     estimate_pattern,
@@ -59,7 +59,7 @@ def test_a_pyramid_needs_no_long_text_and_tilts_at_the_top():
     assert column(Pyramid(0.15, 3), 3, 200) == [59, 30, 1]
     assert column(Pyramid(0.8, 5), 5, 100) == [100, 90, 80, 70, 60]
     assert column(Pyramid(0.4, 4, beta=1), 4, 100) == [40] * 4
-    assert column(Pyramid(Amount(tokens=10), 1), 1, 100) == [10]
+    assert column(Pyramid(RetentionTarget(tokens=10), 1), 1, 100) == [10]
     assert column(Pyramid(1.0, 3), 3, 50) == [50] * 3
     assert column(Pyramid(0.3, 3), 3, 0) == [0] * 3
     for layers, beta in ((0, 20), (3, 0)):

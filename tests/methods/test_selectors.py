@@ -403,10 +403,10 @@ def test_what_a_selector_says_of_itself_is_true(name):
             selector.scores(0, LayerKV(key, value, SCALE))
     else:
         assert torch.equal(scores, selector.scores(0, LayerKV(key, value, SCALE)))
-    if selector.local:
+    if selector.is_local:
         alone = [selector.scores(0, LayerKV(key[:, :, t : t + 1], value[:, :, t : t + 1], SCALE)) for t in range(12)]
         close(torch.cat(alone, -1), scores)
-    assert selector.local == (name == "knorm")
+    assert selector.is_local == (name == "knorm")
 
 
 @pytest.mark.parametrize("name", NAMES)

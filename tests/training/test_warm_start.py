@@ -6,7 +6,7 @@ import torch
 from lkv.config import ScorerInputs
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods.budgets.contest import GlobalTopK
+from lkv.methods.budgets.global_topk import GlobalTopKBudget
 from lkv.methods.kvzip import replay_scores
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
@@ -62,7 +62,7 @@ def test_imitating_kvzip_orders_unseen_tokens_as_it_does_and_shares_out_as_its_c
     imitate_kvzip(model, tokenizer, policy, text, 80)
     assert correlation(scores(model, policy, unseen), target) > max(before + 0.2, 0.6)
     for retention in (0.05, 0.15, 0.3):
-        contest = GlobalTopK(table, retention)
+        contest = GlobalTopKBudget.from_scores(table, retention)
         shares = torch.tensor([contest.counts(layer, table)[0] for layer in range(len(prompt))]) / len(unseen)
         assert (policy.inference_ratios(retention) - shares).abs().max() < 0.1
     assert (shares.max() - shares.min()) > 0.2, "the heads of this model do not differ: the test would show nothing"

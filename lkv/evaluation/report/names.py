@@ -32,7 +32,7 @@ CATEGORIES = {
 def budget_and_selector(method: str) -> tuple[str, str] | None:
     """(budget rule, selector) of a method, or None for a name that is not known or a refitted method."""
     known = named_like(method)
-    return (known[1].rule, known[1].selector) if known and not known[1].refit else None
+    return (known[1].rule, known[1].selector) if known and not known[1].compensation else None
 
 
 def method_label(method: str) -> str:

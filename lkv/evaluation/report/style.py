@@ -43,7 +43,7 @@ def method_styles(methods: Sequence[str]) -> dict[str, Style]:
             known = named_like(method)
             if known:
                 colour, marker = known[1].colour, known[1].marker
-                line = _REFITTED if known[1].refit else "-"
+                line = _REFITTED if known[1].compensation else "-"
             else:
                 colour, marker = _GREYS[unknown // len(_MARKERS) % len(_GREYS)], _MARKERS[unknown % len(_MARKERS)]
                 unknown, line = unknown + 1, "-"

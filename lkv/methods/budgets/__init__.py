@@ -1,9 +1,9 @@
 """Budget rules: how many tokens each KV head may keep."""
 
 from lkv.methods.budgets.ada import Ada
-from lkv.methods.budgets.base import ROUNDING, Amount, Budget, FixedBudget, PerHead, Uniform, amount_of
-from lkv.methods.budgets.contest import Contest, GlobalTopK
+from lkv.methods.budgets.base import ROUNDING, Budget, FixedBudget, PerHead, RetentionTarget, Uniform, as_target
 from lkv.methods.budgets.duo import Duo, DuoOfHeads
+from lkv.methods.budgets.global_topk import GlobalTopKBudget
 from lkv.methods.budgets.learned import LearnedBudget
 from lkv.methods.budgets.pyramid import Pyramid, PyramidOfKvpress
 from lkv.methods.budgets.retrieval import estimate_mean_pattern, estimate_pattern
@@ -12,23 +12,20 @@ from lkv.methods.budgets.tables import check_table, read_pattern
 __all__ = [
     "ROUNDING",
     "Ada",
-    "Amount",
     "Budget",
-    "Contest",
     "Duo",
     "DuoOfHeads",
-
     "FixedBudget",
-    "GlobalTopK",
+    "GlobalTopKBudget",
     "LearnedBudget",
     "PerHead",
     "Pyramid",
     "PyramidOfKvpress",
+    "RetentionTarget",
     "Uniform",
-    "amount_of",
+    "as_target",
     "check_table",
     "estimate_mean_pattern",
     "estimate_pattern",
     "read_pattern",
-
-]  # fmt: skip
+]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import BudgetError
-from lkv.methods.budgets.base import ROUNDING, Amount, amount_of
+from lkv.methods.budgets.base import ROUNDING, RetentionTarget, as_target
 
 
 class Ada:
@@ -15,18 +15,18 @@ class Ada:
     rest. The heads that compete are those whose scores are given: under tensor parallelism the ones of this process.
     """
 
-    def __init__(self, retention: float | Amount, alpha: float = 0.2):
+    def __init__(self, retention: float | RetentionTarget, alpha: float = 0.2):
         """Raises BudgetError for an `alpha` outside [0, 1], and RetentionError."""
         if not 0.0 <= alpha <= 1.0:
             raise BudgetError(
                 f"alpha is {alpha!r}, but it is the part of an equal share that each head is safe to keep and must lie "
                 "in [0, 1]; use 0.2 as in the paper."
             )
-        self._amount, self._alpha = amount_of(retention), alpha
+        self._target, self._alpha = as_target(retention), alpha
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
         batch, heads, tokens = scores.shape
-        equal = min(tokens, int(self._amount.of(tokens) * tokens + ROUNDING))
+        equal = min(tokens, int(self._target.share(tokens) * tokens + ROUNDING))
         safe = min(equal, max(1, int(equal * self._alpha + ROUNDING))) if self._alpha else 0
         rest = tokens - safe
         free = heads * (equal - safe)

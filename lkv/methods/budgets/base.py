@@ -13,7 +13,7 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Amount:
+class RetentionTarget:
     """What to keep of a text: a fraction of its tokens or, where `tokens` is given, that many a head on average."""
 
     retention: float = 0.15
@@ -26,7 +26,7 @@ class Amount:
             raise RetentionError(f"budget_tokens is {self.tokens!r}, but a head keeps a whole number of tokens >= 1.")
 
     @classmethod
-    def asked(cls, retention: float | None, tokens: int | None) -> "Amount":
+    def from_arguments(cls, retention: float | None, tokens: int | None) -> "RetentionTarget":
         """What a caller asked for, one of the two or neither. Raises RetentionError for both, or for bad numbers."""
         if retention is not None and tokens is not None:
             raise RetentionError(
@@ -34,7 +34,7 @@ class Amount:
             )
         return cls(cls.retention if retention is None else retention, tokens)
 
-    def of(self, tokens: int) -> float:
+    def share(self, tokens: int) -> float:
         """The fraction to keep of a text of `tokens` tokens, in (0, 1]."""
         return self.retention if self.tokens is None else min(1.0, self.tokens / max(1, tokens))
 
@@ -42,9 +42,9 @@ class Amount:
         return f"retention {self.retention}" if self.tokens is None else f"budget_tokens {self.tokens}"
 
 
-def amount_of(amount: float | Amount) -> Amount:
-    """A retention as an `Amount`. Raises RetentionError outside (0, 1]."""
-    return amount if isinstance(amount, Amount) else Amount(check_retention(amount))
+def as_target(target: float | RetentionTarget) -> RetentionTarget:
+    """A retention as an `RetentionTarget`. Raises RetentionError outside (0, 1]."""
+    return target if isinstance(target, RetentionTarget) else RetentionTarget(check_retention(target))
 
 
 class Budget(Protocol):
@@ -81,11 +81,11 @@ class FixedBudget(ABC):
 class Uniform(FixedBudget):
     """Every head keeps the same share."""
 
-    def __init__(self, retention: float | Amount):
-        self._amount = amount_of(retention)
+    def __init__(self, retention: float | RetentionTarget):
+        self._target = as_target(retention)
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        return [self._amount.of(tokens)] * heads
+        return [self._target.share(tokens)] * heads
 
 
 class PerHead(FixedBudget):

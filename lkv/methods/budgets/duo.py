@@ -1,7 +1,7 @@
 """DuoAttention (Xiao et al. 2024)."""
 
 from lkv.errors import BudgetError, PromptError
-from lkv.methods.budgets.base import ROUNDING, Amount, FixedBudget, amount_of
+from lkv.methods.budgets.base import ROUNDING, FixedBudget, RetentionTarget, as_target
 from lkv.methods.budgets.tables import check_table
 
 SINKS, RECENT = 128, 256
@@ -17,7 +17,7 @@ class Duo(FixedBudget):
 
     def __init__(
         self,
-        retention: float | Amount,
+        retention: float | RetentionTarget,
         pattern: list[list[float]],
         sinks: int = SINKS,
         recent: int = RECENT,
@@ -39,7 +39,7 @@ class Duo(FixedBudget):
         width = len(pattern[0]) if pattern else 0
         if not width:
             raise BudgetError("the pattern of retrieval heads is empty; give one alpha for each KV head, [L][H].")
-        self._amount, self._window, self._heads, self._strict = amount_of(retention), sinks + recent, heads, strict
+        self._target, self._window, self._heads, self._strict = as_target(retention), sinks + recent, heads, strict
         alphas = check_table(pattern, len(pattern), width, "the pattern of retrieval heads")
         places = [(layer, head) for layer in range(len(alphas)) for head in range(width)]
         order = sorted(places, key=lambda where: -alphas[where[0]][where[1]])
@@ -54,7 +54,7 @@ class Duo(FixedBudget):
         """
         heads = len(self._rank) * len(self._rank[0])
         window = min(self._window, tokens)
-        room = int(self._amount.of(tokens) * heads * tokens + ROUNDING) - heads * window
+        room = int(self._target.share(tokens) * heads * tokens + ROUNDING) - heads * window
         if room < 0 and not self._strict:
             return 0
         if room < 0:
@@ -63,7 +63,7 @@ class Duo(FixedBudget):
             raise PromptError(
                 f"the prompt has {tokens} tokens, of which every streaming head keeps {window} (sinks and recent "
                 f"ones): the smallest retention that DuoAttention can reach at this length is {least}, but it was "
-                f"given {self._amount}. Ask for more, give a longer prompt, or fewer sinks and recent tokens."
+                f"given {self._target}. Ask for more, give a longer prompt, or fewer sinks and recent tokens."
             )
         return min(heads, room // (tokens - window)) if tokens > window else heads
 
@@ -83,4 +83,4 @@ class DuoOfHeads(Duo):
 
     def retrieval_heads(self, tokens: int) -> int:
         heads = len(self._rank) * len(self._rank[0])
-        return heads - round(heads * (1 - self._amount.of(tokens)))
+        return heads - round(heads * (1 - self._target.share(tokens)))

@@ -1,19 +1,19 @@
 """LKV-H (Sec. 3.3)."""
 
-from lkv.methods.budgets.base import Amount, FixedBudget, amount_of
+from lkv.methods.budgets.base import FixedBudget, RetentionTarget, as_target
 from lkv.policy.policy import Policy
 
 
 class LearnedBudget(FixedBudget):
     """LKV-H: the policy's ratios, fixed after training (Sec. 3.3)."""
 
-    def __init__(self, policy: Policy, retention: float | Amount, heads: slice = slice(None)):
+    def __init__(self, policy: Policy, retention: float | RetentionTarget, heads: slice = slice(None)):
         """`heads`: the KV heads that this process computes."""
-        self._policy, self._amount, self._heads = policy, amount_of(retention), heads
+        self._policy, self._target, self._heads = policy, as_target(retention), heads
         self._solved: tuple[float, list[list[float]]] | None = None
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        retention = self._amount.of(tokens)
+        retention = self._target.share(tokens)
         # One Soft-TopK over all heads of the model serves every layer and process.
         if self._solved is None or self._solved[0] != retention:
             self._solved = (retention, self._policy.inference_ratios(retention)[:, self._heads].tolist())

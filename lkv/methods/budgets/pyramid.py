@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 from lkv.errors import BudgetError
-from lkv.methods.budgets.base import ROUNDING, Amount, FixedBudget, amount_of
+from lkv.methods.budgets.base import ROUNDING, FixedBudget, RetentionTarget, as_target
 
 
 class Pyramid(FixedBudget):
@@ -16,14 +16,14 @@ class Pyramid(FixedBudget):
     first. All heads of a layer keep the same.
     """
 
-    def __init__(self, retention: float | Amount, layers: int, beta: int = 20):
+    def __init__(self, retention: float | RetentionTarget, layers: int, beta: int = 20):
         """`layers`: those evicted from. Raises BudgetError for `layers` or `beta` below 1, and RetentionError."""
         if layers < 1 or beta < 1:
             raise BudgetError(
                 f"a pyramid of {layers} layers with beta {beta} cannot be built: both must be 1 or more; use the "
                 "model's number of layers, and beta 20 as in the paper (1 makes all layers equal)."
             )
-        self._amount, self._layers, self._beta = amount_of(retention), layers, beta
+        self._target, self._layers, self._beta = as_target(retention), layers, beta
         self._solved: tuple[int, list[int]] | None = None
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
@@ -34,7 +34,7 @@ class Pyramid(FixedBudget):
     def _counts(self, tokens: int) -> list[int]:
         """What a head of each layer keeps, [L]."""
         layers = self._layers
-        total = min(layers * tokens, int(self._amount.of(tokens) * layers * tokens + ROUNDING))
+        total = min(layers * tokens, int(self._target.share(tokens) * layers * tokens + ROUNDING))
         # Fractions: the line's sum is the total itself, so that rounding can neither lose nor invent a token.
         mean = Fraction(total, layers)
         first = min(2 * mean - mean / Fraction(self._beta), Fraction(tokens))
@@ -55,17 +55,17 @@ class PyramidOfKvpress(FixedBudget):
     the same: below `window` `beta` / R tokens (8,534 at R = 0.15) it is SnapKV with uniform budgets.
     """
 
-    def __init__(self, retention: float | Amount, layers: int, window: int = 64, beta: int = 20):
+    def __init__(self, retention: float | RetentionTarget, layers: int, window: int = 64, beta: int = 20):
         """`layers`: those evicted from; `window`: of SnapKV. Raises BudgetError and RetentionError."""
         if min(layers, window, beta) < 1:
             raise BudgetError(f"layers {layers}, window {window} and beta {beta} must all be 1 or more.")
-        self._amount, self._layers, self._window, self._beta = amount_of(retention), layers, window, beta
+        self._target, self._layers, self._window, self._beta = as_target(retention), layers, window, beta
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
         return [min(tokens, self._count(layer, tokens)) / max(1, tokens)] * heads
 
     def _count(self, layer: int, tokens: int) -> int:
-        mean = tokens * self._amount.of(tokens)
+        mean = tokens * self._target.share(tokens)
         last, most = mean / self._beta, tokens - self._window
         first = 2 * mean - last
         if first >= most:

@@ -11,7 +11,7 @@ from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.prefill import LayerKV, to_fp32
 
 
-class Arrived(NamedTuple):
+class ArrivedEntries(NamedTuple):
     """Entries of one head that arrived at different times: their `prompt` (k, v [1, 1, n, d], of which `end` is where
     the text ends now), the `positions` [n] they were read at, and the `scores` [n] they got on arrival."""
 
@@ -30,9 +30,9 @@ class Selector(ABC):
     reads_queries = False
     last_queries: int | None = None  # how many of the prompt's last queries it reads, where it does not read all
     # Entries can be scored and evicted while the text goes on: a score on arrival, completed at each eviction.
-    local = False
+    is_local = False
     # It reads a whole prompt, already read by the model, before it can score (`for_prompt`).
-    second_pass = False
+    has_second_pass = False
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Selector":
         """What scores the one prompt `ids`, already read into `prompt`: this selector itself, for most."""
@@ -42,11 +42,11 @@ class Selector(ABC):
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         """Scores [B, H, T], higher is kept, of the T tokens of one layer of a prompt."""
 
-    def on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
+    def score_on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
         """The part [B, H, T] of a local selector's scores that is final when its tokens arrive."""
         return self.scores(layer, prompt)
 
-    def at_eviction(self, layer: int, head: int, entries: Arrived) -> Tensor:
+    def score_at_eviction(self, layer: int, head: int, entries: ArrivedEntries) -> Tensor:
         """The scores [n] of the `entries` that head number `head` (of those here) holds, completed."""
         return entries.scores
 
@@ -99,4 +99,4 @@ def check_sinks(selector: Selector, tokens: int, sinks: int) -> None:
         )
 
 
-__all__ = ["Arrived", "GivenScores", "Selector", "check_sinks", "to_fp32"]
+__all__ = ["ArrivedEntries", "GivenScores", "Selector", "check_sinks", "to_fp32"]

@@ -11,7 +11,7 @@ class Knorm(Selector):
     """Key norms (Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression"): minus
     the L2 norm of k. Nothing is protected."""
 
-    local = True
+    is_local = True
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lkv.integrations.transformers.prefill import LayerKV
-from lkv.methods.selectors.base import Arrived, Selector
+from lkv.methods.selectors.base import ArrivedEntries, Selector
 from lkv.policy.policy import Policy
 
 _LONGER = 1.2  # than in training: up to there the paper's scorer chooses as well, as measured
@@ -20,7 +20,7 @@ class LearnedScores(Selector):
     the training: RoPE ties such scores to the positions that were learned.
     """
 
-    local = True
+    is_local = True
 
     def __init__(self, policy: Policy, heads: slice = slice(None)):
         """`heads`: the KV heads that this process computes."""
@@ -38,12 +38,12 @@ class LearnedScores(Selector):
         return self._tokens(prompt, layer, self._heads)
 
     @torch.no_grad()
-    def on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
-        return self._tokens.on_arrival(prompt, layer, self._heads)
+    def score_on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
+        return self._tokens.score_on_arrival(prompt, layer, self._heads)
 
     @torch.no_grad()
-    def at_eviction(self, layer: int, head: int, entries: Arrived) -> Tensor:
-        rest = self._tokens.at_eviction(entries.prompt, layer, self._local(head), entries.positions)
+    def score_at_eviction(self, layer: int, head: int, entries: ArrivedEntries) -> Tensor:
+        rest = self._tokens.score_at_eviction(entries.prompt, layer, self._local(head), entries.positions)
         return entries.scores if rest is None else entries.scores + rest
 
     def _local(self, head: int) -> slice:
