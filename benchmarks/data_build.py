@@ -19,10 +19,9 @@ from typing import Any
 
 from benchmarks.common import RESULTS, command_of
 from lkv.models.loading import DEFAULT, load_tokenizer
-from lkv.training.data.build import MANIFEST
-from lkv.training.data.loom import RATIOS
-from lkv.training.data.recipes import Settings, build
-from lkv.training.data.sample import Continuation, Sample, tokenize
+from lkv.training.data.build import MANIFEST, DataBuildConfig, build_dataset
+from lkv.training.data.recipes import LOOM_RATIOS
+from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils.results import write_results
 
 STAND_INS = {
@@ -54,7 +53,7 @@ def measured(folder: Path, options: argparse.Namespace, samples: int) -> list[di
         "seconds": (wall, f"of the clock{bound}"),
         "samples a second": (total / processor, "of the processor, one thread"),
         "largest distance from a ratio": (
-            max(abs(100 * counts[name] / total - ratio) for name, ratio in RATIOS.items()),
+            max(abs(100 * counts[name] / total - ratio) for name, ratio in LOOM_RATIOS.items()),
             "points of a hundred",
         ),
         "out of bounds": (sum(not BOUNDS[0] <= row["tokens"] <= BOUNDS[1] for row in _lines(first)), "samples"),
@@ -64,7 +63,7 @@ def measured(folder: Path, options: argparse.Namespace, samples: int) -> list[di
     if len(outs) == 2:
         made["files that differ"] = (_differing(*outs), f"of {len(list(first.iterdir()))}, two builds of one seed")
     rows = [{"asked": samples, "measure": name, "value": value, "unit": unit} for name, (value, unit) in made.items()]
-    return rows + [_lengths(first, samples, name) for name in RATIOS]
+    return rows + [_lengths(first, samples, name) for name in LOOM_RATIOS]
 
 
 def built(out: Path, options: argparse.Namespace, samples: int) -> dict[str, float]:
@@ -72,12 +71,12 @@ def built(out: Path, options: argparse.Namespace, samples: int) -> dict[str, flo
     told, names = out.with_suffix(".seconds"), out.with_suffix(".map.json")
     spent = json.loads(told.read_text()) if told.is_file() else {"wall": 0.0, "processor": 0.0}
     names.write_text(json.dumps(STAND_INS))
-    settings = Settings("loom", out, options.data, names, samples, _HELD_OUT, options.seed, *BOUNDS)
+    settings = DataBuildConfig("loom", out, options.data, names, samples, _HELD_OUT, options.seed, *BOUNDS)
     if (out / MANIFEST).is_file():
         return spent
     clocks = time.perf_counter(), time.process_time()
     try:
-        build(settings, load_tokenizer(DEFAULT), DEFAULT)
+        build_dataset(settings, load_tokenizer(DEFAULT), DEFAULT)
     finally:
         spent["wall"] += time.perf_counter() - clocks[0]
         spent["processor"] += time.process_time() - clocks[1]
@@ -99,7 +98,7 @@ def _lines(folder: Path) -> Iterator[dict[str, Any]]:
 def _counted(row: dict[str, Any], tokenizer: Any) -> int:
     """Tokens of a sample as a model reads them, counted anew from the file."""
     asked = tuple(Continuation(own["question"], own["target"]) for own in row["continuations"])
-    ids = tokenize(Sample(row["source"], row["context"], asked), tokenizer, 2**40, 2**40)
+    ids = tokenize_sample(Sample(row["source"], row["context"], asked), tokenizer, 2**40, 2**40)
     return len(ids.context) + max(len(own) for own, _ in ids.continuations)
 
 

@@ -7,17 +7,18 @@ from typing import Any, NamedTuple
 
 from lkv.errors import DataError
 from lkv.evaluation.needles import make_needles
-from lkv.training.data import records, sources
+from lkv.training.data import documents
 from lkv.training.data.packing import (
     CHARS_PER_TOKEN,
     CODE_CHARS_PER_TOKEN,
+    draw_questions,
     pack,
-    some_questions,
     split_to_continue,
-    surround,
-    window_start,
+    surround_with_texts,
+    window_start_around,
 )
-from lkv.training.data.sample import Continuation, Sample, tokenize
+from lkv.training.data.samples import Continuation, Sample, tokenize_sample
+from lkv.utils import data_files
 from lkv.utils.prompts import encode, encode_question
 
 CONTINUATIONS = 4
@@ -32,21 +33,21 @@ Asked = tuple[str, list[Continuation]]
 
 def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
     """One function a task: (random source, tokens) to a context and its continuations."""
-    paragraphs = list(sources.squad_format(folder / "xquad.en.json.gz"))
-    puzzles = list(sources.hotpot_like(folder / "hotpot_dev_400.jsonl.gz"))
-    tales = list(sources.tales(folder / "fairytaleqa_val.jsonl.gz"))
-    meetings = sources.meetings(folder, "qmsum_val.jsonl.gz")
+    paragraphs = list(documents.read_squad(folder / "xquad.en.json.gz"))
+    puzzles = list(documents.read_hotpot(folder / "hotpot_dev_400.jsonl.gz"))
+    tales = list(documents.read_tales(folder / "fairytaleqa_val.jsonl.gz"))
+    meetings = documents.read_meetings(folder, "qmsum_val.jsonl.gz")
     sample = folder / "longbench_sample"
     code = [
-        sources.Passage("", row["context"] + row["input"])
+        documents.Passage("", row["context"] + row["input"])
         for name in ("lcc", "repobench-p")
-        for row in records.rows(sample / f"{name}.jsonl.gz")
+        for row in data_files.read_json_lines(sample / f"{name}.jsonl.gz")
     ]
-    prose = [row for name in _LONGBENCH for row in records.rows(sample / f"{name}.jsonl.gz")]
+    prose = [row for name in _LONGBENCH for row in data_files.read_json_lines(sample / f"{name}.jsonl.gz")]
 
     def prose_qa(rng: random.Random, tokens: int) -> Asked:
         packed = pack(rng, paragraphs, tokens * CHARS_PER_TOKEN, lambda p: len(p.text))
-        return "\n\n".join(p.text for p in packed), some_questions(rng, packed, CONTINUATIONS)
+        return "\n\n".join(p.text for p in packed), draw_questions(rng, packed, CONTINUATIONS)
 
     def multihop_qa(rng: random.Random, tokens: int) -> Asked:
         first, second = rng.sample(puzzles, 2)
@@ -65,11 +66,13 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
         explicit = [qa for qa in tale.questions if qa[1] in tale.text] or list(tale.questions)
         size = int(tokens * CHARS_PER_TOKEN)
         first = rng.choice(explicit)
-        start = window_start(rng, tale.text, size, tale.text.find(first[1]))
+        start = window_start_around(rng, tale.text, size, tale.text.find(first[1]))
         text = tale.text[start : start + size]
         near = [qa for qa in explicit if qa[1] in text and qa != first]
         asked = [first, *rng.sample(near, min(len(near), CONTINUATIONS - 1))]
-        return surround(rng, text, tales, size), [Continuation(question, answer) for question, answer in asked]
+        return surround_with_texts(rng, text, tales, size), [
+            Continuation(question, answer) for question, answer in asked
+        ]
 
     def meeting(rng: random.Random, tokens: int) -> Asked:
         chosen = rng.choice([m for m in meetings if m.queries])
@@ -120,7 +123,7 @@ class HeldOut:
     def __init__(self, folder: Path, tokenizer: Any, seed: int):
         """`folder` is the evaluation folder; nothing in it is trained on."""
         self._build = builders(folder)
-        self._prose = [p.text for p in sources.tales(folder / "fairytaleqa_val.jsonl.gz")]
+        self._prose = [p.text for p in documents.read_tales(folder / "fairytaleqa_val.jsonl.gz")]
         self._tokenizer, self._seed = tokenizer, seed
 
     def _after_others(self, context: str, task: str, rng: random.Random, tokens: int) -> str:
@@ -150,5 +153,5 @@ class HeldOut:
         context, continuations = self._build[task](rng, tokens)
         if tokens > _LONG:
             context = self._after_others(context, task, rng, tokens)
-        tokenized = tokenize(Sample(task, context, tuple(continuations)), self._tokenizer, longest, LONGEST)
+        tokenized = tokenize_sample(Sample(task, context, tuple(continuations)), self._tokenizer, longest, LONGEST)
         return Case(tokenized.context, tokenized.continuations)

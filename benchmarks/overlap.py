@@ -14,11 +14,11 @@ from typing import Any
 from benchmarks.common import RESULTS
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import checked_line, shipped
-from lkv.training.data.mixture import Mixture
-from lkv.training.data.overlap import SHARE, N, Overlap
-from lkv.training.data.records import records
-from lkv.training.data.sets import SETS
-from lkv.training.data.sources import mmlu, standard_library, texts_of
+from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
+from lkv.training.data.documents import item_texts, mmlu, read_standard_library
+from lkv.training.data.public_datasets import PUBLIC_DATASETS
+from lkv.training.data.recipes import Mixture
+from lkv.utils.data_files import read_records
 from lkv.utils.results import write_results
 
 _TEST_TOO = "mmlu"
@@ -34,12 +34,12 @@ def trained_on(folder: Path) -> dict[str, list[Any]]:
         return items
 
     mixture = Mixture(folder, 500, 8000, checked=seen)
-    rows = [pair for path in mixture.survey.taken.get(_TEST_TOO, ()) for pair in records(path)]
+    rows = [pair for path in mixture.survey.taken.get(_TEST_TOO, ()) for pair in read_records(path)]
     found[_TEST_TOO] = list(mmlu((place, {**row, "split": "dev"}) for place, row in rows))
-    return found | {"python": standard_library()}
+    return found | {"python": read_standard_library()}
 
 
-def compared(name: str, items: list[Any], overlap: Overlap, each: dict[str, Overlap]) -> dict[str, Any]:
+def compared(name: str, items: list[Any], overlap: NgramOverlap, each: dict[str, NgramOverlap]) -> dict[str, Any]:
     """A row: how many items of a set overlap, and with which files."""
     kept, found = overlap.clean(items)
     left = {id(item) for item in kept}
@@ -48,15 +48,15 @@ def compared(name: str, items: list[Any], overlap: Overlap, each: dict[str, Over
         for item in items
         if id(item) not in left
         for file, own in each.items()
-        if max(map(own.share, texts_of(item))) >= SHARE
+        if max(map(own.share, item_texts(item))) >= OVERLAP_SHARE
     )
     return {
         "set": name,
-        "title": SETS[name].title if name in SETS else "Python standard library",
+        "title": PUBLIC_DATASETS[name].title if name in PUBLIC_DATASETS else "Python standard library",
         "n": found.compared,
         "shared": found.shared,
         "value": found.dropped,
-        "unit": f"items of which a piece shares {SHARE:.0%} of its {N}-grams",
+        "unit": f"items of which a piece shares {OVERLAP_SHARE:.0%} of its {NGRAM_WORDS}-grams",
         "files": dict(sorted(files.items())),
     }
 
@@ -67,7 +67,13 @@ def write_cards(files: dict[str, str], rows: list[dict[str, Any]]) -> None:
     for entry in shipped():
         policy = Policy.from_pretrained(entry.folder)
         before = policy.digest()
-        policy.card["decontamination"] = {"n": N, "share": SHARE, "files": files, "removed": False, "sets": sets}
+        policy.card["decontamination"] = {
+            "n": NGRAM_WORDS,
+            "share": OVERLAP_SHARE,
+            "files": files,
+            "removed": False,
+            "sets": sets,
+        }
         policy.save_pretrained(entry.folder, half=True)
         assert Policy.from_pretrained(entry.folder).digest() == before
         print(f"{entry.name}: {checked_line(policy.card)}")
@@ -81,7 +87,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "overlap.json")
     options = parser.parse_args()
     paths = sorted(path for path in options.against.rglob("*") if path.is_file())
-    overlap, each = Overlap(paths), {path.name: Overlap([path]) for path in paths}
+    overlap, each = NgramOverlap(paths), {path.name: NgramOverlap([path]) for path in paths}
     rows = []
     for name, items in trained_on(options.data).items():
         rows.append(compared(name, items, overlap, each))

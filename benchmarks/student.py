@@ -20,8 +20,8 @@ from lkv.config import TrainingConfig
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import default_policy, load_default
 from lkv.policy.policy import Policy
-from lkv.training.data.mixture import Mixture
-from lkv.training.data.sample import TokenizedSample, tokenize
+from lkv.training.data.recipes import Mixture
+from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
 from lkv.training.trainer import Trainer
 from lkv.utils.results import write_results
@@ -82,7 +82,7 @@ def fidelity(model: Any, tokenizer: Any, options: argparse.Namespace) -> list[di
     sides = [Mixture(options.data, *bounds, validation=validation) for validation in (False, True)]
 
     def read(side: int, number: int) -> TokenizedSample:
-        return tokenize(sides[side].sample(number, 1), tokenizer, options.context_tokens, _TARGET)
+        return tokenize_sample(sides[side].sample(number, 1), tokenizer, options.context_tokens, _TARGET)
 
     held_out = [own for own in (read(1, number) for number in range(options.held_out)) if own.continuations]
     found = {}

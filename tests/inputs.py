@@ -32,7 +32,7 @@ from lkv.methods.budgets import read_pattern
 from lkv.methods.build import make_method
 from lkv.models.loading import load_model, load_policy
 from lkv.policy.policy import Policy
-from lkv.training.checkpoint import read_checkpoint, start_from
+from lkv.training.checkpoint import initialize_from, read_checkpoint
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import TEXT, Words
 from tests.results import many, write
@@ -343,7 +343,7 @@ class Inputs:
             "read_results": (good / "results.jsonl", lambda path: read_results([path])),
             "Journal": (good / "journal.jsonl", lambda path: SampleJournal(path, {"format": 1}, Process(0, 1))),
             "read_checkpoint": (good / "run" / "checkpoint.safetensors", lambda path: read_checkpoint(path.parent)),
-            "start_from": (good / "run" / "checkpoint.safetensors", lambda path: start_from(policy, path.parent)),
+            "start_from": (good / "run" / "checkpoint.safetensors", lambda path: initialize_from(policy, path.parent)),
             "read_pattern": (good / "pattern.tsv", lambda path: read_pattern(path, 3, 2)),
         }
         for name, (path, read) in readers.items():

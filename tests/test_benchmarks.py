@@ -21,9 +21,9 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import checked_line, shipped
-from lkv.training.data.overlap import Overlap
-from lkv.training.data.sets import set_of
-from lkv.training.data.sources import Passage
+from lkv.training.data.decontamination import NgramOverlap
+from lkv.training.data.documents import Passage
+from lkv.training.data.public_datasets import match_dataset
 from lkv.utils.results import write_results
 from tests.conftest import save_model, tiny_llama
 from tests.training.conftest import folder  # noqa: F401
@@ -308,7 +308,7 @@ def test_a_longbench_text_always_has_something_to_ask(monkeypatch):
 
 def test_stand_ins_are_built_of_and_measured(tmp_path, folder, monkeypatch):  # noqa: F811
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    places = {name: next(str(path) for path in files if set_of(path) == name) for name in data_build.STAND_INS}
+    places = {name: next(str(path) for path in files if match_dataset(path) == name) for name in data_build.STAND_INS}
     monkeypatch.setattr(data_build, "load_tokenizer", lambda name: Tokens())
     monkeypatch.setattr(data_build, "STAND_INS", places)
     monkeypatch.setattr(data_build, "BOUNDS", (200, 900))
@@ -334,8 +334,8 @@ def test_overlap_is_told_by_file(tmp_path):
     for name, own in (("one.txt", texts[:1]), ("two.txt", texts[:2])):
         (tmp_path / name).write_text("\n".join(own))
     paths = [tmp_path / "one.txt", tmp_path / "two.txt"]
-    each = {path.name: Overlap([path]) for path in paths}
-    row = overlap.compared("squad", [Passage("", own) for own in texts], Overlap(paths), each)
+    each = {path.name: NgramOverlap([path]) for path in paths}
+    row = overlap.compared("squad", [Passage("", own) for own in texts], NgramOverlap(paths), each)
     assert (row["n"], row["shared"], row["value"]) == (4, 2, 2) and row["files"] == {"one.txt": 1, "two.txt": 2}
 
 

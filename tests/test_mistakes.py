@@ -299,10 +299,10 @@ def test_a_checkpoint_without_metadata_is_no_start(model_folder, tmp_path, capsy
 
     (tmp_path / "checkpoint.safetensors").write_bytes(save({"x": torch.zeros(1)}))
     from lkv.errors import TrainingError
-    from lkv.training.checkpoint import start_from
+    from lkv.training.checkpoint import initialize_from
 
     with pytest.raises(TrainingError, match="cannot be read"):
-        start_from(trainer(tmp_path / "run")[1], tmp_path)
+        initialize_from(trainer(tmp_path / "run")[1], tmp_path)
 
 
 @contextmanager

@@ -57,17 +57,16 @@ def run(options: argparse.Namespace) -> None:
 
 def _build(options: argparse.Namespace) -> None:
     from lkv.models.loading import DEFAULT, load_tokenizer
-    from lkv.training.data.build import stats
-    from lkv.training.data.recipes import Settings, build
+    from lkv.training.data.build import DataBuildConfig, build_dataset, describe_dataset
 
     _check(options)
     name = options.model or DEFAULT
-    settings = Settings(
+    settings = DataBuildConfig(
         options.recipe, options.out, options.data, options.map, options.samples, options.held_out, options.seed,
         options.min_tokens, options.max_tokens, tuple(options.against), options.words, options.share, options.lock,
     )  # fmt: skip
-    build(settings, load_tokenizer(name), name)
-    print("\n".join(stats(options.out)))
+    build_dataset(settings, load_tokenizer(name), name)
+    print("\n".join(describe_dataset(options.out)))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -82,6 +81,6 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _stats(options: argparse.Namespace) -> None:
-    from lkv.training.data.build import stats
+    from lkv.training.data.build import describe_dataset
 
-    print("\n".join(stats(options.folder)))
+    print("\n".join(describe_dataset(options.folder)))

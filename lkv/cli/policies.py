@@ -50,9 +50,9 @@ def _for_model(name: str) -> str:
 
 def _training_times(model: Any) -> str:
     from lkv.config import PRESETS
-    from lkv.training.pipeline import time_here
+    from lkv.training.pipeline import estimate_duration
 
-    times = {preset: time_here(model, PRESETS[preset]) for preset in ("cpu", "paper")}
+    times = {preset: estimate_duration(model, PRESETS[preset]) for preset in ("cpu", "paper")}
     return f"{times['cpu']} on this machine as it is now ({times['paper']} with --preset paper)"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lkv.training.data.facts import hide
+from lkv.training.data.facts import insert_sentences
 from lkv.utils.prompts import encode_context
 
 _FIRST = "absent brave calm distant eager fearless gentle humble icy jolly keen loyal mellow noble odd proud".split()
@@ -42,7 +42,7 @@ def make_needles(tokenizer: Any, prose: Sequence[str], tokens: int, needles: int
     ]
     question, answer = rng.choice(facts)
     return Needles(
-        ids=encode_context(tokenizer, hide(rng, " ".join(words), sentences)),
+        ids=encode_context(tokenizer, insert_sentences(rng, " ".join(words), sentences)),
         facts=facts,
         question=question,
         answer=answer,

@@ -100,7 +100,7 @@ def _read(folder: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str
         raise TrainingError(f"{path} cannot be read ({error}); give the folder of a training run.") from error
 
 
-def start_from(policy: Policy, folder: Path) -> tuple[dict[str, Any], Policy | None]:
+def initialize_from(policy: Policy, folder: Path) -> tuple[dict[str, Any], Policy | None]:
     """Give `policy` the weights of a finished policy or of a run's checkpoint; returns what its card should tell.
 
     From a policy that reads other inputs it takes the head budgets, and gets that policy back to imitate its choices.

@@ -24,7 +24,7 @@ class Estimate:
         """For people; hours where a rate is known."""
         tokens = f"{self.tokens / 1e6:,.1f} million" if self.tokens >= 1e6 else f"{round(self.tokens, -2):,.0f}"
         read = f"{self.contexts:,} contexts, about {tokens} tokens, {self.flops:.1e} operations"
-        return read if self.seconds is None else f"{read}, {duration(self.seconds)}"
+        return read if self.seconds is None else f"{read}, {format_duration(self.seconds)}"
 
 
 def estimate(
@@ -72,7 +72,7 @@ def context_flops(shape: Shape, tokens: int, continuations: Sequence[int], whole
     return _reading(shape, tokens, once)
 
 
-def shares(costs: Sequence[float], processes: int) -> list[list[int]]:
+def split_by_cost(costs: Sequence[float], processes: int) -> list[list[int]]:
     """The items of `costs` shared out: as many each, or one more for the first ones, and the sums alike.
 
     The dearest first, each to the process that has least to do and room left; items in their order.
@@ -119,7 +119,7 @@ def _scores(shape: Shape, tokens: float) -> float:
     return 3 * 2 * shape.layers * shape.kv_heads * tokens * (2 * shape.head_dim**2 + shape.head_dim)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as people say them."""
     if seconds < 90:
         return f"about {seconds:.0f} s"

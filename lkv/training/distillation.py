@@ -1,22 +1,98 @@
-"""Teacher and student over the continuations of samples: what the losses of Sec. 3.5 compare."""
+"""Teacher, student and losses of the distillation (Sec. 3.5)."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, pad
 
-from lkv.integrations.transformers.attention import input_device
-from lkv.integrations.transformers.prefill import read_prompt
+from lkv.config import TrainingConfig
+from lkv.errors import TrainingError
+from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache
+from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv, read_prompt
+from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
 from lkv.methods.budgets import LearnedBudget
 from lkv.policy.policy import Policy
-from lkv.training.data.sample import TokenizedSample
-from lkv.training.student import FrozenPrompt, MaskedSequence
+from lkv.training.data.samples import TokenizedSample
+from lkv.training.schedule import Schedule, draw_retentions, retention_weights
 from lkv.utils.fidelity import is_top1_equal, kl_divergence
+
+
+class FrozenPrompt(BaseCache):
+    """A cache holding the full k and v [1, H, T, d] of a prompt, layer by layer, for continuations of any number.
+
+    `log_mask` [L, n, H, T] weighs the prompt's tokens for each of n continuations (None: the full cache). Own tokens
+    of a continuation are not masked. Of several prompts, [C, H, T, d], `owners` [n] says which one each continuation
+    follows. For one forward pass: what it appends is not stored.
+    """
+
+    def __init__(self, prompt: list[LayerKV], log_mask: Tensor | None = None, owners: Tensor | None = None):
+        masks: Any = [None] * len(prompt) if log_mask is None else log_mask
+        layers = [_MaskedLayer(layer, mask, owners) for layer, mask in zip(prompt, masks, strict=True)]
+        super().__init__(layers=as_prompt_kv(prompt).continuation_layers(layers))
+
+
+class _MaskedLayer(FrozenPromptLayer):
+    def __init__(self, prompt: LayerKV, log_mask: Tensor | None, owners: Tensor | None):
+        super().__init__(prompt)
+        self._log_mask, self._owners = log_mask, owners
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        rows, heads, new, _ = key.shape
+        k = torch.cat([self._of_rows(self._prompt.key, rows), key], 2)
+        v = torch.cat([self._of_rows(self._prompt.value, rows), value], 2)
+        log_mask = k.new_zeros((rows, heads, k.shape[2]), dtype=torch.float32)
+        if self._log_mask is not None:
+            # A model may be spread over devices: the masks of all layers are made on one.
+            given = self._log_mask.to(k.device)
+            log_mask = torch.cat([given, log_mask[..., :new].to(given.dtype)], -1)
+        # Under autocast the rotation leaves q and k in float32 beside v in half precision.
+        return soft_mask_attention(query.to(v.dtype), k.to(v.dtype), v, log_mask, scale).transpose(1, 2)
+
+    def _of_rows(self, x: Tensor, rows: int) -> Tensor:
+        """The prompt's x for each of `rows` continuations."""
+        return x.expand(rows, -1, -1, -1) if self._owners is None else x[self._owners.to(x.device)]
+
+
+class MaskedSequence(BaseCache):
+    """No cache at all, but masks for a forward pass over whole sequences, prompt and continuation together: every query
+    row sees the prompt's tokens under `log_mask` [L, n, H, T] (the literal student of Sec. 3.5; None: plain attention).
+    """
+
+    def __init__(self, layers: int, log_mask: Tensor | None = None):
+        masks: Any = [None] * layers if log_mask is None else log_mask
+        super().__init__(layers=[_SequenceLayer(mask) for mask in masks])
+
+
+class _SequenceLayer(AttentionCacheLayer):
+    def __init__(self, log_mask: Tensor | None):
+        super().__init__()
+        self._log_mask = log_mask
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.tag(key_states), value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        if self._log_mask is None:
+            return stock()
+        follows = key.shape[2] - self._log_mask.shape[-1]
+        free = self._log_mask.new_zeros((*self._log_mask.shape[:2], follows))
+        log_mask = torch.cat([self._log_mask, free], -1)
+        out = soft_mask_attention(query.to(value.dtype), key.to(value.dtype), value, log_mask, scale)
+        return out.transpose(1, 2)
+
 
 _EVICTED = -1e4  # a log-mask whose exponential is exactly zero
 
@@ -173,3 +249,81 @@ def hard_mask(policy: Policy, scores: Tensor, retention: float, rows: int) -> Te
     rank = scores.argsort(-1, descending=True).argsort(-1)
     mask = torch.where(rank < budgets[..., None], 0.0, _EVICTED)
     return mask[:, None].expand(-1, rows, -1, -1)
+
+
+_SIMILAR = 0.75  # of a group's longest context, the shortest at least: what is filled up costs as much as text
+_STRETCHED = ("dynamic", "longrope")  # rotations that follow the longest text of a forward pass
+
+
+class SampleGroup(NamedTuple):
+    """Samples with their numbers in the order of training, which share their forward passes; one that is not `counted`
+    has no losses of its own."""
+
+    numbered: list[tuple[int, TokenizedSample]]
+    counted: bool = True
+
+    @property
+    def named(self) -> str:
+        """Which these are, for messages."""
+        return ", ".join(f"sample {number}, source {sample.source!r}" for number, sample in self.numbered)
+
+
+def group_samples(
+    numbered: Sequence[tuple[int, TokenizedSample]], most: int, sharded: bool = False
+) -> list[SampleGroup]:
+    """The samples that have continuations, in groups of up to `most` contexts of similar length.
+
+    `sharded`: one that has none stays as a group that is not counted, so that all processes make as many passes.
+    """
+    ready = [(number, sample) for number, sample in numbered if sample.continuations]
+    empty = [(number, sample) for number, sample in numbered if not sample.continuations] if sharded else []
+    if most > 1:
+        ready.sort(key=lambda pair: (-len(pair[1].context), pair[0]))
+    groups: list[SampleGroup] = []
+    for number, sample in ready:
+        last = groups[-1].numbered if groups else []
+        if last and len(last) < most and len(sample.context) >= _SIMILAR * len(last[0][1].context):
+            last.append((number, sample))
+        else:
+            groups.append(SampleGroup([(number, sample)]))
+    stand_ins = [(number, replace(sample, continuations=[(sample.context[:2], 0)])) for number, sample in empty]
+    return groups + [SampleGroup([pair], counted=False) for pair in stand_ins]
+
+
+def distillation_losses(
+    model: Any, policy: Policy, group: SampleGroup, config: TrainingConfig, now: Schedule
+) -> tuple[Tensor, Tensor]:
+    """KL and hidden-state loss of the student under `policy`, each summed over the samples of `group`."""
+    run = SampleDistillation(model, *(sample for _, sample in group.numbered), whole=config.student == "full")
+    with torch.no_grad():
+        teacher = run.run(None)
+    masks, weighed = [], []
+    for index, (number, sample) in enumerate(group.numbered):
+        generator = torch.Generator("cpu").manual_seed(config.seed * 1_000_003 + number)
+        scores, rows = run.scores(policy, index), len(sample.continuations)
+        noise = gumbel((rows, *scores.shape), generator, scores.device)
+        retention = draw_retentions(config, rows, now.retention, generator)
+        masks.append(soft_mask(policy, scores, retention.to(scores.device), now.tau, noise))
+        weighed.append(retention_weights(config, retention).to(scores.device))
+    student = run.run(run.joined(masks))
+    hidden = run.hidden_distance(teacher, student, config.hidden_norm)
+    return run.kl(teacher, student, torch.cat(weighed)) * group.counted, hidden * group.counted
+
+
+def check_batching(config: TrainingConfig, model: Any, sharers: int) -> None:
+    """Raise TrainingError where contexts of `model` cannot share a forward pass, or `sharers` processes that hold a
+    part of its weights each would not make the same passes."""
+    attached = patch_attention(model)
+    if config.contexts_per_forward > 1:
+        if any(attached.windows) or any(kind in attached.spec.rope for kind in _STRETCHED):
+            raise TrainingError(
+                f"contexts_per_forward is {config.contexts_per_forward}, but this model has sliding layers or a rotary "
+                "embedding that depends on the longest text, so that its contexts are read one by one; give 1."
+            )
+        if sharers > 1:
+            raise TrainingError("contexts_per_forward is 1 where the model's weights are shared out; leave it out.")
+    if config.batch % sharers:
+        raise TrainingError(
+            f"{config.batch} contexts a step cannot be shared out evenly among {sharers} processes that hold parts of "
+            "one model; give a --batch that they divide."
+        )

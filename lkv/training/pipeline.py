@@ -1,5 +1,6 @@
-"""From a command line's settings to a finished policy: model, data, trainer and card put together."""
+"""From settings to a finished policy."""
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -9,28 +10,28 @@ from typing import Any
 
 import torch
 
-from lkv.config import PRESETS, TrainingConfig, asdict, check_positions, fit_to_positions, num_knots, replace
-from lkv.errors import TrainingError
+from lkv.config import PRESETS, ModelSpec, TrainingConfig, asdict, check_positions, fit_to_positions, num_knots, replace
+from lkv.errors import LkvError, TrainingError
 from lkv.integrations.transformers.attention import input_device, patch_attention
-from lkv.integrations.transformers.spec import hub_commit
-from lkv.models.loading import DEFAULT, load_config
+from lkv.integrations.transformers.sharding import sharded
+from lkv.integrations.transformers.spec import hub_commit, inspect_model
+from lkv.models.loading import DEFAULT, load_config, load_model, load_tokenizer
 from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
-from lkv.training.checkpoint import CHECKPOINT, check_data, check_settings, start_from
-from lkv.training.cost import duration, estimate
-from lkv.training.data.built import Built, is_built
-from lkv.training.data.mixture import Mixture
-from lkv.training.data.sample import TokenizedSample, tokenize
-from lkv.training.placing import place
+from lkv.training.checkpoint import CHECKPOINT, check_data, check_settings, initialize_from
+from lkv.training.cost import estimate, format_duration
+from lkv.training.data.build import BuiltDataset, is_built
+from lkv.training.data.recipes import Mixture
+from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.trainer import Trainer, require_samples
-from lkv.training.warm_start import carry_over, imitate_kvzip
+from lkv.training.warm_start import warm_start_from_kvzip, warm_start_from_policy
 from lkv.utils.files import check_writable_folder
 
-Data = Mixture | Built
+Data = Mixture | BuiltDataset
 _RATED_TOKENS = 512  # of the text whose reading is timed
 
 
-def plan(config: TrainingConfig, shape: Shape, processes: int, started: bool = False) -> list[str]:
+def describe_plan(config: TrainingConfig, shape: Shape, processes: int, started: bool = False) -> list[str]:
     """What a training will do and read, for people."""
     ratios = f"R {config.retention_start:g} to {config.retention_end:g}"
     if config.retention_high:
@@ -44,12 +45,12 @@ def plan(config: TrainingConfig, shape: Shape, processes: int, started: bool = F
     ]
 
 
-def time_here(model: Any, config: TrainingConfig) -> str:
+def estimate_duration(model: Any, config: TrainingConfig) -> str:
     """How long a training of `model` would take in one process on this machine as it is now, for people."""
     shape = Shape.of(model.config)
     config = fit_to_positions(config, shape.positions)
     tokens = min(_RATED_TOKENS, config.max_tokens)
-    return duration(estimate(shape, config, measured_rate(model, tokens), tokens).seconds or 0)
+    return format_duration(estimate(shape, config, measured_rate(model, tokens), tokens).seconds or 0)
 
 
 @torch.no_grad()
@@ -72,7 +73,7 @@ def open_data(folder: Path, config: TrainingConfig, validation: bool = False) ->
     """
     if not is_built(folder):
         return Mixture(folder, config.min_tokens, config.max_tokens, config.seed, validation)
-    built = Built(folder, config.seed, validation)
+    built = BuiltDataset(folder, config.seed, validation)
     if built.max_tokens > config.max_tokens + config.max_continuation:
         raise TrainingError(
             f"{folder} was built for up to {built.max_tokens:,} tokens, but max_tokens is {config.max_tokens:,}; build "
@@ -81,7 +82,7 @@ def open_data(folder: Path, config: TrainingConfig, validation: bool = False) ->
     return built
 
 
-def settings(preset: str | None, given: dict[str, Any], positions: int) -> TrainingConfig:
+def resolve_config(preset: str | None, given: dict[str, Any], positions: int) -> TrainingConfig:
     """The settings `given` over those of `preset`, for a model of `positions` positions.
 
     Without a preset: the paper's on a GPU, else the CPU's, cut to what the model can read. Raises TrainingError for
@@ -91,12 +92,12 @@ def settings(preset: str | None, given: dict[str, Any], positions: int) -> Train
         base = fit_to_positions(PRESETS["paper" if torch.cuda.is_available() else "cpu"], positions)
     else:
         base = PRESETS[preset]
-    config = over(base, given)
+    config = override(base, given)
     check_positions(config, positions)
     return config
 
 
-def over(base: TrainingConfig, given: dict[str, Any]) -> TrainingConfig:
+def override(base: TrainingConfig, given: dict[str, Any]) -> TrainingConfig:
     """`base` with `given`; a longest context that is given alone takes the shortest down with it."""
     most = given.get("max_tokens")
     if isinstance(most, int) and 0 < most < base.min_tokens and "min_tokens" not in given:
@@ -137,12 +138,12 @@ def train_policy(
             f"there is no tracker {missing[0]!r} here; install its package, or leave it out (here: "
             f"{', '.join(available) or 'none'})."
         )
-    over(PRESETS[preset or "paper"], given)  # what is out of its range for any model is told first
+    override(PRESETS[preset or "paper"], given)  # what is out of its range for any model is told first
     if not is_built(data) and _is_seen(out, data):
         raise TrainingError(f"{out} lies inside {data} and would be read as data; give an --out elsewhere.")
     check_writable_folder(out, TrainingError, "the training")
     shape = Shape.of(load_config(model_name or DEFAULT, revision))
-    config = settings(preset, given, shape.positions)
+    config = resolve_config(preset, given, shape.positions)
     resumed = (out / CHECKPOINT).exists()
     if resumed:
         check_settings(out, config)
@@ -158,25 +159,28 @@ def train_policy(
         flat = {name: value for name, value in asdict(config).items() if isinstance(value, int | float | str | bool)}
         accelerator.init_trackers("lkv", config=flat)
     if accelerator.is_main_process:
-        print("\n".join([*training.lines, *plan(config, shape, accelerator.num_processes, started)]), file=sys.stderr)
-    model, tokenizer = place(model_name or DEFAULT, getattr(torch, config.dtype), revision, spread, accelerator)
+        print(
+            "\n".join([*training.lines, *describe_plan(config, shape, accelerator.num_processes, started)]),
+            file=sys.stderr,
+        )
+    model, tokenizer = place_model(model_name or DEFAULT, getattr(torch, config.dtype), revision, spread, accelerator)
     rate, tokens = 0.0, min(_RATED_TOKENS, config.max_tokens)
     if accelerator.is_main_process or spread == "processes":
         rate = measured_rate(model, tokens)
     if accelerator.is_main_process:
         cost = estimate(shape, config, rate, tokens, accelerator.num_processes, started=started)
-        print(f"this machine reads {rate:,.0f} tokens a second: {duration(cost.seconds or 0)}", file=sys.stderr)
+        print(f"this machine reads {rate:,.0f} tokens a second: {format_duration(cost.seconds or 0)}", file=sys.stderr)
     torch.manual_seed(config.seed)
     card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
     card |= {"trained_tokens": config.max_tokens, "data_digest": digest}
     if commit := hub_commit(model):
         card["revision"] = commit
-    if isinstance(training, Built):
+    if isinstance(training, BuiltDataset):
         card["decontamination"] = training.decontamination
     policy = Policy(patch_attention(model).spec, card, config.inputs).to(input_device(model))
     earlier_policy = None
     if init is not None:
-        before, earlier_policy = start_from(policy, init)
+        before, earlier_policy = initialize_from(policy, init)
         card["started_from"] = before
         earlier = before.get("trained_tokens") or before.get("training", {}).get("max_tokens", 0)
         cut = config.position and config.inputs.knots < num_knots(max(1, earlier))  # of position terms
@@ -185,14 +189,14 @@ def train_policy(
 
     def sample(mixture: Data, index: int) -> TokenizedSample:
         text = mixture.sample(index, config.continuations, config.tokens_a_continuation)
-        return tokenize(text, tokenizer, config.max_tokens, config.max_continuation)
+        return tokenize_sample(text, tokenizer, config.max_tokens, config.max_continuation)
 
     def warm_start() -> None:
         numbered = partial(sample, training)
         if earlier_policy is not None:
-            carry_over(model, earlier_policy, policy, numbered)
+            warm_start_from_policy(model, earlier_policy, policy, numbered)
         elif config.imitated:
-            imitate_kvzip(model, tokenizer, policy, numbered, config.imitated, accelerator)
+            warm_start_from_kvzip(model, tokenizer, policy, numbered, config.imitated, accelerator)
 
     validation = require_samples([sample(held_out, index) for index in range(config.validation_samples)])
     trainer = Trainer(
@@ -220,3 +224,52 @@ def _is_seen(out: Path, data: Path) -> bool:
     """Whether what is written to `out` would be among the files of `data`; hidden folders are not."""
     inside, outside = out.resolve(), data.resolve()
     return inside.is_relative_to(outside) and not any(p.startswith(".") for p in inside.relative_to(outside).parts)
+
+
+def place_model(name: str, dtype: torch.dtype, revision: str | None, spread: str, accelerator: Any) -> tuple[Any, Any]:
+    """(model, tokenizer) with LKV attached. `spread`: "no", the whole model in every process; "devices", over all GPUs
+    of the one process of a machine; "processes", each with a share of every layer.
+
+    Raises TrainingError where processes and `spread` do not go together, and what `load_model` raises.
+    """
+    alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1
+    if spread == "devices" and not alone:
+        raise TrainingError(
+            "a model that is spread over all GPUs leaves none to a second process of the machine; start one process, "
+            "or give --spread processes."
+        )
+    if spread == "processes" and accelerator.num_processes == 1:
+        raise TrainingError(
+            "the model cannot be shared out over processes, as there is one; start several with `accelerate launch "
+            "--num_processes N -m lkv train`, or give --spread devices."
+        )
+    if spread == "processes":
+        return _shared_out(name, dtype, revision, accelerator)
+    device = "auto" if spread == "devices" else accelerator.device
+    # The first process of a node reads the disk; the others find the file in memory.
+    with accelerator.local_main_process_first():
+        model, tokenizer = load_model(name, dtype, revision, device)
+    if spread == "no":
+        model.to(accelerator.device)
+    patch_attention(model)
+    return model, tokenizer
+
+
+def _shared_out(name: str, dtype: torch.dtype, revision: str | None, accelerator: Any) -> tuple[Any, Any]:
+    """The first process alone loads the model, and sends each of the others its share."""
+    from accelerate.utils import broadcast_object_list
+
+    weights: dict[str, torch.Tensor] = {}
+    told: list[ModelSpec | LkvError | None] = [None]
+    if accelerator.is_main_process:
+        try:
+            whole, _ = load_model(name, dtype, revision)
+            told, weights = [inspect_model(whole)], whole.state_dict()
+        except LkvError as error:
+            told = [error]  # the others wait for an answer
+    spec = broadcast_object_list(told)[0]
+    if isinstance(spec, LkvError):
+        raise spec
+    model = sharded(load_config(name, revision), dtype, weights, accelerator.device)
+    patch_attention(model, spec)
+    return model, load_tokenizer(name, revision)

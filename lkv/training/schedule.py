@@ -40,7 +40,7 @@ def draw_retentions(config: TrainingConfig, rows: int, scheduled: float, generat
     return low * (high / low) ** torch.rand(rows, generator=generator, device="cpu")
 
 
-def weights(config: TrainingConfig, retention: Tensor) -> Tensor:
+def retention_weights(config: TrainingConfig, retention: Tensor) -> Tensor:
     """How much a continuation under each of `retention` [n] counts."""
     if not config.retention_high:
         return torch.ones_like(retention)

@@ -1,7 +1,10 @@
-"""Training (Sec. 3.5, App. C): the frozen model with its full cache teaches itself with a compressed one."""
+"""The training loop (Sec. 3.5, App. C)."""
 
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,34 @@ from lkv.errors import DataError, TrainingError, TrainingStoppedError
 from lkv.integrations.transformers.attention import evaluation_mode, patch_attention
 from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
-from lkv.training.calibration import calibrate
 from lkv.training.checkpoint import CHECKPOINT, TrainingState, extend_curve, read_curve
-from lkv.training.cost import CALIBRATION_SAMPLES, START_TOKENS, context_flops, shares
-from lkv.training.data.sample import TokenizedSample
-from lkv.training.distillation import SampleDistillation, hard_mask
-from lkv.training.interruption import first_interrupt
-from lkv.training.losses import check_sharing, grouped, losses
+from lkv.training.cost import CALIBRATION_SAMPLES, START_TOKENS, context_flops, split_by_cost
+from lkv.training.data.samples import TokenizedSample
+from lkv.training.distillation import SampleDistillation, check_batching, distillation_losses, group_samples, hard_mask
 from lkv.training.schedule import schedule
+from lkv.training.warm_start import calibrate
 from lkv.utils.files import check_writable_folder
+
+
+@contextmanager
+def first_interrupt() -> Iterator[threading.Event]:
+    """An event in place of the first KeyboardInterrupt in the block; the next one is raised as ever."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(*_: Any) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, before)
+        print("\nstopping after this step; interrupt again to stop at once", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Trainer:
@@ -65,7 +87,7 @@ class Trainer:
             betas=(0.9, 0.98),
         )
         self._state, self._step = TrainingState(config, policy, self._optimizer), 0
-        check_sharing(config, model, self._process[1] if sharded else 1)
+        check_batching(config, model, self._process[1] if sharded else 1)
 
     def run(self) -> Policy:
         """Train to the end, resuming a checkpoint in the folder. Returns the policy.
@@ -134,8 +156,8 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         sums = {"kl": 0.0, "hidden": 0.0}
         broken = ""
-        for together in grouped(self._share(), self._config.contexts_per_forward, self._sharded):
-            kl, hidden = losses(self._model, self._policy, together, self._config, now)
+        for together in group_samples(self._share(), self._config.contexts_per_forward, self._sharded):
+            kl, hidden = distillation_losses(self._model, self._policy, together, self._config, now)
             loss = (kl + self._config.beta * hidden) / self._config.batch
             if not broken and not loss.isfinite():
                 broken = f"{loss.item()} at step {self._step} ({together.named})"
@@ -165,7 +187,7 @@ class Trainer:
         shape = Shape.of(self._model.config)
         whole = self._config.student == "full"
         costs = [context_flops(shape, len(s.context), [len(ids) for ids, _ in s.continuations], whole) for s in samples]
-        return [(numbers[item], samples[item]) for item in shares(costs, count)[rank]]
+        return [(numbers[item], samples[item]) for item in split_by_cost(costs, count)[rank]]
 
     def _stop_if(self, broken: str) -> None:
         """Raise TrainingError if the loss of any process is no number, in all processes together."""

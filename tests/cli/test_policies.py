@@ -9,12 +9,12 @@ from lkv.cli.main import main
 from lkv.config import PRESETS, replace
 from lkv.models.shapes import Shape
 from lkv.training import pipeline
-from lkv.training.cost import duration, estimate
+from lkv.training.cost import estimate, format_duration
 from tests.conftest import save_model, tiny_llama
 
 
 def test_a_model_without_a_policy_is_told_what_there_is_for_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pipeline, "time_here", lambda model, config: f"about {config.steps} minutes")
+    monkeypatch.setattr(pipeline, "estimate_duration", lambda model, config: f"about {config.steps} minutes")
     folder = save_model(tmp_path / "tiny")
     assert main(["policies", "--model", str(folder)]) == 0
     said = capsys.readouterr().out
@@ -35,6 +35,6 @@ def test_the_time_is_that_of_the_machine_s_rate(monkeypatch, steps):
     monkeypatch.setattr(pipeline, "measured_rate", lambda model, tokens: 1000.0 if tokens == 512 else None)
     config = replace(PRESETS["cpu"], steps=steps)
     seconds = estimate(Shape.of(model.config), config, 1000.0, 512).seconds
-    said = pipeline.time_here(model, config)
-    assert said == duration(seconds)
+    said = pipeline.estimate_duration(model, config)
+    assert said == format_duration(seconds)
     assert re.fullmatch(r"about [\d,.]+ (s|minutes|hours)", said)

@@ -4,7 +4,7 @@ import pytest
 
 from lkv.errors import PromptError
 from lkv.evaluation.example import Example, make_prompt
-from lkv.training.data.sample import Continuation, Sample, tokenize
+from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils.prompts import chat_template_parts, encode_context, encode_question
 from tests.evaluation.test_protocol import byte_tokenizer
 
@@ -46,7 +46,7 @@ def test_training_and_evaluation_put_the_answer_at_one_place(family):
     tokenizer = byte_tokenizer(template)
     assert chat_template_parts(tokenizer)[2] == after
     context, question = "The tower is old.", "How old?"
-    trained = tokenize(Sample("s", context, (Continuation(question, "Very"),)), tokenizer, 500, 500)
+    trained = tokenize_sample(Sample("s", context, (Continuation(question, "Very"),)), tokenizer, 500, 500)
     (ids, skip), = trained.continuations  # fmt: skip
     assert tokenizer.decode(ids[:skip]).endswith(after) and tokenizer.decode(ids[skip:]).startswith("Very")
     assert ids[:skip] == encode_question(tokenizer, question)

@@ -14,7 +14,7 @@ from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.registry import METHODS, find, needs_pattern
 from lkv.models.loading import default_policy
 from lkv.policy.policy import Policy
-from lkv.training.data.sample import TokenizedSample
+from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel
 from tests.cache.test_generation import METHOD, ids
 from tests.conftest import tiny_llama

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lkv.training.data.sources import TREC_CLASSES
+from lkv.training.data.documents import TREC_CLASSES
 from tests.training.made_sets import rows_of
 
 

@@ -3,7 +3,7 @@
 import json
 import random
 
-from lkv.training.data.recipes import Settings
+from lkv.training.data.build import DataBuildConfig
 
 WORDS = [
     f"{a}{b}" for a in ("river", "tower", "garden", "letter", "market", "silver", "winter") for b in "abcdefghijkl"
@@ -87,7 +87,7 @@ def rows_of(name, count=30):
 
 def settings(out, folder, **changes):
     given = {"recipe": "loom", "data": folder, "samples": 40, "held_out": 10, "min_tokens": 200, "max_tokens": 900}
-    return Settings(out=out, **(given | changes))
+    return DataBuildConfig(out=out, **(given | changes))
 
 
 def lines_of(folder, side="train"):

@@ -16,8 +16,8 @@ from lkv.errors import TrainingError, UnsupportedModelError
 from lkv.evaluation.profiling.random_models import CONFIGS, read_config
 from lkv.models.loading import load_model
 from lkv.models.shapes import Shape
-from lkv.training.cost import context_flops, duration, estimate, mean_length, shares
-from lkv.training.pipeline import measured_rate, settings
+from lkv.training.cost import context_flops, estimate, format_duration, mean_length, split_by_cost
+from lkv.training.pipeline import measured_rate, resolve_config
 from tests.conftest import save_model, tiny_llama
 from tests.training.test_data import folder  # noqa: F401
 
@@ -70,7 +70,7 @@ def test_seconds_follow_from_the_measured_rate():
         and "hours" not in estimate(shape, config).line()
     )
     assert estimate(shape, PRESETS["paper"]).flops > one.flops  # validations
-    assert [duration(s) for s in (30, 600, 36_000)] == ["about 30 s", "about 10 minutes", "about 10.0 hours"]
+    assert [format_duration(s) for s in (30, 600, 36_000)] == ["about 30 s", "about 10 minutes", "about 10.0 hours"]
 
 
 def test_the_rate_is_measured():
@@ -98,11 +98,11 @@ def test_settings_without_a_preset_fit_any_model(positions, preset):
 
 
 def test_lengths_beyond_the_positions_are_refused():
-    assert settings(None, {}, 8192).max_tokens + settings(None, {}, 8192).max_continuation <= 8192
-    assert settings(None, {"max_tokens": 100}, 512).min_tokens == 50
+    assert resolve_config(None, {}, 8192).max_tokens + resolve_config(None, {}, 8192).max_continuation <= 8192
+    assert resolve_config(None, {"max_tokens": 100}, 512).min_tokens == 50
     for preset, chosen in (("paper", {}), (None, {"max_tokens": 8100}), ("cpu", {"max_continuation": 512})):
         with pytest.raises(TrainingError, match="are more than the 8,192 positions of this model"):
-            settings(preset, chosen, 8192)
+            resolve_config(preset, chosen, 8192)
 
 
 def train(model, data, out, *more):
@@ -169,7 +169,7 @@ def test_weights_go_straight_to_their_device(tmp_path, monkeypatch):
 
 @given(st.lists(st.floats(0.1, 100), max_size=24), st.integers(1, 8))
 def test_a_step_is_shared_out_by_cost(costs, processes):
-    shared = shares(costs, processes)
+    shared = split_by_cost(costs, processes)
     assert sorted(item for items in shared for item in items) == list(range(len(costs)))
     assert [len(items) for items in shared] == [len(range(p, len(costs), processes)) for p in range(processes)]
     # Who comes last has at most one item more to do than the least busy of those that could have taken it.
@@ -181,7 +181,7 @@ def test_contexts_of_different_lengths_leave_no_process_waiting():
     lengths = [500, 4000, 520, 1900, 3100, 700, 900, 2400]
     shape = Shape.of(tiny_llama().config)
     costs = [context_flops(shape, tokens, [120, 40]) for tokens in lengths]
-    busiest = [max(sum(costs[item] for item in items) for items in shares(costs, 2)), sum(costs[1::2])]
+    busiest = [max(sum(costs[item] for item in items) for items in split_by_cost(costs, 2)), sum(costs[1::2])]
     assert busiest[0] < 1.1 * sum(costs) / 2 < 1.2 * sum(costs) / 2 < busiest[1]
     once = context_flops(shape, 700, [30, 30]) - context_flops(shape, 700, [30])
     assert once == 4 * shape.forward_flops(30, seen=700, logits=30)

@@ -9,12 +9,12 @@ import pytest
 
 from lkv.errors import DataError
 from lkv.training.data import Mixture
-from lkv.training.data.facts import fact, hide
-from lkv.training.data.mixture import split
-from lkv.training.data.records import lines, records
-from lkv.training.data.sample import Continuation, Sample, tokenize
-from lkv.training.data.sets import read_names, survey
-from lkv.training.data.sources import read_set
+from lkv.training.data.documents import read_dataset
+from lkv.training.data.facts import insert_sentences, make_fact
+from lkv.training.data.public_datasets import index_folder, read_name_map
+from lkv.training.data.recipes import split_held_out
+from lkv.training.data.samples import Continuation, Sample, tokenize_sample
+from lkv.utils.data_files import read_records, split_lines
 
 
 def write(folder, name, rows):
@@ -95,10 +95,10 @@ def test_questions_can_be_answered_from_their_context(folder):
 def test_hidden_facts_keep_the_text_and_answer_their_question():
     for seed in range(200):
         rng = random.Random(seed)
-        sentence, question, answer = fact(rng)
+        sentence, question, answer = make_fact(rng)
         assert question.endswith("?")
         assert answer.removeprefix("in ").lower() in sentence.lower()
-        text = hide(rng, "One two. Three four! Five six?", [sentence])
+        text = insert_sentences(rng, "One two. Three four! Five six?", [sentence])
         assert sentence in text and text.replace(sentence, "").split() == [
             "One",
             "two.",
@@ -142,17 +142,18 @@ def test_separators_inside_a_line_do_not_end_it(tmp_path):
     (tmp_path / "train.src.cleaned").write_text("a b\u2028c ||||| d\r\nx\x0by ||||| z\n", newline="")
     (tmp_path / "train.tgt").write_text("\u2013 one\n\u2013 two\x85more\n")
     texts = [
-        (item.text, item.questions[0][1]) for item in read_set("multi_news", [tmp_path / "train.src.cleaned"], tmp_path)
+        (item.text, item.questions[0][1])
+        for item in read_dataset("multi_news", [tmp_path / "train.src.cleaned"], tmp_path)
     ]
     assert texts == [("a b\u2028c\n\nd", "one"), ("x\x0by\n\nz", "two\x85more")]
-    assert lines("") == [] and lines("a\n\nb") == ["a", "", "b"]
+    assert split_lines("") == [] and split_lines("a\n\nb") == ["a", "", "b"]
 
 
 def test_a_field_of_a_table_may_be_a_book(tmp_path):
     with (tmp_path / "book.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["context", "question"], ["word " * 40_000, "why?"]])
     usual = csv.field_size_limit()
-    ((_, row),) = records(tmp_path / "book.csv")
+    ((_, row),) = read_records(tmp_path / "book.csv")
     assert len(row["context"]) == 200_000 and csv.field_size_limit() == usual
 
 
@@ -169,7 +170,7 @@ class Letters:
 
 def test_tokenized_sample_knows_where_the_target_begins():
     item = Sample("s", "abcdef", (Continuation("why", "so"), Continuation(None, "ghi")))
-    tokens = tokenize(item, Letters(), max_context=4, max_continuation=100)
+    tokens = tokenize_sample(item, Letters(), max_context=4, max_continuation=100)
     assert tokens.context == [ord(c) for c in "abcd"]
     (asked, skip), (following, none) = tokens.continuations
     assert "".join(map(chr, asked[:skip])) == "\n\nQuestion: why\nAnswer:"
@@ -192,9 +193,9 @@ def test_the_held_out_items_are_chosen_by_what_they_say(folder):
     (nested / "train-v1.1.json").write_text(json.dumps({"version": "1.1", "data": articles}))
     parts = []
     for path, kind in ((folder / "squad_train_subset.jsonl.gz", folder), (nested / "train-v1.1.json", nested)):
-        items = read_set("squad", [path], kind)
+        items = read_dataset("squad", [path], kind)
         assert len(items) == 80
-        parts.append({item.text for item in split(items, True)})
+        parts.append({item.text for item in split_held_out(items, True)})
     assert parts[0] == parts[1] and 0 < len(parts[0]) < 20
 
 
@@ -204,7 +205,7 @@ def test_every_file_is_named_taken_or_left(folder):
     (folder / "mine.jsonl").write_text(
         '{"context": "The key is in the well.", "question": "Where?", "answer": "there"}\n'
     )
-    found = survey(folder, ["squad", "hotpotqa", "own", "text", "code"])
+    found = index_folder(folder, ["squad", "hotpotqa", "own", "text", "code"])
     assert found.taken["own"] == [folder / "mine.jsonl"] and len(found.taken["text"]) == len(found.taken["code"]) == 40
     assert {path.name: why for path, why in found.left.items()} == {
         "README.md": "no data",
@@ -229,7 +230,7 @@ def test_a_map_of_names_says_what_each_file_is(folder, tmp_path_factory):
     (folder / "squad_train_subset.jsonl.gz").rename(folder / "strange.jsonl.gz")
     names = tmp_path_factory.mktemp("map") / "map.json"
     names.write_text('{"squad": "strange.jsonl.gz"}')
-    mixture = Mixture(folder, 100, 400, names=read_names(names))
+    mixture = Mixture(folder, 100, 400, names=read_name_map(names))
     assert set(mixture.names) == {"squad", "python", "facts"}
     for text, message in (
         ('["squad"]', "is no map of names"),
@@ -238,6 +239,6 @@ def test_a_map_of_names_says_what_each_file_is(folder, tmp_path_factory):
     ):
         names.write_text(text)
         with pytest.raises(DataError, match=message):
-            read_names(names)
+            read_name_map(names)
     with pytest.raises(DataError, match=r"nothing\.gz, named for the set 'squad', is not there"):
         Mixture(folder, 100, 400, names={"squad": "nothing.gz"})

@@ -10,13 +10,18 @@ from lkv.cli.main import main
 from lkv.errors import DataError
 from lkv.policy.shipped import checked_line
 from lkv.training.data import build as building
-from lkv.training.data.build import Builder, _wanted, read_manifest, stats
-from lkv.training.data.built import Built
-from lkv.training.data.loom import RATIOS, Loom
-from lkv.training.data.overlap import Overlap
-from lkv.training.data.recipes import build
-from lkv.training.data.sample import Continuation, Sample
-from lkv.training.data.sources import Passage
+from lkv.training.data.build import (
+    BuiltDataset,
+    DatasetBuilder,
+    _wanted,
+    build_dataset,
+    describe_dataset,
+    read_manifest,
+)
+from lkv.training.data.decontamination import NgramOverlap
+from lkv.training.data.documents import Passage
+from lkv.training.data.recipes import LOOM_RATIOS, Loom
+from lkv.training.data.samples import Continuation, Sample
 from tests.training.made_sets import Tokens, lines_of, prose, rows_of, settings
 
 
@@ -26,28 +31,30 @@ def files(folder):
 
 def test_a_build_without_one_sample_says_why(folder, tmp_path):
     with pytest.raises(DataError, match=r"no train sample has between 3 and 4 tokens \(candidates: [\d,]+ too long\)"):
-        build(settings(tmp_path / "out", folder, recipe="loom-literal", min_tokens=3, max_tokens=4), Tokens(), "words")
+        build_dataset(
+            settings(tmp_path / "out", folder, recipe="loom-literal", min_tokens=3, max_tokens=4), Tokens(), "words"
+        )
 
 
 def test_ratios_are_the_paper_s():
-    assert sum(RATIOS.values()) == 100
+    assert sum(LOOM_RATIOS.values()) == 100
     for samples in (2000, 23_000, 37):
-        loom = Loom({name: [] for name in RATIOS}, {}, (2000, 16_000), 0)
+        loom = Loom({name: [] for name in LOOM_RATIOS}, {}, (2000, 16_000), 0)
         found = _wanted(loom.shares(), samples)
         assert sum(found.values()) == samples
-        assert all(abs(found[name] - samples * ratio / 100) < 1 for name, ratio in RATIOS.items())
+        assert all(abs(found[name] - samples * ratio / 100) < 1 for name, ratio in LOOM_RATIOS.items())
 
 
 def test_a_build_has_its_ratios_and_bounds_and_is_the_same_twice(tmp_path, folder, capsys):
     tokenizer = Tokens()
     for out in ("one", "two"):
-        build(settings(tmp_path / out, folder), tokenizer, "words")
+        build_dataset(settings(tmp_path / out, folder), tokenizer, "words")
     assert files(tmp_path / "one") == files(tmp_path / "two")
-    build(settings(tmp_path / "other", folder, seed=1), tokenizer, "words")
+    build_dataset(settings(tmp_path / "other", folder, seed=1), tokenizer, "words")
     assert files(tmp_path / "one") != files(tmp_path / "other")
     rows = lines_of(tmp_path / "one")
     assert len(rows) == 40 and not (tmp_path / "one" / "progress.json").exists()
-    for name, ratio in RATIOS.items():
+    for name, ratio in LOOM_RATIOS.items():
         assert sum(row["source"] == name for row in rows) == round(40 * ratio / 100)
     for row in rows:
         asked = row["continuations"][0]
@@ -62,12 +69,12 @@ def test_a_build_has_its_ratios_and_bounds_and_is_the_same_twice(tmp_path, folde
             assert asked["target"] in row["context"]
     said = capsys.readouterr().err
     assert "squad: train-v1.1.json" in said
-    told = "\n".join(stats(tmp_path / "one"))
+    told = "\n".join(describe_dataset(tmp_path / "one"))
     assert "train-hotpotqa" in told and "30.0%" in told and "CC BY-SA 4.0" in told
 
 
 def test_held_out_items_are_in_no_training_sample(tmp_path, folder):
-    build(settings(tmp_path, folder), Tokens(), "words")
+    build_dataset(settings(tmp_path, folder), Tokens(), "words")
     asked = [
         {tuple(own.values()) for row in lines_of(tmp_path, side) for own in row["continuations"]}
         for side in ("train", "heldout")
@@ -77,7 +84,7 @@ def test_held_out_items_are_in_no_training_sample(tmp_path, folder):
 
 
 def test_the_literal_recipe_says_what_its_filter_leaves(tmp_path, folder):
-    manifest = build(
+    manifest = build_dataset(
         settings(tmp_path, folder, recipe="loom-literal", min_tokens=200, max_tokens=400), Tokens(), "words"
     )
     streams = manifest["streams"]
@@ -91,7 +98,7 @@ def test_the_literal_recipe_says_what_its_filter_leaves(tmp_path, folder):
             assert row["context"].count("Title") == 10
         if row["source"] == "squad":
             assert row["context"].count("Passage:") == 9
-    assert "too short" in "\n".join(stats(tmp_path))
+    assert "too short" in "\n".join(describe_dataset(tmp_path))
 
 
 class Counted:
@@ -117,28 +124,28 @@ def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(building, "_SHARD", 8)
     plan = {"recipe": "counted", "seed": 0}
     bounds = (8, 12)
-    Builder(tmp_path / "whole", plan, Tokens(), bounds).build({"train": (Counted(), 50)})
+    DatasetBuilder(tmp_path / "whole", plan, Tokens(), bounds).build({"train": (Counted(), 50)})
     for stop in (1, 30, 70):
         out = tmp_path / f"stopped{stop}"
         with pytest.raises(OSError, match="out of order"):
-            Builder(out, plan, Tokens(), bounds).build({"train": (Counted(stop), 50)})
+            DatasetBuilder(out, plan, Tokens(), bounds).build({"train": (Counted(stop), 50)})
         if stop > 1:
             with pytest.raises(DataError, match="is not finished; run its `lkv data build` again"):
                 read_manifest(out)
         recipe = Counted()
-        Builder(out, plan, Tokens(), bounds).build({"train": (recipe, 50)})
+        DatasetBuilder(out, plan, Tokens(), bounds).build({"train": (recipe, 50)})
         assert files(out) == files(tmp_path / "whole")
         assert stop < 70 or recipe.asked < 120  # what was there is not made again
     idle = Counted(1)  # a finished build is not made again
-    Builder(tmp_path / "whole", plan, Tokens(), bounds).build({"train": (idle, 50)})
+    DatasetBuilder(tmp_path / "whole", plan, Tokens(), bounds).build({"train": (idle, 50)})
     with pytest.raises(DataError, match=r"belongs to a build with other settings \(seed\)"):
-        Builder(tmp_path / "whole", plan | {"seed": 1}, Tokens(), bounds)
+        DatasetBuilder(tmp_path / "whole", plan | {"seed": 1}, Tokens(), bounds)
     (tmp_path / "stopped1" / "build.json").unlink()
     (tmp_path / "stopped1" / "progress.json").write_text(
         json.dumps({"plan": plan, "streams": {"x": {"next": 1, "odd": 2}}})
     )
     with pytest.raises(DataError, match="is no progress of a build; delete it"):
-        Builder(tmp_path / "stopped1", plan, Tokens(), bounds)
+        DatasetBuilder(tmp_path / "stopped1", plan, Tokens(), bounds)
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
@@ -153,26 +160,26 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(building, "write_text", full)
     with pytest.raises(DataError, match="no space left"):
-        Builder(tmp_path / "out", plan, Tokens(), (1, 99)).build({"train": (Counted(), 50)})
+        DatasetBuilder(tmp_path / "out", plan, Tokens(), (1, 99)).build({"train": (Counted(), 50)})
     assert {"train-a-0000.jsonl", "train-a-0001.jsonl", "progress.json"} == set(files(tmp_path / "out"))
     monkeypatch.setattr(building, "write_text", written)
-    Builder(tmp_path / "out", plan, Tokens(), (1, 99)).build({"train": (Counted(), 50)})
+    DatasetBuilder(tmp_path / "out", plan, Tokens(), (1, 99)).build({"train": (Counted(), 50)})
     assert len(lines_of(tmp_path / "out")) == 50
 
 
 def test_built_samples_are_read_in_an_order_of_their_own(tmp_path, folder):
-    build(settings(tmp_path, folder), Tokens(), "words")
-    built = Built(tmp_path, seed=3)
+    build_dataset(settings(tmp_path, folder), Tokens(), "words")
+    built = BuiltDataset(tmp_path, seed=3)
     first = [built.sample(i, 1).context for i in range(40)]
     again = [built.sample(i, 1).context for i in range(40, 80)]
     written = [row["context"] for row in lines_of(tmp_path)]
     assert sorted(first) == sorted(again) == sorted(written) and first != again and first != written
-    assert first == [Built(tmp_path, seed=3).sample(i, 1).context for i in range(40)]
-    assert len(built.sample(0, 3).continuations) == 3 and len(Built(tmp_path, validation=True)) >= 5
+    assert first == [BuiltDataset(tmp_path, seed=3).sample(i, 1).context for i in range(40)]
+    assert len(built.sample(0, 3).continuations) == 3 and len(BuiltDataset(tmp_path, validation=True)) >= 5
     assert built.origins["squad"] == "SQuAD v1.1 train (CC BY-SA 4.0)" and built.max_tokens == 900
     next(tmp_path.glob("train-squad-*.jsonl")).write_text("")
     with pytest.raises(DataError, match="holds 36 of 40 samples; build it again"):
-        Built(tmp_path)
+        BuiltDataset(tmp_path)
 
 
 def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
@@ -187,7 +194,7 @@ def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
         }
     ]
     file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
-    overlap = Overlap([file])
+    overlap = NgramOverlap([file])
     assert overlap.share(shared) == 1.0 and overlap.share(apart) == 0.0 and overlap.share("too short") == 0.0
     quote = " ".join(apart.split()[:40] + shared.split()[:20])
     grams = [tuple(quote.lower().rstrip(".").split()[i : i + 13]) for i in range(60 - 12)]
@@ -206,10 +213,10 @@ def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
     assert kept == items[:1] and (found.compared, found.shared, found.dropped) == (4, 3, 3)
     squad = list(rows_of("squad"))
     (tmp_path / "squad.json").write_text(json.dumps([{"paragraph": row["context"]} for row in squad[:4]]))
-    made = build(settings(tmp_path / "out", folder, against=(tmp_path / "squad.json",)), Tokens(), "words")
+    made = build_dataset(settings(tmp_path / "out", folder, against=(tmp_path / "squad.json",)), Tokens(), "words")
     assert made["sources"]["squad"]["dropped"] == 4 and made["sources"]["hotpotqa"]["dropped"] == 0
     assert set(made["decontamination"]["files"]) == {"squad.json"}
-    card = {"decontamination": Built(tmp_path / "out").decontamination}
+    card = {"decontamination": BuiltDataset(tmp_path / "out").decontamination}
     assert card["decontamination"]["removed"] and card["decontamination"]["sets"]["squad"]["overlapping"] == 4
     assert "compared with 1 evaluation files: 4 share 10% or more of a piece's 13-grams (squad 4)" in checked_line(card)
     assert checked_line(card).endswith("and were left out") and checked_line({}) == "not compared with evaluated texts"
@@ -232,13 +239,13 @@ def test_an_evaluation_file_that_cannot_be_read_is_named(tmp_path, name, content
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        Overlap([tmp_path / name])
+        NgramOverlap([tmp_path / name])
 
 
 def test_other_columns_are_named(tmp_path, folder):
     (tmp_path / "hotpot_train_v1.1.json").write_text(json.dumps([{"query": "Who?"}]))
     with pytest.raises(DataError, match=r"hotpot_train_v1\.1\.json, entry 1: field 'supporting_facts' is missing"):
-        build(settings(tmp_path / "out", tmp_path), Tokens(), "words")
+        build_dataset(settings(tmp_path / "out", tmp_path), Tokens(), "words")
     assert not (tmp_path / "out").exists()
 
 
@@ -272,7 +279,7 @@ def test_the_command_builds_and_tells(tmp_path, folder, monkeypatch, capsys):
 def test_a_lock_of_another_kind_is_named(tmp_path, content):
     (tmp_path / "lock.json").write_text(content)
     with pytest.raises(DataError, match=r"lock\.json names no source '\w+'; give the manifest of a build"):
-        build(settings(tmp_path / "out", None, lock=tmp_path / "lock.json"), Tokens(), "words", load=None)
+        build_dataset(settings(tmp_path / "out", None, lock=tmp_path / "lock.json"), Tokens(), "words", load=None)
 
 
 def test_the_wide_recipe_is_our_own_mixture(tmp_path, folder):
@@ -281,9 +288,9 @@ def test_the_wide_recipe_is_our_own_mixture(tmp_path, folder):
     (sets / "train-v1.1.json").write_bytes((folder / "train-v1.1.json").read_bytes())
     (sets / "book.txt").write_text(prose(random.Random(1), 9000))
     for out in ("one", "two"):
-        made = build(settings(tmp_path / out, sets, recipe="wide", samples=12, held_out=4), Tokens(), "words")
+        made = build_dataset(settings(tmp_path / out, sets, recipe="wide", samples=12, held_out=4), Tokens(), "words")
     assert files(tmp_path / "one") == files(tmp_path / "two") and set(made["sources"]) == {"squad", "text"}
     assert all(200 <= row["tokens"] <= 900 and len(row["continuations"]) >= 2 for row in lines_of(tmp_path / "one"))
     (sets / "book.txt").write_text(prose(random.Random(2), 9000))
     with pytest.raises(DataError, match="other settings"):
-        build(settings(tmp_path / "one", sets, recipe="wide", samples=12, held_out=4), Tokens(), "words")
+        build_dataset(settings(tmp_path / "one", sets, recipe="wide", samples=12, held_out=4), Tokens(), "words")

@@ -5,29 +5,28 @@ import json
 import pytest
 
 from lkv.errors import DataError
-from lkv.training.data.hub import fetch
-from lkv.training.data.loom import RATIOS
-from lkv.training.data.recipes import build
-from lkv.training.data.records import records
-from lkv.training.data.sets import SETS, set_of
-from lkv.training.data.sources import READERS, Asked, Puzzle, read_set
+from lkv.training.data.build import build_dataset
+from lkv.training.data.documents import READERS, MultiHopQuestion, ShortQuestion, read_dataset
+from lkv.training.data.public_datasets import PUBLIC_DATASETS, download_rows, match_dataset
+from lkv.training.data.recipes import LOOM_RATIOS
+from lkv.utils.data_files import read_records
 from tests.training.made_sets import Tokens, lines_of, rows_of, settings
 
 
-@pytest.mark.parametrize("name", RATIOS)
+@pytest.mark.parametrize("name", LOOM_RATIOS)
 def test_the_hub_s_rows_and_the_official_files_are_the_same_items(name, folder):
     every = [path for path in folder.rglob("*") if path.is_file()]
-    found = [path for path in every if set_of(path.relative_to(folder)) == name]
-    local = read_set(name, found, folder)
+    found = [path for path in every if match_dataset(path.relative_to(folder)) == name]
+    local = read_dataset(name, found, folder)
     streamed = list(READERS[name]((str(i), row) for i, row in enumerate(rows_of(name))))
     assert local[: len(streamed)] == streamed and len(streamed) == (15 if name == "narrativeqa" else 30)
     if name == "trec":
-        assert local[-1] == Asked("café ?", "DESC:def", "TREC") and len(local) == 31
+        assert local[-1] == ShortQuestion("café ?", "DESC:def", "TREC") and len(local) == 31
     if name == "multi_news":
         assert "NEWLINE_CHAR" not in local[0].text and "|||||" not in local[0].text
         assert not local[0].questions[0][1].startswith("\u2013")
     if name == "hotpotqa":
-        assert isinstance(local[0], Puzzle) and local[0].needed == {1, 2}
+        assert isinstance(local[0], MultiHopQuestion) and local[0].needed == {1, 2}
 
 
 class Stream(list):
@@ -58,19 +57,20 @@ def test_a_fetch_goes_on_where_it_broke_and_takes_named_splits_alone(tmp_path):
         DataError,
         match=r"MMLU auxiliary_train and dev cannot be fetched from cais/mmlu .* went dead.* all/auxiliary_train",
     ):
-        fetch("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=25, **o))
-    path, commit = fetch("mmlu", tmp_path, 60, load=load)
-    assert commit == SETS["mmlu"].hub.revision and len(commit) == 40
+        download_rows("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=25, **o))
+    path, commit = download_rows("mmlu", tmp_path, 60, load=load)
+    assert commit == PUBLIC_DATASETS["mmlu"].hub.revision and len(commit) == 40
     assert [options["split"] for _, options in asked] == ["auxiliary_train", "auxiliary_train", "dev"]
     assert all(o == {"split": o["split"], "name": "all", "revision": commit, "streaming": True} for _, o in asked)
-    assert [row for _, row in records(path)] == [*list(rows_of("mmlu", 40))[:30]] * 2
-    assert fetch("mmlu", tmp_path, 60, load=None)[0] == path  # nothing is fetched again
-    path, _ = fetch("the_stack", tmp_path, 8, load=lambda *a, **o: Stream(rows_of("the_stack")))
+    assert [row for _, row in read_records(path)] == [*list(rows_of("mmlu", 40))[:30]] * 2
+    assert download_rows("mmlu", tmp_path, 60, load=None)[0] == path  # nothing is fetched again
+    path, _ = download_rows("the_stack", tmp_path, 8, load=lambda *a, **o: Stream(rows_of("the_stack")))
     assert all(
-        set(row) == {"content", "max_stars_repo_path", "max_stars_repo_licenses", "lang"} for _, row in records(path)
+        set(row) == {"content", "max_stars_repo_path", "max_stars_repo_licenses", "lang"}
+        for _, row in read_records(path)
     )
-    path, _ = fetch("narrativeqa", tmp_path, 4, load=lambda *a, **o: Stream(rows_of("narrativeqa")))
-    assert [bool(row["document"]["text"]) for _, row in records(path)] == [True, False, True, False]
+    path, _ = download_rows("narrativeqa", tmp_path, 4, load=lambda *a, **o: Stream(rows_of("narrativeqa")))
+    assert [bool(row["document"]["text"]) for _, row in read_records(path)] == [True, False, True, False]
 
 
 def test_a_split_with_too_few_rows_neither_hides_nor_doubles_others(tmp_path):
@@ -80,16 +80,16 @@ def test_a_split_with_too_few_rows_neither_hides_nor_doubles_others(tmp_path):
         return Stream(rows[:10] if options["split"] == "auxiliary_train" else rows, stop)
 
     with pytest.raises(DataError, match="went dead"):
-        fetch("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=15, **o))
-    path, _ = fetch("mmlu", tmp_path, 60, load=load)
-    assert [row for _, row in records(path)] == [*rows[:10], *rows[:30]]
-    assert fetch("mmlu", tmp_path, 60, load=None)[0] == path  # as many as there are were asked for before
-    fetch("mmlu", tmp_path, 100, load=load)
-    assert [row for _, row in records(path)] == [*rows[:10], *rows]
-    assert fetch("mmlu", tmp_path, 9000, load=None)[0] == path  # there are no more
+        download_rows("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=15, **o))
+    path, _ = download_rows("mmlu", tmp_path, 60, load=load)
+    assert [row for _, row in read_records(path)] == [*rows[:10], *rows[:30]]
+    assert download_rows("mmlu", tmp_path, 60, load=None)[0] == path  # as many as there are were asked for before
+    download_rows("mmlu", tmp_path, 100, load=load)
+    assert [row for _, row in read_records(path)] == [*rows[:10], *rows]
+    assert download_rows("mmlu", tmp_path, 9000, load=None)[0] == path  # there are no more
     other = "b" * 40
-    assert fetch("mmlu", tmp_path, 60, other, load=load) == (path, other)
-    assert [row for _, row in records(path)] == [*rows[:10], *rows[:30]]
+    assert download_rows("mmlu", tmp_path, 60, other, load=load) == (path, other)
+    assert [row for _, row in read_records(path)] == [*rows[:10], *rows[:30]]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["mmlu.about.json", "mmlu.jsonl"]
 
 
@@ -103,12 +103,12 @@ def test_datasets_streams_what_is_read(tmp_path, folder):
             "parquet", data_files={split: str(file)}, split=split, streaming=streaming, cache_dir=str(tmp_path)
         )
 
-    path, _ = fetch("hotpotqa", tmp_path / "out", 12, load=load)
-    assert [row for _, row in records(path)] == list(rows_of("hotpotqa"))[:12]
+    path, _ = download_rows("hotpotqa", tmp_path / "out", 12, load=load)
+    assert [row for _, row in read_records(path)] == list(rows_of("hotpotqa"))[:12]
 
 
 def test_a_build_from_the_hub_alone(tmp_path):
-    names = {hub.repository: name for name, own in SETS.items() if (hub := own.hub)}
+    names = {hub.repository: name for name, own in PUBLIC_DATASETS.items() if (hub := own.hub)}
 
     def load(repository, **options):
         assert options["streaming"] and len(options["revision"]) == 40
@@ -116,9 +116,9 @@ def test_a_build_from_the_hub_alone(tmp_path):
 
     lock = tmp_path / "lock.json"
     lock.write_text(
-        json.dumps({"sources": {name: {"commit": "a" * 40} if name == "multi_news" else {} for name in RATIOS}})
+        json.dumps({"sources": {name: {"commit": "a" * 40} if name == "multi_news" else {} for name in LOOM_RATIOS}})
     )
-    made = build(settings(tmp_path / "out", None, lock=lock), Tokens(), "words", load)
+    made = build_dataset(settings(tmp_path / "out", None, lock=lock), Tokens(), "words", load)
     assert made["sources"]["multi_news"]["commit"] == "a" * 40
     assert made["sources"]["squad"]["from"].startswith("rajpurkar/squad at 7b6d24c4")
     assert len(lines_of(tmp_path / "out")) == 40

@@ -18,7 +18,7 @@ from lkv.errors import TrainingError, TrainingStoppedError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.policy.policy import Policy
-from lkv.training.checkpoint import TrainingState, read_checkpoint, start_from
+from lkv.training.checkpoint import TrainingState, initialize_from, read_checkpoint
 from lkv.training.trainer import CALIBRATION_SAMPLES
 from tests.conftest import tiny_llama
 from tests.training.test_training import CONFIG, sample, train_for, trainer
@@ -114,7 +114,7 @@ def test_a_checkpoint_without_its_parameters_is_named(tmp_path):
     with pytest.raises(TrainingError, match="does not hold the parameters of a policy"):
         trainer(tmp_path)[0].run()
     with pytest.raises(TrainingError, match="does not hold the parameters of a policy"):
-        start_from(policy, tmp_path)
+        initialize_from(policy, tmp_path)
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -139,8 +139,8 @@ def test_a_policy_goes_on_at_other_lengths(tmp_path, finished):
         state = TrainingState(settings, short, torch.optim.AdamW(short.parameters()))
         state.save(tmp_path, 3)
     longer, shorter = made(64), made(8)
-    assert start_from(longer, tmp_path)[1] is None
-    start_from(shorter, tmp_path)
+    assert initialize_from(longer, tmp_path)[1] is None
+    initialize_from(shorter, tmp_path)
     assert longer.inputs.knots == 7
     torch.testing.assert_close(scores(longer), scores(short))
     torch.testing.assert_close(shorter.tokens.end, short.tokens.end[..., :4])

@@ -16,13 +16,12 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
-from lkv.training.calibration import calibrate
-from lkv.training.data.sample import TokenizedSample
-from lkv.training.distillation import SampleDistillation, hard_mask
-from lkv.training.losses import check_sharing, grouped, losses
-from lkv.training.placing import place
+from lkv.training.data.samples import TokenizedSample
+from lkv.training.distillation import SampleDistillation, check_batching, distillation_losses, group_samples, hard_mask
+from lkv.training.pipeline import place_model
 from lkv.training.schedule import schedule
 from lkv.training.trainer import Trainer
+from lkv.training.warm_start import calibrate
 from tests.conftest import save_model, tiny_llama
 from tests.training.test_training import CONFIG, sample
 
@@ -53,8 +52,8 @@ def gradients(model, policy, most, config=CONFIG):
     """Losses and gradients summed over all groups of `most` contexts."""
     policy.zero_grad()
     sums = torch.zeros(2)
-    for group in grouped(numbered(), most):
-        found = losses(model, policy, group, config, schedule(config, 3))
+    for group in group_samples(numbered(), most):
+        found = distillation_losses(model, policy, group, config, schedule(config, 3))
         sum(found).backward()
         sums += torch.tensor([float(loss.detach()) for loss in found])
     return sums, {name: value.grad.clone() for name, value in policy.named_parameters() if value.grad is not None}
@@ -62,12 +61,12 @@ def gradients(model, policy, most, config=CONFIG):
 
 def test_contexts_of_similar_length_share_a_pass():
     lengths = lambda most: [  # noqa: E731
-        [len(own.context) for _, own in group.numbered] for group in grouped(numbered(), most)
+        [len(own.context) for _, own in group.numbered] for group in group_samples(numbered(), most)
     ]
     assert lengths(1) == [[40], [31], [33], [70], [12]]
     assert lengths(2) == [[70], [40, 33], [31], [12]]
     assert lengths(8) == [[70], [40, 33, 31], [12]]
-    kept = grouped(numbered(), 1, sharded=True)
+    kept = group_samples(numbered(), 1, sharded=True)
     assert [group.counted for group in kept] == [True] * 5 + [False] and kept[-1].named == "sample 2, source 'random'"
 
 
@@ -123,7 +122,7 @@ def test_a_step_accumulates_the_gradient_of_the_mean_loss(tmp_path, most):
     policy = policy_of(model).double()
     config = replace(CONFIG, batch=6, contexts_per_forward=most, max_grad_norm=1e6)
     now = schedule(config, 0)
-    each = [losses(model, policy, group, config, now) for group in grouped(numbered(), 1)]
+    each = [distillation_losses(model, policy, group, config, now) for group in group_samples(numbered(), 1)]
     (sum(kl + config.beta * hidden for kl, hidden in each) / 6).backward()
     expected = {name: value.grad.clone() for name, value in policy.named_parameters() if value.grad is not None}
     Trainer(model, policy, config, uneven, [], tmp_path)._train_step()
@@ -182,7 +181,7 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from accelerate import Accelerator
-import lkv.training.placing as placing
+from lkv.training import pipeline
 from lkv.config import ScorerInputs, replace
 from lkv.policy.policy import Policy
 from lkv.training.trainer import Trainer
@@ -192,9 +191,9 @@ from tests.training.test_training import sample
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index
 loads = []
-load = placing.load_model
-placing.load_model = lambda *a: loads.append(a) or load(*a)
-model, _ = placing.place({model!r}, torch.float32, None, "processes", accelerator)
+load = pipeline.load_model
+pipeline.load_model = lambda *a: loads.append(a) or load(*a)
+model, _ = pipeline.place_model({model!r}, torch.float32, None, "processes", accelerator)
 assert len(loads) == (rank == 0), loads
 local = sum(p.to_local().numel() for p in model.parameters() if hasattr(p, "to_local"))
 whole = sum(p.numel() for p in model.parameters() if hasattr(p, "to_local"))
@@ -233,19 +232,19 @@ def test_weights_shared_out_over_two_processes_train_the_same(tmp_path):
 def test_a_model_is_placed_or_the_processes_that_it_needs_are_told(tmp_path, monkeypatch):
     folder, accelerator = str(save_model(tmp_path / "model")), SimpleNamespace(num_processes=1)
     with pytest.raises(TrainingError, match=r"as there is one; start several with `accelerate launch"):
-        place(folder, torch.float32, None, "processes", accelerator)
+        place_model(folder, torch.float32, None, "processes", accelerator)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(TrainingError, match="leaves none to a second process of the machine; start one"):
-        place(folder, torch.float32, None, "devices", accelerator)
+        place_model(folder, torch.float32, None, "devices", accelerator)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     pytest.importorskip("accelerate")
     from accelerate import Accelerator
 
-    spread, _ = place(folder, torch.float32, None, "devices", Accelerator(cpu=True))
+    spread, _ = place_model(folder, torch.float32, None, "devices", Accelerator(cpu=True))
     whole, _ = load_model(folder, torch.float32)
     ids = torch.tensor([[5, 9, 30]])
     assert torch.equal(spread(ids).logits, whole(ids).logits)
     with pytest.raises(TrainingError, match=r"5 contexts a step cannot be shared out evenly among 2"):
-        check_sharing(replace(CONFIG, batch=5), whole, 2)
+        check_batching(replace(CONFIG, batch=5), whole, 2)
     with pytest.raises(TrainingError, match="contexts_per_forward is 1 where the model's weights are shared out"):
-        check_sharing(replace(CONFIG, contexts_per_forward=2), whole, 2)
+        check_batching(replace(CONFIG, contexts_per_forward=2), whole, 2)

@@ -23,7 +23,7 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.kernels.soft_topk import soft_topk
 from lkv.policy.policy import Policy
-from lkv.training.data.sample import TokenizedSample
+from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
 from lkv.training.schedule import schedule
 from lkv.training.trainer import CALIBRATION_SAMPLES, Trainer, require_samples

@@ -10,9 +10,8 @@ from lkv.methods.budgets.global_topk import GlobalTopKBudget
 from lkv.methods.kvzip import replay_scores
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
-from lkv.training.calibration import calibrate
-from lkv.training.data.sample import TokenizedSample
-from lkv.training.warm_start import carry_over, imitate_kvzip
+from lkv.training.data.samples import TokenizedSample
+from lkv.training.warm_start import calibrate, warm_start_from_kvzip, warm_start_from_policy
 from tests.conftest import save_model
 
 INPUTS = ScorerInputs("unrotated", "learned", 9)
@@ -59,7 +58,7 @@ def test_imitating_kvzip_orders_unseen_tokens_as_it_does_and_shares_out_as_its_c
     table = replay_scores(model, tokenizer, unseen, prompt)
     target = table[:, 0].log()
     before = correlation(scores(model, policy, unseen), target)
-    imitate_kvzip(model, tokenizer, policy, text, 80)
+    warm_start_from_kvzip(model, tokenizer, policy, text, 80)
     assert correlation(scores(model, policy, unseen), target) > max(before + 0.2, 0.6)
     for retention in (0.05, 0.15, 0.3):
         contest = GlobalTopKBudget.from_scores(table, retention)
@@ -74,5 +73,5 @@ def test_carrying_over_orders_tokens_as_the_earlier_policy_does(loaded):
     unseen = text(50).context
     target = scores(model, earlier, unseen)
     before = correlation(scores(model, policy, unseen), target)
-    carry_over(model, earlier, policy, text, 60)
+    warm_start_from_policy(model, earlier, policy, text, 60)
     assert correlation(scores(model, policy, unseen), target) > max(before + 0.2, 0.6)

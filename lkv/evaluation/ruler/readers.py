@@ -5,7 +5,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lkv.errors import DataError
-from lkv.training.data.records import document, field, pair, records, text
+from lkv.utils.data_files import read_json as document
+from lkv.utils.data_files import read_records as records
+from lkv.utils.data_files import read_text as text
+from lkv.utils.data_files import require_field as field
+from lkv.utils.data_files import require_pair as pair
 
 
 class Question(NamedTuple):

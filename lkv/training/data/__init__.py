@@ -1,6 +1,6 @@
 """Text for training and fidelity: samples, sources, the packed mixture."""
 
-from lkv.training.data.mixture import Mixture
-from lkv.training.data.sample import Continuation, Sample, TokenizedSample, tokenize
+from lkv.training.data.recipes import Mixture
+from lkv.training.data.samples import Continuation, Sample, TokenizedSample, tokenize_sample
 
-__all__ = ["Continuation", "Mixture", "Sample", "TokenizedSample", "tokenize"]
+__all__ = ["Continuation", "Mixture", "Sample", "TokenizedSample", "tokenize_sample"]

@@ -34,7 +34,7 @@ quinces radishes rhubarb saffron turnips walnuts
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
-def fact(rng: random.Random) -> tuple[str, str, str]:
+def make_fact(rng: random.Random) -> tuple[str, str, str]:
     """One invented fact as (sentence, question, answer)."""
     person = f"{rng.choice(_NAMES)} {rng.choice(_SURNAMES)}"
     item = f"the {rng.choice(_ADJECTIVES)} {rng.choice(_OBJECTS)}"
@@ -94,7 +94,7 @@ def _serial(rng: random.Random) -> str:
     return "-".join("".join(rng.choice("0123456789abcdef") for _ in range(size)) for size in sizes)
 
 
-def hide(rng: random.Random, text: str, sentences: list[str]) -> str:
+def insert_sentences(rng: random.Random, text: str, sentences: list[str]) -> str:
     """Insert each sentence at a random sentence boundary of `text`."""
     parts = [part for part in _SENTENCE_END.split(text) if part]
     for sentence in sentences:

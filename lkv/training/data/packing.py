@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from lkv.training.data.sample import Continuation
-from lkv.training.data.sources import Passage
+from lkv.training.data.documents import Passage
+from lkv.training.data.samples import Continuation
 
 T = TypeVar("T")
 CHARS_PER_TOKEN = 3.9
@@ -36,7 +36,7 @@ def gather(rng: random.Random, items: Sequence[Passage], size: float, least: int
     return texts
 
 
-def surround(rng: random.Random, text: str, items: Sequence[Passage], size: float) -> str:
+def surround_with_texts(rng: random.Random, text: str, items: Sequence[Passage], size: float) -> str:
     """`text` with texts of other items before and after it, about `size` characters in all."""
     room = int(size) - len(text)
     if room < 400:
@@ -46,12 +46,12 @@ def surround(rng: random.Random, text: str, items: Sequence[Passage], size: floa
     return "\n\n".join(part for part in (around[:before], text, around[before:]) if part)
 
 
-def some_questions(rng: random.Random, packed: Sequence[Passage], count: int) -> list[Continuation]:
+def draw_questions(rng: random.Random, packed: Sequence[Passage], count: int) -> list[Continuation]:
     questions = [qa for passage in packed for qa in passage.questions]
     return [Continuation(q, a) for q, a in rng.sample(questions, min(count, len(questions)))]
 
 
-def window_start(rng: random.Random, text: str, size: int, anchor: int) -> int:
+def window_start_around(rng: random.Random, text: str, size: int, anchor: int) -> int:
     """A random start such that text[start:start + size] holds the place `anchor` (-1: the text's beginning)."""
     if anchor < 0 or len(text) <= size:
         return 0
@@ -59,7 +59,7 @@ def window_start(rng: random.Random, text: str, size: int, anchor: int) -> int:
     return rng.randint(min(last, max(0, anchor - size + 200)), last)
 
 
-def window(rng: random.Random, text: str, size: float) -> str:
+def random_window(rng: random.Random, text: str, size: float) -> str:
     start = rng.randint(0, max(0, len(text) - int(size)))
     return text[start : start + int(size)]
 
@@ -75,10 +75,10 @@ def split_to_continue(rng: random.Random, texts: Sequence[str], size: int) -> tu
     break_at = max(part.rfind("\n", 0, cut), part.rfind(" ", max(0, cut - 40), cut))
     cut = break_at if break_at > 0 else cut
     context = f"{text}\n\n{part[:cut]}" if text else part[:cut]
-    return context, [Continuation(None, part[cut:]), repeat(rng, context)]
+    return context, [Continuation(None, part[cut:]), ask_to_repeat(rng, context)]
 
 
-def repeat(rng: random.Random, context: str) -> Continuation:
+def ask_to_repeat(rng: random.Random, context: str) -> Continuation:
     """Reconstruction: a strong signal that asks for no particular fact."""
     words = context.split(" ")
     start = rng.randint(0, max(0, len(words) - _REPEAT_WORDS))

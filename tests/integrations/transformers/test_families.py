@@ -13,9 +13,9 @@ from lkv.integrations.transformers.spec import sliding_windows
 from lkv.methods.budgets import PerHead
 from lkv.methods.build import Method
 from lkv.policy.policy import Policy
-from lkv.training.calibration import calibrate
-from lkv.training.data.sample import TokenizedSample
+from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, soft_mask
+from lkv.training.warm_start import calibrate
 from tests.cache.test_generation import RATIOS, OwnScores, ids, score
 from tests.families import DOCUMENT, REFUSED, SERVED, Family, document
 

@@ -15,7 +15,7 @@ from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, pat
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.spec import sliding_windows
 from lkv.policy.policy import Policy
-from lkv.training.data.sample import TokenizedSample
+from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, hard_mask
 from lkv.training.trainer import Trainer
 from tests.cache.test_generation import METHOD, ids, padded, score

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.policy.policy import Policy
-from lkv.training.data.sample import TokenizedSample
+from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, soft_mask
 
 

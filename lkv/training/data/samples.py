@@ -32,7 +32,7 @@ class TokenizedSample:
     continuations: list[tuple[list[int], int]]
 
 
-def tokenize(sample: Sample, tokenizer: Any, max_context: int, max_continuation: int) -> TokenizedSample:
+def tokenize_sample(sample: Sample, tokenizer: Any, max_context: int, max_continuation: int) -> TokenizedSample:
     """Turn text into ids; the context is cut to `max_context` tokens, a continuation to `max_continuation`.
 
     The end-of-turn token is part of a target that answers a question: knowing when to stop is part of the answer.

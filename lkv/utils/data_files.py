@@ -16,7 +16,7 @@ _LONGEST_FIELD = 2**31 - 1  # characters: a context may be a book
 _BATCH = 64  # rows of a Parquet file at a time: one row can hold a whole book
 
 
-def records(path: Path) -> Iterator[tuple[str, Row]]:
+def read_records(path: Path) -> Iterator[tuple[str, Row]]:
     """(place, row) of a file by its ending: .parquet, .csv, .jsonl, or .json holding a list; .gz around the last three.
 
     Raises DataError naming the file and the place of what cannot be read.
@@ -29,17 +29,17 @@ def records(path: Path) -> Iterator[tuple[str, Row]]:
         for i, row in enumerate(_csv(path), 1):
             yield f"{path}, row {i}", row
     elif name.endswith(".jsonl"):
-        for i, row in enumerate(rows(path), 1):
+        for i, row in enumerate(read_json_lines(path), 1):
             yield f"{path}, line {i}", _object(row, f"{path}, line {i}")
     else:
-        whole = document(path)
+        whole = read_json(path)
         if not isinstance(whole, list):
             raise DataError(f"{path} must hold a JSON list of questions, but holds a {type(whole).__name__}.")
         for i, row in enumerate(whole, 1):
             yield f"{path}, entry {i}", _object(row, f"{path}, entry {i}")
 
 
-def rows(path: Path) -> Iterator[Row]:
+def read_json_lines(path: Path) -> Iterator[Row]:
     """Objects of a JSON-lines file, gzipped or not; DataError names the file and line of one that cannot be read."""
     _check(path)
     try:
@@ -53,7 +53,7 @@ def rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{path} is not a readable gzip file ({error}).") from error
 
 
-def document(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     """The whole of a JSON file, gzipped or not."""
     try:
         return json.loads(_bytes(path))
@@ -61,17 +61,17 @@ def document(path: Path) -> Any:
         raise DataError(f"{path} is not JSON ({error}).") from error
 
 
-def text(path: Path, encoding: str = "utf-8") -> str:
+def read_text(path: Path, encoding: str = "utf-8") -> str:
     """The text of a file, gzipped or not; bytes that are no text are replaced."""
     return _bytes(path).decode(encoding, errors="replace")
 
 
-def lines(content: str) -> list[str]:
+def split_lines(content: str) -> list[str]:
     """The lines of a file, which newlines alone end: other separators may stand inside what is written in JSON."""
     return [line.removesuffix("\r") for line in content.removesuffix("\n").split("\n")] if content else []
 
 
-def field(row: Any, name: str, kind: type | tuple[type, ...], position: str) -> Any:
+def require_field(row: Any, name: str, kind: type | tuple[type, ...], position: str) -> Any:
     """row[name], a value of `kind`. Raises DataError where it is missing or of another kind."""
     value = row.get(name) if isinstance(row, dict) else None
     if not isinstance(value, kind):
@@ -81,7 +81,7 @@ def field(row: Any, name: str, kind: type | tuple[type, ...], position: str) -> 
     return value
 
 
-def pair(value: Any, name: str, position: str) -> tuple[Any, Any]:
+def require_pair(value: Any, name: str, position: str) -> tuple[Any, Any]:
     """The two items of an entry of the field `name`."""
     if not isinstance(value, list) or len(value) != 2:
         raise DataError(f"{position}: field {name!r} must hold pairs, but has {value!r:.60}.")
@@ -97,7 +97,7 @@ def _object(row: Any, position: str) -> Row:
 
 
 def _csv(path: Path) -> list[Row]:
-    content, usual = text(path), csv.field_size_limit(_LONGEST_FIELD)
+    content, usual = read_text(path), csv.field_size_limit(_LONGEST_FIELD)
     try:
         return list(csv.DictReader(io.StringIO(content)))
     except csv.Error as error:

@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from lkv.errors import DataError
-from lkv.training.data.records import lines, records, text
-from lkv.training.data.sources import texts_of
+from lkv.training.data.documents import item_texts
+from lkv.utils.data_files import read_records, read_text, split_lines
 from lkv.utils.extras import require
 
-N = 13  # words: long enough that chance does not make two texts share them
-SHARE = 0.1  # of a text's n-grams
+NGRAM_WORDS = 13  # words: long enough that chance does not make two texts share them
+OVERLAP_SHARE = 0.1  # of a text's n-grams
 _SHORT = 6  # words from which a whole question is compared
 _WORD = re.compile(r"\w+")
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 
-class Overlap:
+class NgramOverlap:
     """N-grams of the evaluated texts. An item overlaps where one of its pieces (a paragraph, a question) shares at
     least `share` of its n-grams with them, or is shorter than n words and one of their strings as a whole."""
 
-    def __init__(self, files: Iterable[Path], n: int = N, share: float = SHARE):
+    def __init__(self, files: Iterable[Path], n: int = NGRAM_WORDS, share: float = OVERLAP_SHARE):
         """Raises DataError for a file that cannot be read or holds no text, and MissingPackageError without numpy."""
         require("data", "comparing n-grams")
         import numpy
@@ -56,15 +56,15 @@ class Overlap:
         places = self._np.searchsorted(self._known, grams).clip(max=max(0, len(self._known) - 1))
         return float((self._known[places] == grams).mean()) if len(self._known) else 0.0
 
-    def clean(self, items: list[Any]) -> tuple[list[Any], "Comparison"]:
+    def clean(self, items: list[Any]) -> tuple[list[Any], "OverlapCounts"]:
         """The items that do not overlap, and what was found."""
         kept, shared = [], 0
         for item in items:
-            most = max(map(self.share, texts_of(item)), default=0.0)
+            most = max(map(self.share, item_texts(item)), default=0.0)
             shared += most > 0
             if most < self._share:
                 kept.append(item)
-        return kept, Comparison(len(items), shared, len(items) - len(kept))
+        return kept, OverlapCounts(len(items), shared, len(items) - len(kept))
 
     def _grams(self, words: list[str]) -> Any:
         """A 64-bit hash of each n-gram."""
@@ -81,7 +81,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class OverlapCounts:
     """Of the items of a set: how many were compared, share any n-gram, and were dropped."""
 
     compared: int
@@ -95,12 +95,12 @@ def strings_of(path: Path) -> Iterator[str]:
     if name.endswith(".zip"):
         yield from _zipped(path)
     elif name.endswith(".json"):
-        yield from _strings(_json(text(path), str(path)))
+        yield from _strings(_json(read_text(path), str(path)))
     elif name.endswith((".jsonl", ".parquet", ".csv")):
-        for _, row in records(path):
+        for _, row in read_records(path):
             yield from _strings(row)
     else:
-        yield text(path)
+        yield read_text(path)
 
 
 def _zipped(path: Path) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _zipped(path: Path) -> Iterator[str]:
             for name in sorted(whole.namelist()):
                 if name.endswith((".jsonl", ".json", ".txt")):
                     content = io.TextIOWrapper(whole.open(name), "utf-8", errors="replace").read()
-                    for line in lines(content) if name.endswith(".jsonl") else [content]:
+                    for line in split_lines(content) if name.endswith(".jsonl") else [content]:
                         yield from [line] if name.endswith(".txt") else _strings(_json(line, f"{path}, {name}"))
     except (OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} cannot be read ({error}); give the official file of the evaluated set.") from error
