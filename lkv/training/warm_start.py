@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
-from lkv.kernels.token_scores import attention_scores
+from lkv.kernels.token_scores import expected_attention_scores
 from lkv.methods.budgets.global_topk import GlobalTopKBudget
 from lkv.methods.kvzip import replay_scores
 from lkv.policy.policy import FUTURE, HeadScores, Policy
@@ -97,7 +97,7 @@ def _scale_attention(model: Any, policy: Policy, texts: Sequence[list[int]]) -> 
             term = tokens.scorer(layer, device=part.key.device).attention
             assert term is not None
             ahead = part.required_rotation.mean_rotation(to_fp32(part.key), part.end, part.end + FUTURE)
-            scores = attention_scores(term, part.key, part.value, ahead, part.scale)
+            scores = expected_attention_scores(term, part.key, part.value, ahead, part.scale)
             spreads[layer] += scores[0, :, _SINKS:].std(-1).to(spreads) / len(texts)
     tokens.attention_weight.copy_(_DEVIATION / spreads.clamp(min=1e-3))
 

@@ -14,7 +14,7 @@ from typing import Any
 from lkv.errors import DataError
 from lkv.utils.data_files import Row, read_json, read_json_lines
 from lkv.utils.extras import require
-from lkv.utils.files import check_folder, replacing, write_text
+from lkv.utils.files import atomic_write, check_writable_folder, write_text
 
 CODE_ENDINGS = frozenset({".py", ".java", ".cpp", ".cc", ".c", ".h", ".cs", ".js", ".ts", ".go", ".rs"})
 TEXT_ENDINGS = frozenset({".txt", ".md", ".rst"})
@@ -276,7 +276,7 @@ def download_rows(
     """
     hub = PUBLIC_DATASETS[name].hub
     assert hub is not None
-    check_folder(folder, DataError, "what is fetched")
+    check_writable_folder(folder, DataError, "what is fetched")
     done, about = folder / f"{name}.jsonl", folder / f"{name}.about.json"
     if about.is_file() and done.is_file():
         known = read_json(about)
@@ -291,7 +291,7 @@ def download_rows(
     # Whatever stopped it (no network, no right to it, a set that has moved), the way out is the same.
     except Exception as error:
         raise _unreachable(name, error) from error
-    with replacing(done, DataError, "what is fetched") as temporary, temporary.open("wb") as whole:
+    with atomic_write(done, DataError, "what is fetched") as temporary, temporary.open("wb") as whole:
         for part in parts:
             with part.open("rb") as fetched:
                 copyfileobj(fetched, whole)
