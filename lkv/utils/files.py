@@ -1,8 +1,9 @@
-"""Output files: written beside their place under a name of their own, then renamed, so that none is ever half there."""
+"""Output files, written atomically: a reader finds the old file or the new one, never a part of it."""
 
 import os
-import threading
-import zlib
+import secrets
+import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,29 +13,40 @@ from lkv.errors import LkvError
 
 
 def as_path(name: Any, error: type[LkvError], subject: str) -> Path:
-    """`name` as a path; `error`, which names `subject`, for a value that cannot be one."""
+    """`name` as a path; raises `error`, which names `subject`, for a value that cannot be one."""
     try:
         if b"\0" not in os.fsencode(name) and not isinstance(name, bytes):
             return Path(name)
     except (TypeError, UnicodeEncodeError):
         pass
-    raise error(f"{subject} is {name!r}, but it is a path: give a text (str) or a pathlib.Path.")
+    raise error(f"{subject} is {name!r}, but it must be a path: give a str or a pathlib.Path.")
 
 
 @contextmanager
 def atomic_write(path: Path, error: type[LkvError], subject: str) -> Iterator[Path]:
-    """Give a path to write to; when the block ends well, what was written takes the place of `path`.
+    """Yield an empty temporary file beside `path`; when the block succeeds, that file replaces `path`.
 
-    Missing folders are made. Whatever the system refuses, in the block too, becomes one `error` naming `subject` and
-    `path`; an older file then stays as it was.
+    The temporary file is created exclusively under a random name, so that writers in other processes, containers or
+    machines never share it and no planted link is followed. It has the permissions of the file that it replaces, and
+    its content is on the disk before it is renamed. Missing folders are created.
+
+    Raises:
+        LkvError: Of the type `error`, naming `subject` and `path`, for every OSError, in the block too; an older file
+            at `path` is then unchanged.
     """
     if not path.name:
         raise error(f"{path} is a folder; give a file for {subject}.")
-    # Of a fixed length, as the name itself may be as long as names can be; two threads never share one.
-    temporary = path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}-{threading.get_native_id()}.tmp")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        old_mode = _mode(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+        os.close(os.open(temporary, flags, 0o666 if old_mode is None else 0o600))
         yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        if old_mode is not None:
+            temporary.chmod(old_mode)
         os.replace(temporary, path)
     except OSError as problem:
         raise error(
@@ -46,19 +58,27 @@ def atomic_write(path: Path, error: type[LkvError], subject: str) -> Iterator[Pa
             temporary.unlink(missing_ok=True)
 
 
+def _mode(path: Path) -> int | None:
+    """The permissions of the regular file at `path`, None if there is none."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return stat.S_IMODE(status.st_mode) & 0o777 if stat.S_ISREG(status.st_mode) else None
+
+
 def write_text(path: Path, text: str, error: type[LkvError], subject: str) -> None:
-    """Write `text` as UTF-8, whole or not at all; `replacing` says what is raised."""
+    """Write `text` as UTF-8 to `path`, atomically; raises as `atomic_write` does."""
     with atomic_write(path, error, subject) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def check_writable_folder(folder: Path, error: type[LkvError], subject: str) -> None:
-    """Make `folder` and try it out, before long work whose results are to go there; `error` if it takes none."""
-    trial = folder / f".{threading.get_native_id()}.tmp"
+    """Create `folder` if it is missing and try to write there, before long work; raises `error` if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        trial.write_bytes(b"")
-        trial.unlink()
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".tmp"):
+            pass
     except OSError as problem:
         raise error(
             f"{subject} cannot be written to {folder} ({error_reason(problem)}); give a folder that can be written to."
@@ -66,7 +86,7 @@ def check_writable_folder(folder: Path, error: type[LkvError], subject: str) -> 
 
 
 def check_writable_file(path: Path, error: type[LkvError], subject: str) -> None:
-    """`check_writable_folder` for the folder of the file `path`, and that there can be a file of that name."""
+    """`check_writable_folder` for the folder of `path`, and that `path` can be the name of a file."""
     check_writable_folder(path.parent, error, subject)
     try:
         if path.is_dir():
@@ -76,5 +96,5 @@ def check_writable_file(path: Path, error: type[LkvError], subject: str) -> None
 
 
 def error_reason(problem: Exception) -> str:
-    """What the system says, without the name of a temporary file."""
+    """The system's message of an error, without the name of a temporary file."""
     return getattr(problem, "strerror", None) or str(problem)

@@ -1,0 +1,87 @@
+"""Atomic writes: whole files under random names, with the permissions of the file they replace."""
+
+import os
+import secrets
+import stat
+import threading
+import zlib
+
+import pytest
+
+from lkv.errors import DataError
+from lkv.utils.files import as_path, atomic_write, check_writable_file, check_writable_folder, write_text
+
+
+def write(path, text):
+    write_text(path, text, DataError, "the text")
+
+
+def test_two_writers_of_one_file_never_share_a_temporary_file(tmp_path):
+    path = tmp_path / "a.txt"
+    with atomic_write(path, DataError, "one") as first, atomic_write(path, DataError, "two") as second:
+        assert first != second and first.parent == second.parent == tmp_path
+        first.write_text("first")
+        second.write_text("second")
+    assert path.read_text() == "first" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_planted_links_are_not_followed(tmp_path, monkeypatch):
+    victim, path = tmp_path / "victim", tmp_path / "a.txt"
+    victim.write_text("mine")
+    # The names that earlier versions used could be predicted.
+    thread = threading.get_native_id()
+    (tmp_path / f".{zlib.crc32(b'a.txt'):08x}-{thread}.tmp").symlink_to(victim)
+    (tmp_path / f".{thread}.tmp").symlink_to(victim)
+    write(path, "text")
+    check_writable_folder(tmp_path, DataError, "the text")
+    assert victim.read_text() == "mine" and path.read_text() == "text"
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "planted")
+    (tmp_path / ".planted.tmp").symlink_to(victim)
+    with pytest.raises(DataError, match="the text cannot be written to .*nothing was changed there"):
+        write(path, "other")
+    assert victim.read_text() == "mine" and path.read_text() == "text"
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_permissions_are_those_of_the_replaced_file(tmp_path, mode):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    path.chmod(mode)
+    write(path, "new")
+    assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == mode
+    (tmp_path / "plain").write_text("")
+    write(tmp_path / "new.txt", "new")
+    assert (tmp_path / "new.txt").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_content_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
+    events, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: events.append("fsync") or fsync(file))
+    monkeypatch.setattr(os, "replace", lambda *paths: events.append("replace") or replace(*paths))
+    write(tmp_path / "a.txt", "text")
+    assert events == ["fsync", "replace"]
+
+
+def test_a_failed_block_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.txt"
+    write(path, "old")
+    with pytest.raises(KeyError), atomic_write(path, DataError, "the text") as temporary:
+        temporary.write_text("half")
+        raise KeyError
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("name", [3, None, b"a", "a\0b", "\ud800"])
+def test_what_is_no_path_is_refused(name):
+    with pytest.raises(DataError, match="the text is .*, but it must be a path"):
+        as_path(name, DataError, "the text")
+
+
+def test_places_that_cannot_be_written_to_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="the text cannot be written to"):
+        check_writable_folder(tmp_path / "file" / "below", DataError, "the text")
+    with pytest.raises(DataError, match="is a folder; give a file for the text"):
+        check_writable_file(tmp_path, DataError, "the text")
+    check_writable_file(tmp_path / "deep" / "a.txt", DataError, "the text")
+    assert os.listdir(tmp_path / "deep") == []
