@@ -179,7 +179,7 @@ def main() -> None:
         held[method] = []
         for text in texts:
             started = time.perf_counter()
-            held[method].append(compress(model, tokenizer, text, "lkv", retention, policy))
+            held[method].append(compress(model, tokenizer, text, method="lkv", retention=retention, policy=policy))
             seconds.append(time.perf_counter() - started)
         realised = held[method][0].realised_retention()
         about = {"method": method, "tokens": options.tokens, "retention": retention, "realised": realised}

@@ -133,7 +133,9 @@ def compressing(model: Any, tokenizer: Any, policy: Any, text: str, once: bool) 
         if method == "full":
             return full
         if prompt is None or method in SECOND_PASS:
-            return lkv.compress(model, tokenizer, text, method, retention, policy, pattern=pattern)
+            return lkv.compress(
+                model, tokenizer, text, method=method, retention=retention, policy=policy, pattern=pattern
+            )
         cache = lkv.RaggedCache(model, policy, retention, method, pattern=pattern)
         cache.fill(prompt)
         return lkv.Context(model, tokenizer, full.ids, cache)

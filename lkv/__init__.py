@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lkv.cache.ragged_cache import RaggedCache
     from lkv.context.chat import Chat
     from lkv.context.context import Context, compress
+    from lkv.context.documents import read_document
     from lkv.methods.budgets import Budget
     from lkv.methods.build import Method
     from lkv.methods.registry import register_method
@@ -35,6 +36,7 @@ _HOMES = {
     "load_model": "lkv.models.loading",
     "policy_for": "lkv.models.loading",
     "push_to_hub": "lkv.policy.hub",
+    "read_document": "lkv.context.documents",
     "register_method": "lkv.methods.registry",
 }
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "load_model",
     "policy_for",
     "push_to_hub",
+    "read_document",
     "register_method",
 ]
 

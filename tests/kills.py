@@ -78,7 +78,7 @@ def _begun(work: Work, folder: Path) -> int:
 def save_contexts(folder: Path) -> None:
     """Two contexts, one over the other, without end."""
     model = tiny_llama()
-    contexts = [compress(model, Words(), TEXT, "knorm", retention) for retention in (0.2, 0.8)]
+    contexts = [compress(model, Words(), TEXT, method="knorm", retention=retention) for retention in (0.2, 0.8)]
     while True:
         for context in contexts:
             context.save(folder / "context.kv")

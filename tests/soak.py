@@ -70,7 +70,7 @@ def threads(until: float, start: int) -> tuple[Counts, int]:
     """Four threads asking one context, against the answers of one."""
     asks = 0
     model = tiny_llama(seed=start, dtype=torch.float32)
-    context = compress(model, Words(), TEXT, "knorm", 0.4)
+    context = compress(model, Words(), TEXT, method="knorm", retention=0.4)
     expected = {question: context.ask(question, 6) for question in QUESTIONS}
 
     def work(question):
@@ -91,7 +91,7 @@ def leaks(until: float, start: int) -> tuple[Counts, int]:
     with tempfile.TemporaryDirectory() as folder:
         while time.monotonic() < until:
             for options in kinds:
-                context = compress(model, Words(), TEXT, "knorm", 0.4, **options)
+                context = compress(model, Words(), TEXT, method="knorm", retention=0.4, **options)
                 context.ask("what ?", 4)
                 context.fork().ask("who ?", 4)
                 context.save(Path(folder) / "context.kv")
@@ -137,7 +137,7 @@ def fuzz(until: float, start: int) -> tuple[Counts, int]:
 def _samples(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
     """A file of each format and what reads it."""
     model = tiny_llama(dtype=torch.float32)
-    context = compress(model, Words(), TEXT, "knorm", 0.4)
+    context = compress(model, Words(), TEXT, method="knorm", retention=0.4)
     context.save(folder / "context.kv")
     run, policy = trainer(folder / "run")
     train_for(run, 2)

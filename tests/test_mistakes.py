@@ -42,6 +42,7 @@ def refused(capsys, arguments) -> str:
 COMPRESS = {
     "a number as method": ((0.15,), {}, "method is 0.15; give a name"),
     "no method": ((None,), {}, "method is None"),
+    "kvpress's ratio": ((), {"compression_ratio": 0.85}, "instead of compression_ratio=0.85 give retention=0.15"),
     "an unknown option": ((), {"retension": 0.3}, "compress has no option retension"),
     "retention of the full cache": (("full", 0.3), {}, "'full' keeps everything, not 0.3"),
     "a pattern without duo": (("knorm",), {"pattern": [[0.5, 0.5]] * 3}, "'knorm' reads no pattern"),
@@ -63,16 +64,17 @@ COMPRESS = {
 @pytest.mark.parametrize("how", COMPRESS)
 def test_compress_names_what_is_wrong(model, how):
     given, options, message = COMPRESS[how]
+    named = dict(zip(("method", "retention", "policy"), given, strict=False))
     with pytest.raises(LkvError) as error:
-        compress(model, Words(), TEXT, *given, **options)
+        compress(model, Words(), TEXT, **named, **options)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("text", [["a text"], None, 3, b"text", "", "half a \ud800 character"])
 def test_what_is_no_text_is_named(model, text):
     with pytest.raises(LkvError, match="the text is"):
-        compress(model, Words(), text, "knorm")
-    context = compress(model, Words(), TEXT, "knorm")
+        compress(model, Words(), text, method="knorm")
+    context = compress(model, Words(), TEXT, method="knorm")
     for ask in (context.ask, lambda question: context.predict(question, "yes")):
         with pytest.raises(LkvError, match="the question is"):
             ask(text)
@@ -318,12 +320,12 @@ def files_of_at_most(size: int):
 
 def test_what_the_disk_has_no_room_for_leaves_the_old_file(model, policy, tmp_path, capsys):
     results, table = write(tmp_path / "a.jsonl", many()), tmp_path / "table.md"
-    context, saved = compress(model, Words(), TEXT, "knorm", 0.4), tmp_path / "context.kv"
+    context, saved = compress(model, Words(), TEXT, method="knorm", retention=0.4), tmp_path / "context.kv"
     context.save(saved)
     policy.save_pretrained(tmp_path / "policy")
     table.write_text("mine")
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    bigger = compress(model, Words(), TEXT, "knorm", 0.9)
+    bigger = compress(model, Words(), TEXT, method="knorm", retention=0.9)
     with files_of_at_most(500):
         assert f"cannot be written to {table} (File too large)" in refused(capsys, ["report", results, "--out", table])
         for work in (

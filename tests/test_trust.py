@@ -48,7 +48,7 @@ def in_threads(work, arguments) -> None:
 @pytest.mark.parametrize("method", ["knorm", "full"])
 def test_threads_get_the_answers_of_one(method):
     model = tiny_llama(dtype=torch.float32)
-    context = compress(model, Words(), TEXT, method)
+    context = compress(model, Words(), TEXT, method=method)
     expected = {question: context.ask(question, 5) for question in QUESTIONS}
     found = []
 
@@ -114,7 +114,7 @@ def test_assisted_decoding_goes_on_from_a_cache_that_holds_something(model, poli
         for how in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_llama(seed=1)}):
             assert context.ask(question, 12, **how) == context.ask(question, 12)
     with pytest.raises(CacheError, match="assisted decoding goes wrong"):
-        compress(model, Words(), text, "full").ask("what ?", 5, prompt_lookup_num_tokens=3)
+        compress(model, Words(), text, method="full").ask("what ?", 5, prompt_lookup_num_tokens=3)
 
 
 def generate(model, text, cache, **how):
@@ -169,7 +169,7 @@ def test_a_context_knows_its_ids(model, policy, tmp_path):
     contexts = [
         Context.load(path, model, Words()),
         compress(model, Words(), TEXT, policy=policy, chunk=9),
-        compress(model, Words(), TEXT, "kvzip"),
+        compress(model, Words(), TEXT, method="kvzip"),
     ]
     for context in contexts:
         with pytest.raises(CacheError, match="do not begin"):

@@ -133,7 +133,9 @@ def _compressed(options: argparse.Namespace) -> "Context":
     chunk = options.chunk or (_PART if options.streaming else None)
     started = time.perf_counter()
     with _progress(model, len(encode_context(tokenizer, text))):
-        context = compress(model, tokenizer, text, method, retention, policy, chunk=chunk, **extra)
+        context = compress(
+            model, tokenizer, text, method=method, retention=retention, policy=policy, chunk=chunk, **extra
+        )
     seconds = time.perf_counter() - started
     print(
         f"[{context.tokens:,} tokens read in {seconds:.1f} s, {context.tokens / seconds:,.0f} a second; "

@@ -153,7 +153,7 @@ def _answers(options: argparse.Namespace, model: Any, tokenizer: Any, text: str,
         learned = policy if method != FULL and needs_policy(method) else None
         shown = "Full cache" if method == FULL else label(method)
         _tell(f"{shown}: reading, then {len(answers)} answer{'s' * (len(answers) > 1)}")
-        context = compress(model, tokenizer, text, method, retention, learned)
+        context = compress(model, tokenizer, text, method=method, retention=retention, policy=learned)
         held = (shown, context.realised_retention(), context.nbytes(), context.full_nbytes())
         for question, given in answers.items():
             given.append(MethodAnswer(*held, context.ask(question, options.max_new_tokens)))

@@ -27,6 +27,7 @@ from lkv.methods.budgets import RetentionTarget
 from lkv.methods.build import Method
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
+from lkv.utils.deprecation import positional_keywords
 from lkv.utils.files import as_path
 from lkv.utils.prompts import encode, encode_context, encode_question
 
@@ -268,6 +269,15 @@ def check_text(text: Any, name: str, advice: str) -> None:
         raise PromptError(f"{name} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
 
 
+def _check_no_file_name(text: str) -> None:
+    """Raise PromptError for a text that is the name of an existing file."""
+    if len(text) < 1000 and os.path.isfile(text):
+        raise PromptError(
+            f"the text is {text!r}, the name of a file, and would itself be compressed; read the file first: "
+            f"lkv.compress(model, tokenizer, lkv.read_document({text!r}), ...)."
+        )
+
+
 def _check_arguments(method: Any, retention: Any, options: dict[str, Any]) -> None:
     """Raise PromptError or CacheError for what `compress` cannot make sense of, before anything is read."""
     if not isinstance(method, str | Method):
@@ -277,9 +287,15 @@ def _check_arguments(method: Any, retention: Any, options: dict[str, Any]) -> No
         )
     if "prompt_tokens" in options:
         raise PromptError("the whole text is the prompt here: leave prompt_tokens out, or use RaggedCache itself.")
-    known = list(signature(RaggedCache).parameters)
+    if "compression_ratio" in options:
+        raise CacheError(
+            "compress has no option compression_ratio: it takes the share to keep; instead of compression_ratio=0.85 "
+            "give retention=0.15."
+        )
+    named = ("model", "retention", "method", "policy")
+    known = [name for name in signature(RaggedCache).parameters if name not in (*named, "prompt_tokens")]
     if unknown := sorted(set(options) - set(known)):
-        raise CacheError(f"compress has no option {', '.join(unknown)}; it takes {', '.join(known[4:])} and chunk.")
+        raise CacheError(f"compress has no option {', '.join(unknown)}; it takes {', '.join(known)} and chunk.")
     if method == FULL and options:
         raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
     if method == FULL and retention not in (None, 1):
@@ -294,15 +310,16 @@ def _check_parts(chunk: Any, streaming: bool) -> None:
         raise PromptError("streaming reads the text in parts; give their size in tokens as chunk, for example 1024.")
 
 
+@positional_keywords("method", "retention", "policy")
 @torch.no_grad()
 def compress(
     model: Any,
     tokenizer: Any,
     text: str,
-    method: str | Method = "lkv",
-    retention: float | None = None,
-    policy: Policy | str | os.PathLike[str] | None = None,
     *,
+    retention: float | None = None,
+    method: str | Method = "lkv",
+    policy: Policy | str | os.PathLike[str] | None = None,
     chunk: int | None = None,
     system: str | None = None,
     progress: Callable[[float], None] | None = None,
@@ -320,13 +337,15 @@ def compress(
     what RaggedCache raises.
     """
     check_model_and_tokenizer(model, tokenizer)
-    check_text(text, "the text", "give some text to compress")
+    check_text(text, "the text", "give some text to compress, or a file's with lkv.read_document")
+    _check_no_file_name(text)
     if system is not None:
         check_text(system, "the system prompt", "give some text, or leave it out")
     ids = encode_context(tokenizer, text, system)
     return compress_ids(
-        model, tokenizer, ids, method, retention, policy, chunk=chunk, progress=progress, text=text, **options
-    )
+        model, tokenizer, ids, retention=retention, method=method, policy=policy, chunk=chunk, progress=progress,
+        text=text, **options,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -334,10 +353,10 @@ def compress_ids(
     model: Any,
     tokenizer: Any,
     ids: list[int],
-    method: str | Method = "lkv",
-    retention: float | None = None,
-    policy: Policy | str | os.PathLike[str] | None = None,
     *,
+    retention: float | None = None,
+    method: str | Method = "lkv",
+    policy: Policy | str | os.PathLike[str] | None = None,
     chunk: int | None = None,
     progress: Callable[[float], None] | None = None,
     text: str | None = None,

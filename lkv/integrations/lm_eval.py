@@ -216,7 +216,7 @@ class LKVLM(HFLM):
         """The compressed context of `ids`; the last one serves as long as questions about it follow each other."""
         if self._last is None or self._last.ids != ids:
             self._last = None  # freed before the next one is read
-            context = compress_ids(self.model, self.tokenizer, ids, self._method, **self._bits)
+            context = compress_ids(self.model, self.tokenizer, ids, method=self._method, **self._bits)
             check_held(context, self._most, self._task)
             self._last = context
         return self._last

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lkv.context.context import Context, check_text, compress
+from lkv.context.context import Context, check_text, compress_ids
 from lkv.errors import BusyError, LkvError, PromptError, UnknownContextError, check_retention
 from lkv.integrations.continuous import Answer, start
 from lkv.integrations.sampling import SamplingParams
@@ -167,9 +167,11 @@ class Service:
 
         settings = job.settings
         try:
-            context = compress(
-                self.model, self.tokenizer, job.text, settings.method, settings.retention, self._policy,
-                system=settings.system, progress=progress,
+            # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
+            context = compress_ids(
+                self.model, self.tokenizer, context_ids(self.tokenizer, job.text, settings.system),
+                method=settings.method, retention=settings.retention, policy=self._policy, progress=progress,
+                text=job.text,
             )  # fmt: skip
             if not job.cancelled:
                 self.store.put(entry_of(job.id, job.title, context, settings), context)

@@ -43,7 +43,7 @@ def asked(folder, capsys):
 def answer(folder, question: str, **options) -> str:
     """What the library itself answers."""
     model, tokenizer = load_model(str(folder / "model"))
-    context = compress(model, tokenizer, TEXT, "knorm", 0.15, **options)
+    context = compress(model, tokenizer, TEXT, method="knorm", retention=0.15, **options)
     return context.ask(question, 4)
 
 
@@ -73,7 +73,7 @@ def test_bytes_are_told_beside_those_of_the_full_cache(folder, asked):
 
 def test_an_answer_that_ends_at_its_limit_says_so(folder, asked):
     model, tokenizer = load_model(str(folder / "model"))
-    context = compress(model, tokenizer, TEXT, "knorm", 0.15)
+    context = compress(model, tokenizer, TEXT, method="knorm", retention=0.15)
     context.ask("When?", 4, eos_token_id=None)
     assert context.is_truncated and context.answer_tokens == 4
     for most in (4, 1):  # the first token ends it, be it also the last that it may have
@@ -104,7 +104,7 @@ def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, monke
     monkeypatch.setattr(sys, "stdin", Terminal())
     status, out, said = asked(folder / "text.md")
     model, tokenizer = load_model(str(folder / "model"))
-    chat = Chat(compress(model, tokenizer, TEXT, "knorm", 0.15))
+    chat = Chat(compress(model, tokenizer, TEXT, method="knorm", retention=0.15))
     assert status == 0 and out.split("\n")[:-1] == "\n".join(chat.ask(q, 4) for q in ("When?", "Where?")).split("\n")
     assert said.count("lkv: text, question and 4 new tokens would reach") == 1
     assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
@@ -133,7 +133,7 @@ def test_a_text_comes_from_stdin_and_questions_are_typed(folder, asked, monkeypa
     status, out, _ = asked(folder / "text.md")
     assert status == 0 and piped.strip() == answer(folder, "When?")
     model, tokenizer = load_model(str(folder / "model"))
-    chat = Chat(compress(model, tokenizer, TEXT, "knorm", 0.15))
+    chat = Chat(compress(model, tokenizer, TEXT, method="knorm", retention=0.15))
     turns = [chat.ask(question, 4) for question in ("When?", "Where?")]
     assert out.split() == " ".join(turns).split()
     monkeypatch.setattr(sys, "stdin", io.StringIO("When?\n"))

@@ -59,7 +59,7 @@ def test_rows_that_end_early_are_cut(policy):
 def test_batch_ask_where_rows_cannot_share(method):
     model = tiny_llama()
     options = {} if method == "full" else {"retention": 0.5, "decode_eviction": True}
-    context = compress(model, Words(), TEXT, method, **options)
+    context = compress(model, Words(), TEXT, method=method, **options)
     assert context.batch_ask(QUESTIONS[:2], 6) == [context.ask(question, 6) for question in QUESTIONS[:2]]
 
 
@@ -182,7 +182,7 @@ def test_a_context_and_a_chat_tell_what_they_are(model, policy):
 @pytest.mark.parametrize("chunk", [None, 20])
 def test_progress_rises_layer_by_layer_and_can_end_the_reading(model, chunk):
     shares = []
-    context = compress(model, Words(), TEXT, "knorm", 0.4, chunk=chunk, progress=shares.append)
+    context = compress(model, Words(), TEXT, method="knorm", retention=0.4, chunk=chunk, progress=shares.append)
     parts = 3 if chunk else 1
     assert shares == pytest.approx([(part + layer / 3) / parts for part in range(parts) for layer in range(3)])
     assert context.ask("why ?", 3) and len(shares) == 3 * parts
@@ -194,13 +194,13 @@ def test_progress_rises_layer_by_layer_and_can_end_the_reading(model, chunk):
         raise EnoughError
 
     with pytest.raises(EnoughError):
-        compress(model, Words(), TEXT, "knorm", 0.4, progress=enough)
+        compress(model, Words(), TEXT, method="knorm", retention=0.4, progress=enough)
 
 
 @pytest.mark.parametrize("method", ["kvzip", "global+knorm", "full"])
 def test_methods_of_whole_prompts_tell_how_far_they_are_and_can_be_ended(model, method):
     retention, shares = None if method == "full" else 0.4, []
-    compress(model, Words(), TEXT, method, retention, progress=shares.append)
+    compress(model, Words(), TEXT, method=method, retention=retention, progress=shares.append)
     assert len(shares) >= 3 and shares == sorted(shares) and shares[0] < 0.5 and shares[-1] == 1
 
     class EnoughError(Exception):
@@ -210,5 +210,5 @@ def test_methods_of_whole_prompts_tell_how_far_they_are_and_can_be_ended(model, 
         raise EnoughError
 
     with pytest.raises(EnoughError):
-        compress(model, Words(), TEXT, method, retention, progress=enough)
+        compress(model, Words(), TEXT, method=method, retention=retention, progress=enough)
     assert not any(layer._forward_hooks for layer in model.model.layers)

@@ -8,6 +8,7 @@ from packaging.version import Version
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
+import lkv
 from lkv.context.chat import Chat
 from lkv.context.context import Context, compress
 from lkv.errors import CacheError, ContextFileError, PromptError, RetentionError
@@ -46,7 +47,7 @@ def test_questions_do_not_see_each_other(model, policy, method):
 
 @pytest.mark.parametrize("method", ["lkv", "full"])
 def test_what_else_was_done_with_the_cache_is_forgotten(model, policy, method):
-    context = compress(model, Words(), TEXT, method, policy=policy)
+    context = compress(model, Words(), TEXT, method=method, policy=policy)
     answer, (logits, _) = context.ask("what is one ?", 8), context.predict("what is one ?", "so it is")
     ids = torch.tensor([Words()(TEXT)["input_ids"] + [9] * 6])
     model.generate(ids, past_key_values=context.cache, max_new_tokens=4)
@@ -116,7 +117,7 @@ def test_a_model_that_reads_prompts_in_parts_compresses_and_loads(model, policy,
 
 @pytest.mark.parametrize("method", ["lkv", "full"])
 def test_configurations_without_a_cache_or_in_parts_change_no_answer(model, policy, method):
-    context = compress(model, Words(), TEXT, method, policy=policy)
+    context = compress(model, Words(), TEXT, method=method, policy=policy)
     questions = ["what is one ?", "and what now then ?"]
     expected = [context.ask(question, 8) for question in questions]
     given = GenerationConfig(use_cache=False, prefill_chunk_size=3, do_sample=False)
@@ -321,7 +322,7 @@ def test_a_failed_save_leaves_the_old_file(model, policy, tmp_path, monkeypatch)
 
 def test_a_context_tells_how_it_was_compressed(model, policy):
     def about(method, **options):
-        found = compress(model, Words(), TEXT, method, policy=policy, **options).metadata
+        found = compress(model, Words(), TEXT, method=method, policy=policy, **options).metadata
         return {name: found[name] for name in ("retention", "budget_tokens", "policy")}
 
     digest = policy.digest()
@@ -338,12 +339,36 @@ def test_bad_options_are_named(model, policy):
     with pytest.raises(PromptError, match="the whole text is the prompt here"):
         compress(model, Words(), TEXT, policy=policy, prompt_tokens=100)
     with pytest.raises(CacheError, match="'full' has no options; leave bits, slack out"):
-        compress(model, Words(), TEXT, "full", bits=8, slack=2)
+        compress(model, Words(), TEXT, method="full", bits=8, slack=2)
     with pytest.raises(RetentionError, match="has a budget rule of its own"):
-        compress(model, Words(), TEXT, make_method("knorm", 0.5), retention=0.3)
+        compress(model, Words(), TEXT, method=make_method("knorm", 0.5), retention=0.3)
     with pytest.raises(PromptError, match="chunk is 0"):
         compress(model, Words(), TEXT, policy=policy, chunk=0)
     with pytest.raises(PromptError, match="give their size in tokens as chunk"):
         compress(model, Words(), TEXT, policy=policy, streaming=True)
     with pytest.raises(CacheError, match="one answer"):
         compress(model, Words(), TEXT, policy=policy).ask("why ?", num_beams=2)
+
+
+def test_a_file_name_is_not_taken_for_its_text(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runbook.txt").write_text(TEXT)
+    with pytest.raises(PromptError, match=r"the name of a file.*lkv\.read_document\('runbook.txt'\)"):
+        compress(model, Words(), "runbook.txt", method="knorm")
+    with pytest.raises(PromptError, match=r"the text is a PosixPath.*lkv\.read_document"):
+        compress(model, Words(), tmp_path / "runbook.txt", method="knorm")
+    context = lkv.compress(model, Words(), lkv.read_document("runbook.txt"), method="knorm")
+    assert context.ids == Words()(TEXT)["input_ids"]
+
+
+def test_arguments_by_position_are_still_accepted(model, policy):
+    expected = compress(model, Words(), TEXT, method="lkv-h+knorm", retention=0.3, policy=policy)
+    with pytest.warns(
+        DeprecationWarning, match=r"by keyword from now on; write method=\.\.\., retention=\.\.\., policy"
+    ):
+        context = compress(model, Words(), TEXT, "lkv-h+knorm", 0.3, policy)
+    assert context.metadata == expected.metadata and context.cache.kept() == expected.cache.kept()
+    with pytest.raises(TypeError):
+        compress(model, Words(), TEXT, "knorm", 0.3, None, 16)
+    with pytest.raises(TypeError):
+        compress(model, Words(), TEXT, "knorm", method="knorm")

@@ -99,7 +99,7 @@ def test_the_page_holds_text_numbers_and_answers_and_needs_nothing_else(folder, 
     assert [answer["label"] for answer in answers] == ["Full cache", "LKV", "Knorm"]
     model, tokenizer = load_model(str(folder / "model"))
     for answer, method in zip(answers[::2], ("full", "knorm"), strict=True):
-        context = compress(model, tokenizer, TEXT, method, None if method == "full" else 0.3)
+        context = compress(model, tokenizer, TEXT, method=method, retention=None if method == "full" else 0.3)
         # Before it is asked: what an answer appends is none of the text's.
         assert answer["nbytes"] == context.nbytes() and answer["realised"] == context.realised_retention()
         assert answer["text"] == context.ask("How many?", 3)

@@ -22,7 +22,7 @@ def saved(request, model, tmp_path):
     if request.param:
         pytest.importorskip("torchao")
     path = tmp_path / "context.kv"
-    compress(model, Words(), TEXT, "knorm", 0.4, bits=request.param).save(path)
+    compress(model, Words(), TEXT, method="knorm", retention=0.4, bits=request.param).save(path)
     return path, model
 
 
@@ -128,7 +128,7 @@ def test_pools_that_do_not_fit_are_refused(model, tmp_path, how):
     path, bits = tmp_path / "context.kv", 8 if how in QUANTISED else None
     if bits:
         pytest.importorskip("torchao")
-    compress(model, Words(), TEXT, "knorm", 0.4, bits=bits).save(path)
+    compress(model, Words(), TEXT, method="knorm", retention=0.4, bits=bits).save(path)
     forge(path, (QUANTISED if bits else POOLS)[how])
     with pytest.raises(ContextFileError, match="does not hold a whole context"):
         Context.load(path, model, Words())
@@ -197,7 +197,7 @@ def test_the_checksum_covers_the_metadata(saved):
 
 @pytest.mark.parametrize("way", ["parent", "long", "folder", "read-only", "full"])
 def test_what_cannot_be_written_is_one_sentence(model, tmp_path, way, monkeypatch):
-    context = compress(model, Words(), TEXT, "knorm", 0.4)
+    context = compress(model, Words(), TEXT, method="knorm", retention=0.4)
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder.kv").mkdir()
     path = {
@@ -221,12 +221,12 @@ def test_what_cannot_be_written_is_one_sentence(model, tmp_path, way, monkeypatc
 @pytest.mark.parametrize("path", ["", ".", "/"])
 def test_a_place_without_a_name_is_no_file(model, path):
     with pytest.raises(ContextFileError, match="is a folder; give a file for the context"):
-        compress(model, Words(), TEXT, "knorm", 0.4).save(path)
+        compress(model, Words(), TEXT, method="knorm", retention=0.4).save(path)
 
 
 def test_a_long_name_can_be_saved(model, tmp_path):
     path = tmp_path / ("x" * 255)
-    context = compress(model, Words(), TEXT, "knorm", 0.4)
+    context = compress(model, Words(), TEXT, method="knorm", retention=0.4)
     context.save(path)
     (tmp_path / "y.kv.tmp").mkdir()
     context.save(tmp_path / "y.kv")
@@ -238,6 +238,6 @@ def test_a_long_name_can_be_saved(model, tmp_path):
 
 def test_a_model_of_another_vocabulary_does_not_take_foreign_ids(tmp_path):
     path = tmp_path / "context.kv"
-    compress(tiny_llama(), Words(), TEXT, "knorm", 0.4).save(path)
+    compress(tiny_llama(), Words(), TEXT, method="knorm", retention=0.4).save(path)
     with pytest.raises(ContextFileError):
         Context.load(path, tiny_llama(vocab_size=9), Words())

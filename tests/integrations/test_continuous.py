@@ -35,7 +35,10 @@ def model():
 def contexts(model):
     words = TEXT.split()
     texts = [words, words[::-1], words[7:40], words[::2]]
-    return [compress(model, Words(), " ".join(text), "knorm", 0.2 + 0.1 * n) for n, text in enumerate(texts)]
+    return [
+        compress(model, Words(), " ".join(text), method="knorm", retention=0.2 + 0.1 * n)
+        for n, text in enumerate(texts)
+    ]
 
 
 def asked(question):
@@ -86,7 +89,7 @@ def test_a_thousand_requests_in_any_order_with_cancellations(model, contexts):
 
 
 def test_answers_are_those_of_ask_with_and_without_a_context(engine, model, contexts):
-    full = compress(model, Words(), TEXT, "full")
+    full = compress(model, Words(), TEXT, method="full")
     every = [*contexts[:2], full]
     answers = [(context, q, engine.submit(asked(q), context, 9)) for q in QUESTIONS for context in every]
     plain = engine.submit(asked("hello there you"), None, 9)
@@ -129,7 +132,9 @@ def test_other_uses_of_the_model_go_on_meanwhile(model, contexts):
     right = expected(contexts[0], QUESTIONS[3], 60)
     answers = [engine.submit(asked(QUESTIONS[3]), contexts[0], 60) for _ in range(4)]
     assert expected(contexts[1], QUESTIONS[0], 9) == expected(contexts[1], QUESTIONS[0], 9)
-    assert compress(model, Words(), TEXT, "knorm", 0.2).ask(QUESTIONS[1], 5) == contexts[0].ask(QUESTIONS[1], 5)
+    assert compress(model, Words(), TEXT, method="knorm", retention=0.2).ask(QUESTIONS[1], 5) == contexts[0].ask(
+        QUESTIONS[1], 5
+    )
     assert [answer.result(60) for answer in answers] == [right] * 4
     engine.stop()
 
@@ -209,7 +214,7 @@ def test_an_answer_ends_at_the_models_own_end(engine, model, contexts):
 
 
 def test_a_context_dies_with_its_last_request(engine, model):
-    context = compress(model, Words(), TEXT, "knorm", 0.3)
+    context = compress(model, Words(), TEXT, method="knorm", retention=0.3)
     reference = weakref.ref(context)
     answer = engine.submit(asked("why ?"), context, 5)
     del context
@@ -251,10 +256,10 @@ def test_what_cannot_be_served_is_said(model, contexts):
     engine = ContinuousEngine(model, Words(), pages=4, page_size=8)
     with pytest.raises(LkvError, match="may have 32 tokens here, not 43"):
         engine.submit(asked("why ?"), contexts[0], 40 - 1 + 0)
-    foreign = compress(tiny_llama(1, torch.float32), Words(), TEXT, "knorm", 0.3)
+    foreign = compress(tiny_llama(1, torch.float32), Words(), TEXT, method="knorm", retention=0.3)
     with pytest.raises(IntegrationError, match="belongs to another model"):
         engine.submit(asked("why ?"), foreign, 3)
-    evicting = compress(model, Words(), TEXT, "knorm", 0.3, decode_eviction=True)
+    evicting = compress(model, Words(), TEXT, method="knorm", retention=0.3, decode_eviction=True)
     with pytest.raises(IntegrationError, match="cannot be shared"):
         engine.submit(asked("why ?"), evicting, 3)
     assert engine.open == 0
@@ -283,7 +288,7 @@ def test_models_with_windows_are_answered_one_by_one():
 
 
 def test_pools_of_an_uncompressed_context_are_its_keys(model):
-    full = compress(model, Words(), TEXT, "full")
+    full = compress(model, Words(), TEXT, method="full")
     key, value, starts, lens = continuous.pools_of(full)(1)
     assert lens.tolist() == [[60, 60]] and starts.tolist() == [[0, 60]]
     assert torch.equal(key[60:], full.cache.layers[1].keys[0, 1]) and value.shape == key.shape

@@ -216,7 +216,7 @@ def test_every_method_equals_the_stock_model_with_a_mask(name):
     torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
     pattern = PATTERN if duo else None
     text = " ".join(f"word{number}" for number in range(tokens))
-    cache = compress(model, Words(), text, name, retention, policy, pattern=pattern).cache
+    cache = compress(model, Words(), text, method=name, retention=retention, policy=policy, pattern=pattern).cache
 
     ids = Words()(text)["input_ids"]
     prompt = read_prompt(model, torch.tensor([ids]), queries=True)

@@ -80,7 +80,7 @@ def run(folder: Path, requests: int, contexts: int) -> dict[str, int]:
     texts = [f"The harbour number {number} holds {41 + number} boats. " * 3 for number in range(contexts)]
     right = {}
     for text in texts:
-        own = compress(model, tokenizer, text, "knorm", 0.4)
+        own = compress(model, tokenizer, text, method="knorm", retention=0.4)
         right |= {(text, question): own.ask(question, 8) for question in QUESTIONS}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

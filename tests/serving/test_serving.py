@@ -46,7 +46,7 @@ def context(server):
 
 @pytest.fixture(scope="module")
 def expected(parts):
-    own = compress(*parts, TEXT, KNORM["method"], KNORM["retention"])
+    own = compress(*parts, TEXT, method=KNORM["method"], retention=KNORM["retention"])
     return {question: own.ask(question, 8) for question in QUESTIONS}
 
 
@@ -73,7 +73,7 @@ def test_a_stock_client_asks_a_context(server, context, expected):
 
 def test_many_clients_at_once(server, context, parts, expected):
     other = server.compressed(OTHER)
-    own = compress(*parts, OTHER, KNORM["method"], KNORM["retention"])
+    own = compress(*parts, OTHER, method=KNORM["method"], retention=KNORM["retention"])
     right = {(context, question): text for question, text in expected.items()}
     right |= {(other, question): own.ask(question, 8) for question in QUESTIONS}
     found, threads = [], []
@@ -133,7 +133,7 @@ def test_turns_follow_the_context_as_the_template_writes_them(server, context, p
 
 
 def test_a_system_prompt_is_compressed_or_begins_the_question(server, parts):
-    own = compress(*parts, TEXT, KNORM["method"], KNORM["retention"], system="Be brief.")
+    own = compress(*parts, TEXT, method=KNORM["method"], retention=KNORM["retention"], system="Be brief.")
     name = server.compressed(TEXT, system="Be brief.")
     assert server.answer("Who?", name) == own.ask("Who?", 8)
     late = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who?"}]
@@ -269,7 +269,7 @@ def test_unknown_paths_and_methods(server):
 
 def test_a_context_deleted_while_it_is_asked_answers_to_the_end(server, parts):
     name = server.compressed(OTHER + "!")
-    own = compress(*parts, OTHER + "!", KNORM["method"], KNORM["retention"])
+    own = compress(*parts, OTHER + "!", method=KNORM["method"], retention=KNORM["retention"])
     body = {"messages": [{"role": "user", "content": "Who?"}], "context": name, "max_tokens": 60, "stream": True}
     with server.open("/v1/chat/completions", body) as stream:
         first = stream.readline()
@@ -396,7 +396,7 @@ def test_texts_beyond_those_that_may_wait_get_429(parts, tmp_path, monkeypatch):
 def test_a_stop_lets_answers_end(parts, tmp_path):
     with serving(*parts, tmp_path, grace=30) as server:
         name = server.compressed(TEXT)
-        right = compress(*parts, TEXT, KNORM["method"], KNORM["retention"]).ask("Who?", 40)
+        right = compress(*parts, TEXT, method=KNORM["method"], retention=KNORM["retention"]).ask("Who?", 40)
         found: list = []
         asking = threading.Thread(target=lambda: found.append(server.answer("Who?", name, max_tokens=40)))
         asking.start()

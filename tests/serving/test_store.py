@@ -29,7 +29,7 @@ def model():
 
 
 def add(store, model, text, settings=SETTINGS, **options):
-    context = compress(model, Words(), text, settings.method, settings.retention, **options)
+    context = compress(model, Words(), text, method=settings.method, retention=settings.retention, **options)
     name = name_of(text, settings)
     store.put(entry_of(name, text[:8], context, settings), context)
     return name, context
@@ -85,7 +85,7 @@ def test_the_same_text_twice_is_one_file(model, tmp_path):
 
 
 def test_the_least_recently_used_leave_memory_alone(model, tmp_path):
-    one = compress(model, Words(), TEXT, "knorm", 0.4).nbytes()
+    one = compress(model, Words(), TEXT, method="knorm", retention=0.4).nbytes()
     store = made(tmp_path, model, memory=int(2.5 * one))
     texts = [" ".join(f"{letter}{number}" for number in range(60)) for letter in "abc"]
     first, second = (add(store, model, text)[0] for text in texts[:2])
@@ -94,7 +94,7 @@ def test_the_least_recently_used_leave_memory_alone(model, tmp_path):
     third = add(store, model, texts[2])[0]
     assert set(store.resident()) == {first, third} and sum(store.resident().values()) <= 2.5 * one
     assert before() is None  # really let go
-    answer = compress(model, Words(), texts[1], "knorm", 0.4).ask("why ?", 6)
+    answer = compress(model, Words(), texts[1], method="knorm", retention=0.4).ask("why ?", 6)
     assert store.get(second).ask("why ?", 6) == answer and set(store.resident()) == {third, second}
     assert len(store.entries()) == 3
 

@@ -37,7 +37,7 @@ def test_planted_links_are_not_followed(tmp_path, monkeypatch):
     assert victim.read_text() == "mine" and path.read_text() == "text"
     monkeypatch.setattr(secrets, "token_hex", lambda size: "planted")
     (tmp_path / ".planted.tmp").symlink_to(victim)
-    with pytest.raises(DataError, match="the text cannot be written to .*nothing was changed there"):
+    with pytest.raises(DataError, match=r"the text cannot be written to .*nothing was changed there"):
         write(path, "other")
     assert victim.read_text() == "mine" and path.read_text() == "text"
 
@@ -65,15 +65,20 @@ def test_content_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
 def test_a_failed_block_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.txt"
     write(path, "old")
-    with pytest.raises(KeyError), atomic_write(path, DataError, "the text") as temporary:
-        temporary.write_text("half")
-        raise KeyError
+
+    def fail():
+        with atomic_write(path, DataError, "the text") as temporary:
+            temporary.write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
 
 
 @pytest.mark.parametrize("name", [3, None, b"a", "a\0b", "\ud800"])
 def test_what_is_no_path_is_refused(name):
-    with pytest.raises(DataError, match="the text is .*, but it must be a path"):
+    with pytest.raises(DataError, match=r"the text is .*, but it must be a path"):
         as_path(name, DataError, "the text")
 
 

@@ -97,7 +97,7 @@ def test_methods_without_a_policy_work_on_quantised_models(kind):
         found = model(text[:, 90:], past_key_values=cache, use_cache=True).logits
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     for method in ("snapkv", "kvzip"):
-        context = compress(model, Words(), " ".join([TEXT, TEXT]), method, retention=0.3)
+        context = compress(model, Words(), " ".join([TEXT, TEXT]), method=method, retention=0.3)
         assert context.realised_retention() == pytest.approx(0.3) and context.ask("what ?", 4)
 
 
@@ -125,7 +125,7 @@ def test_a_method_that_reads_weights_says_that_these_cannot_be_read():
     for kind in ("bitsandbytes", "GPTQ and AWQ"):
         model = KINDS[kind]()
         with pytest.raises(UnsupportedModelError, match="output projection"):
-            compress(model, Words(), TEXT, "uniform+critical-expected")
+            compress(model, Words(), TEXT, method="uniform+critical-expected")
 
 
 def test_the_page_names_every_kind():
