@@ -108,7 +108,7 @@ class Inputs:
         """Makes the good files that the bad ones are made of in `folder`."""
         self._folder, self._work = folder, folder / "work"
         self._good = _good_files(folder / "good")
-        self._model, self._context = tiny_llama(), compress(tiny_llama(), Words(), TEXT, "knorm", 0.4)
+        self._model, self._context = tiny_llama(), compress(tiny_llama(), Words(), TEXT, method="knorm", retention=0.4)
         self._cases: dict[str, Callable[[], bool]] = {}
         self._kinds: dict[str, str] = {}
         for kind, cases in (
@@ -296,8 +296,8 @@ class Inputs:
         named = ("text", "method", "retention", "policy", "chunk", "budget_tokens", "slack", "bits", "pattern",
                  "streaming", "decode_eviction", "prompt_tokens", "nothing")  # fmt: skip
         calls: dict[str, Callable[[Any], Any]] = {
-            "compress model": lambda value: compress(value, Words(), TEXT, "knorm"),
-            "compress tokenizer": lambda value: compress(model, value, TEXT, "knorm"),
+            "compress model": lambda value: compress(value, Words(), TEXT, method="knorm"),
+            "compress tokenizer": lambda value: compress(model, value, TEXT, method="knorm"),
             "ask": lambda value: context.ask(value, 2),
             "ask max_new_tokens": lambda value: context.ask("what ?", value),
             "ask num_beams": lambda value: context.ask("what ?", 2, num_beams=value),
@@ -423,7 +423,7 @@ def _good_files(folder: Path) -> Path:
     (folder / "ruler").mkdir()
     write_sources(folder / "ruler")
     write_lines(folder / "ruler" / "hotpot_dev.jsonl.gz", hotpot_rows(20))
-    compress(tiny_llama(), Words(), TEXT, "knorm", 0.4).save(folder / "context.kv")
+    compress(tiny_llama(), Words(), TEXT, method="knorm", retention=0.4).save(folder / "context.kv")
     SampleJournal(folder / "journal.jsonl", {"format": 1}, Process(0, 1)).add({"key": "a", "rows": []})
     run, _ = trainer(folder / "run")
     train_for(run, 3)

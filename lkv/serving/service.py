@@ -169,7 +169,7 @@ class Service:
         try:
             # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
             context = compress_ids(
-                self.model, self.tokenizer, context_ids(self.tokenizer, job.text, settings.system),
+                self.model, self.tokenizer, encode_context(self.tokenizer, job.text, settings.system),
                 method=settings.method, retention=settings.retention, policy=self._policy, progress=progress,
                 text=job.text,
             )  # fmt: skip

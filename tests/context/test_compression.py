@@ -167,7 +167,7 @@ def test_a_retention_of_another_kind_of_number_is_saved(model, policy, tmp_path)
 
 @pytest.mark.parametrize("method", ["lkv", "full"])
 def test_no_positions_are_made_up_beyond_the_models(model, policy, method):
-    context = compress(model, Words(), TEXT, method, policy=policy)
+    context = compress(model, Words(), TEXT, method=method, policy=policy)
     room = model.config.max_position_embeddings - context.tokens - len(encode_question(Words(), "what ?"))
     assert len(context.predict("what ?", "word " * room)[1]) == room
     with pytest.raises(PromptError, match=r"would reach .* but the model reads at most"):

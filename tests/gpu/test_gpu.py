@@ -179,7 +179,9 @@ def test_a_model_over_two_devices(base, split, method):
 @pytest.mark.parametrize("method", ["kvzip", "global+knorm", "lkv-h+kvzip"])
 def test_methods_of_whole_prompts_over_two_devices(base, split, method):
     options = {"policy": policy_of(base)} if method.startswith("lkv") else {}
-    expected, found = (compress(model, Words(), TEXT, method, 0.4, **options).cache for model in (base, split))
+    expected, found = (
+        compress(model, Words(), TEXT, method=method, retention=0.4, **options).cache for model in (base, split)
+    )
     assert found.kept_counts() == expected.kept_counts()
     assert [str(layer.store.k.device) for layer in found.ragged_layers] == ["fake:0", "fake:1", "fake:1"]
 

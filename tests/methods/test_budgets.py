@@ -168,12 +168,12 @@ def test_a_pattern_of_another_shape_is_named_and_a_right_one_works(method):
     model, text = tiny_llama(max_position_embeddings=1024), " ".join(map(str, range(225)))
     for wrong in ([[0.1, 0.9]] * 4, [[0.1, 0.9, 0.5]] * 3):
         with pytest.raises(BudgetError, match="but the model has 3 layers of 2 KV heads"):
-            compress(model, Words(), text, method, 0.95, pattern=wrong)
+            compress(model, Words(), text, method=method, retention=0.95, pattern=wrong)
     # 6 x 225 x 0.95 entries: no streaming head fits beside a prompt shorter than its window.
     with pytest.raises(PromptError, match="smallest retention that DuoAttention can reach"):
-        compress(model, Words(), text, method, 0.95, pattern=[[0.1, 0.9]] * 3)
+        compress(model, Words(), text, method=method, retention=0.95, pattern=[[0.1, 0.9]] * 3)
     long = " ".join(map(str, range(450)))
-    cache = compress(model, Words(), long, method, 0.95, pattern=[[0.1, 0.9]] * 3).cache
+    cache = compress(model, Words(), long, method=method, retention=0.95, pattern=[[0.1, 0.9]] * 3).cache
     assert cache.kept_counts() == [[384, 450], [384, 450], [384, 450]]
 
 
