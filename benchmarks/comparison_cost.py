@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.common import RESULTS, command_of
 from lkv.evaluation import ruler
-from lkv.evaluation.runner import evaluate
+from lkv.evaluation.runner import EvaluationConfig, evaluate
 from lkv.models.loading import default_policy, load_default
 from lkv.utils.journal import read_samples
 from lkv.utils.results import write_results
@@ -41,7 +41,7 @@ def main() -> None:
         ]
         for number, (name, methods) in enumerate(_SETS.items()):
             lines = options.out.with_name(f"comparison_cost-{tokens}-{number}.jsonl")
-            evaluate(model, tokenizer, examples, methods, [0.15], lines, policy=default_policy())
+            evaluate(model, tokenizer, examples, EvaluationConfig(methods, [0.15], policy=default_policy()), lines)
             rows.append(_row(lines, name, tokens, options.threads))
             print(rows[-1], flush=True)
     write_results(options.out, "comparison_cost", rows, 0, command_of("benchmarks.comparison_cost", options))

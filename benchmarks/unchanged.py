@@ -183,14 +183,19 @@ def fidelity(
 ) -> dict[str, torch.Tensor]:
     """All that an evaluation writes of each method, retention and text."""
     example = import_either("lkv.evaluation.example", "lkv.evals.example").Example
-    evaluate = import_either("lkv.evaluation.runner", "lkv.evals.runner").evaluate
+    runner = import_either("lkv.evaluation.runner", "lkv.evals.runner")
 
     fields: dict[str, Any] = {"suite": "longbench", "task": "code", "question": _QUESTION, "answer_prefix": ""}
     fields |= {"max_new_tokens": 8, "metric": "qa_f1"}
     examples = [
         example(number=number, context=text, answers=(text[40:100],), **fields) for number, text in enumerate(texts)
     ]
-    evaluate(model, tokenizer, examples, methods, RETENTIONS, out, policy=policy, pattern=pattern_of(model), timed=0)
+    options: dict[str, Any] = {"policy": policy, "pattern": pattern_of(model)}
+    if hasattr(runner, "EvaluationConfig"):
+        config = runner.EvaluationConfig(methods, RETENTIONS, timed_samples=0, **options)
+        runner.evaluate(model, tokenizer, examples, config, out)
+    else:
+        runner.evaluate(model, tokenizer, examples, methods, RETENTIONS, out, timed=0, **options)
     results: dict[str, torch.Tensor] = {}
     for line in out.read_text(encoding="utf-8").splitlines()[1:]:
         sample = json.loads(line)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lkv.evaluation.example import Example
-from lkv.evaluation.runner import evaluate
+from lkv.evaluation.runner import EvaluationConfig, evaluate
 
 VOCABULARY = 67
 NEWLINE = 5
@@ -69,7 +69,7 @@ def make_examples(count, tasks=("alpha", "beta"), tokens=90, **changes):
 
 def run(model, policy, out, examples, methods=("lkv", "snapkv"), retentions=(0.3,), **options):
     options = {"score": score, "make_prompt": make_prompt, "model_name": "tiny"} | options
-    evaluate(model, Letters(), examples, methods, retentions, out, policy=policy, **options)
+    evaluate(model, Letters(), examples, EvaluationConfig(methods, retentions, policy=policy, **options), out)
     header, *lines = [json.loads(line) for line in out.read_text().splitlines()]
     return header, lines
 

@@ -24,7 +24,6 @@ from lkv.cli.main import main
 from lkv.config import TrainingConfig, replace
 from lkv.context.context import Context, compress
 from lkv.errors import LkvError
-from lkv.evaluation.processes import Process
 from lkv.evaluation.report.results import read_results
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.integrations.transformers.spec import inspect_model
@@ -341,7 +340,7 @@ class Inputs:
         readers: dict[str, tuple[Path, Callable[[Path], Any]]] = {
             "Context.load": (good / "context.kv", lambda path: Context.load(path, self._model, Words())),
             "read_results": (good / "results.jsonl", lambda path: read_results([path])),
-            "Journal": (good / "journal.jsonl", lambda path: SampleJournal(path, {"format": 1}, Process(0, 1))),
+            "Journal": (good / "journal.jsonl", lambda path: SampleJournal(path, {"format": 1})),
             "read_checkpoint": (good / "run" / "checkpoint.safetensors", lambda path: read_checkpoint(path.parent)),
             "start_from": (good / "run" / "checkpoint.safetensors", lambda path: initialize_from(policy, path.parent)),
             "read_pattern": (good / "pattern.tsv", lambda path: read_pattern(path, 3, 2)),
@@ -424,7 +423,7 @@ def _good_files(folder: Path) -> Path:
     write_sources(folder / "ruler")
     write_lines(folder / "ruler" / "hotpot_dev.jsonl.gz", hotpot_rows(20))
     compress(tiny_llama(), Words(), TEXT, method="knorm", retention=0.4).save(folder / "context.kv")
-    SampleJournal(folder / "journal.jsonl", {"format": 1}, Process(0, 1)).add({"key": "a", "rows": []})
+    SampleJournal(folder / "journal.jsonl", {"format": 1}).add({"key": "a", "rows": []})
     run, _ = trainer(folder / "run")
     train_for(run, 3)
     return folder

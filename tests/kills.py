@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from lkv.context.context import Context, compress
-from lkv.evaluation.runner import evaluate
+from lkv.evaluation.runner import EvaluationConfig, evaluate
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.conversion import convert_once, is_complete
 from lkv.policy.policy import Policy
@@ -110,10 +110,10 @@ def train(folder: Path) -> None:
 
 def measure(folder: Path) -> None:
     """A small evaluation, or the rest of it."""
-    evaluate(
-        tiny_llama(), fake_suite.Letters(), fake_suite.make_examples(3), ["knorm", "snapkv"], [0.3],
-        folder / "out.jsonl", score=fake_suite.score, make_prompt=fake_suite.make_prompt, model_name="tiny",
-    )  # fmt: skip
+    config = EvaluationConfig(
+        ["knorm", "snapkv"], [0.3], score=fake_suite.score, make_prompt=fake_suite.make_prompt, model_name="tiny"
+    )
+    evaluate(tiny_llama(), fake_suite.Letters(), fake_suite.make_examples(3), config, folder / "out.jsonl")
 
 
 def collect(folder: Path) -> None:

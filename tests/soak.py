@@ -25,7 +25,6 @@ from tqdm import tqdm
 from lkv.context.context import Context, compress
 from lkv.context.saved_context import read_context_file
 from lkv.errors import LkvError
-from lkv.evaluation.processes import Process
 from lkv.evaluation.report.results import read_results
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.policy.policy import Policy
@@ -144,7 +143,7 @@ def _samples(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
     policy.save_pretrained(folder / "policy")
     results = write(folder / "results.jsonl", many())
     journal = folder / "journal.jsonl"
-    SampleJournal(journal, {"format": 1}, Process(0, 1)).add({"key": "a", "rows": []})
+    SampleJournal(journal, {"format": 1}).add({"key": "a", "rows": []})
     return [
         (folder / "context.kv", lambda: read_context_file(folder / "context.kv")),
         (folder / "context.kv", lambda: Context.load(folder / "context.kv", model, Words()).ask("what ?", 4)),
@@ -152,7 +151,7 @@ def _samples(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
         (folder / "policy" / "config.json", lambda: Policy.from_pretrained(folder / "policy").digest()),
         (folder / "run" / "checkpoint.safetensors", lambda: read_checkpoint(folder / "run")[0]),
         (results, lambda: len(read_results([results]).samples)),
-        (journal, lambda: SampleJournal(journal, {"format": 1}, Process(0, 1)).done),
+        (journal, lambda: SampleJournal(journal, {"format": 1}).done),
     ]
 
 

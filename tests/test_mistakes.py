@@ -14,7 +14,6 @@ from lkv.cli.main import main
 from lkv.context.context import compress
 from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, RetentionError
 from lkv.evaluation.longbench import load_examples
-from lkv.evaluation.processes import Process
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.methods.build import make_method
 from lkv.models.loading import DEFAULT, load_policy
@@ -221,7 +220,7 @@ def test_results_that_cannot_be_written_are_named(tmp_path, capsys, out):
     with pytest.raises(LkvError), open_journal(path, {}):
         pass
     with pytest.raises(LkvError):
-        SampleJournal(path, {}, Process(0, 1))
+        SampleJournal(path, {})
     assert (tmp_path / "mine").read_text() == "mine" and not list(tmp_path.rglob("*.tmp"))
 
 
@@ -235,7 +234,7 @@ def test_an_evaluation_without_a_place_is_named_before_it_begins(tmp_path, capsy
 def test_damaged_samples_are_named(tmp_path, line):
     (tmp_path / "out.jsonl").write_bytes(b"{}\n" + line.encode(errors="surrogatepass") + b"\n")
     with pytest.raises(LkvError, match=r"is no JSON object|is neither a header nor a sample|is no text"):
-        SampleJournal(tmp_path / "out.jsonl", {}, Process(0, 1))
+        SampleJournal(tmp_path / "out.jsonl", {})
     (tmp_path / "done.jsonl").write_bytes(b"{}\n" + line.encode(errors="surrogatepass") + b"\n")
     if line not in ('{"key": 3}',):
         with pytest.raises(LkvError), open_journal(tmp_path / "done.jsonl", {}):
@@ -247,7 +246,7 @@ def test_damaged_samples_are_named(tmp_path, line):
 def test_a_sample_with_rows_of_another_kind_is_named(tmp_path, name, damage):
     (tmp_path / "out.jsonl").write_text("{}\n" + json.dumps({"key": "a", name: damage}) + "\n")
     with pytest.raises(DataError, match=r"the sample 'a' of .* has rows of another kind"):
-        SampleJournal(tmp_path / "out.jsonl", {}, Process(0, 1))
+        SampleJournal(tmp_path / "out.jsonl", {})
 
 
 @pytest.mark.parametrize("written", [{"methods": 3}, {"retentions": None}, {"policies": ["lkv"]}])
@@ -255,14 +254,14 @@ def test_a_damaged_header_is_named(tmp_path, written):
     header = {"methods": ["lkv"], "retentions": [0.15], "policies": {"lkv": "a"}}
     (tmp_path / "out.jsonl").write_text(json.dumps(header | written) + "\n")
     with pytest.raises(DataError, match=f"samples of other settings .{next(iter(written))}"):
-        SampleJournal(tmp_path / "out.jsonl", header, Process(0, 1))
+        SampleJournal(tmp_path / "out.jsonl", header)
 
 
 def test_half_characters_in_an_answer_are_kept(tmp_path):
-    journal = SampleJournal(tmp_path / "out.jsonl", {}, Process(0, 1))
+    journal = SampleJournal(tmp_path / "out.jsonl", {})
     journal.add({"key": "a", "answer": "é\ud800"})
     journal.add({"key": "b", "answer": "é"})
-    assert SampleJournal(tmp_path / "out.jsonl", {}, Process(0, 1)).done["a"]["answer"] == "é\ud800"
+    assert SampleJournal(tmp_path / "out.jsonl", {}).done["a"]["answer"] == "é\ud800"
     assert "é" in (tmp_path / "out.jsonl").read_text()
 
 
@@ -338,7 +337,7 @@ def test_what_the_disk_has_no_room_for_leaves_the_old_file(model, policy, tmp_pa
             ):
                 work()
         with pytest.raises(LkvError, match="takes no more samples"):
-            SampleJournal(tmp_path / "out.jsonl", {}, Process(0, 1)).add({"key": "a", "text": "x" * 600})
+            SampleJournal(tmp_path / "out.jsonl", {}).add({"key": "a", "text": "x" * 600})
     assert {path: path.read_bytes() for path in files} == files and not list(tmp_path.rglob("*.tmp"))
 
 

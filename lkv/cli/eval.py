@@ -80,8 +80,7 @@ def run(options: argparse.Namespace) -> None:
     require("evals", "lkv eval")
     import torch
 
-    from lkv.evaluation.processes import Process
-    from lkv.evaluation.runner import evaluate
+    from lkv.evaluation.runner import EvaluationConfig, distributed_state, evaluate
     from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.registry import FULL, find, needs_pattern, needs_policy
     from lkv.models.loading import DEFAULT, load_model, load_policy, policy_for
@@ -112,10 +111,10 @@ def run(options: argparse.Namespace) -> None:
     revision = options.policy_revision
     loaded = {name: load_policy(path, options.strict, revision) for name, path in paths.items()} if needed else {}
     policy = loaded.pop("", None)
-    process = Process.current()
+    state = distributed_state()
     name = options.model or DEFAULT
     model, tokenizer = load_model(name, getattr(torch, options.dtype) if options.dtype else None, options.revision)
-    model.to(process.device)
+    model.to(state.device)
     spec = patch_attention(model).spec
     if needed and policy is None and not loaded:
         policy = policy_for(spec)
@@ -123,26 +122,24 @@ def run(options: argparse.Namespace) -> None:
     if options.suite == "ruler" and max(options.lengths) > limit:
         raise LkvError(f"a length of {max(options.lengths)} is asked for, but {name} reads {limit} tokens at most.")
     pattern = _pattern(options.pattern, model, tokenizer, options.pattern_by) if options.pattern else None
-    evaluate(
-        model,
-        tokenizer,
-        # Of every task the first, then of every task the second: an interrupted run has some of each.
-        sorted(examples(tokenizer), key=lambda example: example.number),
+    config = EvaluationConfig(
         options.methods,
         options.retention,
-        options.out,
         options.protocol,
         policy,
-        pattern=pattern,
-        pattern_from=_pattern_from(options.pattern, options.pattern_by) if options.pattern else None,
-        policies=loaded,
+        loaded,
+        pattern,
+        pattern_source=_pattern_from(options.pattern, options.pattern_by) if options.pattern else None,
         model_name=Path(name).name if exists(name) else name,
         seed=options.seed,
-        rows_at_once=options.rows_at_once,
+        max_rows=options.rows_at_once,
     )
-    if process.rank == 0:
+    # Of every task the first, then of every task the second: an interrupted run has some of each.
+    ordered = sorted(examples(tokenizer), key=lambda example: example.number)
+    evaluate(model, tokenizer, ordered, config, options.out)
+    if state.is_main_process:
         _print_table(options.out)
-    process.end()
+    state.destroy_process_group()
 
 
 def _policies(given: Sequence[str] | None) -> dict[str, str]:

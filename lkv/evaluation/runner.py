@@ -1,273 +1,287 @@
-"""Running a benchmark: every method and retention on every sample, from one prefill each, written as they come."""
+"""Run a benchmark: every method at every retention on every example, from one prefill each."""
 
 import hashlib
 import json
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
 import lkv
-from lkv.errors import CacheError, DataError, PromptError
+from lkv.errors import CacheError, DataError, IntegrationError, PromptError
 from lkv.evaluation.comparison import Fidelity, MethodComparison, MethodGrid, RowPrediction, generate_greedily
 from lkv.evaluation.example import Example, Prompt, make_prompt
 from lkv.evaluation.metrics import score
-from lkv.evaluation.processes import Process
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.integrations.transformers.attention import evaluation_mode, input_device, patch_attention
-from lkv.integrations.transformers.prefill import LayerKV, PromptKV, read_prompt
+from lkv.integrations.transformers.prefill import PromptKV, read_prompt
 from lkv.integrations.transformers.spec import hub_commit
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils import devices
-from lkv.utils.journal import FIDELITY_METRICS, JOURNAL_FORMAT
+from lkv.utils.journal import FIDELITY_METRICS, JOURNAL_FORMAT, Record, lock_journal
 from lkv.utils.prompts import encode
 from lkv.utils.results import collect_provenance
 
-_PACKAGES = ("tokenizers", "wonderwords", "rouge")  # what texts and scores depend on, beside the model's
+if TYPE_CHECKING:
+    from accelerate import PartialState
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_PACKAGES = ("tokenizers", "wonderwords", "rouge")  # examples and scores depend on their versions too
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What to measure, and how.
+
+    Args:
+        methods: Names as `lkv methods` lists them, or "BUDGET+SELECTOR"; "METHOD@NAME" reads `policies[NAME]`. The full
+            cache is always measured too.
+        retentions: The shares of the KV entries to keep.
+        protocol: How prompts are made: "kvpress" or "longbench" (see `lkv.evaluation.example`).
+        policy: The policy of the methods without "@NAME" that read one.
+        policies: Further policies by name.
+        pattern: DuoAttention's score of each head, [layers][KV heads].
+        pattern_source: Where the pattern is from, for tables ("estimated on ...").
+        model_name: What the results call the model (default: its own name).
+        seed: The seed that made the examples; recorded only.
+        timed_samples: On how many examples of each task and length the full cache alone is timed.
+        max_rows: How many methods x retentions run as one batch; less memory with fewer.
+        make_prompt: Makes the prompt of an example; replace it for examples of your own.
+        score: Scores the answer to an example, in 0..100.
+    """
+
+    methods: Sequence[str]
+    retentions: Sequence[float]
+    protocol: str = "kvpress"
+    policy: Policy | None = None
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    pattern: list[list[float]] | None = None
+    pattern_source: str | None = None
+    model_name: str | None = None
+    seed: int = 0
+    timed_samples: int = 2
+    max_rows: int = 64
+    make_prompt: Callable[..., Prompt] = make_prompt
+    score: Callable[[Example, str], float] = score
 
 
 def evaluate(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    examples: Iterable[Example],
+    config: EvaluationConfig,
+    out: Path,
+) -> None:
+    """Measure the methods of `config` and the full cache on every example that `out` does not hold yet.
+
+    `out` is a file of JSON lines: a header with the settings, then one line an example as soon as it is measured. An
+    interrupted run resumes. A run with more examples, methods or retentions measures only what is missing and extends
+    the file. Under Accelerate, each process measures its share of the examples. An example whose prompt cannot be made
+    is written without rows, with the reason.
+
+    Raises:
+        DataError: For no examples, two of the same name, examples of several suites, a file with other settings or
+            texts, or a file that another evaluation is writing to.
+        LkvError: If a method lacks its policy or pattern, or a policy was trained for another model.
+    """
+    state = distributed_state()
+    grid = MethodGrid(
+        model, tokenizer, config.methods, config.retentions, config.policy, config.pattern, config.policies
+    )
+    named = _name_examples(examples)
+    header = _header(model, grid, config, named)
+    with lock_journal(out) if state.is_main_process else nullcontext():
+        journal = SampleJournal(out, header, state.process_index, state.num_processes, state.wait_for_everyone)
+        pending: dict[str, MethodGrid] = {}
+        for key, example in named.items():
+            line = journal.done.get(key)
+            if line is not None and line.get("text_sha256") != _digest(_text(example)):
+                raise DataError(
+                    f"{out} holds the sample {key!r} of another text; use the data that it was made with, or another "
+                    "file."
+                )
+            if (missing := _missing_methods(grid, line)) is not None:
+                pending[key] = missing
+        timed = _first_of_each_task(named, config.timed_samples)
+        share = _share_of(list(pending), state.process_index, state.num_processes)
+        with evaluation_mode(model):
+            for key in tqdm(share, desc=str(header["suite"]), unit="sample", disable=not state.is_main_process):
+                line = journal.done.get(key)
+                should_time = key in timed and line is None
+                measured = run_example(model, tokenizer, named[key], pending[key], config, should_time)
+                journal.add({"key": key} | (measured if line is None else _extend(line, measured)))
+        journal.finish(list(named))
+
+
+def distributed_state() -> "PartialState":
+    """Accelerate's state of this process. Raises IntegrationError if Accelerate is missing."""
+    try:
+        from accelerate import PartialState
+    except ImportError as error:
+        raise IntegrationError(
+            f"evaluations need Accelerate ({error}); run `pip install 'lkv-cache[evals]'`."
+        ) from error
+    # Without a GPU, Accelerate treats a launched process as a single one unless told to use the CPU.
+    cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.accelerator.is_available()
+    # Shares take different times, and the first process to finish waits for the last.
+    return PartialState(cpu=cpu, timeout=timedelta(days=30))
+
+
+@torch.no_grad()
+def run_example(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    example: Example,
+    grid: MethodGrid,
+    config: EvaluationConfig,
+    time_full_cache: bool = False,
+) -> Record:
+    """Measure the full cache and the methods of `grid` on one example.
+
+    Returns:
+        The example's line of the file: `rows` (one a method and retention: answer, score, fidelity to the full cache,
+        memory), `skipped` methods with the reason, and timings. Where memory runs out, fewer methods run at a time.
+    """
+    line: Record = {
+        "task": example.task,
+        "length": example.length,
+        "number": example.number,
+        "text_sha256": _digest(_text(example)),
+    }
+    try:
+        max_positions = patch_attention(model).spec.max_positions
+        prompt = config.make_prompt(example, tokenizer=tokenizer, protocol=config.protocol, max_positions=max_positions)
+    except PromptError as error:
+        return line | {"unusable": str(error), "rows": [], "skipped": []}
+    max_rows = min(config.max_rows, grid.size)
+    while True:
+        try:
+            measured = _run_methods(model, tokenizer, example, prompt, grid, config, max_rows)
+            break
+        except (MemoryError, RuntimeError, CacheError) as error:
+            if max_rows == 1 or not devices.is_out_of_memory(error):
+                raise
+        # After the exception is gone, and with it the tensors of its frames.
+        max_rows = (max_rows + 1) // 2
+        devices.release(input_device(model))
+    if time_full_cache:
+        measured["seconds"]["full"] = _time_full_cache(model, tokenizer, example, prompt)
+    return line | measured
+
+
+def _run_methods(
     model: Any,
     tokenizer: Any,
-    examples: Iterable[Example],
-    methods: Sequence[str],
-    retentions: Sequence[float],
-    out: Path,
-    protocol: str = "kvpress",
-    policy: Policy | None = None,
-    *,
-    pattern: list[list[float]] | None = None,
-    pattern_from: str | None = None,
-    policies: Mapping[str, Policy] | None = None,
-    model_name: str | None = None,
-    seed: int = 0,
-    timed: int = 2,
-    rows_at_once: int = 64,
-    make_prompt: Callable[..., Prompt] = make_prompt,
-    score: Callable[[Example, str], float] = score,
-) -> None:
-    """Measure `methods` at all `retentions`, and the full cache, on every example that `out` does not hold yet.
-
-    `out` is a file of JSON lines: a header with the settings, then one line a sample when all its methods are done. An
-    interrupted run goes on where it was, and one that asks for more methods or retentions measures those alone; under
-    Accelerate each process takes its share of the samples. `policy` and `pattern` as for RaggedCache, `pattern_from`
-    tells people where the pattern is from ("estimated on ..."); `policies` by
-    name for methods named "METHOD@NAME", `seed` the one that made the examples. `timed`: on how many samples of each
-    task and length the full cache is timed alone. `rows_at_once`: how many methods times retentions are held beside
-    each other. `make_prompt` and `score` may be others, for another kind of examples.
-
-    Raises DataError for no examples, two of one name, examples of several suites, or a file of other settings or texts,
-    and LkvError where a method misses what it needs or the policy is another model's. A sample whose prompt cannot be
-    made is written without rows, with the reason.
-    """
-    process = Process.current()
-    grid = MethodGrid(model, tokenizer, methods, retentions, policy, pattern, policies)
-    named = _by_key(examples)
-    header = {
-        "format": JOURNAL_FORMAT,
-        "suite": next(iter(named.values())).suite,
-        "protocol": protocol,
-        "model": model_name or model.name_or_path or type(model).__name__,
-        "methods": grid.methods,
-        "retentions": grid.retentions,
-        # Commits on the hub, where it is from there that model and policy come.
-        "revision": hub_commit(model),
-        "fingerprint": patch_attention(model).spec.digest(),
-        "policy": policy.digest() if policy is not None else None,
-        "policy_revision": policy.commit if policy is not None else None,
-        "pattern": None if pattern is None else _digest(pattern),
-        "pattern_from": None if pattern is None else pattern_from,
-        **({"policies": {name: learned.digest() for name, learned in policies.items()}} if policies else {}),
-        "seed": seed,
-        "planned": len(named),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "lkv": lkv.__version__,
-        **collect_provenance(_PACKAGES),
-    }
-    if devices.is_gpu(model.device):
-        header["machine"] += f", {devices.runtime(model.device).get_device_name(model.device)}"
-    journal = SampleJournal(out, header, process)
-    for key, row in journal.done.items():
-        if key in named and row.get("text_sha256") != _digest(_text_of(named[key])):
-            raise DataError(
-                f"{out} holds the sample {key!r} of another text; give the data that it was made with, or another file."
+    example: Example,
+    prompt: Prompt,
+    grid: MethodGrid,
+    config: EvaluationConfig,
+    max_rows: int,
+) -> Record:
+    """All rows of an example, in batches of `max_rows`."""
+    device, stop_ids = input_device(model), _stop_ids(tokenizer, example)
+    started = _synchronised_clock(device)
+    layers = read_prompt(model, torch.tensor([prompt.context], device=device), queries=grid.required_queries)
+    prefilled = _synchronised_clock(device)
+    bound, skipped = grid.bind(prompt.context, layers)
+    full_entries = sum(layer.key.shape[:3].numel() for layer in layers)
+    entry_nbytes = (layers[0].key.shape[-1] + layers[0].value.shape[-1]) * layers[0].key.element_size()
+    reference = _reference_answer(tokenizer, example, prompt.question)
+    rows: list[Record] = []
+    full: RowPrediction | None = None
+    for start in range(0, len(bound), max_rows):
+        batch = bound[start : start + max_rows]
+        comparison = MethodComparison(model, prompt.context, layers, [row.method for row in batch])
+        if start + max_rows >= len(bound):
+            layers = PromptKV()  # frees the prompt: the full cache's row has a copy of its own
+        comparison.append(prompt.question[:-1])
+        fidelities: list[Fidelity | None] = [None] * len(batch)
+        if reference:
+            predictions = comparison.predict(prompt.question[-1:] + reference, 1)
+            full = predictions.row(0) if full is None else full
+            fidelities = [predictions.row(index).fidelity_to(full) for index in range(len(batch))]
+            del predictions
+        kept_entries = comparison.kept_entries()
+        answers = comparison.generate(prompt.question[-1:], example.max_new_tokens, stop_ids, last=True)
+        del comparison  # frees its memory before the next batch, or the full cache alone, takes its own
+        for row, kept, answer, fidelity in zip(batch, kept_entries, answers, fidelities, strict=True):
+            text = tokenizer.decode(answer, skip_special_tokens=True)
+            rows.append(
+                {
+                    "method": row.name,
+                    "retention": row.retention,
+                    "realised": round(kept / full_entries, 6),
+                    "nbytes": kept * entry_nbytes,
+                    "full_nbytes": full_entries * entry_nbytes,
+                    "answer": text,
+                    "score": float(config.score(example, text)),
+                }
+                | {name: _rounded(getattr(fidelity, name, None)) for name in FIDELITY_METRICS}
             )
-    with_full = _first_of_each(named, timed)
-    missing = {key: more for key in named if (more := _missing(grid, journal.done.get(key))) is not None}
-    left = _share(list(missing), process)
-    prompt_of = partial(
-        make_prompt, tokenizer=tokenizer, protocol=protocol, max_positions=patch_attention(model).spec.max_positions
-    )
-    run = _Run(model, tokenizer, grid, prompt_of, score, rows_at_once)
-    with evaluation_mode(model):
-        for key in tqdm(left, desc=str(header["suite"]), unit="sample", disable=process.rank > 0):
-            journal.add({"key": key} | run.more(named[key], key in with_full, missing[key], journal.done.get(key)))
-    journal.finish(list(named))
+    seconds = {"prefill": prefilled - started, "methods": _synchronised_clock(device) - prefilled}
+    return {
+        "prompt_tokens": len(prompt.context),
+        "truncated": prompt.truncated,
+        "answer_lost": prompt.answer_lost,
+        "seconds": {name: round(value, 4) for name, value in seconds.items()} | {"full": None},
+        "rows": rows,
+        "skipped": [{"method": s.name, "retention": s.retention, "reason": s.reason} for s in skipped],
+    }
 
 
-class _Run:
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        grid: MethodGrid,
-        prompt_of: Callable[[Example], Prompt],
-        score: Callable[[Example, str], float],
-        rows_at_once: int,
-    ):
-        self._model, self._tokenizer, self._grid = model, tokenizer, grid
-        self._prompt_of, self._score, self._at_once = prompt_of, score, rows_at_once
-        self._device = input_device(model)
-        self._newline = encode(tokenizer, "\n")[-1:]
-
-    def more(
-        self, example: Example, with_full: bool, grid: MethodGrid, before: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        """One line of the file: the rows of `grid`, behind those of the line `before` where there is one."""
-        self._grid = grid
-        line = self.sample(example, with_full and before is None)
-        if before is None:
-            return line
-        new = [row for row in line["rows"] if row["method"] != FULL]
-        return before | {"rows": before["rows"] + new, "skipped": before["skipped"] + line["skipped"]}
-
-    @torch.no_grad()
-    def sample(self, example: Example, with_full: bool) -> dict[str, Any]:
-        """One line of the file."""
-        about = {
-            "task": example.task,
-            "length": example.length,
-            "number": example.number,
-            "text_sha256": _digest(_text_of(example)),
-        }
-        try:
-            given = self._prompt_of(example)
-        except PromptError as error:
-            return about | {"unusable": str(error), "rows": [], "skipped": []}
-        stops = self._newline if example.stop_at_newline else []
-        at_once = min(self._at_once, self._grid.size)
-        while (measured := self._measured(example, given, stops, at_once)) is None:
-            at_once = (at_once + 1) // 2
-            devices.release(self._device)
-        if with_full:
-            measured["seconds"]["full"] = self._time_full(given.context + given.question, example, stops)
-        return about | measured
-
-    def _measured(self, example: Example, given: Prompt, stops: Sequence[int], at_once: int) -> dict[str, Any] | None:
-        """All rows of a sample, `at_once` beside each other; None where memory ran out, and fewer could do."""
-        try:
-            return self._rows(example, given, stops, at_once)
-        except (MemoryError, RuntimeError, CacheError) as error:
-            if at_once == 1 or not devices.is_out_of_memory(error):
-                raise
-            return None
-
-    def _rows(self, example: Example, given: Prompt, stops: Sequence[int], at_once: int) -> dict[str, Any]:
-        clock = self._clock()
-        prompt = read_prompt(
-            self._model, torch.tensor([given.context], device=self._device), queries=self._grid.required_queries
-        )
-        read = self._clock()
-        rows, skipped = self._grid.bind(given.context, prompt)
-        full_entries = sum(layer.key.shape[:3].numel() for layer in prompt)
-        entry = _entry_bytes(prompt[0])
-        reference = self._reference(example, given.question)
-        measured: list[dict[str, Any]] = []
-        full: RowPrediction | None = None
-        for start in range(0, len(rows), at_once):
-            part = rows[start : start + at_once]
-            run = MethodComparison(self._model, given.context, prompt, [row.method for row in part])
-            if start + at_once >= len(rows):
-                prompt = PromptKV()  # the full cache's row has its own copy
-            run.append(given.question[:-1])
-            close: list[Fidelity] | None = None
-            if reference:
-                predicted = run.predict(given.question[-1:] + reference, 1)
-                full = predicted.row(0) if full is None else full
-                close = [predicted.row(index).fidelity_to(full) for index in range(len(part))]
-                del predicted
-            kept = run.kept_entries()
-            answers = run.generate(given.question[-1:], example.max_new_tokens, stops, last=True)
-            del run  # its memory goes before the next part, or the full cache alone, takes its own
-            for index, (row, held, answer) in enumerate(zip(part, kept, answers, strict=True)):
-                text = self._tokenizer.decode(answer, skip_special_tokens=True)
-                measured.append(
-                    {
-                        "method": row.name,
-                        "retention": row.retention,
-                        "realised": round(held / full_entries, 6),
-                        "nbytes": held * entry,
-                        "full_nbytes": full_entries * entry,
-                        "answer": text,
-                        "score": float(self._score(example, text)),
-                    }
-                    | _fidelity(close[index] if close is not None else None)
-                )
-        compared = self._clock()
-        return {
-            "prompt_tokens": len(given.context),
-            "truncated": given.truncated,
-            "answer_lost": given.answer_lost,
-            "seconds": {
-                "prefill": round(read - clock, 4),
-                "methods": round(compared - read, 4),
-                "full": None,
-            },
-            "rows": measured,
-            "skipped": [{"method": s.name, "retention": s.retention, "reason": s.reason} for s in skipped],
-        }
-
-    def _reference(self, example: Example, question: list[int]) -> list[int]:
-        """Ids of the right answer as the model would go on with it, no longer than an answer may be."""
-        # All answers where all are asked for; elsewhere they are other wordings of one.
-        text = ", ".join(example.answers if example.metric == "string_match_all" else example.answers[:1])
-        if not text:
-            return []
-        before = self._tokenizer.decode(question[-1:], skip_special_tokens=True)
-        space = " " if before and not before[-1].isspace() else ""
-        return encode(self._tokenizer, space + text)[: example.max_new_tokens]
-
-    def _time_full(self, ids: list[int], example: Example, stops: Sequence[int]) -> float | None:
-        """Seconds that the full cache alone takes to read the same text and answer, in transformers' own cache; None
-        where memory runs out: what was measured before is not lost."""
-        started = self._clock()
-        try:
-            generate_greedily(self._model, [ids], example.max_new_tokens, stops)
-        except (MemoryError, RuntimeError) as error:
-            if not devices.is_out_of_memory(error):
-                raise
-            return None
-        return round(self._clock() - started, 4)
-
-    def _clock(self) -> float:
-        if devices.is_gpu(self._device):
-            devices.runtime(self._device).synchronize(self._device)
-        return time.perf_counter()
+def _reference_answer(tokenizer: Any, example: Example, question: list[int]) -> list[int]:
+    """Ids of the true answer as a continuation of the prompt, at most as long as an answer may be."""
+    # Some tasks ask for all the answers; elsewhere they are different wordings of one.
+    text = ", ".join(example.answers if example.metric == "string_match_all" else example.answers[:1])
+    if not text:
+        return []
+    before = tokenizer.decode(question[-1:], skip_special_tokens=True)
+    space = " " if before and not before[-1].isspace() else ""
+    return encode(tokenizer, space + text)[: example.max_new_tokens]
 
 
-def _missing(grid: MethodGrid, line: dict[str, Any] | None) -> MethodGrid | None:
-    """What of the grid a sample's line has not, None where it has all."""
-    if line is None:
-        return grid
-    measured = {(row["method"], row["retention"]) for row in (*line.get("rows", ()), *line.get("skipped", ()))}
-    left = grid.pairs - measured
-    return grid.select(left) if left and not line.get("unusable") else None
+def _stop_ids(tokenizer: Any, example: Example) -> list[int]:
+    return encode(tokenizer, "\n")[-1:] if example.stop_at_newline else []
 
 
-def _by_key(examples: Iterable[Example]) -> dict[str, Example]:
+def _time_full_cache(model: Any, tokenizer: Any, example: Example, prompt: Prompt) -> float | None:
+    """Seconds to read the prompt and answer with transformers' own cache; None if memory runs out."""
+    device = input_device(model)
+    started = _synchronised_clock(device)
+    try:
+        ids = prompt.context + prompt.question
+        generate_greedily(model, [ids], example.max_new_tokens, _stop_ids(tokenizer, example))
+    except (MemoryError, RuntimeError) as error:
+        if not devices.is_out_of_memory(error):
+            raise
+        return None
+    return round(_synchronised_clock(device) - started, 4)
+
+
+def _synchronised_clock(device: torch.device) -> float:
+    if devices.is_gpu(device):
+        devices.runtime(device).synchronize(device)
+    return time.perf_counter()
+
+
+def _name_examples(examples: Iterable[Example]) -> dict[str, Example]:
+    """Examples by their key in the file: task, length and number."""
     named: dict[str, Example] = {}
     for example in examples:
         parts = (example.task, example.length, example.number)
         key = "-".join(str(part) for part in parts if part is not None)
         if key in named:
-            raise DataError(f"there are two samples {key!r}; give each number of a task and length once.")
+            raise DataError(f"there are two samples {key!r}; use each number of a task and length once.")
         named[key] = example
     if not named:
         raise DataError("there are no samples to measure; give at least one task, and samples of it.")
@@ -276,40 +290,73 @@ def _by_key(examples: Iterable[Example]) -> dict[str, Example]:
     return named
 
 
-def _share(keys: Sequence[str], process: Process) -> list[str]:
-    """One of each `size` successive keys: by lot, so that no process gets the same tasks (the long ones) every time."""
-    dealt = []
-    for start in range(0, len(keys), process.size):
-        hand = keys[start : start + process.size]
-        dealt += random.Random(start).sample(hand, len(hand))[process.rank : process.rank + 1]
-    return dealt
+def _header(model: Any, grid: MethodGrid, config: EvaluationConfig, named: dict[str, Example]) -> Record:
+    """The first line of the file: all settings that results depend on."""
+    policy, pattern, policies = config.policy, config.pattern, config.policies
+    header = {
+        "format": JOURNAL_FORMAT,
+        "suite": next(iter(named.values())).suite,
+        "protocol": config.protocol,
+        "model": config.model_name or model.name_or_path or type(model).__name__,
+        "methods": grid.methods,
+        "retentions": grid.retentions,
+        "revision": hub_commit(model),
+        "fingerprint": patch_attention(model).spec.digest(),
+        "policy": policy.digest() if policy is not None else None,
+        "policy_revision": policy.commit if policy is not None else None,
+        "pattern": None if pattern is None else _digest(pattern),
+        "pattern_from": None if pattern is None else config.pattern_source,
+        **({"policies": {name: policy.digest() for name, policy in policies.items()}} if policies else {}),
+        "seed": config.seed,
+        "planned": len(named),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "lkv": lkv.__version__,
+        **collect_provenance(_PACKAGES),
+    }
+    if devices.is_gpu(model.device):
+        header["machine"] += f", {devices.runtime(model.device).get_device_name(model.device)}"
+    return header
 
 
-def _first_of_each(named: dict[str, Example], count: int) -> set[str]:
-    """The keys of the first `count` samples of each task and length: the same in every run, however it is resumed."""
-    seen: dict[tuple[str, int | None], list[str]] = {}
+def _missing_methods(grid: MethodGrid, line: Record | None) -> MethodGrid | None:
+    """The methods that an example's line lacks, None if it has all."""
+    if line is None:
+        return grid
+    measured = {(row["method"], row["retention"]) for row in (*line.get("rows", ()), *line.get("skipped", ()))}
+    missing = grid.pairs - measured
+    return grid.select(missing) if missing and not line.get("unusable") else None
+
+
+def _extend(line: Record, measured: Record) -> Record:
+    """An example's line with the rows of more methods; the full cache is already there."""
+    rows = [row for row in measured["rows"] if row["method"] != FULL]
+    return line | {"rows": line["rows"] + rows, "skipped": line["skipped"] + measured["skipped"]}
+
+
+def _share_of(keys: Sequence[str], rank: int, world_size: int) -> list[str]:
+    """One of each `world_size` successive keys, at random: otherwise a process could get the same tasks each time."""
+    share = []
+    for start in range(0, len(keys), world_size):
+        group = keys[start : start + world_size]
+        share += random.Random(start).sample(group, len(group))[rank : rank + 1]
+    return share
+
+
+def _first_of_each_task(named: dict[str, Example], count: int) -> set[str]:
+    """The keys of the first `count` examples of each task and length, the same in a resumed run."""
+    keys: dict[tuple[str, int | None], list[str]] = {}
     for key, example in named.items():
-        seen.setdefault((example.task, example.length), []).append(key)
-    return {key for keys in seen.values() for key in keys[:count]}
+        keys.setdefault((example.task, example.length), []).append(key)
+    return {key for task_keys in keys.values() for key in task_keys[:count]}
 
 
-def _text_of(example: Example) -> list[Any]:
-    parts = (example.context, example.question, example.answer_prefix, example.answers, example.max_new_tokens)
-    return list(parts)
+def _text(example: Example) -> list[Any]:
+    return [example.context, example.question, example.answer_prefix, example.answers, example.max_new_tokens]
 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def _entry_bytes(layer: LayerKV) -> int:
-    """Bytes of k and v of one token in one head."""
-    return (layer.key.shape[-1] + layer.value.shape[-1]) * layer.key.element_size()
-
-
-def _fidelity(fidelity: Fidelity | None) -> dict[str, float | None]:
-    numbers = {name: getattr(fidelity, name, None) for name in FIDELITY_METRICS}
-    return {
-        name: None if number is None or not math.isfinite(number) else round(number, 6)
-        for name, number in numbers.items()
-    }
+def _rounded(number: float | None) -> float | None:
+    return None if number is None or not math.isfinite(number) else round(number, 6)

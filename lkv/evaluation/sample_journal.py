@@ -1,125 +1,124 @@
-"""A journal that several processes write to."""
+"""The journal of an evaluation, which can be extended by later runs and shared by several processes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from lkv.errors import DataError
-from lkv.evaluation.processes import Process
 from lkv.utils.files import check_writable_file
-from lkv.utils.journal import Record, append, check_header, read_samples, write_journal
+from lkv.utils.journal import Record, append_sample, check_header, read_samples, write_journal
 
-_FREE = ("machine", "date")  # what may differ between the runs that fill one file; the first one's stays
-_PLANNED = "planned"  # how many samples a run wants: may differ too; the most is kept
-_LISTS, _TABLES, _LATER = (
-    ("methods", "retentions"),
-    ("policies",),
-    ("policy", "policy_revision", "pattern", "pattern_from", "fingerprint"),
-)
-_GROWING = (*_LISTS, *_TABLES, *_LATER, _PLANNED)  # what may grow between them
+# Settings that may differ between the runs that fill one file; all others must be equal.
+_FROM_FIRST_RUN = ("machine", "date")
+_LISTS = ("methods", "retentions")
+_SET_ONCE = ("policy", "policy_revision", "pattern", "pattern_from", "fingerprint")  # None until a run needs them
+_MERGED = (*_LISTS, *_SET_ONCE, "policies", "planned")
+_CONFLICT = object()
 
 
 class SampleJournal:
-    """Finished samples of one run, one JSON line each after a header that tells the settings.
+    """Finished samples of an evaluation: one JSON line each, after a header with the settings.
 
-    A later run may ask for more methods, retentions and policies: a sample then stands again, with more rows, until
-    `finish` leaves the fullest. A process alone appends to `out` itself. Several write to a part each beside it, which
-    the first process merges into `out` at the end, or when the run is taken up again by any number of processes.
+    A later run may add methods, retentions and policies: it appends the sample again with more rows, and `finish`
+    keeps the most complete line of each sample. A single process appends to `out`. Several processes append to one
+    part file each; the first process merges the parts into `out` at the end, or when a later run of any number of
+    processes resumes.
     """
 
-    def __init__(self, out: Path, header: Record, process: Process):
-        """Raises DataError if `out` or a part holds samples of other settings, or is no file of samples."""
-        self._out, self._header, self._process = out, header, process
-        self._path = out if process.size == 1 else _part(out, process.rank)
+    def __init__(
+        self, out: Path, header: Record, rank: int = 0, world_size: int = 1, barrier: Callable[[], Any] = lambda: None
+    ):
+        """Open `out` to add samples measured with the settings in `header`.
+
+        Args:
+            out: The file; it and its folder are created if needed.
+            header: The settings of this run.
+            rank: The number of this process.
+            world_size: How many processes share the samples.
+            barrier: Returns once all processes have called it.
+
+        Raises:
+            DataError: If `out` or a part holds samples of other settings, or is not a journal.
+        """
+        self._out, self._header, self._rank, self._barrier = out, header, rank, barrier
+        self._path = out if world_size == 1 else out.with_name(f"{out.stem}.part{rank}{out.suffix}")
         check_writable_file(out, DataError, "the samples")
         for path in self._files():
             written = read_samples(path)[0] or header
-            grown = [name for name in _GROWING if _fits(name, written, header)]
-            check_header(path, written, header, [*_FREE, *grown])
-            self._header = _grown(self._header, written)
-        process.wait()
-        self._merge()
-        process.wait()
+            self._header = _merge_headers(path, written, self._header)
+        barrier()
+        self._merge_files()
+        barrier()
         self.done = {row["key"]: row for row in read_samples(out)[1]}
         if self._path != out:
             write_journal(self._path, [self._header])
 
     def add(self, row: Record) -> None:
-        """Append one sample; `row["key"]` names it."""
-        append(self._path, row)
+        """Append one sample; `row["key"]` is its name."""
+        append_sample(self._path, row)
 
     def finish(self, order: Sequence[str]) -> None:
-        """Once every process has come here: all samples in `out`, in the order of their keys."""
-        self._process.wait()
-        self._merge(order)
-        self._process.wait()
+        """Wait for all processes and write all samples to `out`, in the order of their keys."""
+        self._barrier()
+        self._merge_files(order)
+        self._barrier()
 
     def _files(self) -> list[Path]:
-        return [path for path in [self._out, *_parts(self._out)] if path.is_file()]
+        return [path for path in [self._out, *self._parts()] if path.is_file()]
 
-    def _merge(self, order: Sequence[str] = ()) -> None:
-        """All samples into `out`, those of `order` first; a line that an interruption tore is dropped."""
-        if self._process.rank:
+    def _parts(self) -> list[Path]:
+        prefix = f"{self._out.stem}.part"
+        paths = [path for path in self._out.parent.iterdir() if path.name.startswith(prefix)]
+        return sorted(p for p in paths if p.suffix == self._out.suffix and p.stem.removeprefix(prefix).isdigit())
+
+    def _merge_files(self, order: Sequence[str] = ()) -> None:
+        """Write the samples of all files to `out`, those of `order` first, without incomplete lines."""
+        if self._rank:
             return
         samples: dict[str, Record] = {}
         for path in self._files():
             for sample in read_samples(path)[1]:
-                if not _is_whole(sample):
+                if not _has_valid_rows(sample):
                     raise DataError(
-                        f"the sample {sample['key']!r} of {path} has rows of another kind; delete what is damaged to "
-                        "measure it again, or give another file."
+                        f"the sample {sample['key']!r} of {path} has rows of another kind; delete its line to measure "
+                        "it again, or give another file."
                     )
-                if _rows(sample) >= _rows(samples.get(sample["key"], {})):
+                previous = samples.get(sample["key"], {})
+                if len(sample.get("rows", ())) >= len(previous.get("rows", ())):
                     samples[sample["key"]] = sample
-        rank = {key: number for number, key in enumerate(order)}
-        ordered = sorted(samples.values(), key=lambda sample: rank.get(sample["key"], len(rank)))
+        position = {key: number for number, key in enumerate(order)}
+        ordered = sorted(samples.values(), key=lambda sample: position.get(sample["key"], len(position)))
         write_journal(self._out, [self._header, *ordered])
-        for part in _parts(self._out):
+        for part in self._parts():
             part.unlink()
 
 
-def _rows(sample: Record) -> int:
-    return len(sample.get("rows", ()))
-
-
-def _is_whole(sample: Record) -> bool:
-    """Whether what says which methods were measured, at which retentions, does so."""
+def _has_valid_rows(sample: Record) -> bool:
+    """Whether each measured or skipped row names its method and retention."""
     return all(
         isinstance(rows, list) and all(isinstance(row, dict) and {"method", "retention"} <= row.keys() for row in rows)
         for rows in (sample.get(name, []) for name in ("rows", "skipped"))
     )
 
 
-def _fits(name: str, written: Record, header: Record) -> bool:
-    """Whether the two runs' settings `name` may stand in one file."""
-    earlier, later = written.get(name), header.get(name)
-    if name in _LISTS:
-        return isinstance(written.get(name, []), list)
-    if name == _PLANNED:
-        return isinstance(written.get(name, 0), int)
-    if name in _TABLES:
-        if not isinstance(written.get(name, {}), dict):
-            return False
-        return all(earlier[key] == later[key] for key in earlier.keys() & later.keys()) if earlier and later else True
-    return earlier == later or earlier is None or later is None
+def _merge_headers(path: Path, written: Record, header: Record) -> Record:
+    """The header of a file that holds the samples of both runs. Raises DataError if their settings conflict."""
+    merged = {name: _merge_setting(name, written, header) for name in {**header, **written}}
+    check_header(path, written, header, [name for name, value in merged.items() if value is not _CONFLICT])
+    return merged
 
 
-def _grown(header: Record, written: Record) -> Record:
-    """`header` with what an earlier one has beside it; the earlier one's machine and date stay."""
-    grown = header | {name: written[name] for name in _FREE if name in written}
-    if _PLANNED in written:
-        grown[_PLANNED] = max(written[_PLANNED], header.get(_PLANNED, 0))
-    for name in _LISTS:
-        if name in written and name in header:
-            grown[name] = [*dict.fromkeys([*written[name], *header[name]])]
-    grown |= {name: {**written[name], **header.get(name, {})} for name in _TABLES if name in written}
-    return grown | {name: written[name] for name in _LATER if name in written and header.get(name) is None}
-
-
-def _part(out: Path, rank: int) -> Path:
-    return out.with_name(f"{out.stem}.part{rank}{out.suffix}")
-
-
-def _parts(out: Path) -> list[Path]:
-    start = f"{out.stem}.part"
-    paths = [path for path in out.parent.iterdir() if path.name.startswith(start) and path.suffix == out.suffix]
-    return sorted(path for path in paths if path.stem.removeprefix(start).isdigit())
+def _merge_setting(name: str, written: Record, header: Record) -> Any:
+    old: Any = written.get(name)
+    new: Any = header.get(name)
+    if name in _FROM_FIRST_RUN or old == new or (name in _MERGED and new is None):
+        return old if name in written else new
+    if (name in _MERGED and name not in written) or (name in _SET_ONCE and old is None):
+        return new
+    if name in _LISTS and isinstance(old, list):
+        return list(dict.fromkeys([*old, *new]))
+    if name == "planned" and isinstance(old, int):
+        return max(old, new)
+    if name == "policies" and isinstance(old, dict) and all(old[key] == new[key] for key in old.keys() & new.keys()):
+        return old | new
+    return _CONFLICT

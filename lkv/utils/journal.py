@@ -1,42 +1,49 @@
-"""Journals: files of finished samples, one JSON line each after a header that tells the settings. No torch here.
+"""Journals: JSON-lines files with a header of settings, then one line a finished sample. Imports no torch.
 
-`lkv eval` and the benchmarks write them and go on from them after an interruption; `lkv report` reads them.
+`lkv eval` and the benchmarks append to them and resume from them after an interruption; `lkv report` reads them.
 """
 
 import json
+import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from filelock import FileLock, Timeout
 
 from lkv.errors import DataError, LkvError
 from lkv.utils.files import check_writable_file, error_reason, write_text
 
-JOURNAL_FORMAT = 1  # of what `lkv eval` writes
+JOURNAL_FORMAT = 1  # of the files that `lkv eval` writes
 FIDELITY_METRICS = ("kl", "agreement", "hidden_error")
-ROW_METRICS = ("score", *FIDELITY_METRICS)  # what a row of a sample holds, of one method at one retention
+ROW_METRICS = ("score", *FIDELITY_METRICS)  # of one method at one retention on one sample
 
 Record = dict[str, Any]
 
+_ADVICE = "delete the damaged line to measure that sample again, or give another file"
 
-class Lines(NamedTuple):
-    """What a journal holds: its objects with their line numbers, the header first, and whether a last one was torn."""
+
+class JournalLines(NamedTuple):
+    """The JSON objects of a journal with their line numbers, header first, and whether an incomplete last line was
+    dropped."""
 
     rows: list[tuple[int, Record]]
-    torn: bool
+    is_truncated: bool
 
 
-def read_journal(path: Path, error: type[LkvError], mend: str) -> Lines:
-    """The lines of the journal at `path`; blank ones do not count, and a torn last line is left out.
+def read_journal(path: Path, error: type[LkvError], advice: str) -> JournalLines:
+    """Read the lines of a journal, without blank ones and an incomplete last one.
 
-    Raises `error`, which ends with `mend`, for a file that cannot be read or a line that is no JSON object.
+    Raises `error`, whose message ends with `advice`, if the file cannot be read or a line is not a JSON object.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as problem:
-        raise error(f"{path} is no text ({problem}); {mend}.") from problem
+        raise error(f"{path} is no text ({problem}); {advice}.") from problem
     except OSError as problem:
-        raise error(f"{path} cannot be read ({error_reason(problem)}); {mend}.") from problem
+        raise error(f"{path} cannot be read ({error_reason(problem)}); {advice}.") from problem
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     rows: list[tuple[int, Record]] = []
     for number, line in lines:
@@ -45,82 +52,113 @@ def read_journal(path: Path, error: type[LkvError], mend: str) -> Lines:
             if not isinstance(row, dict):
                 raise ValueError(f"but a {type(row).__name__}")
         except (ValueError, RecursionError) as problem:
-            # An interruption tears a line before its end; a line that was written whole is damaged otherwise.
+            # An interrupted write leaves a line without its end; any other broken line is damage.
             if number == lines[-1][0] and not text.endswith("\n"):
-                return Lines(rows, True)
-            raise error(f"{path}, line {number} is no JSON object ({problem}); {mend}.") from problem
+                return JournalLines(rows, True)
+            raise error(f"{path}, line {number} is no JSON object ({problem}); {advice}.") from problem
         rows.append((number, row))
-    return Lines(rows, False)
+    return JournalLines(rows, False)
 
 
 def read_samples(path: Path) -> tuple[Record | None, list[Record]]:
-    """Header and samples of a journal to go on from, no header for a file without any. Raises DataError."""
-    mend = "delete what is damaged to measure it again, or give another file"
-    lines = read_journal(path, DataError, mend).rows
+    """Read the header (None if the file is empty) and the samples of a journal. Raises DataError."""
+    lines = read_journal(path, DataError, _ADVICE).rows
     for number, row in lines:
         if (number != lines[0][0]) != isinstance(row.get("key"), str):
-            raise DataError(f"{path}, line {number} is neither a header nor a sample; {mend}.")
+            raise DataError(f"{path}, line {number} is neither a header nor a sample; {_ADVICE}.")
     return (lines[0][1] if lines else None), [row for _, row in lines[1:]]
 
 
 def write_journal(path: Path, rows: Iterable[Record]) -> None:
-    """Write header and samples, whole or not at all. Raises DataError."""
-    write_text(path, "".join(map(_line, rows)), DataError, "the samples")
+    """Write header and samples to `path` in one atomic step. Raises DataError."""
+    write_text(path, "".join(map(_json_line, rows)), DataError, "the samples")
 
 
-def append(path: Path, row: Record) -> None:
-    """Add one sample to the journal at `path`. Raises DataError where the system refuses."""
+def append_sample(path: Path, row: Record) -> None:
+    """Append one sample to the journal at `path`. Raises DataError if the system refuses."""
     try:
         with path.open("a", encoding="utf-8") as file:
-            file.write(_line(row))
+            file.write(_json_line(row))
     except OSError as problem:
         raise DataError(
-            f"{path} takes no more samples ({error_reason(problem)}); what it holds is good: mend that and run the "
-            "same command to go on."
+            f"{path} takes no more samples ({error_reason(problem)}); those already written are intact: fix the cause "
+            "and run the same command again to resume."
         ) from problem
 
 
-def check_header(path: Path, written: Mapping[str, Any], header: Mapping[str, Any], free: Sequence[str] = ()) -> None:
-    """Raise DataError unless `written`, the header of `path`, says what `header` says of everything but `free`."""
-    differing = [
+def check_header(
+    path: Path, written: Mapping[str, Any], header: Mapping[str, Any], ignored: Sequence[str] = ()
+) -> None:
+    """Raise DataError unless `written`, the header of `path`, equals `header` in everything but `ignored`."""
+    differences = [
         f"{name} {json.dumps(written.get(name))} instead of {json.dumps(header.get(name))}"
         for name in {**written, **header}
-        if name not in free and written.get(name) != header.get(name)
+        if name not in ignored and written.get(name) != header.get(name)
     ]
-    if differing:
+    if differences:
         raise DataError(
-            f"{path} holds samples of other settings ({', '.join(differing)}); give the same ones to resume it, or "
+            f"{path} holds samples of other settings ({', '.join(differences)}); use the same settings to resume, or "
             "another file."
         )
 
 
+@contextmanager
+def lock_journal(path: Path) -> Iterator[None]:
+    """Keep other processes from writing to the journal at `path` while the block runs.
+
+    The system releases the lock when a process ends, however it ends. Raises DataError if another process holds it.
+    """
+    check_writable_file(path, DataError, "the samples")
+    # A short name of fixed length: names of files may be as long as the system allows.
+    lock = FileLock(path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as problem:
+        raise DataError(
+            f"another evaluation is writing to {path}; wait for it to finish, or give another file."
+        ) from problem
+    except OSError as problem:
+        raise DataError(
+            f"{path} cannot be locked ({error_reason(problem)}); give a file in another folder."
+        ) from problem
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            Path(lock.lock_file).unlink()
+        lock.release()
+
+
 class Journal(dict[str, Record]):
-    """Finished samples by key, each written to its journal as it comes."""
+    """Finished samples by key, each appended to its file when it is added."""
 
     def __init__(self, path: Path, settings: Record):
-        """Raises DataError if the file holds samples of other settings."""
+        """Read the samples of `path`. Raises DataError if they were measured with other settings."""
         self._path = path
         header, samples = read_samples(path) if path.exists() else (None, [])
         check_header(path, settings if header is None else header, settings)
-        write_journal(path, [settings, *samples])  # without a torn line: that sample is measured again
+        write_journal(path, [settings, *samples])  # drops an incomplete last line: that sample is measured again
         super().__init__({row["key"]: {name: row[name] for name in row if name != "key"} for row in samples})
 
     def add(self, key: str, row: Record) -> None:
-        """Append one sample. Raises DataError where the system refuses."""
+        """Append one sample. Raises DataError if the system refuses."""
         self[key] = row
-        append(self._path, {"key": key} | row)
+        append_sample(self._path, {"key": key} | row)
 
 
 @contextmanager
 def open_journal(path: Path, settings: Record) -> Iterator[Journal]:
-    """Samples already finished; the file goes when the block ends well, and stays to resume from otherwise."""
-    check_writable_file(path, DataError, "the samples")
-    yield Journal(path, settings)
-    path.unlink(missing_ok=True)
+    """Open the journal of a resumable measurement.
+
+    The file is deleted when the block ends without an error, and stays to resume from otherwise.
+    """
+    with lock_journal(path):
+        yield Journal(path, settings)
+        path.unlink(missing_ok=True)
 
 
-def _line(row: Record) -> str:
-    """One line of JSON; what is no valid text (half a character that a model broke off) is escaped."""
+def _json_line(row: Record) -> str:
+    """One line of JSON; half of a surrogate pair, which a model can generate, is escaped."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()

@@ -190,5 +190,5 @@ def test_a_last_sample_without_its_line_end_counts_where_it_is_whole(tmp_path):
             [{"key": k, "value": v} for k, v in zip("abc", (1, 2, 3), strict=True)],
         )
     path.write_text('{"seed": 1}\n{"key": "a"}\n{"seed": 1}\n')
-    with pytest.raises(DataError, match=r"line 3 is neither a header nor a sample; delete what is damaged"):
+    with pytest.raises(DataError, match=r"line 3 is neither a header nor a sample; delete the damaged line"):
         read_samples(path)

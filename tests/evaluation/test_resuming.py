@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lkv.errors import DataError
-from lkv.evaluation.processes import Process
 from lkv.evaluation.report.results import read_results
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.methods.selectors import Knorm
@@ -107,13 +106,13 @@ def test_a_run_torn_while_it_adds_methods_is_read_and_taken_up(model, policy, tm
 def test_parts_of_any_number_of_processes_are_taken_up(tmp_path):
     out, header = tmp_path / "x.jsonl", {"format": 1, "machine": "a"}
     keys = [f"k{number}" for number in range(7)]
-    journals = [SampleJournal(out, header, Process(rank, 3)) for rank in range(3)]
+    journals = [SampleJournal(out, header, rank, 3) for rank in range(3)]
     for number, key in enumerate(keys):
         journals[number % 3].add({"key": key, "value": key})
     with (tmp_path / "x.part1.jsonl").open("a") as file:
         file.write('{"key": "torn')
     (tmp_path / "x.partial.jsonl").write_text("somebody else's")
-    again = SampleJournal(out, header | {"machine": "b"}, Process())
+    again = SampleJournal(out, header | {"machine": "b"})
     assert set(again.done) == set(keys)
     again.add({"key": "k7", "value": "ü"})
     again.finish([*keys[::-1], "k7"])
@@ -128,7 +127,7 @@ import sys, time
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
-from lkv.evaluation.runner import _share, evaluate
+from lkv.evaluation.runner import EvaluationConfig, evaluate
 from lkv.policy.policy import Policy
 from tests.fake_suite import Letters, make_examples, make_prompt, run, score, without_seconds
 
@@ -145,8 +144,11 @@ def slowly(example, answer):
     scored.add((example.task, example.number))
     return score(example, answer)
 
-evaluate(model, Letters(), make_examples(4), ["lkv", "snapkv"], [0.3], folder / "out.jsonl", score=slowly,
-         policy=Policy.from_pretrained(folder / "policy"), make_prompt=make_prompt, model_name="tiny")
+policy = Policy.from_pretrained(folder / "policy")
+config = EvaluationConfig(
+    ["lkv", "snapkv"], [0.3], policy=policy, score=slowly, make_prompt=make_prompt, model_name="tiny"
+)
+evaluate(model, Letters(), make_examples(4), config, folder / "out.jsonl")
 (folder / f"scored{rank}").write_text(str(len(scored)))
 if size > 1:
     torch.distributed.destroy_process_group()
@@ -163,6 +165,12 @@ def start(folder: Path, rank: int = 0, size: int = 1, pause: float = 0.0) -> sub
         return subprocess.Popen(command, cwd=root, env=env, stdout=log, stderr=log)
 
 
+def wait_for(condition) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def saved(model, policy, tmp_path):
     """A folder with model and policy for other processes, and the samples of a run that nothing interrupts."""
@@ -177,11 +185,7 @@ def test_a_killed_run_ends_as_one_that_was_not(model, saved):
     out = folder / "out.jsonl"
     process = start(folder, pause=0.2)
     try:
-        end = time.monotonic() + SECONDS
-        while process.poll() is None and time.monotonic() < end:
-            if out.is_file() and out.read_bytes().count(b"\n") >= 4:
-                break
-            time.sleep(0.02)
+        wait_for(lambda: process.poll() is not None or (out.is_file() and out.read_bytes().count(b"\n") >= 4))
     finally:
         process.send_signal(signal.SIGKILL)
         code = process.wait()
@@ -190,6 +194,24 @@ def test_a_killed_run_ends_as_one_that_was_not(model, saved):
     _, lines = run(model, policy, out, make_examples(4))
     assert without_seconds(lines) == without_seconds(whole)
     assert out.read_text().startswith(done[: done.rindex("\n") + 1])
+
+
+def test_a_second_evaluation_on_the_same_file_is_refused(model, saved):
+    """While another process measures, its file takes no samples of this one, and loses none."""
+    folder, policy, (_, whole) = saved
+    out = folder / "out.jsonl"
+    process = start(folder, pause=0.2)
+    try:
+        wait_for(lambda: process.poll() is not None or (out.is_file() and out.read_bytes().count(b"\n") >= 2))
+        with pytest.raises(DataError, match=r"another evaluation is writing to .*out\.jsonl; wait for it to finish"):
+            run(model, policy, out, make_examples(4))
+        code = process.wait(SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    assert code == 0, (folder / "log0").read_text()
+    assert run(model, policy, out, make_examples(4))[1] == [json.loads(x) for x in out.read_text().splitlines()[1:]]
+    assert len(whole) == len(out.read_text().splitlines()) - 1 and not list(folder.glob(".*"))
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")

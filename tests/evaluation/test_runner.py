@@ -9,11 +9,10 @@ from transformers import DynamicCache
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid, generate_greedily
-from lkv.evaluation.processes import Process
 from lkv.evaluation.report.builders import TableRequest, build_table
 from lkv.evaluation.report.results import read_results
 from lkv.evaluation.report.style import method_styles
-from lkv.evaluation.runner import _share
+from lkv.evaluation.runner import _share_of
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods import kvzip as second_pass
@@ -114,7 +113,7 @@ def test_shared_scores_are_computed_once(model, policy, tmp_path, monkeypatch):
 def test_rows_held_in_parts_are_the_same(model, policy, tmp_path):
     examples = make_examples(1)
     _, whole = run(model, policy, tmp_path / "x.jsonl", examples, METHODS)
-    _, parts = run(model, policy, tmp_path / "y.jsonl", examples, METHODS, rows_at_once=2)
+    _, parts = run(model, policy, tmp_path / "y.jsonl", examples, METHODS, max_rows=2)
     assert without_seconds(parts) == without_seconds(whole)
 
 
@@ -184,7 +183,7 @@ def test_the_policy_of_another_model_is_refused(policy, tmp_path):
 @given(st.integers(0, 200), st.integers(1, 9))
 def test_shares_are_even_disjoint_and_complete(count, size):
     keys = [str(number) for number in range(count)]
-    shares = [_share(keys, Process(rank, size)) for rank in range(size)]
+    shares = [_share_of(keys, rank, size) for rank in range(size)]
     assert sorted(key for share in shares for key in share) == sorted(keys)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     # Sixteen tasks in turn over two processes: dealing every second one would give each process half of the tasks.
@@ -211,7 +210,7 @@ def test_missing_needs_are_told_before_anything_runs(model, policy, tmp_path):
 
 
 def test_full_cache_is_timed_on_the_first_samples_of_each_task(model, policy, tmp_path):
-    _, lines = run(model, policy, tmp_path / "x.jsonl", make_examples(3), ["lkv"], timed=2)
+    _, lines = run(model, policy, tmp_path / "x.jsonl", make_examples(3), ["lkv"], timed_samples=2)
     assert {line["key"]: line["seconds"]["full"] is not None for line in lines} == {
         f"{task}-128-{number}": number < 2 for task in ("alpha", "beta") for number in range(3)
     }

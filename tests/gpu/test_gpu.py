@@ -15,7 +15,7 @@ from lkv.config import ScorerInputs
 from lkv.context.context import compress
 from lkv.errors import CacheError, UnsupportedModelError
 from lkv.evaluation import runner
-from lkv.evaluation.runner import evaluate
+from lkv.evaluation.runner import EvaluationConfig, evaluate
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
 from lkv.kernels.soft_mask_attention import soft_mask_attention
@@ -315,10 +315,9 @@ def test_a_step_that_is_replayed_is_another_step(on_fake):
 
 def evaluated(model, out, methods=("knorm", "keydiff", "snapkv", "h2o", "tova", "streaming-llm"), **options):
     """Rows of 18 caches beside each other, which take more memory than the one prompt read."""
-    evaluate(
-        model, Letters(), make_examples(1, ("alpha",), tokens=90), methods, [0.5, 0.3, 0.2], out,
-        make_prompt=make_prompt, score=score, **({"timed": 0} | options),
-    )  # fmt: skip
+    options = {"timed_samples": 0} | options
+    config = EvaluationConfig(methods, [0.5, 0.3, 0.2], make_prompt=make_prompt, score=score, **options)
+    evaluate(model, Letters(), make_examples(1, ("alpha",), tokens=90), config, out)
     return [json.loads(line)["rows"] for line in out.read_text().splitlines()[1:]]
 
 
@@ -365,16 +364,16 @@ def failing_once(monkeypatch, place, allocations):
 @pytest.mark.parametrize("allocations", [0, 5])
 @pytest.mark.parametrize("stage", STAGES)
 def test_memory_may_run_out_in_every_stage_of_an_evaluation(on_fake, tmp_path, monkeypatch, stage, allocations):
-    expected, plain, tries = evaluated(on_fake, tmp_path / "a.jsonl"), runner._Run._measured, []
-    monkeypatch.setattr(runner._Run, "_measured", lambda self, *given: tries.append(given[-1]) or plain(self, *given))
+    expected, plain, tries = evaluated(on_fake, tmp_path / "a.jsonl"), runner._run_methods, []
+    monkeypatch.setattr(runner, "_run_methods", lambda *args: tries.append(args[-1]) or plain(*args))
     unused = failing_once(monkeypatch, STAGES[stage], allocations)
     assert evaluated(on_fake, tmp_path / "b.jsonl") == expected
     assert not unused and tries == [19, 10]  # with half of the rows
 
 
 def test_the_full_cache_that_finds_no_memory_is_not_timed(on_fake, tmp_path, monkeypatch):
-    failing_once(monkeypatch, "lkv.evaluation.runner._Run._time_full", 3)
-    evaluated(on_fake, tmp_path / "a.jsonl", timed=1)
+    failing_once(monkeypatch, "lkv.evaluation.runner._time_full_cache", 3)
+    evaluated(on_fake, tmp_path / "a.jsonl", timed_samples=1)
     row = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[1])
     assert row["seconds"]["full"] is None and len(row["rows"]) == 19
 
