@@ -1,0 +1,88 @@
+"""Readers of question answering data in the formats of SQuAD and HotpotQA, for training data and RULER."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from lkv.utils.data_files import Row, read_json, read_records, require_field, require_pair
+
+
+class SquadQuestion(NamedTuple):
+    """A question about a paragraph, with its distinct answers (none if it cannot be answered).
+
+    `article` is equal for questions of one article.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+    context: str
+    title: str
+    article: str | int
+
+
+class HotpotQuestion(NamedTuple):
+    """A question over several paragraphs (title, text) and the titles of those that support its answer."""
+
+    question: str
+    answer: str
+    paragraphs: tuple[tuple[str, str], ...]
+    supporting_titles: frozenset[str]
+
+
+def read_squad(path: Path) -> Iterator[SquadQuestion]:
+    """Read SQuAD's nested JSON, or a file of flat rows (JSON lines, Parquet, CSV).
+
+    Raises DataError with the position and the field of what is malformed.
+    """
+    if not path.name.removesuffix(".gz").endswith(".json"):
+        yield from squad_questions(read_records(path))
+        return
+    for a, article in enumerate(require_field(read_json(path), "data", list, str(path)), 1):
+        for p, paragraph in enumerate(require_field(article, "paragraphs", list, f"{path}, article {a}"), 1):
+            position = f"{path}, article {a}, paragraph {p}"
+            context = require_field(paragraph, "context", str, position)
+            for q, entry in enumerate(require_field(paragraph, "qas", list, position), 1):
+                position = f"{path}, article {a}, paragraph {p}, question {q}"
+                listed = require_field(entry, "answers", list, position)
+                answers = dict.fromkeys(require_field(answer, "text", str, position) for answer in listed)
+                if entry.get("is_impossible"):
+                    answers = {}
+                question = require_field(entry, "question", str, position)
+                yield SquadQuestion(question, tuple(answers), context, article.get("title") or "", a)
+
+
+def squad_questions(rows: Iterable[tuple[str, Row]]) -> Iterator[SquadQuestion]:
+    """The questions of flat (position, row) pairs; answers are a list of texts, or the hub's columns.
+
+    Raises DataError with the position and the field of what is malformed.
+    """
+    for position, row in rows:
+        answers = require_field(row, "answers", (list, dict), position)
+        if isinstance(answers, dict):
+            answers = require_field(answers, "text", list, position)
+        context, title = require_field(row, "context", str, position), row.get("title") or ""
+        question = require_field(row, "question", str, position)
+        yield SquadQuestion(question, tuple(dict.fromkeys(answers)), context, title, title)
+
+
+def hotpot_questions(rows: Iterable[tuple[str, Row]]) -> Iterator[HotpotQuestion]:
+    """The questions of (position, row) pairs in HotpotQA's fields: pairs as in its own files, or the hub's columns.
+
+    Raises DataError with the position and the field of what is malformed.
+    """
+    for position, row in rows:
+        facts = require_field(row, "supporting_facts", (list, dict), position)
+        context = require_field(row, "context", (list, dict), position)
+        if isinstance(facts, dict) and isinstance(context, dict):
+            titles = set(require_field(facts, "title", list, position))
+            columns = [require_field(context, name, list, position) for name in ("title", "sentences")]
+            paragraphs = list(zip(*columns, strict=True))
+        else:
+            titles = {require_pair(fact, "supporting_facts", position)[0] for fact in facts}
+            paragraphs = [require_pair(entry, "context", position) for entry in context]
+        yield HotpotQuestion(
+            require_field(row, "question", str, position),
+            require_field(row, "answer", str, position),
+            tuple((title, "".join(sentences)) for title, sentences in paragraphs),
+            frozenset(titles),
+        )
