@@ -1,19 +1,33 @@
-"""Frozen settings. The paper's tables are the defaults; no torch here."""
+"""Settings of models, scorers and training. The paper's values are the defaults. Does not import torch.
+
+Range, choices, description and default of each setting are stated once, in its field; the command line, TOML files and
+validation are derived from them.
+"""
 
 import hashlib
-import math
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+import types
+from dataclasses import asdict, fields, replace
+from dataclasses import dataclass as plain_dataclass
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from lkv.errors import TrainingError
+from pydantic import AliasChoices, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+
+from lkv.errors import LkvError, TrainingError
+
+SCORER_KEYS = ("cached", "unrotated")
+SCORER_ATTENTION = ("none", "learned")
+MAX_KNOTS = 32
 
 
-@dataclass(frozen=True)
+@plain_dataclass(frozen=True)
 class ModelSpec:
-    """What a policy must know of the model it was trained for.
+    """What a policy records about the model it was trained for.
 
-    `directions` are those of sampled rows, a fingerprint that survives quantisation (see `lkv.policy.fingerprint`).
-    `weights` are single values from fixed places; policies saved before have these alone.
+    `directions` are those of sampled weight rows, a fingerprint that survives quantisation (see
+    `lkv.policy.fingerprint`). `weights` are single values from fixed places; older policies have these alone.
     """
 
     architecture: str
@@ -27,18 +41,19 @@ class ModelSpec:
     directions: tuple[str, ...] = ()
 
     def digest(self) -> str:
-        """32 hexadecimal digits, equal for equal weights in one dtype, on whatever machine they were read."""
-        read = {name: value for name, value in asdict(self).items() if name != "directions"}  # which are computed
-        return hashlib.sha256(repr(sorted(read.items())).encode()).hexdigest()[:32]
+        """Return 32 hexadecimal digits, equal for equal weights in one dtype on any machine."""
+        exact = {name: value for name, value in asdict(self).items() if name != "directions"}  # computed, so inexact
+        return hashlib.sha256(repr(sorted(exact.items())).encode()).hexdigest()[:32]
 
 
-@dataclass(frozen=True)
+@plain_dataclass(frozen=True)
 class ScorerInputs:
-    """What LKV-T reads of a token; a policy's file names it.
+    """What LKV-T reads of a token; stored in the policy's file.
 
-    `key`: k as it is "cached", after RoPE (the paper), or "unrotated". `attention`: "none", or a term for the attention
-    to expect from queries whose statistics are "learned". `knots`: of the position terms, 0 for none; knot j lies at
-    2^j tokens.
+    Args:
+        key: Which k is read: "cached" (after RoPE, as in the paper) or "unrotated".
+        attention: "learned" adds a component for the attention that future queries are expected to pay.
+        knots: Number of knots of the position component (knot j lies at 2^j tokens), 0 for none.
     """
 
     key: str = "cached"
@@ -46,183 +61,134 @@ class ScorerInputs:
     knots: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("key", SCORER_KEYS), ("attention", SCORER_ATTENTION)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but this version knows {', '.join(known)}")
+        for name, choices in (("key", SCORER_KEYS), ("attention", SCORER_ATTENTION)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but this version reads {', '.join(choices)}")
         if not isinstance(self.knots, int) or not 0 <= self.knots <= MAX_KNOTS:
-            raise ValueError(f"knots is {self.knots!r}, but it is a number from 0 to {MAX_KNOTS}")
+            raise ValueError(f"knots is {self.knots!r}, but must be a whole number from 0 to {MAX_KNOTS}")
 
 
 def num_knots(tokens: int) -> int:
-    """How many knots position terms need for texts of up to `tokens` tokens."""
+    """Return how many knots the position component needs for texts of up to `tokens` tokens."""
     return (tokens - 1).bit_length() + 1
 
 
-SCORER_KEYS = ("cached", "unrotated")
-SCORER_ATTENTION = ("none", "learned")
-MAX_KNOTS = 32
-HIDDEN_NORMS = ("relative", "mean", "sum")
-STUDENTS = ("continuation", "full")
-DTYPES = ("float32", "bfloat16", "float16")
-SPREADS = ("no", "devices", "processes")  # of a model in training
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class TrainingConfig:
-    """Training schedule of App. C.3 (paper preset).
+    """Training schedule of App. C.3; the defaults are the paper's.
 
-    `batch` counts contexts a step, each with up to `continuations` continuations. `hidden_norm` is the paper's open
-    choice for ||H_T - H_S||^2: "relative" divides by ||H_T||^2 a token, "mean" by the hidden size, "sum" by nothing.
-    `hold` is the last share of the steps that keep the final tau and R (0 in the paper).
+    If `retention_high` is above 0, R is drawn log-uniformly from [`retention_low`, `retention_high`] for every
+    continuation instead of following the schedule. A continuation is then weighted by
+    (R / `retention_end`) ** `retention_power`: the KL of small R is many times larger and would dominate the loss.
 
-    Where `retention_high` is above 0, R is drawn log-uniformly between `retention_low` and it for every continuation,
-    in place of the schedule; a continuation then weighs (R / `retention_end`) ** `retention_power`, so that the small
-    R, whose KL is many times as large, do not decide alone. Contexts longer than 2,000 tokens get one continuation more
-    a `tokens_a_continuation` tokens, up to `continuations` (0: all get as many).
+    `hidden_norm` is the paper's open choice for ||H_T - H_S||^2: "relative" divides by ||H_T||^2 per token, "mean" by
+    the hidden size, "sum" by nothing. `student` selects the rows computed twice: "continuation" computes the rows after
+    the prompt under the mask, as at inference; "full" all rows, as the paper has it literally.
 
-    `key`, `attention`, `position` say what LKV-T reads (see `ScorerInputs`; `position` makes knots up to `max_tokens`).
-    `terms_lr` multiplies the rate of the attention's weights and of the position terms, one number a head each.
-    `imitated`: on how many contexts a policy that starts from nothing first imitates KVzip (`training.warm_start`).
-
-    `student`: "continuation" computes the rows after the prompt under the mask; "full" all rows, the prompt's too.
-    `contexts_per_forward`: contexts of similar length that share their forward passes, at most; the gradients stay
-    those of one by one.
-
-    Raises TrainingError for a number outside its range.
+    Raises:
+        TrainingError: A value is outside its range, or values do not go together.
     """
 
-    steps: int = 1000
-    batch: int = 64
-    continuations: int = 1
-    lr: float = 1e-3
-    lr_end: float = 1e-4
-    warmup: int = 20
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    tau_start: float = 1.0
-    tau_end: float = 0.001
-    retention_start: float = 0.5
-    retention_end: float = 0.15
-    hold: float = 0.0
-    beta: float = 0.5
-    hidden_norm: str = "relative"
-    min_tokens: int = 2000
-    max_tokens: int = 16000
-    max_continuation: int = 512
-    seed: int = 0
-    dtype: str = "bfloat16"
-    checkpoint_every: int = 20
-    evaluate_every: int = 100
-    validation_samples: int = 16
-    retention_low: float = 0.0
-    retention_high: float = 0.0
-    retention_power: float = 0.75
-    tokens_a_continuation: int = 0
-    key: str = "cached"
-    attention: str = "none"
-    position: bool = False
-    terms_lr: float = 20.0
-    imitated: int = 0
-    student: str = "continuation"
-    contexts_per_forward: int = 1
+    steps: int = Field(default=1000, ge=1, description="optimiser steps")
+    batch: int = Field(default=64, ge=1, description="contexts per step, over all processes")
+    continuations: int = Field(
+        default=1, ge=1, le=1024, description="questions, answers and repetitions per context, at most"
+    )
+    lr: float = Field(default=1e-3, gt=0, le=1e6, description="learning rate of AdamW after the warm-up")
+    lr_end: float = Field(default=1e-4, ge=0, le=1e6, description="learning rate at the last step")
+    warmup: int = Field(default=20, ge=0, description="warm-up steps")
+    weight_decay: float = Field(default=0.01, ge=0, le=1e6, description="weight decay of AdamW")
+    max_grad_norm: float = Field(default=1.0, gt=0, le=1e6, description="norm to which gradients are clipped")
+    tau_start: float = Field(default=1.0, gt=0, le=1e6, description="temperature of Soft-TopK at the first step")
+    tau_end: float = Field(default=0.001, gt=0, le=1e6, description="temperature of Soft-TopK at the last step")
+    retention_start: float = Field(default=0.5, gt=0, le=1, description="R at the first step")
+    retention_end: float = Field(default=0.15, gt=0, le=1, description="R at the last step and in validation")
+    hold: float = Field(
+        default=0.0, ge=0, le=0.99, description="final fraction of the steps that keep the last tau and R"
+    )
+    beta: float = Field(default=0.5, ge=0, le=1e6, description="weight of the hidden-state loss")
+    hidden_norm: Literal["relative", "mean", "sum"] = Field(
+        default="relative", description="what the squared distance of hidden states is divided by"
+    )
+    min_tokens: int = Field(default=2000, ge=1, description="tokens per context, at least")
+    max_tokens: int = Field(default=16000, ge=1, description="tokens per context, at most")
+    max_continuation: int = Field(default=512, ge=1, description="tokens per continuation, at most")
+    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="seed of data, noise and the policy's initial weights")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="bfloat16", description="dtype of the frozen model"
+    )
+    checkpoint_every: int = Field(default=20, ge=1, description="steps between checkpoints")
+    evaluate_every: int = Field(default=100, ge=1, description="steps between validations")
+    validation_samples: int = Field(default=16, ge=0, description="held-out samples per validation")
+    retention_low: float = Field(default=0.0, ge=0, le=1, description="lowest R that is drawn")
+    retention_high: float = Field(default=0.0, ge=0, le=1, description="highest R that is drawn; 0 uses the schedule")
+    retention_power: float = Field(
+        default=0.75,
+        ge=0,
+        le=1e6,
+        description="a continuation with a drawn R is weighted by (R / retention_end) to this power",
+    )
+    tokens_a_continuation: int = Field(
+        default=0,
+        ge=0,
+        description="one more continuation for every so many tokens beyond 2,000; 0: as many for all contexts",
+    )
+    key: Literal["cached", "unrotated"] = Field(
+        default="cached", description="which k LKV-T reads: after or before RoPE"
+    )
+    attention: Literal["none", "learned"] = Field(default="none", description="expected-attention component of LKV-T")
+    position: bool = Field(default=False, description="position component of LKV-T")
+    terms_lr: float = Field(
+        default=20.0, ge=0, le=1e6, description="learning rate of these two components, in multiples of --lr"
+    )
+    warmup_contexts: int = Field(
+        default=0,
+        ge=0,
+        validation_alias=AliasChoices("warmup_contexts", "imitated"),  # its name in older files
+        description="contexts of the KVzip warm start of a policy that is trained from scratch",
+    )
+    student: Literal["continuation", "full"] = Field(
+        default="continuation",
+        description="rows computed twice: the continuation's, as at inference, or all, as in the paper",
+    )
+    contexts_per_forward: int = Field(
+        default=1, ge=1, le=1024, description="contexts of similar length that share a forward pass, at most"
+    )
 
     @property
     def inputs(self) -> ScorerInputs:
-        """What a policy trained so reads."""
+        """Inputs of a scorer trained with these settings."""
         return ScorerInputs(self.key, self.attention, num_knots(self.max_tokens) if self.position else 0)
 
-    def __post_init__(self) -> None:
-        for name, (kind, least, most) in _RANGES.items():
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not (whole or (kind is float and isinstance(value, float))) or not least <= value <= most:
-                wanted = "a whole number" if kind is int else "a number"
-                limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
-                raise TrainingError(f"{name} is {value!r}, but it is {wanted} {limits}; give another.")
+    @model_validator(mode="wrap")
+    @classmethod
+    def _raise_training_error(cls, values: Any, handler: ValidatorFunctionWrapHandler) -> "TrainingConfig":
+        try:
+            return handler(values)
+        except ValidationError as error:
+            raise TrainingError(describe_error(error, SETTINGS)) from None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "TrainingConfig":
         if self.min_tokens > self.max_tokens:
             raise TrainingError(
-                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, so that no text would fit; "
-                "lower the one or raise the other."
+                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, so no text would fit; "
+                "lower min_tokens or raise max_tokens."
             )
-        if not 0 <= self.retention_low <= self.retention_high or (self.retention_high and not self.retention_low):
+        if self.retention_low > self.retention_high or (self.retention_high and not self.retention_low):
             raise TrainingError(
                 f"retention_low is {self.retention_low} and retention_high {self.retention_high}; give two numbers "
-                "above 0, the lower one first, or neither."
+                "above 0 with the lower one first, or neither."
             )
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise TrainingError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(known)}.")
         if self.student == "full" and self.contexts_per_forward > 1:
             raise TrainingError(
                 f"contexts_per_forward is {self.contexts_per_forward} and student 'full', which reads each context by "
                 "itself; give 1, or student 'continuation'."
             )
-        if not isinstance(self.position, bool):
-            raise TrainingError(f"position is {self.position!r}; give true or false.")
+        return self
 
 
-# Settings of a few words, and what each of all the settings is.
-CHOICES: dict[str, tuple[str, ...]] = {
-    "hidden_norm": HIDDEN_NORMS,
-    "student": STUDENTS,
-    "dtype": DTYPES,
-    "key": SCORER_KEYS,
-    "attention": SCORER_ATTENTION,
-}
-HELP: dict[str, str] = {
-    "steps": "optimiser steps",
-    "batch": "contexts a step, over all processes",
-    "continuations": "questions, answers and repetitions asked of one context, at most",
-    "lr": "rate of AdamW after the warm-up",
-    "lr_end": "rate at the last step",
-    "warmup": "steps of rising rate",
-    "weight_decay": "of AdamW",
-    "max_grad_norm": "gradients are scaled down to this norm",
-    "tau_start": "temperature of Soft-TopK at the first step",
-    "tau_end": "temperature of Soft-TopK at the last step",
-    "retention_start": "R at the first step",
-    "retention_end": "R at the last step, and the one validated at",
-    "hold": "last share of the steps that keep the final temperature and R",
-    "beta": "weight of the hidden states' loss",
-    "hidden_norm": "what the squared distance of hidden states is divided by",
-    "min_tokens": "tokens of a context, at least",
-    "max_tokens": "tokens of a context, at most",
-    "max_continuation": "tokens of a continuation, at most",
-    "seed": "of data, noise and the policy's first weights",
-    "dtype": "of the frozen model",
-    "checkpoint_every": "steps between checkpoints",
-    "evaluate_every": "steps between validations",
-    "validation_samples": "held-out samples of a validation",
-    "retention_low": "where R is drawn for every continuation: the least",
-    "retention_high": "the greatest R drawn; 0 for the schedule",
-    "retention_power": "a continuation under a drawn R weighs (R / retention_end) to this power",
-    "tokens_a_continuation": "one continuation more for so many tokens beyond 2,000; 0: all contexts get as many",
-    "key": "which k LKV-T reads",
-    "attention": "whether LKV-T has a term for the attention to expect",
-    "position": "whether LKV-T has terms for the position",
-    "terms_lr": "rate of these terms, in multiples of --lr",
-    "student": "rows computed twice: the continuation's, as at inference, or all, as the paper has it literally",
-    "contexts_per_forward": "contexts of similar length that share their forward passes, at most",
-    "imitated": "contexts on which a policy that starts from nothing first imitates KVzip",
-}
-
-
-_TINY = 1e-12  # stands for "above 0"
-# Of each setting: its kind, the least and the greatest value.
-_RANGES: dict[str, tuple[type, float, float]] = {
-    **dict.fromkeys(("steps", "batch", "checkpoint_every", "evaluate_every"), (int, 1, math.inf)),
-    **dict.fromkeys(("min_tokens", "max_tokens", "max_continuation"), (int, 1, math.inf)),
-    **dict.fromkeys(("warmup", "validation_samples"), (int, 0, math.inf)),
-    **dict.fromkeys(("lr", "max_grad_norm", "tau_start", "tau_end"), (float, _TINY, 1e6)),
-    **dict.fromkeys(("lr_end", "weight_decay", "beta", "terms_lr", "retention_power"), (float, 0, 1e6)),
-    **dict.fromkeys(("retention_low", "retention_high"), (float, 0, 1)),
-    **dict.fromkeys(("tokens_a_continuation", "imitated"), (int, 0, math.inf)),
-    **dict.fromkeys(("retention_start", "retention_end"), (float, _TINY, 1)),
-    "hold": (float, 0, 0.99),
-    **dict.fromkeys(("continuations", "contexts_per_forward"), (int, 1, 1024)),
-    "seed": (int, 0, 2**32 - 1),
-}
-
+SETTINGS: dict[str, FieldInfo] = TrainingConfig.__pydantic_fields__  # type: ignore[attr-defined]
 
 _PAPER_CPU = TrainingConfig(
     steps=1000,
@@ -259,7 +225,7 @@ _CPU = TrainingConfig(
     key="unrotated",
     attention="learned",
     position=True,
-    imitated=16,
+    warmup_contexts=16,
 )
 PRESETS: dict[str, TrainingConfig] = {
     "paper": TrainingConfig(),
@@ -289,17 +255,74 @@ PRESETS: dict[str, TrainingConfig] = {
 }
 
 
+def describe_allowed(field: FieldInfo) -> str:
+    """Return what a field accepts in words, such as "a whole number of at least 1"."""
+    kind, rules = unwrap(field)
+    if get_origin(kind) is Literal:
+        *first, last = map(repr, get_args(kind))
+        return f"{', '.join(first)} or {last}" if first else last
+    words = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
+    bounds = {
+        name: f"{value:,.10g}"
+        for rule in rules
+        for name in ("ge", "gt", "le", "lt")
+        if (value := getattr(rule, name, None)) is not None
+    }
+    if "ge" in bounds and "le" in bounds:
+        return f"{words} from {bounds['ge']} to {bounds['le']}"
+    phrases = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+    return " ".join([words, " and ".join(f"{phrases[name]} {bound}" for name, bound in bounds.items())]).strip()
+
+
+def unwrap(field: FieldInfo) -> tuple[Any, list[Any]]:
+    """Return the type and the constraints of a field's single values: those of `int` for `list[int] | None`."""
+    kind, rules = field.annotation, list(field.metadata)
+    while True:
+        origin, arguments = get_origin(kind), get_args(kind)
+        if origin in (Union, types.UnionType):
+            kind = next(argument for argument in arguments if argument is not type(None))
+        elif origin in (list, tuple):
+            kind = arguments[0]
+        elif origin is Annotated:
+            kind = arguments[0]
+            for rule in arguments[1:]:
+                rules += rule.metadata if isinstance(rule, FieldInfo) else [rule]
+        else:
+            return kind, rules
+
+
+def describe_error(error: ValidationError, settings: dict[str, FieldInfo], prefix: str = "") -> str:
+    """Return one sentence about the first value that pydantic refused.
+
+    Args:
+        error: What the validation raised.
+        settings: The fields by name.
+        prefix: "--" names settings as options of the command line.
+    """
+    problem = error.errors()[0]
+    name = str(problem["loc"][0])
+    shown = prefix + (name.replace("_", "-") if prefix else name)
+    if name not in settings:
+        near = get_close_matches(name, settings, n=1)
+        return f"there is no setting {shown!r}" + (f"; did you mean {near[0]!r}?" if near else ".")
+    if isinstance(cause := problem.get("ctx", {}).get("error"), LkvError):
+        return str(cause)
+    value = str(problem["input"])
+    if not prefix or not value or not value.isprintable():
+        value = repr(problem["input"])
+    value = value if len(value) < 80 else f"{value[:80]}..."
+    return f"{shown} is {value}, but must be {describe_allowed(settings[name])}."
+
+
 def from_dict(cls: type, values: dict[str, Any]) -> Any:
     """Build the dataclass `cls` from JSON values, lists becoming tuples; TypeError for unknown or missing fields."""
-    known = {f.name for f in fields(cls)}
-    unknown = sorted(set(values) - known)
-    if unknown:
+    if unknown := sorted(set(values) - {field.name for field in fields(cls)}):
         raise TypeError(f"unknown fields {unknown} for {cls.__name__}")
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def fit_to_positions(config: TrainingConfig, positions: int) -> TrainingConfig:
-    """`config` with contexts and continuations as long as a model of `positions` positions can read, and no longer."""
+    """Return `config` with contexts and continuations shortened to what a model of `positions` positions can read."""
     continuation = min(config.max_continuation, max(1, positions // 4))
     longest = min(config.max_tokens, positions - continuation)
     return replace(
@@ -311,27 +334,27 @@ def fit_to_positions(config: TrainingConfig, positions: int) -> TrainingConfig:
 
 
 def check_positions(config: TrainingConfig, positions: int) -> None:
-    """Raise TrainingError where a context and its continuation are more than a model of `positions` positions reads."""
+    """Raise TrainingError if a context and its continuation exceed a model of `positions` positions."""
     if config.max_tokens + config.max_continuation > positions:
         raise TrainingError(
             f"contexts of up to {config.max_tokens:,} tokens with continuations of up to {config.max_continuation:,} "
-            f"are more than the {positions:,} positions of this model; lower max_tokens or max_continuation, or leave "
-            "out --preset for settings that fit."
+            f"are more than the {positions:,} positions of this model; lower max_tokens or max_continuation, or omit "
+            "--preset for settings that fit."
         )
 
 
 __all__ = [
-    "CHOICES",
-    "HELP",
-    "HIDDEN_NORMS",
     "PRESETS",
-    "SPREADS",
+    "SETTINGS",
     "ModelSpec",
     "ScorerInputs",
     "TrainingConfig",
     "asdict",
     "check_positions",
+    "describe_allowed",
+    "describe_error",
     "fit_to_positions",
     "from_dict",
     "replace",
+    "unwrap",
 ]

@@ -1,82 +1,111 @@
-"""lkv train: a policy for a model."""
+"""lkv train: train a policy for a model."""
 
 import argparse
+import os
 import tomllib
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from lkv.cli.options import add_model, add_revision
-from lkv.config import CHOICES, HELP, PRESETS, SPREADS, TrainingConfig
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from lkv.cli import arguments
+from lkv.cli.arguments import Argument, Command
+from lkv.config import PRESETS, SETTINGS, describe_error
 from lkv.errors import TrainingError
 
-_NAMES = tuple(f.name for f in fields(TrainingConfig))
+_GROUP = Argument(group="settings: keys of --config as well; an option takes precedence")
+_Preset = Literal[tuple(sorted(PRESETS))]  # type: ignore[valid-type]
+# Every setting of a training is optional here: what is not set is the preset's.
+_Settings: Any = create_model(
+    "_Settings",
+    **{
+        name: (
+            Annotated[field.annotation, *field.metadata, _GROUP] | None,  # type: ignore[valid-type]
+            Field(
+                default=None,
+                description=f"{field.description} (paper: {field.default})",
+                validation_alias=field.validation_alias,
+            ),
+        )
+        for name, field in SETTINGS.items()
+    },
+)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command: files and folders, then every setting of a training."""
-    parser.add_argument(
-        "--preset",
-        choices=sorted(PRESETS),
+class _File(_Settings):
+    """What a file of --config may hold."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    preset: _Preset | None = None  # type: ignore[valid-type]
+
+
+class Train(_Settings, Command):
+    """Train a policy for a model, or resume the training."""
+
+    model: str | None = Field(default=None, description="folder, GGUF file or hub id (default: embedded SmolLM2-135M)")
+    revision: str | None = Field(default=None, description="commit, tag or branch of a --model on the hub")
+
+    preset: _Preset | None = Field(  # type: ignore[valid-type]
         default=None,
-        help="settings to start from (default: paper on a GPU, else cpu; either cut to what the model can read)",
+        description="settings to start from (default: paper on a GPU, else cpu, shortened to what the model can read)",
     )
-    add_model(parser)
-    add_revision(parser)
-    data = "what `lkv data build` wrote, or a folder with data sets, own JSON lines, text or code"
-    parser.add_argument("--data", type=Path, required=True, help=data)
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the policy")
-    parser.add_argument("--init", type=Path, default=None, help="policy or run to start from (preset finish)")
-    parser.add_argument(
-        "--track", nargs="+", default=(), metavar="TRACKER", help="give the curve to tensorboard, wandb, ... as well"
+    data: Path = Field(description="folder from `lkv data build`, or with data sets, JSON lines, text or code")
+    out: Path = Field(description="folder for checkpoints and the policy; the same command resumes from it")
+    init: Path | None = Field(default=None, description="policy or training folder to start from (preset finish)")
+    track: Annotated[tuple[str, ...], Argument(metavar="TRACKER")] = Field(
+        default=(), description="log the curve to tensorboard, wandb, ... as well"
     )
-    parser.add_argument(
-        "--spread",
-        choices=SPREADS,
-        default=SPREADS[0],
-        help="a model larger than one GPU: over all devices of one process, or shared out over the processes",
+    spread: Literal["no", "devices", "processes"] = Field(
+        default="no", description="a model larger than one GPU: over all devices of one process, or over processes"
     )
-    parser.add_argument("--config", type=Path, default=None, help="TOML file with any of the settings below")
-    settings = parser.add_argument_group("settings", "each also a key of --config; an option takes precedence")
-    for name in _NAMES:
-        _add_setting(settings, name, type(getattr(TrainingConfig(), name)))
+    device: str | None = Field(
+        default=None, description="device the model runs on, such as cpu, cuda, cuda:1 or mps (default: a GPU if any)"
+    )
+    config: Path | None = Field(default=None, description="TOML file with any of the settings below")
 
+    def run(self) -> None:
+        """Train, or resume from the last checkpoint."""
+        from lkv.utils.extras import require
 
-def _add_setting(group: argparse._ArgumentGroup, name: str, kind: type) -> None:
-    option = "--" + name.replace("_", "-")
-    if kind is bool:
-        group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=HELP[name])
-    elif name in CHOICES:
-        group.add_argument(option, choices=CHOICES[name], default=None, help=HELP[name])
-    else:
-        group.add_argument(option, type=kind, default=None, help=HELP[name], metavar="N" if kind is int else "X")
+        require("train", "lkv train")
+        settings = _read(self.config) if self.config else {}
+        settings |= _chosen(self, SETTINGS)
+        preset = self.preset or settings.pop("preset", None)
+        settings.pop("preset", None)
+        from lkv.training.pipeline import train_policy
+        from lkv.utils.devices import on_device
 
+        if self.device:
+            import torch
 
-def run(options: argparse.Namespace) -> None:
-    """Train, or go on from the last checkpoint."""
-    from lkv.utils.extras import require
-
-    require("train", "lkv train")
-    given = _read(options.config) if options.config else {}
-    given |= {name: value for name in _NAMES if (value := getattr(options, name)) is not None}
-    preset = options.preset or given.pop("preset", None)
-    given.pop("preset", None)
-    if preset is not None and preset not in PRESETS:
-        raise TrainingError(f"preset is {preset!r}; give one of {', '.join(sorted(PRESETS))}.")
-    from lkv.training.pipeline import train_policy
-
-    train_policy(
-        preset, given, options.model, options.data, options.out, options.init, options.revision, options.track,
-        options.spread,
-    )  # fmt: skip
+            on_device(torch.zeros(1), self.device)
+            os.environ["ACCELERATE_TORCH_DEVICE"] = self.device  # which Accelerate reads
+        train_policy(
+            preset, settings, self.model, self.data, self.out, self.init, self.revision, self.track, self.spread
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file. Raises TrainingError for one that cannot be read or names others."""
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TrainingError(f"{path} cannot be read as TOML ({error}); write lines such as steps = 1000.") from error
-    if strange := sorted(set(settings) - {*_NAMES, "preset"}):
-        raise TrainingError(f"{path} sets {', '.join(strange)}, which is no setting; `lkv train --help` lists them.")
-    return settings
+    try:
+        return _chosen(_File.model_validate(values), _File.model_fields)
+    except ValidationError as error:
+        message = describe_error(error, _File.model_fields)
+        raise TrainingError(f"{path}: {message} `lkv train --help` lists the settings.") from None
+
+
+def _chosen(model: BaseModel, names: Any) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(model, name)) is not None}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    arguments.add_arguments(parser, Train)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train."""
+    arguments.build_command(options).run()

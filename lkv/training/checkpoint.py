@@ -75,6 +75,7 @@ def check_data(folder: Path, digest: str) -> None:
 def _check_settings(folder: Path, metadata: dict[str, str], config: TrainingConfig) -> None:
     # A setting that the checkpoint does not know had its default then.
     saved, asked = asdict(TrainingConfig()) | json.loads(metadata["config"]), asdict(config)
+    saved["warmup_contexts"] = saved.pop("imitated", saved["warmup_contexts"])  # its name in older checkpoints
     if apart := [f"{n} {saved.get(n)!r} instead of {asked.get(n)!r}" for n in asked if saved.get(n) != asked[n]]:
         raise TrainingError(
             f"{folder / CHECKPOINT} belongs to a run with other settings ({', '.join(apart)}); give the "

@@ -54,7 +54,7 @@ def estimate(
     validated = (config.steps // config.evaluate_every) * config.validation_samples
     flops = contexts * read + validated * (shape.forward_flops(tokens) + 2 * rows * once)
     if not started:
-        flops += _starting(shape, min(tokens, START_TOKENS), config.imitated)
+        flops += _starting(shape, min(tokens, START_TOKENS), config.warmup_contexts)
     seconds = None
     if tokens_per_second:
         rate = shape.forward_flops(measured_at) / measured_at * tokens_per_second

@@ -195,8 +195,8 @@ def train_policy(
         numbered = partial(sample, training)
         if earlier_policy is not None:
             warm_start_from_policy(model, earlier_policy, policy, numbered)
-        elif config.imitated:
-            warm_start_from_kvzip(model, tokenizer, policy, numbered, config.imitated, accelerator)
+        elif config.warmup_contexts:
+            warm_start_from_kvzip(model, tokenizer, policy, numbered, config.warmup_contexts, accelerator)
 
     validation = require_samples([sample(held_out, index) for index in range(config.validation_samples)])
     trainer = Trainer(

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from lkv.cli.main import main
-from lkv.config import HELP, PRESETS, TrainingConfig, check_positions, fit_to_positions, replace
+from lkv.config import PRESETS, SETTINGS, check_positions, fit_to_positions, replace
 from lkv.errors import TrainingError, UnsupportedModelError
 from lkv.evaluation.profiling.random_models import CONFIGS, read_config
 from lkv.models.loading import load_model
@@ -60,7 +60,7 @@ def test_seconds_follow_from_the_measured_rate():
     read, again = shape.forward_flops(2000), shape.forward_flops(2000, 2000)
     assert one.flops == pytest.approx(64_000 * by_hand + 8 * read)
     assert estimate(shape, config, started=True).flops == pytest.approx(64_000 * by_hand)
-    taught = estimate(shape, replace(config, imitated=16)).flops
+    taught = estimate(shape, replace(config, warmup_contexts=16)).flops
     assert taught - one.flops == pytest.approx(16 * (read + again), rel=1e-3)
     assert one.seconds == pytest.approx(one.flops / (shape.forward_flops(2048) / 2048 * 5000))
     assert estimate(shape, config, 10_000.0, processes=8).seconds == pytest.approx(one.seconds / 16)
@@ -84,7 +84,7 @@ def test_a_configuration_without_a_field_is_named():
 
 
 def test_every_setting_is_told():
-    assert set(HELP) == set(TrainingConfig.__dataclass_fields__)
+    assert all(field.description for field in SETTINGS.values())
 
 
 @pytest.mark.parametrize("positions", [512, 2048, 8192, 131_072])
@@ -128,13 +128,13 @@ def test_settings_come_from_a_file_and_options_win(tmp_path, folder, capsys):  #
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stpes = 3", "sets stpes, which is no setting"),
+        ("stpes = 3", "there is no setting 'stpes'; did you mean 'steps'?"),
         ("steps = ", "cannot be read as TOML"),
-        ("preset = 'big'", "preset is 'big'; give one of cpu, finish, paper"),
-        ("steps = 2.5", "steps is 2.5, but it is a whole number of at least 1"),
-        ("dtype = 'int8'", "dtype is 'int8'; give one of float32, bfloat16, float16"),
-        ("position = 1", "position is 1; give true or false"),
-        ("lr = nan", "lr is nan, but it is a number"),
+        ("preset = 'big'", "preset is 'big', but must be 'cpu', 'finish', 'paper'"),
+        ("steps = 2.5", "steps is 2.5, but must be a whole number of at least 1"),
+        ("dtype = 'int8'", "dtype is 'int8', but must be 'float32', 'bfloat16' or 'float16'"),
+        ("position = 1", "position is 1, but must be true or false"),
+        ("lr = nan", "lr is nan, but must be a number"),
     ],
 )
 def test_a_file_of_settings_that_cannot_be_is_named_before_the_model_loads(tmp_path, capsys, text, message):

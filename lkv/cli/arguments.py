@@ -1,0 +1,109 @@
+"""Command-line arguments derived from pydantic models: each field is one option, stated once."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+
+from lkv.config import describe_error, unwrap
+from lkv.errors import LkvError
+
+_METAVARS = {int: "N", float: "X", Path: "PATH"}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """How a field appears on the command line where its type does not say so; goes into `Annotated`."""
+
+    positional: bool = False
+    metavar: str | None = None
+    nargs: str | None = None
+    const: str | None = None
+    append: bool = False
+    group: str = ""
+
+
+class Command(BaseModel):
+    """Base class of the commands: the fields are the options, `run` does the work."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def run(self) -> None:
+        """Execute the command; raises LkvError for what the user can fix."""
+        raise NotImplementedError
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> None:
+    """Add an argument for every field of `command`; what is not given stays out of the namespace."""
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    usage = [parser.prog, "[options]"]  # instead of argparse's list of all options
+    parser.set_defaults(command=command)
+    for name, field in command.model_fields.items():
+        kind, rules = unwrap(field)
+        argument = next((rule for rule in rules if isinstance(rule, Argument)), Argument())
+        if argument.group not in groups:
+            groups[argument.group] = parser.add_argument_group(*argument.group.split(": ", 1))
+        group = groups[argument.group]
+        settings: dict[str, Any] = {"help": _help_text(field), "default": argparse.SUPPRESS}
+        if kind is bool:
+            _add_flag(group, name, field, settings)
+            continue
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        settings["metavar"] = argument.metavar or ("{" + ",".join(choices) + "}" if choices else _METAVARS.get(kind))
+        if argument.append:
+            settings["action"] = "append"
+        elif nargs := argument.nargs or ("+" if _is_sequence(field) else None):
+            settings |= {"nargs": nargs} | ({"const": argument.const} if argument.const else {})
+        if argument.positional:
+            group.add_argument(name, **settings | ({"choices": choices} if choices else {}))
+            usage.append(settings["metavar"] or name.upper())
+        else:
+            group.add_argument(*_flags(name, field), dest=name, required=field.is_required(), **settings)
+            if field.is_required():
+                usage.append(f"{_flags(name, field)[0]} {settings['metavar'] or name.upper()}")
+    parser.usage = " ".join(usage)
+
+
+def build_command(options: argparse.Namespace) -> Command:
+    """Validate parsed arguments and return the command. Raises LkvError, one sentence, for a wrong value."""
+    values = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
+    try:
+        return options.command.model_validate(values)
+    except ValidationError as error:
+        raise LkvError(describe_error(error, options.command.model_fields, "--")) from None
+
+
+def _add_flag(group: argparse._ActionsContainer, name: str, field: FieldInfo, settings: dict[str, Any]) -> None:
+    option = name.replace("_", "-")
+    if field.default is None:
+        group.add_argument(f"--{option}", dest=name, action=argparse.BooleanOptionalAction, **settings)
+    elif field.default:
+        group.add_argument(f"--no-{option}", dest=name, action="store_false", **settings)
+    else:
+        group.add_argument(f"--{option}", dest=name, action="store_true", **settings)
+
+
+def _flags(name: str, field: FieldInfo) -> list[str]:
+    alias = field.validation_alias
+    names = [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
+    return ["--" + choice.replace("_", "-") for choice in names]
+
+
+def _is_sequence(field: FieldInfo) -> bool:
+    annotations = (field.annotation, *get_args(field.annotation))
+    return any(get_origin(annotation) in (list, tuple) for annotation in annotations)
+
+
+def _help_text(field: FieldInfo) -> str:
+    default = field.default
+    text = field.description or ""
+    if isinstance(default, Sequence) and not isinstance(default, str):
+        default = " ".join(map(str, default))
+    if field.is_required() or default in (None, "") or isinstance(default, bool):
+        return text.replace("%", "%%")
+    shown = f"{default:,}" if isinstance(default, int) else f"{default:g}" if isinstance(default, float) else default
+    return f"{text} (default: {shown})".strip().replace("%", "%%")
