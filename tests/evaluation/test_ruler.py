@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lkv.errors import EvaluationError
 from lkv.evaluation.ruler import TASKS, Sources, make_examples
-from lkv.evaluation.ruler.draft import largest
+from lkv.evaluation.ruler.samples import largest_fit
 from lkv.utils.prompts import chat_template_parts
 from tests.ruler import ESSAY, one, size, squad_data, words, write_json, write_sources
 
@@ -279,7 +279,7 @@ def test_the_search_finds_the_largest_within_few_measurements(unit, least, limit
         asked.append(units)
         return units * unit + (units * 7919) % (noise + 1)
 
-    fit = largest(tokens, limit, least, most)
+    fit = largest_fit(tokens, limit, least, most)
     assert fit.tokens == tokens(fit.units) and least <= fit.units and (most is None or fit.units <= most)
     if fit.tokens > limit:
         assert fit.units == least
@@ -297,7 +297,7 @@ def test_the_search_is_bounded_where_sizes_do_not_grow_evenly(curve):
         return curve(units)
 
     limit = 100_000
-    fit = largest(tokens, limit, 1, 10**6)
+    fit = largest_fit(tokens, limit, 1, 10**6)
     assert fit.tokens <= limit < curve(fit.units + 1) or fit.tokens >= limit - limit // 256
     assert len(asked) <= 60
 

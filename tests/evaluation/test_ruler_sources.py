@@ -8,7 +8,7 @@ import pytest
 
 from lkv.errors import DataError
 from lkv.evaluation.ruler import TASKS, Sources, check_sources, make_examples
-from lkv.evaluation.ruler.niah import sentences
+from lkv.evaluation.ruler.tasks import split_sentences
 from tests.ruler import ESSAY, hotpot_rows, one, squad_data, words, write_lines, write_sources
 
 
@@ -18,7 +18,7 @@ def sources(tmp_path_factory):
 
 
 def test_sentences():
-    assert sentences('He said "no." Then he left! Did 3.5 help? "Yes." 7 did (once). e.g. this') == [
+    assert split_sentences('He said "no." Then he left! Did 3.5 help? "Yes." 7 did (once). e.g. this') == [
         'He said "no.', "Then he left!", "Did 3.5 help?", '"Yes.', "7 did (once). e.g. this"
     ]  # fmt: skip
 
@@ -77,7 +77,7 @@ def test_a_failed_download_says_the_way_out(tmp_path):
 
     for sources in (Sources(download=download), Sources.from_folder(tmp_path, download=download)):
         with pytest.raises(
-            DataError, match=r"rajpurkar/squad_v2 cannot be fetched \(ConnectionError: no route\); put SQuAD"
+            DataError, match=r"rajpurkar/squad_v2 cannot be downloaded \(ConnectionError: no route\); put SQuAD"
         ):
             one("qa_1", 1000, 0, sources)
 
@@ -187,7 +187,7 @@ def test_malformed_files(tmp_path):
 def test_without_its_package_the_word_list_says_what_to_install(monkeypatch):
     import sys
 
-    from lkv.evaluation.ruler.words import word_list
+    from lkv.evaluation.ruler.tasks import word_list
 
     word_list.cache_clear()
     monkeypatch.setitem(sys.modules, "wonderwords", None)

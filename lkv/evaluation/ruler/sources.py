@@ -1,6 +1,6 @@
-"""Where RULER's texts come from: local files, or the data sets' own files on the hub."""
+"""RULER's source texts: local files, or the data sets' own files on the hub."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,17 +9,34 @@ from typing import NamedTuple
 from huggingface_hub import hf_hub_download
 
 from lkv.errors import DataError
-from lkv.evaluation.ruler.readers import QuestionSet, read_hotpot, read_squad, read_text
+from lkv.utils import data_files, qa_readers
+from lkv.utils.data_files import read_json, read_records, require_field
 
 
-class _Kind(NamedTuple):
+class Question(NamedTuple):
+    """A question, every accepted answer, and its documents by number: those needed, and the others of its own."""
+
+    text: str
+    answers: tuple[str, ...]
+    needed: tuple[int, ...]
+    related: tuple[int, ...]
+
+
+class QuestionSet(NamedTuple):
+    """Questions over one collection of distinct documents."""
+
+    questions: tuple[Question, ...]
+    documents: tuple[str, ...]
+
+
+class _DatasetFile(NamedTuple):
     title: str
-    patterns: tuple[str, ...]
-    hub: dict[str, str]
+    patterns: tuple[str, ...]  # of local files
+    hub: dict[str, str]  # arguments of hf_hub_download
 
 
-_KINDS = {
-    "squad": _Kind(
+_DATASET_FILES = {
+    "squad": _DatasetFile(
         "SQuAD's validation file (dev-v2.0.json)",
         ("dev-v2.0.json", "*quad*.json", "*quad*.json.gz", "*quad*.parquet"),
         {
@@ -28,7 +45,7 @@ _KINDS = {
             "revision": "3ffb306f725f7d2ce8394bc1873b24868140c412",
         },
     ),
-    "hotpot": _Kind(
+    "hotpot": _DatasetFile(
         "HotpotQA's validation file (hotpot_dev_distractor_v1.json)",
         ("*hotpot_*.json", "*hotpot_*.json.gz", "*hotpot_*.jsonl.gz", "*hotpot_*.parquet"),  # not LongBench's hotpotqa
         {
@@ -44,9 +61,15 @@ _KINDS = {
 class Sources:
     """The haystack's text and the question sets, each read when a task first needs it.
 
-    `essays` is a text file, a JSON file with the field "text", or a folder of .txt files; `haystack` is another text in
-    its place. `squad` and `hotpot` are files in the official formats; where one is None, `download` (in the manner of
-    hf_hub_download) fetches it from the hub. Reading raises DataError with the file, the place and the field.
+    Args:
+        essays: A text file, a JSON file with the field "text", or a folder of .txt files.
+        haystack: A text to use instead of `essays`.
+        squad: A file in SQuAD's format; None downloads it from the hub.
+        hotpot: A file in HotpotQA's format; None downloads it from the hub.
+        download: Replaces `hf_hub_download`.
+
+    Raises:
+        DataError: Where a text is read, with the file, the position and the field.
     """
 
     essays: Path | None = None
@@ -59,22 +82,23 @@ class Sources:
     def from_folder(
         cls, folder: Path, essays: Path | None = None, download: Callable[..., str] = hf_hub_download
     ) -> "Sources":
-        """What lies in a folder: PaulGrahamEssays*.json(.gz) or a folder essays, unless `essays` says where they are;
-        *quad*, *hotpot_*. The question sets that are not there come from the hub.
+        """The files of a folder: PaulGrahamEssays*.json(.gz) or a folder essays (unless `essays` is given), *quad* and
+        *hotpot_*.
 
-        Files with "train" in their name are passed over. Raises DataError where there is no such folder.
+        Question sets that the folder lacks come from the hub; files with "train" in their name are ignored. Raises
+        DataError if the folder does not exist.
         """
         if not folder.is_dir():
             raise DataError(f"there is no folder {folder}; give one with RULER's source files.")
-        essays = essays or _first(folder, ("PaulGrahamEssays*.json", "PaulGrahamEssays*.json.gz", "essays"))
-        paths = {name: _first(folder, kind.patterns) for name, kind in _KINDS.items()}
-        return cls(essays, None, paths["squad"], paths["hotpot"], download)
+        essays = essays or _first_match(folder, ("PaulGrahamEssays*.json", "PaulGrahamEssays*.json.gz", "essays"))
+        squad, hotpot = (_first_match(folder, _DATASET_FILES[name].patterns) for name in ("squad", "hotpot"))
+        return cls(essays, None, squad, hotpot, download)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """The haystack's words."""
+        """The words of the haystack."""
         if self.haystack is not None:
-            text, where = self.haystack, "the haystack given"
+            text, where = self.haystack, "the haystack"
         elif self.essays is None:
             raise DataError(
                 "this task hides its needles in essays, which have no official place on the hub: put "
@@ -84,38 +108,90 @@ class Sources:
         else:
             where = str(self.essays)
             files = sorted(self.essays.glob("*.txt")) if self.essays.is_dir() else [self.essays]
-            text = "\n".join(read_text(path) for path in files)
+            text = "\n".join(_read_essay(path) for path in files)
         if not text.split():
             raise DataError(f"{where} has no text to hide needles in.")
         return tuple(text.split())
 
     def questions(self, name: str) -> QuestionSet:
-        """The questions of "squad" or "hotpot"."""
+        """The question set "squad" or "hotpot"."""
         return self._squad if name == "squad" else self._hotpot
 
     @cached_property
     def _squad(self) -> QuestionSet:
-        return read_squad(self._path("squad", self.squad))
+        return _read_squad(self._path("squad", self.squad))
 
     @cached_property
     def _hotpot(self) -> QuestionSet:
-        return read_hotpot(self._path("hotpot", self.hotpot))
+        return _read_hotpot(self._path("hotpot", self.hotpot))
 
     def _path(self, name: str, path: Path | None) -> Path:
-        kind = _KINDS[name]
+        file = _DATASET_FILES[name]
         if path is not None:
             return path
         try:
-            return Path(self.download(repo_type="dataset", **kind.hub))
-        # Whatever stopped the download (no network, no such file, no right to it), the way out is the same.
+            return Path(self.download(repo_type="dataset", **file.hub))
+        # Whatever stopped the download (no network, no such file, no access), the remedy is the same.
         except Exception as error:
             raise DataError(
-                f"{kind.hub['filename']} of the hub's data set {kind.hub['repo_id']} cannot be fetched "
-                f"({type(error).__name__}: {error}); put {kind.title} into the folder "
-                f"with RULER's sources, as one of {', '.join(kind.patterns)}."
+                f"{file.hub['filename']} of the hub's data set {file.hub['repo_id']} cannot be downloaded "
+                f"({type(error).__name__}: {error}); put {file.title} into the folder "
+                f"with RULER's sources, as one of {', '.join(file.patterns)}."
             ) from error
 
 
-def _first(folder: Path, patterns: tuple[str, ...]) -> Path | None:
+def _first_match(folder: Path, patterns: tuple[str, ...]) -> Path | None:
     paths = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if "train" not in path.name]
     return paths[0] if paths else None
+
+
+def _read_squad(path: Path) -> QuestionSet:
+    """SQuAD's questions that have an answer; the paragraphs of a question's article are its own documents."""
+    questions = list(qa_readers.read_squad(path))
+    articles: dict[str | int, dict[str, None]] = {}
+    for question in questions:
+        articles.setdefault(question.article, {})[question.context] = None
+    return _number_documents(path, [(q.question, q.answers, [q.context], articles[q.article]) for q in questions])
+
+
+def _read_hotpot(path: Path) -> QuestionSet:
+    """HotpotQA's questions; a document is a title and its paragraph.
+
+    A question that lacks a paragraph of its supporting facts (as in the fullwiki setting) is left out.
+    """
+    raw: list[_RawQuestion] = []
+    for question in qa_readers.hotpot_questions(read_records(path)):
+        texts = {title: f"{title}\n{text}" for title, text in question.paragraphs}
+        titles = question.supporting_titles
+        answers = (question.answer,) if titles and titles <= texts.keys() else ()
+        raw.append((question.question, answers, [texts[t] for t in texts if t in titles], texts.values()))
+    return _number_documents(path, raw)
+
+
+# (text, answers, needed documents, all its own documents)
+_RawQuestion = tuple[str, tuple[str, ...], Iterable[str], Iterable[str]]
+
+
+def _number_documents(path: Path, raw: list[_RawQuestion]) -> QuestionSet:
+    """Number the distinct documents; questions without an answer are left out, but not their documents."""
+    documents = tuple(sorted({document for *_, own in raw for document in own}))
+    numbers = {document: i for i, document in enumerate(documents)}
+    questions = []
+    for text, answers, needed, own in raw:
+        if answers:
+            required = dict.fromkeys(numbers[document] for document in needed)
+            related = [i for i in dict.fromkeys(numbers[document] for document in own) if i not in required]
+            questions.append(Question(text, answers, tuple(required), tuple(related)))
+    if not questions:
+        raise DataError(f"{path} has no question with an answer; give the official file of the data set.")
+    return QuestionSet(tuple(questions), documents)
+
+
+def _read_essay(path: Path) -> str:
+    """A text file, or the field "text" of a JSON file, gzipped or not."""
+    if ".json" in path.name:
+        return require_field(read_json(path), "text", str, str(path))
+    text = data_files.read_text(path)
+    if "\0" in text:
+        raise DataError(f"{path} is no UTF-8 text (it holds null bytes); give a text file.")
+    return text

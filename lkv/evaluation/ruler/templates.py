@@ -6,109 +6,109 @@ from typing import NamedTuple
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-# From this length on, the word list takes its full frequencies.
+# From this length on, the common words task uses its full frequencies.
 FULL_WORD_LIST = 4096
 
 
 @dataclass(frozen=True)
-class Family:
-    """What the tasks of one kind share.
+class PromptTemplate:
+    """The prompt that tasks of one kind share.
 
-    The question begins at the last place of `template` where `question_starts` matches, as kvpress cuts it; all before
-    is context.
+    The question begins where `question_starts` matches last in `template`, as kvpress cuts it; the text before it is
+    context.
     """
 
     template: str
     answer_prefix: str
     question_starts: str
-    tokens_to_generate: int
+    max_new_tokens: int
     metric: str
 
     @property
-    def before_question(self) -> str:
-        """The template's part that belongs to the context, with a field for the text itself."""
-        return self.template[: self._cut()]
+    def context(self) -> str:
+        """The part before the question, with the field {context} for the text."""
+        return self.template[: self._question_start()]
 
     @property
     def question(self) -> str:
-        """The template's question, with the space that stands before the answer prefix."""
-        return self.template[self._cut() :] + " " * self.answer_prefix.startswith(" ")
+        """The question, with the space that the answer prefix begins with."""
+        return self.template[self._question_start() :] + " " * self.answer_prefix.startswith(" ")
 
     @property
     def prefix(self) -> str:
-        """What the answer begins with."""
+        """The beginning of the answer."""
         return self.answer_prefix.removeprefix(" ")
 
-    def _cut(self) -> int:
+    def _question_start(self) -> int:
         return [match.start() for match in re.finditer(self.question_starts, self.template)][-1]
 
 
-NIAH = Family(
+NIAH = PromptTemplate(
     template="Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz "
     "you about the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the "
     "provided text?",
     answer_prefix=" The special magic {kind} for {query} mentioned in the provided text are",
     question_starts=r"What (?:is|are all) the special magic",
-    tokens_to_generate=128,
+    max_new_tokens=128,
     metric="string_match_all",
 )
-VARIABLE_TRACKING = Family(
+VARIABLE_TRACKING = PromptTemplate(
     template="Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
     "Question: Find all variables that are assigned the value {query} in the text above.",
     answer_prefix=" Answer: According to the chain(s) of variable assignment in the text above, {count} variables are "
     "assigned the value {query}, they are: ",
     question_starts="Question: Find all variables that are assigned the value",
-    tokens_to_generate=30,
+    max_new_tokens=30,
     metric="string_match_all",
 )
-COMMON_WORDS = Family(
+COMMON_WORDS = PromptTemplate(
     template="Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones "
     "that appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?",
     answer_prefix=" Answer: The top 10 words that appear most often in the list are:",
     question_starts=r"Question: What are the 10 most common words in the above list\?",
-    tokens_to_generate=120,
+    max_new_tokens=120,
     metric="string_match_all",
 )
-FREQUENT_WORDS = Family(
+FREQUENT_WORDS = PromptTemplate(
     template="Read the following coded text and track the frequency of each coded word. Find the three most frequently "
     "appeared coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What "
     "are the three most frequently appeared words in the above coded text?",
     answer_prefix=" Answer: According to the coded text above, the three most frequently appeared words are:",
     question_starts=r"Question: Do not provide any explanation\.",
-    tokens_to_generate=50,
+    max_new_tokens=50,
     metric="string_match_all",
 )
-QUESTIONS = Family(
+QUESTIONS = PromptTemplate(
     template="Answer the question based on the given documents. Only give me the answer and do not output any other "
     "words.\n\nThe following are given documents.\n\n{context}\n\nAnswer the question based on the given documents. "
     "Only give me the answer and do not output any other words.\n\nQuestion: {query}",
     answer_prefix=" Answer:",
     question_starts=r"Answer the question based on the given documents\.",
-    tokens_to_generate=32,
+    max_new_tokens=32,
     metric="string_match_part",
 )
 
 
-class Needles(NamedTuple):
-    """A needle task: its haystack, what keys and values are, how many keys, values a key and keys asked for."""
+class NeedleTask(NamedTuple):
+    """The haystack and the needles of a task."""
 
     haystack: str  # "noise", "essay", "needle"
-    key: str  # "words", "uuids"
-    value: str  # "numbers", "uuids"
+    key_kind: str  # "words", "uuids"
+    value_kind: str  # "numbers", "uuids"
     keys: int = 1
-    values: int = 1
-    queries: int = 1
+    values: int = 1  # of each key
+    queries: int = 1  # keys to ask for
 
 
 NEEDLE_TASKS = {
-    "niah_single_1": Needles("noise", "words", "numbers"),
-    "niah_single_2": Needles("essay", "words", "numbers"),
-    "niah_single_3": Needles("essay", "words", "uuids"),
-    "niah_multikey_1": Needles("essay", "words", "numbers", keys=4),
-    "niah_multikey_2": Needles("needle", "words", "numbers"),
-    "niah_multikey_3": Needles("needle", "uuids", "uuids"),
-    "niah_multivalue": Needles("essay", "words", "numbers", values=4),
-    "niah_multiquery": Needles("essay", "words", "numbers", keys=4, queries=4),
+    "niah_single_1": NeedleTask("noise", "words", "numbers"),
+    "niah_single_2": NeedleTask("essay", "words", "numbers"),
+    "niah_single_3": NeedleTask("essay", "words", "uuids"),
+    "niah_multikey_1": NeedleTask("essay", "words", "numbers", keys=4),
+    "niah_multikey_2": NeedleTask("needle", "words", "numbers"),
+    "niah_multikey_3": NeedleTask("needle", "uuids", "uuids"),
+    "niah_multivalue": NeedleTask("essay", "words", "numbers", values=4),
+    "niah_multiquery": NeedleTask("essay", "words", "numbers", keys=4, queries=4),
 }
 QUESTION_TASKS = {"qa_1": "squad", "qa_2": "hotpot"}
 TASKS = (*NEEDLE_TASKS, "vt", "cwe", "fwe", *QUESTION_TASKS)

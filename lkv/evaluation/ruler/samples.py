@@ -1,0 +1,183 @@
+"""RULER's examples at a length, for any tokenizer."""
+
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from functools import partial
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+from lkv.errors import EvaluationError
+from lkv.evaluation.example import Example
+from lkv.evaluation.ruler.sources import Sources
+from lkv.evaluation.ruler.tasks import (
+    DEMO_TOKENS,
+    MIN_CHAIN_LINES,
+    ExampleTemplate,
+    chain_demo,
+    chain_template,
+    common_words_template,
+    frequent_words_template,
+    needle_template,
+    question_templates,
+)
+from lkv.evaluation.ruler.templates import (
+    COMMON_WORDS,
+    FREQUENT_WORDS,
+    NEEDLE_TASKS,
+    NIAH,
+    QUESTION_TASKS,
+    QUESTIONS,
+    TASKS,
+    VARIABLE_TRACKING,
+)
+from lkv.utils.prompts import chat_template_parts, encode
+
+_TEMPLATES = {"vt": VARIABLE_TRACKING, "cwe": COMMON_WORDS, "fwe": FREQUENT_WORDS}
+# A first token, and one for each of the four places where texts that are tokenised separately meet.
+_RESERVED_TOKENS = 5
+
+
+def make_examples(task: str, length: int, count: int, tokenizer: Any, sources: Sources, seed: int = 0) -> list[Example]:
+    """Make the first `count` examples of a task at `length` tokens.
+
+    Context, chat template, question, answer prefix and the tokens to generate take at most `length` tokens together.
+    They fall short of it by at most length / 256, or one unit of the task (a line, a word, a document) if that is more;
+    five tokens are reserved where the texts meet. An example depends on the task, the length, the tokenizer, the seed
+    and its own number, never on `count`. Questions whose needed documents exceed the length are skipped.
+
+    Raises:
+        EvaluationError: For an unknown task, and a length that is too short or too long for it.
+        DataError: For a source that is missing or malformed.
+    """
+    if task not in TASKS:
+        near = get_close_matches(task, TASKS, 3) or TASKS
+        raise EvaluationError(f"RULER has no task {task!r}; did you mean {', '.join(near)}?")
+    if count < 1:
+        raise EvaluationError(f"{count} examples of {task} are asked for; ask for at least one.")
+    examples = list(islice(_generate(task, length, tokenizer, sources, seed), count))
+    if len(examples) < count:
+        raise EvaluationError(
+            f"{task} has {len(examples)} questions that fit {length} tokens, but {count} are asked for."
+        )
+    return examples
+
+
+def check_sources(tasks: Sequence[str], sources: Sources) -> None:
+    """Read what the tasks need, to find missing files before a long run. Raises DataError."""
+    for task in tasks:
+        if name := QUESTION_TASKS.get(task):
+            sources.questions(name)
+        elif task in NEEDLE_TASKS and NEEDLE_TASKS[task].haystack == "essay":
+            _ = sources.words
+
+
+def _generate(task: str, length: int, tokenizer: Any, sources: Sources, seed: int) -> Iterator[Example]:
+    prompt = _TEMPLATES.get(task) or (NIAH if task in NEEDLE_TASKS else QUESTIONS)
+    fixed_tokens = sum(_count(tokenizer, part) for part in chat_template_parts(tokenizer))
+    fixed_tokens += _RESERVED_TOKENS + prompt.max_new_tokens
+    number, too_long = 0, []
+    for template in _templates(task, length, tokenizer, sources, f"{task}-{length}-{seed}"):
+        other_tokens = fixed_tokens + _count(tokenizer, template.question + template.answer_prefix)
+        count_tokens = partial(_count_context, tokenizer, template)
+        fit = largest_fit(count_tokens, length - other_tokens, template.min_units, template.max_units)
+        total = other_tokens + fit.tokens
+        if total > length:
+            too_long.append(total)
+            if prompt is QUESTIONS:
+                continue
+            break
+        if fit.units == template.max_units and total < length - length // 256:
+            raise EvaluationError(
+                f"all {fit.units} documents for {task} make {total} tokens, but {length} are asked for; "
+                "give a larger set or ask for a shorter length."
+            )
+        yield Example(
+            suite="ruler",
+            task=task,
+            number=number,
+            context=template.render_context(fit.units),
+            question=template.question,
+            answer_prefix=template.answer_prefix,
+            answers=template.answers,
+            max_new_tokens=prompt.max_new_tokens,
+            metric=prompt.metric,
+            length=length,
+        )
+        number += 1
+    if number == 0 and too_long:
+        raise EvaluationError(
+            f"{task} needs at least {min(too_long)} tokens with this tokenizer, but {length} are asked for; "
+            "ask for a longer length."
+        )
+
+
+def _templates(task: str, length: int, tokenizer: Any, sources: Sources, seed: str) -> Iterator[ExampleTemplate]:
+    make: Callable[[str], ExampleTemplate]
+    if name := QUESTION_TASKS.get(task):
+        yield from question_templates(seed, sources.questions(name))
+        return
+    if task == "cwe":
+        make = partial(common_words_template, length=length)
+    elif task == "fwe":
+        make = partial(frequent_words_template, length=length)
+    elif task == "vt":
+        demo = largest_fit(lambda lines: _count(tokenizer, chain_demo(lines)), DEMO_TOKENS, MIN_CHAIN_LINES)
+        make = partial(chain_template, demo_lines=demo.units)
+    else:
+        needles = NEEDLE_TASKS[task]
+        essay = sources.words if needles.haystack == "essay" else ()
+        make = partial(needle_template, task=needles, essay=essay)
+    yield from (make(f"{seed}-{number}") for number in count())
+
+
+class Fit(NamedTuple):
+    """A number of units and how many tokens they take."""
+
+    units: int
+    tokens: int
+
+
+def largest_fit(count_tokens: Callable[[int], int], limit: int, min_units: int, max_units: int | None = None) -> Fit:
+    """Find the most units whose tokens, which grow with the units, stay within `limit`.
+
+    The search ends early once less than 1/256 of `limit` is left. If `min_units` exceed the limit, they are returned.
+    Interpolation finds a long text in about five tokenisations, a third of what bisection takes; every third guess
+    doubles or bisects, which bounds the search where tokens do not grow evenly. Its guesses determine the examples, so
+    that another search would make other ones.
+    """
+    target, enough = limit - limit // 512, limit - limit // 256
+    low = first = Fit(min_units, count_tokens(min_units))
+    high: Fit | None = None
+    step = 0
+    while low.tokens < enough and low.units != max_units and (high is None or high.units - low.units > 1):
+        is_third = step % 3 == 2
+        if high is not None and is_third:
+            guess = (low.units + high.units) // 2
+        elif high is not None:
+            share = (target - low.tokens) / max(1, high.tokens - low.tokens)
+            guess = low.units + int(share * (high.units - low.units))
+            guess = min(high.units - 1, max(low.units + 1, guess))
+        elif low is first:
+            guess = 2 * min_units + 16
+        elif is_third:
+            guess = 2 * low.units
+        else:
+            slope = max(1, low.tokens - first.tokens) / (low.units - first.units)
+            guess = low.units + int((target - low.tokens) / slope)
+            guess = min(max(guess, low.units + 1), 64 * low.units)
+        guess = guess if max_units is None else min(guess, max_units)
+        fit = Fit(guess, count_tokens(guess))
+        if fit.tokens <= limit:
+            low = fit
+        else:
+            high = fit
+        step += 1
+    return low
+
+
+def _count(tokenizer: Any, text: str) -> int:
+    return len(encode(tokenizer, text))
+
+
+def _count_context(tokenizer: Any, template: ExampleTemplate, units: int) -> int:
+    return _count(tokenizer, template.render_context(units))
