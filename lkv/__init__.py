@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lkv.context.chat import Chat
     from lkv.context.context import Context, compress
     from lkv.context.documents import read_document
+    from lkv.integrations.transformers.attention import attention_patched, patch_attention, unpatch_attention
     from lkv.methods.budgets import Budget
     from lkv.methods.build import Method
     from lkv.methods.registry import register_method
@@ -30,14 +31,17 @@ _HOMES = {
     "Policy": "lkv.policy.policy",
     "RaggedCache": "lkv.cache.ragged_cache",
     "Selector": "lkv.methods.selectors",
+    "attention_patched": "lkv.integrations.transformers.attention",
     "compress": "lkv.context.context",
     "default_policy": "lkv.models.loading",
     "load_default": "lkv.models.loading",
     "load_model": "lkv.models.loading",
+    "patch_attention": "lkv.integrations.transformers.attention",
     "policy_for": "lkv.models.loading",
     "push_to_hub": "lkv.policy.hub",
     "read_document": "lkv.context.documents",
     "register_method": "lkv.methods.registry",
+    "unpatch_attention": "lkv.integrations.transformers.attention",
 }
 __all__ = [
     "Budget",
@@ -49,14 +53,17 @@ __all__ = [
     "RaggedCache",
     "Selector",
     "__version__",
+    "attention_patched",
     "compress",
     "default_policy",
     "load_default",
     "load_model",
+    "patch_attention",
     "policy_for",
     "push_to_hub",
     "read_document",
     "register_method",
+    "unpatch_attention",
 ]
 
 

@@ -34,10 +34,9 @@ def check_pass(
 
 def check_attended(layer: Any) -> None:
     """Raise CacheError where `layer` of a cache, an evicting or another one, waits for its attention still."""
-    if isinstance(layer, RaggedLayer) and layer.unattended:
+    if isinstance(layer, RaggedLayer) and layer.pending_key is not None:
         raise CacheError(
-            "the model computed attention without LKV: it is a copy that LKV was never attached to, or its "
-            "attention implementation was set anew; call "
-            "lkv.integrations.transformers.attention.patch_attention(model), then go on after "
-            "cache.rewind(), or after cache.reset() if the prompt was being read."
+            "the model computed attention without LKV: it was never patched, or its attention implementation was set "
+            "anew; call lkv.patch_attention(model), then continue after cache.rewind(), or after cache.reset() if the "
+            "prompt was being read."
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lkv.cache.quantization import BITS, require_library
 from lkv.errors import CacheError, PromptError
+from lkv.integrations.transformers.masks import PaddingReader
 from lkv.integrations.transformers.rotation import Rotation
 from lkv.methods.budgets import ROUNDING, FixedBudget, RetentionTarget
 from lkv.methods.build import Method
@@ -121,6 +122,7 @@ class Shared:
     last: int
     buffers: dict[Any, Any] = field(default_factory=dict)
     doubts: list[Tensor] = field(default_factory=list)
+    padding: PaddingReader = field(default_factory=PaddingReader)
 
     def check_doubts(self, index: int, selector: Selector, device: torch.device) -> None:
         """Raise CacheError where scores are no numbers. A GPU is asked in the last layer, for all: each would wait."""

@@ -14,7 +14,6 @@ from lkv.cache.store import KVStore
 from lkv.cache.unread import PromptBuffer
 from lkv.errors import CacheError
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer
-from lkv.integrations.transformers.masks import hidden_keys, left_padding
 from lkv.integrations.transformers.prefill import LayerKV
 
 
@@ -33,7 +32,7 @@ class RaggedLayer(AttentionCacheLayer):
         """Forget everything, and free it."""
         self._layer.shared.doubts.clear()
         self.entries: Entries | None = None
-        self._arrived: tuple[Tensor, Tensor] | None = None
+        self.pending_key = None
         self._unread = PromptBuffer()
         self.is_initialized = False
 
@@ -57,11 +56,6 @@ class RaggedLayer(AttentionCacheLayer):
         """Tokens of the prompt, padding included; 0 until it has ended."""
         return 0 if self.entries is None else self.entries.prompt_length
 
-    @property
-    def unattended(self) -> bool:
-        """Whether k and v were handed out, but nobody has computed attention over them yet."""
-        return self._arrived is not None
-
     def get_seq_length(self, *args: Any) -> int:
         """Logical length: positions seen, evicted ones included."""
         return self._unread.tokens if self.entries is None else self.entries.length
@@ -82,23 +76,18 @@ class RaggedLayer(AttentionCacheLayer):
                 f"this cache holds {self.dtype}, but the model now computes in {key_states.dtype}; use one dtype for "
                 "the prompt and what follows, or make a new cache."
             )
-        key_states, value_states = self._unread.with_new(key_states, value_states)
-        # What is stored belongs to no autograd graph: a cache that held one would hold every activation. Under autocast
-        # the rotation leaves k in float32 beside v in half precision, which is what attention computes in.
-        key = key_states.detach() if key_states.requires_grad else key_states
-        value = value_states.detach() if value_states.requires_grad else value_states
-        self._arrived = key if key.dtype == value.dtype else key.to(value.dtype), value
-        return self.tag(key_states), value_states
+        return self._unread.with_new(key_states, value_states)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        assert self._arrived is not None
-        key, value = self._arrived
-        self._arrived = None
+        # What is stored belongs to no autograd graph: a cache that held one would hold every activation. Under autocast
+        # the rotation leaves k in float32 beside v in half precision, which is what attention computes in.
+        key, value = (x.detach() if x.requires_grad else x for x in (key, value))
+        key = key if key.dtype == value.dtype else key.to(value.dtype)
         if not self.prompt_length and not self._layer.plan.streaming:
             return self._read(query, key, value, mask, scale, stock)
-        padding = hidden_keys(mask)
+        padding = self._layer.shared.padding.hidden_keys(mask)
         if self.prompt_length:
             return self._go_on(query, key, value, scale, padding).transpose(1, 2)
         if padding is not None:
@@ -138,7 +127,9 @@ class RaggedLayer(AttentionCacheLayer):
         if total < prompt:
             self._unread = PromptBuffer(whole)
             return out
-        self.entries = evicted(self._layer, whole.select(slice(None), slice(prompt)), left_padding(mask))
+        self.entries = evicted(
+            self._layer, whole.select(slice(None), slice(prompt)), self._layer.shared.padding.left_padding(mask)
+        )
         self._unread = PromptBuffer()
         if total == prompt:
             return out
@@ -164,7 +155,7 @@ class RaggedLayer(AttentionCacheLayer):
                 f"{cut} tokens cannot be cut off: only the {tail} after the compressed prompt can; "
                 "give a number between minus that and 0."
             )
-        self._arrived = None
+        self.pending_key = None
         if spans is not None:
             spans.cut(cut)
 

@@ -16,7 +16,9 @@ from lkv.cache.windows import Windows
 from lkv.errors import BudgetError, CacheError, PolicyFileError, RetentionError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
+from lkv.integrations.transformers.fingerprint import read_adapters
 from lkv.integrations.transformers.prefill import LayerKV, as_prompt_kv, query_rotations
+from lkv.integrations.transformers.spec import unwrap_model
 from lkv.kernels.ragged_attention import masked_attention, merge_attention, ragged_attention
 from lkv.methods.budgets import RetentionTarget, check_table
 from lkv.methods.build import Method, make_method
@@ -68,6 +70,8 @@ class RaggedCache(BaseCache):
         """
         attached = patch_attention(model)
         self.spec = attached.spec
+        # The adapters that are switched on now; k and v computed with others do not go together.
+        self.adapters = read_adapters(unwrap_model(model))
         self._ids = TokenHistory()
         # Called with the number of each layer before its attention; what it raises ends the pass.
         self.on_layer_start: Callable[[int], None] | None = None
@@ -87,14 +91,15 @@ class RaggedCache(BaseCache):
         self.ragged_layers = [RaggedLayer(index, self.plan, shared) for index in range(self.spec.layers)]
         for layer in self.ragged_layers:
             layer.model_config = model.config.get_text_config(decoder=True)
-        self.windows = Windows(SlidingWindowLayer(window) for window in attached.windows if window is not None)
+        self.windows = Windows(SlidingWindowLayer(window) for window in attached.sliding_windows if window is not None)
         super().__init__(
-            layers=_in_order(self.ragged_layers, self.windows, [window is None for window in attached.windows])
+            layers=_in_order(self.ragged_layers, self.windows, [window is None for window in attached.sliding_windows])
         )
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+    def check_update(self, key_states: Tensor, layer_idx: int) -> None:
+        """As in the base class; before the first layer, the whole pass is checked."""
         if layer_idx == 0:
-            self.assisted = False
+            self.is_assisted = False
             held, new = self.get_seq_length(), key_states.shape[2]
             check_pass(
                 self.ragged_layers, self.windows.layers, key_states.shape[0], held + new, self.spec.max_positions
@@ -104,19 +109,18 @@ class RaggedCache(BaseCache):
         check_attended(self.layers[layer_idx - 1])
         if self.on_layer_start is not None:
             self.on_layer_start(layer_idx)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def expect(self, ids: Tensor, whole: bool, begins: bool, part: bool) -> None:
+    def check_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
         """What `generate` is about to feed, compared with what was read where both are known.
 
         Raises CacheError for ids that do not begin with those read or hold nothing new, for unannounced parts, and for
         an answer that begins before an announced prompt has ended.
         """
-        if self._ids.goes_on(self.get_seq_length(), part):
+        if self._ids.goes_on(self.get_seq_length(), is_chunk):
             self.plan.check_announced()
-        elif (held := self.get_seq_length()) and not (begins or part or self.prompt_length):
+        elif (held := self.get_seq_length()) and not (is_first_step or is_chunk or self.prompt_length):
             self.plan.check_ended(held)
-        self._ids.expect(ids, self.get_seq_length(), whole, begins)
+        self._ids.expect(ids, self.get_seq_length(), is_full, is_first_step)
 
     @property
     def ids(self) -> Tensor | None:
@@ -158,7 +162,7 @@ class RaggedCache(BaseCache):
                 "assisted decoding sends its first candidates together with the prompt: give "
                 "prompt_tokens=input_ids.shape[1] to RaggedCache, so that they are told apart."
             )
-        self.assisted = True
+        self.is_assisted = True
         self.windows.activate_past_recording()
 
     def fill(self, prompt: list[LayerKV]) -> None:
@@ -270,7 +274,7 @@ class SharedLayer(AttentionCacheLayer):
         if self._tail is not None:
             new = torch.cat([self._tail[0], new[0]], 2), torch.cat([self._tail[1], new[1]], 2)
         self._tail = new
-        return self.tag(key_states), value_states
+        return key_states, value_states
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]

@@ -217,7 +217,9 @@ class Context:
         path, cache = as_path(path, ContextFileError, "the context's place"), self._ragged()
         with self._turn:
             tensors = saved_context.tensors_of(cache, self.ids)
-        saved_context.write_context_file(path, tensors, {"model": asdict(cache.spec), **self.metadata})
+        saved_context.write_context_file(
+            path, tensors, {"model": asdict(cache.spec), "adapters": cache.adapters, **self.metadata}
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, tokenizer: Any, policy: Policy | None = None) -> "Context":

@@ -62,7 +62,13 @@ def restored(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], 
             )
         saved = _checked_about(about)
         ids = _checked_ids(tensors.pop("ids"), model.get_input_embeddings().weight.shape[0])
-        return ids, _cache(model, saved["method"], ids, tensors), saved
+        cache = _cache(model, saved["method"], ids, tensors)
+        if about.get("adapters", cache.adapters) != cache.adapters:
+            raise ContextFileError(
+                f"{path} was saved with other adapters than those active in the model; activate the same ones, or "
+                "compress the text again."
+            )
+        return ids, cache, saved
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, CacheError) as error:
         raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
 

@@ -377,7 +377,7 @@ def refusal(model: Any) -> str | None:
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < _LEAST_VERSION:
         return f"it needs transformers 5.17 or newer, and {transformers.__version__} is installed."
-    if any(window is not None for window in patch_attention(model).windows):
+    if any(window is not None for window in patch_attention(model).sliding_windows):
         return f"{type(model).__name__} has sliding layers, whose windows reach from the question into the text."
     if set_ := [name for name in _ALONE if getattr(model.generation_config, name, None)]:
         return f"the model's generation_config sets {', '.join(set_)}, which only answers one by one heed."

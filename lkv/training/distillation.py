@@ -77,7 +77,7 @@ class _SequenceLayer(AttentionCacheLayer):
         self._log_mask = log_mask
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.tag(key_states), value_states
+        return key_states, value_states
 
     def get_seq_length(self, *args: Any) -> int:
         return 0
@@ -315,7 +315,7 @@ def check_batching(config: TrainingConfig, model: Any, sharers: int) -> None:
     part of its weights each would not make the same passes."""
     attached = patch_attention(model)
     if config.contexts_per_forward > 1:
-        if any(attached.windows) or any(kind in attached.spec.rope for kind in _STRETCHED):
+        if any(attached.sliding_windows) or any(kind in attached.spec.rope for kind in _STRETCHED):
             raise TrainingError(
                 f"contexts_per_forward is {config.contexts_per_forward}, but this model has sliding layers or a rotary "
                 "embedding that depends on the longest text, so that its contexts are read one by one; give 1."

@@ -100,7 +100,7 @@ def layers_of(count: int, tokens: int, bits: int | None) -> list[RaggedLayer]:
 def step(layers: list[RaggedLayer], query: Tensor, key: Tensor, value: Tensor) -> None:
     for layer in layers:
         seen, _ = layer.update(key, value)
-        seen._lkv_hook(query, seen, value, None, DIM**-0.5, None)
+        layer.attend(query, seen, value, None, DIM**-0.5, None)
 
 
 def assert_alike(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> None:

@@ -299,7 +299,7 @@ def test_a_pass_whose_attention_failed_in_the_first_layer_can_be_made_again(mode
     expected = model(text[:, PROMPT:], **options).logits
     cache.rewind()
     where = rows if padded else spans
-    name = "ragged_attention" if padded else "extend"
+    name = "ragged_attention" if padded else "append_and_attend"
     compute = getattr(where, name)
 
     def failing(*args, **kwargs):

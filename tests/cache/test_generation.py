@@ -225,7 +225,7 @@ def test_generate_without_the_cache_that_it_is_given_is_refused(policy):
     model, text = tiny_llama(), ids(1, 20)
     without = {"use_cache": False, "max_new_tokens": 4}
     for how in (without, {"generation_config": GenerationConfig(**without)}):
-        with pytest.raises(CacheError, match="generate was told use_cache=False"):
+        with pytest.raises(CacheError, match="use_cache=False"):
             model.generate(text, past_key_values=RaggedCache(model, policy, 0.4), **how)
 
 

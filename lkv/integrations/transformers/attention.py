@@ -1,72 +1,137 @@
-"""LKV's attention function inside a transformers model: keys that carry a hook (see `hooks`) go to it, all others to
-the stock attention of the model."""
+"""LKV's attention function inside a transformers model, registered over the model's own.
+
+One layer of a forward pass runs as follows. The model's attention module calls `cache.update`; an LKV cache notes which
+layer returned which keys (`cache_layers.take_pending_layer`). The module then calls the registered attention function,
+which finds that layer by these keys and calls its `attend`. For any other cache it calls the model's own attention.
+"""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.config import ModelSpec
 from lkv.errors import CacheError, UnsupportedModelError
-from lkv.integrations.transformers.cache_layers import HOOK
-from lkv.integrations.transformers.generation import announce_ids
+from lkv.integrations.transformers.cache_layers import has_pending_layer, take_pending_layer
+from lkv.integrations.transformers.generation import unwrap_generation, wrap_generation
 from lkv.integrations.transformers.rotation import Rotation, layer_rotations
-from lkv.integrations.transformers.spec import inspect_model, local_kv_heads, sliding_windows
+from lkv.integrations.transformers.spec import inspect_model, local_kv_heads, sliding_windows, unwrap_model
 
 _PREFIX = "lkv_"
-_ATTACHED = "_lkv_attached"
-# On a cache of pages: what computes the attention over it and over what lies elsewhere (see `paged`).
+_PATCH = "_lkv_patch"
+# On a paged cache: the function that computes attention over its pages and over compressed prefixes (see `paged`).
 PAGED = "_lkv_paged"
 
 
 @dataclass(frozen=True)
 class PatchedModel:
-    """What LKV read of a model that it is attached to.
+    """What LKV reads of a model when it patches its attention.
 
-    `windows`: the sliding window of each layer, None where a layer is evicted from; `heads`: the KV heads computed in
-    this process; `rotations`: the RoPE of each layer that is evicted from, None where LKV cannot undo it; `config`: its
-    configuration object.
+    Attributes:
+        spec: The model's description, by which policies and saved contexts recognise it.
+        sliding_windows: The sliding window of each decoder layer; None for the full-attention layers that LKV evicts
+            from.
+        heads: The KV heads that this process computes (a part of them under tensor parallelism).
+        rotations: The RoPE of each full-attention layer; None where LKV cannot undo it.
+        config: The model's configuration object.
     """
 
     spec: ModelSpec
-    windows: tuple[int | None, ...]
+    sliding_windows: tuple[int | None, ...]
     heads: slice
     rotations: tuple[Rotation | None, ...]
     config: Any
+    _implementations: list[tuple[PreTrainedConfig, str | None]] = field(default_factory=list, repr=False)
 
 
-def patch_attention(model: Any, spec: ModelSpec | None = None) -> PatchedModel:
-    """Let LKV caches work in `model`, whatever attention implementation it has; other caches behave as before.
+def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> PatchedModel:
+    """Let LKV caches work in `model`; other caches behave as before.
 
-    Idempotent; the model is read once. `spec` tells what it is where its weights are not here to be read. Raises
-    UnsupportedModelError where eviction cannot work.
+    The model's attention implementation becomes LKV's, which computes attention for LKV caches and calls the previous
+    implementation for all others. Idempotent: the model is read once, and every LKV entry point calls this itself.
+    `unpatch_attention` undoes it.
+
+    Args:
+        model: A causal language model with attention implementation "sdpa" or "eager"; it may be wrapped by PEFT.
+        spec: The model's description, where its weights are in other processes and cannot be read here.
+
+    Returns:
+        What was read of the model.
+
+    Raises:
+        UnsupportedModelError: If eviction cannot work in this model.
     """
-    attached = getattr(model, _ATTACHED, None)
-    if attached is None or attached.config is not model.config:
-        spec = spec or inspect_model(model)
-        attached = PatchedModel(
-            spec, tuple(sliding_windows(model)), local_kv_heads(model), layer_rotations(model), model.config
+    model = unwrap_model(model)
+    patched: PatchedModel | None = getattr(model, _PATCH, None)
+    if patched is None or patched.config is not model.config:
+        patched = PatchedModel(
+            spec=spec or inspect_model(model),
+            sliding_windows=tuple(sliding_windows(model)),
+            heads=local_kv_heads(model),
+            rotations=layer_rotations(model),
+            config=model.config,
         )
-    _let_in(model)
-    setattr(model, _ATTACHED, attached)
-    return attached
+    _register_attention(model, patched)
+    wrap_generation(model)
+    setattr(model, _PATCH, patched)
+    return patched
 
 
-def input_device(model: Any) -> torch.device:
-    """Where the model takes its ids."""
-    return model.get_input_embeddings().weight.device
+def unpatch_attention(model: PreTrainedModel) -> None:
+    """Undo `patch_attention`: restore the model's attention implementation and its generation method.
+
+    LKV caches no longer work in the model until it is patched again. Does nothing for a model that is not patched.
+
+    Args:
+        model: The model that was given to `patch_attention`, or to `RaggedCache`, `compress` and so on.
+    """
+    model = unwrap_model(model)
+    patched: PatchedModel | None = getattr(model, _PATCH, None)
+    if patched is None:
+        return
+    for config, implementation in patched._implementations:
+        if (config._attn_implementation or "").startswith(_PREFIX):  # not set anew meanwhile
+            config._attn_implementation_internal = implementation and implementation.removeprefix(_PREFIX)
+    unwrap_generation(model)
+    delattr(model, _PATCH)
 
 
-def _let_in(model: Any) -> None:
-    """Register LKV's attention over the model's own and switch the model to it."""
+@contextmanager
+def attention_patched(model: PreTrainedModel) -> Iterator[PatchedModel]:
+    """Patch the attention of `model` for the duration of a `with` block.
+
+    A model that was patched before stays patched afterwards.
+
+    Args:
+        model: As for `patch_attention`.
+
+    Yields:
+        What was read of the model.
+    """
+    was_patched = hasattr(unwrap_model(model), _PATCH)
+    try:
+        yield patch_attention(model)
+    finally:
+        if not was_patched:
+            unpatch_attention(model)
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """The device on which the model takes its token ids."""
+    weight: Any = model.get_input_embeddings().weight
+    return weight.device
+
+
+def _register_attention(model: Any, patched: PatchedModel) -> None:
+    """Register LKV's attention function over the model's own and switch the model to it."""
     base = model.config._attn_implementation or "eager"
     if not base.startswith(_PREFIX):
         if base not in ("sdpa", "eager"):
@@ -78,6 +143,10 @@ def _let_in(model: Any) -> None:
         # Without a mask function of the same name transformers would drop the padding.
         AttentionMaskInterface.register(_PREFIX + base, ALL_MASK_ATTENTION_FUNCTIONS[base])
         if model._can_set_attn_implementation():
+            patched._implementations[:] = [
+                (config, (config._attn_implementation or "").removeprefix(_PREFIX) or None)
+                for config in _configs(model)
+            ]
             model.set_attn_implementation(_PREFIX + base)
     # Models with attention code of their own never call a registered function: every token would be lost.
     if not (model.config._attn_implementation or "").startswith(_PREFIX):
@@ -85,7 +154,13 @@ def _let_in(model: Any) -> None:
             f"{type(model).__name__} computes attention by code of its own, which LKV cannot reach; use a model "
             "whose attention goes through transformers' AttentionInterface."
         )
-    announce_ids(model)
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configuration objects of the model and of its parts."""
+    parts = [getattr(model.config, name, None) for name in model.config.sub_configs]
+    candidates = [model.config, *parts, *(getattr(module, "config", None) for module in model.modules())]
+    return list({id(config): config for config in candidates if isinstance(config, PreTrainedConfig)}.values())
 
 
 def _attention(
@@ -98,26 +173,33 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    # Models name the dropout, some the mask too; libraries that wrap every attention function give it by its place.
+    """The registered attention function. Models name the dropout and some the mask; libraries that wrap every attention
+    function pass both by position."""
     stock = partial(_stock(base, module), module, query, key, value, attention_mask, dropout=dropout, **kwargs)
-    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    hook = getattr(key, HOOK, None)
-    if hook is None:
-        paged = getattr(kwargs.get("cache"), PAGED, None)
-        return stock() if paged is None else (paged(module, query, key, value, scale, kwargs), None)
-    owner = hook.__self__.model_config
+    if has_pending_layer():
+        return _attend(module, query, key, value, attention_mask, kwargs.get("scaling"), stock)
+    paged = getattr(kwargs.get("cache"), PAGED, None)
+    if paged is None:
+        return stock()
+    return paged(module, query, key, value, kwargs.get("scaling") or query.shape[-1] ** -0.5, kwargs), None
+
+
+# Outside compiled graphs: the stored keys change shape with every token, and would be compiled each time.
+@torch.compiler.disable
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None, stock: partial[Any]
+) -> tuple[Tensor, Any]:
+    """Attention by the cache layer that returned `key`, or the model's own where no LKV layer did."""
+    layer = take_pending_layer(key)
+    if layer is None:
+        return stock()
+    owner = layer.model_config
     if owner is not None and getattr(module, "config", owner) is not owner:
         raise CacheError("this cache was made for another model; make one with RaggedCache(model, ...) for this model.")
-    return _hooked(hook, query, key, value, attention_mask, scale, lambda: stock()[0]), None
+    return layer.attend(query, key, value, mask, scale or query.shape[-1] ** -0.5, lambda: stock()[0]), None
 
 
-@torch.compiler.disable
-def _hooked(hook: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Out of a compiled graph: what a layer holds changes shape with every token, and would be compiled every time."""
-    return hook(*args)
-
-
-def _stock(base: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
+def _stock(base: str, module: nn.Module) -> Any:
     if base == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[base]
@@ -125,7 +207,7 @@ def _stock(base: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """`model` in eval mode for the duration, with its training flag put back afterwards."""
+    """Put `model` in eval mode for the duration of the block, then restore its training flag."""
     training = model.training
     model.eval()
     try:

@@ -1,46 +1,77 @@
-"""A cache layer that computes its own attention: the base of the ragged cache and of the training student.
+"""Cache layers that compute their own attention, the cache that holds them, and what all caches have in common.
 
-An attention function sees no cache. So a layer tags the key tensor that its `update` returns with a hook, and the
-attention function that `attention` registers hands the call to that hook.
+An attention function gets no cache. So `BaseCache.update` notes in a thread-local which layer returned which keys, and
+the attention function, called right afterwards, takes that note (`take_pending_layer`). A note is matched by the key
+tensor itself: one that an exception left behind matches no later call.
 """
 
 import copy
+import threading
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from lkv.errors import CacheError
 
-HOOK = "_lkv_hook"
+
+class _Pending(threading.local):
+    # Not a ContextVar: torch.compile cannot trace those, and would break the graphs of models with a stock cache.
+    layer: "weakref.ref[AttentionCacheLayer] | None" = None
+
+
+_pending = _Pending()
+
+
+def has_pending_layer() -> bool:
+    """Whether an LKV layer may be waiting for the attention call that comes next in this thread."""
+    return _pending.layer is not None
+
+
+def take_pending_layer(key: Tensor) -> "AttentionCacheLayer | None":
+    """The layer whose `update` returned `key` and that waits for attention over it; it waits no longer."""
+    layer = None if _pending.layer is None else _pending.layer()
+    _pending.layer = None
+    if layer is None or layer.pending_key is not key:
+        return None
+    layer.pending_key = None
+    return layer
 
 
 class AttentionCacheLayer(CacheLayerMixin):
-    """A cache layer that computes the attention over what it holds."""
+    """A cache layer that computes the attention over what it stores."""
 
     is_compileable = False
     is_sliding = False
-    # The configuration object of the one model whose k and v this layer may hold; None for any.
+    # The configuration object of the only model whose k and v this layer may store; None for any model.
     model_config: Any = None
-
-    def tag(self, key: Tensor) -> Tensor:
-        """A view of `key` marked so that the attention function hands its call to `attend`.
-
-        A layer stores `key` itself, never the view: the mark refers to the layer, and together they would never die.
-        """
-        view = key.view_as(key)
-        setattr(view, HOOK, self.attend)
-        return view
+    # What `update` returned last, until attention over it is computed.
+    pending_key: Tensor | None = None
 
     @abstractmethod
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        """Attention output [B, T, Hq, d] for `query` [B, Hq, T, d]; `stock()` is the model's own attention."""
+        """Compute attention for the tokens of the last `update`.
+
+        Args:
+            query: Queries after RoPE, [B, Hq, T, d].
+            key: The keys that `update` returned, [B, Hkv, K, d].
+            value: The values that `update` returned, [B, Hkv, K, dv].
+            mask: transformers' attention mask, [B, 1, T, K] bool or additive, or None.
+            scale: What the products of queries and keys are multiplied by.
+            stock: Computes the model's own attention over `key` and `value`.
+
+        Returns:
+            The attention output, [B, T, Hq, dv].
+        """
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take dtype and device from the first keys."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -49,6 +80,7 @@ class AttentionCacheLayer(CacheLayerMixin):
         return query_length, self.get_seq_length()
 
     def get_max_length(self) -> int:
+        """-1: no limit."""
         return -1
 
     def get_max_cache_shape(self) -> int:
@@ -57,24 +89,44 @@ class AttentionCacheLayer(CacheLayerMixin):
 
 
 class BaseCache(Cache):
-    """A cache of hooked layers: whatever the version of transformers, they are called as its newest one does."""
+    """A cache of `AttentionCacheLayer`s, with one interface to all supported versions of transformers."""
 
-    assisted = False  # whether assisted decoding has just begun
+    is_assisted = False  # whether assisted decoding has just begun
 
-    def expect(self, ids: Tensor, whole: bool, begins: bool, part: bool) -> None:
-        """Hear from `generate` that `ids` [B, T] come: all from the first on if `whole`, else the new ones alone.
+    @torch.compiler.disable
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Give new k and v [B, Hkv, T, d] to a layer; the attention call that follows goes to the same layer."""
+        self.check_update(key_states, layer_idx)
+        key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if isinstance(layer, AttentionCacheLayer):
+            layer.pending_key = key
+            _pending.layer = weakref.ref(layer)
+        return key, value
 
-        `begins`: this is a first step, not one of decoding. `part`: `generate` reads the prompt in parts, of which this
-        is one.
+    def check_update(self, key_states: Tensor, layer_idx: int) -> None:
+        """Raise CacheError or PromptError where a layer cannot take the new keys; called first in `update`."""
+
+    def check_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
+        """Raise CacheError where the cache cannot take what `generate` is about to feed.
+
+        Args:
+            ids: Token ids [B, T]: of the whole text if `is_full`, else of its new tokens.
+            is_full: Whether `ids` begin with the first token of the text.
+            is_first_step: Whether this is the first step of a `generate` call, not one of decoding.
+            is_chunk: Whether `ids` are one of the chunks in which `generate` reads a prompt.
         """
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        """(length, offset) of the keys that the layer's mask covers."""
         if isinstance(query_length, Tensor):  # before transformers 5.4: the positions of the queries
             query_length = query_length.shape[0]
         return super().get_mask_sizes(query_length, layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Cut `-tokens_to_remove` (<= 0) tokens off the end of every layer, and nothing for 0.
+        """Cut `-tokens_to_remove` (<= 0) tokens off the end of every layer.
 
         Raises CacheError for a length to keep, which is what assisted decoding gives before transformers 5.17.
         """
@@ -142,13 +194,3 @@ def crop_to(cache: Any, length: int) -> None:
     for layer in cache.layers:
         if excess := layer.get_seq_length() - length:
             layer.crop(-excess)
-
-
-__all__ = [
-    "HOOK",
-    "AttentionCacheLayer",
-    "BaseCache",
-    "SlidingWindowLayer",
-    "crop_to",
-    "kv_nbytes",
-]

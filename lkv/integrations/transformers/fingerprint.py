@@ -5,6 +5,7 @@ What reads a norm is taken together with that norm: AWQ and SmoothQuant, which m
 factors of the columns from the one to the other and leave the model as it is.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from lkv.policy.fingerprint import encode
 _ROWS = 2  # stretches of each matrix
 # Short and aligned: within a block of columns that share a scale the direction is the same before it is applied.
 _WIDTH = 64
+_ADAPTER_VALUES = 64  # of each matrix of an adapter
 _VALUES = 4  # single values of each matrix, for policies saved before
 # The matrices of a layer that read a norm's output, and the names that this norm may have.
 _READERS = (
@@ -78,6 +80,35 @@ def read_directions(
         directions.append(encode(position, values[: len(part)]))
         values = values[len(part) :]
     return tuple(direction for direction in directions if direction)
+
+
+def without_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The base model's `weights` under its own names, where PEFT has put adapters around some of its layers."""
+    adapted = {name.rpartition(".base_layer.")[0] for name in weights if ".base_layer." in name}
+    base = {}
+    for name, weight in weights.items():
+        ends = [index for index, letter in enumerate(name) if letter == "."]
+        layer = next((name[:end] for end in ends if name[:end] in adapted), None)
+        if layer is None or name.startswith(layer + ".base_layer."):
+            base[name.replace(".base_layer.", ".")] = weight
+    return base
+
+
+@torch.no_grad()
+def read_adapters(model: nn.Module) -> str:
+    """A digest of the PEFT adapters (LoRA and others) that are switched on in `model`; "" where there are none."""
+    values = []
+    for _, layer in sorted(model.named_modules()):
+        if getattr(layer, "base_layer", None) is None or getattr(layer, "disable_adapters", False) is True:
+            continue
+        active = getattr(layer, "active_adapters", None) or getattr(layer, "active_adapter", None) or []
+        names = {active} if isinstance(active, str) else set(active)
+        for name, weight in sorted(layer.named_parameters()):
+            if not name.startswith("base_layer.") and names & set(name.split(".")):
+                # A few values of each matrix, in the coarsest dtype that adapters are loaded in.
+                flat = weight.detach().flatten()
+                values.append(flat[:: max(1, len(flat) // _ADAPTER_VALUES)].to("cpu", torch.bfloat16))
+    return hashlib.sha256(torch.cat(values).view(torch.int16).numpy().tobytes()).hexdigest()[:32] if values else ""
 
 
 def read_values(weights: Mapping[str, Tensor], layers: int) -> tuple[float, ...]:

@@ -5,74 +5,90 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lkv.errors import CacheError
 from lkv.integrations.transformers.cache_layers import BaseCache
 
-_MARK = "_lkv_announces"
+_METHOD = "prepare_inputs_for_generation"
+_ORIGINAL = "_lkv_original"
 
 
-def announce_ids(model: Any) -> None:
-    """Let `model.generate` tell LKV caches what it feeds them (`BaseCache.expect`); other caches behave as before.
+def wrap_generation(model: PreTrainedModel) -> None:
+    """Let `model.generate` show LKV caches the ids that it feeds (`BaseCache.check_inputs`). Idempotent.
 
-    The method of this one model object is wrapped, its class stays as it is. Idempotent.
+    Only this model object's method is wrapped, not its class. `model` is the innermost model: PEFT's `generate` calls
+    this object's `generate` in the end.
     """
-    inner = model.prepare_inputs_for_generation
-    if getattr(inner, _MARK, False):
-        return
+    inner = getattr(model, _METHOD)
     function = getattr(inner, "__func__", None)
-    if function is None:  # replaced by another library, bound in a way of its own
+    # A library may have replaced the method by something that is not bound to the model.
+    if function is None or hasattr(function, _ORIGINAL):
         return
 
     @wraps(function)
     def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, BaseCache) and kwargs.get("inputs_embeds") is None:
-            _announce(cache, input_ids, kwargs)
+            _check_inputs(cache, input_ids, kwargs)
         return function(self, input_ids, *args, **kwargs)
 
-    setattr(prepare_inputs_for_generation, _MARK, True)
-    model.prepare_inputs_for_generation = MethodType(prepare_inputs_for_generation, model)
+    setattr(prepare_inputs_for_generation, _ORIGINAL, vars(model).get(_METHOD))
+    setattr(model, _METHOD, MethodType(prepare_inputs_for_generation, model))
 
 
-def _announce(cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> None:
-    held, tokens = cache.get_seq_length(), ids.shape[-1]
+def unwrap_generation(model: PreTrainedModel) -> None:
+    """Undo `wrap_generation`; a method that another library put on top of it stays."""
+    function = getattr(vars(model).get(_METHOD), "__func__", None)
+    if function is None or not hasattr(function, _ORIGINAL):
+        return
+    original = getattr(function, _ORIGINAL)
+    if original is None:
+        delattr(model, _METHOD)
+    else:
+        setattr(model, _METHOD, original)
+
+
+def _check_inputs(cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> None:
+    """Pass `ids` [B, T], the first argument of `prepare_inputs_for_generation`, on to the cache."""
+    length, tokens = cache.get_seq_length(), ids.shape[-1]
     if kwargs.get("use_cache") is False:
         raise CacheError(
-            "generate was told use_cache=False, in an option or a configuration, and would feed this cache what it has "
-            "read; give use_cache=True, or leave past_key_values out."
+            "generate was called with use_cache=False, in an option or a configuration, and would feed this cache "
+            "tokens that it has read already; give use_cache=True, or leave past_key_values out."
         )
-    part = _is_part(tokens, held, kwargs)
-    mask, fed = kwargs.get("attention_mask"), kwargs.get("next_sequence_length")
-    # Where there is no mask, one of nothing but ones may have been dropped.
+    is_chunk = _is_chunk(tokens, length, kwargs)
+    mask, new_tokens = kwargs.get("attention_mask"), kwargs.get("next_sequence_length")
+    # Without a mask there may have been one of nothing but ones, which was dropped.
     if mask is not None:
-        whole = mask.shape[-1] == tokens
-    elif fed is not None:
-        whole = tokens == held + fed
+        is_full = mask.shape[-1] == tokens
+    elif new_tokens is not None:
+        is_full = tokens == length + new_tokens
     else:
-        whole = not held or (cache.assisted and tokens > held)
-    if whole:
-        cache.expect(ids, True, bool(kwargs.get("is_first_iteration")) or tokens - held > 1, part)
+        is_full = not length or (cache.is_assisted and tokens > length)
+    if is_full:
+        is_first_step = bool(kwargs.get("is_first_iteration")) or tokens - length > 1
+        cache.check_inputs(ids, True, is_first_step, is_chunk)
     else:
-        cache.expect(ids[:, -fed:] if fed else ids, False, False, part)
-    # Assisted decoding begins by feeding all ids, whatever the cache holds of them already.
-    if whole and held and fed is None and "next_sequence_length" in kwargs:
-        kwargs["next_sequence_length"] = tokens - held
+        cache.check_inputs(ids[:, -new_tokens:] if new_tokens else ids, False, False, is_chunk)
+    # Assisted decoding begins by feeding all ids, whatever the cache has read of them.
+    if is_full and length and new_tokens is None and "next_sequence_length" in kwargs:
+        kwargs["next_sequence_length"] = tokens - length
 
 
-def _is_part(tokens: int, held: int, kwargs: dict[str, Any]) -> bool:
-    """Whether `tokens` ids are one of the parts in which `generate` reads a prompt (`prefill_chunk_size`).
+def _is_chunk(tokens: int, length: int, kwargs: dict[str, Any]) -> bool:
+    """Whether `tokens` ids are one of the chunks in which `generate` reads a prompt (`prefill_chunk_size`).
 
-    Raises CacheError where it begins with what the cache, after `held` tokens, has read: before transformers 5.4.
+    Raises CacheError where they begin with what the cache, of `length` tokens, has read: before transformers 5.4.
     """
     positions = kwargs.get("cache_position")
     if positions is None:
         return "next_sequence_length" not in kwargs
     if "next_sequence_length" in kwargs or "is_first_iteration" in kwargs or len(positions) != tokens:
         return False
-    if int(positions[0]) != held:
+    if int(positions[0]) != length:
         raise CacheError(
-            "this version of transformers would read a text in parts from its first token on, though this cache holds "
-            "some of it; leave prefill_chunk_size out, or install a newer one."
+            "this version of transformers would read a text in chunks from its first token on, though this cache has "
+            "read some of it; leave prefill_chunk_size out, or install a newer one."
         )
     return True

@@ -11,6 +11,7 @@ from lkv.errors import UnsupportedModelError
 from lkv.integrations.transformers.attention import evaluation_mode, patch_attention
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
 from lkv.integrations.transformers.rotation import PROBE_TOKENS, NoRotation, Rotation, variation
+from lkv.integrations.transformers.spec import unwrap_model
 
 _PROBE_TOLERANCE = 0.2
 
@@ -102,13 +103,15 @@ def read_prompt(model: Any, ids: Tensor, queries: bool | int = False) -> PromptK
 
     `queries`: whether to keep them, or how many of the last ones (all of a long prompt outweigh its k and v).
     """
-    attached = patch_attention(model)
-    layers = [_CapturingLayer(queries) if window is None else SlidingWindowLayer(window) for window in attached.windows]
-    model.base_model(input_ids=ids, past_key_values=BaseCache(layers=[*layers]), use_cache=True)
+    patched = patch_attention(model)
+    layers = [
+        _CapturingLayer(queries) if window is None else SlidingWindowLayer(window) for window in patched.sliding_windows
+    ]
+    unwrap_model(model).base_model(input_ids=ids, past_key_values=BaseCache(layers=[*layers]), use_cache=True)
     full = [layer.captured for layer in layers if isinstance(layer, _CapturingLayer)]
-    windows = [layer if isinstance(layer, SlidingWindowLayer) else None for layer in layers]
-    turned = (replace(layer, rotation=turn) for layer, turn in zip(full, attached.rotations, strict=True))
-    return PromptKV(turned, windows if any(windows) else ())
+    sliding = [layer if isinstance(layer, SlidingWindowLayer) else None for layer in layers]
+    turned = (replace(layer, rotation=turn) for layer, turn in zip(full, patched.rotations, strict=True))
+    return PromptKV(turned, sliding if any(sliding) else ())
 
 
 def query_rotations(model: Any, wanted_by: str) -> list[Rotation]:
@@ -147,7 +150,7 @@ class FrozenPromptLayer(AttentionCacheLayer):
         self._prompt = prompt
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.tag(key_states), value_states
+        return key_states, value_states
 
     def get_seq_length(self, *args: Any) -> int:
         return self._prompt.key.shape[2]
@@ -162,7 +165,7 @@ class _CapturingLayer(AttentionCacheLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self._key = key_states
-        return self.tag(key_states), value_states
+        return key_states, value_states
 
     def get_seq_length(self, *args: Any) -> int:
         return 0

@@ -3,10 +3,11 @@
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lkv.config import ModelSpec
 from lkv.errors import UnsupportedModelError
-from lkv.integrations.transformers.fingerprint import read_directions, read_norms, read_values
+from lkv.integrations.transformers.fingerprint import read_directions, read_norms, read_values, without_adapters
 
 _KINDS = ("full_attention", "sliding_attention")
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
@@ -36,7 +37,7 @@ def inspect_model(model: Any) -> ModelSpec:
             f"{name} has layers of kind {sorted(unknown) or ['sliding_attention']}; LKV evicts from full-attention "
             "ones beside sliding ones that stay as they are. Use a model of such layers."
         )
-    weights = dict(model.named_parameters())
+    weights = without_adapters(dict(model.named_parameters()))
     if any(key.endswith(".sinks") for key in weights) or getattr(text, "attn_logit_softcapping", None):
         raise UnsupportedModelError(
             f"{name} has attention sinks or capped attention logits, which LKV does not compute yet; use a model with "
@@ -56,6 +57,7 @@ def inspect_model(model: Any) -> ModelSpec:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     rope = getattr(text, "rope_parameters", None) or {}
     decoder, depth = model.get_decoder(), text.num_hidden_layers
+    decoder_weights = without_adapters(dict(decoder.named_parameters()))
     return ModelSpec(
         architecture=name,
         layers=windows.count(None),
@@ -65,7 +67,9 @@ def inspect_model(model: Any) -> ModelSpec:
         rope=", ".join(f"{key} {rope[key]}" for key in sorted(rope) if rope[key] is not None),
         max_positions=limit,
         weights=read_values(weights, depth),
-        directions=read_directions(dict(decoder.named_parameters()), depth, read_norms(decoder, depth)),
+        directions=read_directions(
+            without_adapters(dict(decoder.named_parameters())), depth, read_norms(decoder, depth)
+        ),
     )
 
 
@@ -155,3 +159,14 @@ def hub_commit(model: Any) -> str | None:
 def max_positions(model: Any) -> int:
     """How many tokens `model`, to which LKV is attached, can read."""
     return model.config.get_text_config(decoder=True).max_position_embeddings
+
+
+def unwrap_model(model: Any) -> Any:
+    """The transformers model inside a compiled model or a PEFT model; `model` itself where it is neither."""
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, PreTrainedModel) or not isinstance(getattr(model, "base_model", None), nn.Module):
+        return model
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    base = model.base_model
+    return base if isinstance(base, PreTrainedModel) else getattr(base, "model", base)

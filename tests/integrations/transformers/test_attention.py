@@ -1,0 +1,277 @@
+"""Patching a model's attention: undone without a trace, safe after errors, and the same under PEFT."""
+
+import copy
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+import lkv
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.context.context import Context, compress
+from lkv.errors import CacheError, ContextFileError
+from lkv.integrations.transformers.attention import attention_patched, patch_attention, unpatch_attention
+from lkv.integrations.transformers.cache_layers import has_pending_layer
+from lkv.integrations.transformers.spec import inspect_model, unwrap_model
+from tests.conftest import tiny_llama
+from tests.context.test_compression import Words
+from tests.integrations.transformers.test_models import build
+
+IDS = torch.arange(3, 53)[None]
+TEXT = " ".join(["one two three four five six"] * 10)
+
+
+def state_of(model):
+    """What patching may change: attention implementations, attributes and hooks."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    return [config._attn_implementation for config in configs], set(vars(model)), hooks
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Qwen3"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_unpatching_restores_the_model(family, implementation):
+    model = build(family)
+    model.set_attn_implementation(implementation)
+    before, expected = state_of(model), model(IDS).logits
+    for _ in range(2):
+        patch_attention(model)
+        assert state_of(model) != before
+    unpatch_attention(model)
+    unpatch_attention(model)
+    assert state_of(model) == before
+    assert torch.equal(model(IDS).logits, expected)
+
+
+def test_a_block_patches_and_nested_blocks_stay_patched(policy):
+    model = tiny_llama()
+    before = state_of(model)
+    with lkv.attention_patched(model) as patched:
+        with attention_patched(model):
+            pass
+        assert patched.spec.layers == 3
+        out = model.generate(IDS, past_key_values=RaggedCache(model, policy, 0.5), max_new_tokens=3, do_sample=False)
+    unpatch_attention(model)
+    assert state_of(model) == before
+    again = model.generate(IDS, past_key_values=RaggedCache(model, policy, 0.5), max_new_tokens=3, do_sample=False)
+    assert torch.equal(out, again)
+
+
+def test_a_cache_of_an_unpatched_model_is_refused(policy):
+    model = tiny_llama()
+    cache = RaggedCache(model, policy, 0.5)
+    unpatch_attention(model)
+    with pytest.raises(CacheError, match=r"without LKV.*call lkv\.patch_attention\(model\)"):
+        model(IDS, past_key_values=cache)
+    cache.reset()
+    patch_attention(model)
+    model(IDS, past_key_values=cache)
+    assert cache.realised_retention() < 0.6
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("where", ["update", "attention"])
+def test_a_pass_that_failed_leaves_nothing_to_other_caches(policy, monkeypatch, error, where):
+    """Between the cache's update and its attention, or within the attention."""
+    model = tiny_llama()
+    cache = RaggedCache(model, policy, 0.5)
+    expected = model(IDS, past_key_values=DynamicCache()).logits
+
+    def fail(*args, **kwargs):
+        raise error
+
+    with monkeypatch.context() as patch:
+        layer = cache.ragged_layers[1]
+        if where == "attention":
+            patch.setattr(layer, "attend", fail)
+        else:
+            update = cache.update
+
+            def updated(key, value, index, *args, **kwargs):
+                update(key, value, index, *args, **kwargs)
+                return fail() if index == 1 else (key, value)
+
+            patch.setattr(cache, "update", updated)
+        with pytest.raises(error):
+            model(IDS, past_key_values=cache)
+    assert has_pending_layer() == (where == "update")
+    assert torch.equal(model(IDS, past_key_values=DynamicCache()).logits, expected)
+    assert torch.equal(model(IDS, use_cache=False).logits, expected)
+    assert not has_pending_layer()
+
+
+def test_threads_do_not_see_each_other(policy):
+    """Each thread with a cache of its own, or transformers' own."""
+    model, expected = tiny_llama(), {}
+
+    def run(number: int, results: dict) -> None:
+        cache = RaggedCache(model, policy, 0.5) if number % 2 else DynamicCache()
+        text = IDS + number
+        with torch.no_grad():
+            model(text, past_key_values=cache)
+            results[number] = [model(text[:, [i]], past_key_values=cache).logits for i in range(4)]
+
+    for number in range(4):
+        run(number, expected)
+    found: dict = {}
+    threads = [threading.Thread(target=run, args=(number, found)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(a, b) for number in range(4) for a, b in zip(found[number], expected[number], strict=True))
+
+
+def test_a_copy_of_a_patched_model_works_and_refuses_the_originals_cache(policy):
+    model = tiny_llama()
+    cache = RaggedCache(model, policy, 0.5)
+    twin = copy.deepcopy(model)
+    with pytest.raises(CacheError, match="made for another model"):
+        twin(IDS, past_key_values=cache)
+    how = {"max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(IDS, past_key_values=RaggedCache(model, policy, 0.5), **how)
+    assert torch.equal(twin.generate(IDS, past_key_values=RaggedCache(twin, policy, 0.5), **how), expected)
+    unpatch_attention(twin)
+    assert torch.equal(model.generate(IDS, past_key_values=RaggedCache(model, policy, 0.5), **how), expected)
+
+
+class LoraLinear(nn.Module):
+    """A linear layer with adapters, as PEFT's tuners build it."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base_layer, self.lora_A, self.lora_B = base, nn.ModuleDict(), nn.ModuleDict()
+        self.active_adapters: list[str] = []
+        self.disable_adapters = False
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def add(self, name: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        base = self.base_layer
+        self.lora_A[name] = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
+        self.lora_B[name] = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x):
+        out = self.base_layer(x)
+        for name in [] if self.disable_adapters else self.active_adapters:
+            out = out + self.lora_B[name](self.lora_A[name](x))
+        return out
+
+
+class LoraModel(nn.Module):
+    """PEFT's tuner: it puts adapters into the model, and hands on everything else."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        for layer in model.model.layers:
+            layer.self_attn.k_proj = LoraLinear(layer.self_attn.k_proj)
+
+    def forward(self, *args, **kwargs):
+        return self.model.forward(*args, **kwargs)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.model, name)
+
+
+class PeftModel(nn.Module):
+    """What PEFT's wrapper does around a model: `generate` and `prepare_inputs_for_generation` are its own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = LoraModel(model)
+        self.base_model_prepare_inputs_for_generation = self.base_model.prepare_inputs_for_generation
+        for name, seed in (("first", 1), ("second", 2)):
+            for layer in self.layers():
+                layer.add(name, seed)
+        self.set_adapter("first")
+
+    def layers(self):
+        return [module for module in self.modules() if isinstance(module, LoraLinear)]
+
+    def set_adapter(self, name: str) -> None:
+        self.active_adapter = name
+        for layer in self.layers():
+            layer.active_adapters = [name]
+
+    @contextmanager
+    def disable_adapter(self):
+        for layer in self.layers():
+            layer.disable_adapters = True
+        yield
+        for layer in self.layers():
+            layer.disable_adapters = False
+
+    def get_base_model(self):
+        return self.base_model.model
+
+    def forward(self, *args, **kwargs):
+        return self.get_base_model()(*args, **kwargs)
+
+    def prepare_inputs_for_generation(self, *args, task_ids=None, **kwargs):
+        return self.base_model_prepare_inputs_for_generation(*args, **kwargs)
+
+    def generate(self, *args, **kwargs):
+        self.base_model.prepare_inputs_for_generation = self.prepare_inputs_for_generation
+        try:
+            return self.base_model.generate(*args, **kwargs)
+        finally:
+            self.base_model.prepare_inputs_for_generation = self.base_model_prepare_inputs_for_generation
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+
+@pytest.mark.parametrize("patched_first", [False, True])
+def test_peft_models_check_what_a_used_cache_is_given(policy, patched_first):
+    base = tiny_llama()
+    if patched_first:
+        patch_attention(base)
+    model = PeftModel(base)
+    assert unwrap_model(model) is base
+    cache = RaggedCache(model, policy, 0.5)
+    how = {"max_new_tokens": 3, "do_sample": False, "past_key_values": cache}
+    out = model.generate(IDS, **how)
+    alone = base.generate(IDS, past_key_values=RaggedCache(base, policy, 0.5), max_new_tokens=3, do_sample=False)
+    assert torch.equal(out, alone)
+    with pytest.raises(CacheError, match="do not begin with those that this cache has read"):
+        model.generate(torch.cat([IDS + 1, IDS], 1), **how)
+    with pytest.raises(CacheError, match="use_cache=False"):
+        model.generate(torch.cat([out, IDS], 1), use_cache=False, **how)
+    model.generate(torch.cat([out, IDS[:, :5]], 1), **how)
+
+
+def test_adapters_do_not_hide_the_base_model():
+    plain, model = tiny_llama(), PeftModel(tiny_llama())
+    assert inspect_model(unwrap_model(model)) == inspect_model(plain)
+
+
+def test_a_saved_context_needs_the_adapters_it_was_read_with(policy, tmp_path):
+    model = PeftModel(tiny_llama())
+    path = tmp_path / "text.kv"
+    context = compress(model, Words(), TEXT, retention=0.6, policy=policy)
+    answer = context.ask("who?", 4)
+    context.save(path)
+    assert Context.load(path, model, Words()).ask("who?", 4) == answer
+    with model.disable_adapter(), pytest.raises(ContextFileError, match="other adapters"):
+        Context.load(path, model, Words())
+    model.set_adapter("second")
+    with pytest.raises(ContextFileError, match="other adapters"):
+        Context.load(path, model, Words())
+    with model.disable_adapter():
+        compress(model, Words(), TEXT, retention=0.6, policy=policy).save(path)
+    with pytest.raises(ContextFileError, match="other adapters"):
+        Context.load(path, model, Words())
+    Context.load(path, tiny_llama(), Words())
