@@ -367,7 +367,7 @@ def test_arguments_by_position_are_still_accepted(model, policy):
         DeprecationWarning, match=r"by keyword from now on; write method=\.\.\., retention=\.\.\., policy"
     ):
         context = compress(model, Words(), TEXT, "lkv-h+knorm", 0.3, policy)
-    assert context.metadata == expected.metadata and context.cache.kept() == expected.cache.kept()
+    assert context.metadata == expected.metadata and context.cache.kept_counts() == expected.cache.kept_counts()
     with pytest.raises(TypeError):
         compress(model, Words(), TEXT, "knorm", 0.3, None, 16)
     with pytest.raises(TypeError):

@@ -57,7 +57,6 @@ def inspect_model(model: Any) -> ModelSpec:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     rope = getattr(text, "rope_parameters", None) or {}
     decoder, depth = model.get_decoder(), text.num_hidden_layers
-    decoder_weights = without_adapters(dict(decoder.named_parameters()))
     return ModelSpec(
         architecture=name,
         layers=windows.count(None),
