@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from benchmarks.common import RESULTS
 from lkv.errors import ReportError
 from lkv.evaluation.report.names import CATEGORIES, FULL
-from lkv.evaluation.report.results import MeasuredSample, Results, read_results
+from lkv.evaluation.report.results import Results, read_results
 from lkv.evaluation.report.scores import Pair, Scores, Unit, method_pairs
 from lkv.models.loading import DEFAULT
 from lkv.utils.journal import FIDELITY_METRICS
@@ -71,10 +73,9 @@ def _row(scores: Scores, pair: Pair, task: str, length: int | None, units: Seque
         return {}
     row = {"method": pair[0], "task": task, "tokens": length, "retention": pair[1], "realised": cell.realised}
     row |= {"n": cell.n, "value": cell.value, "low": cell.low, "high": cell.high, "unit": "score, 0 to 100"}
-    if cell.difference:
-        difference = cell.difference
-        row |= {"against": scores.against, "difference": difference.value}
-        row |= {"difference_low": difference.low, "difference_high": difference.high}
+    if cell.difference is not None:
+        row |= {"against": scores.against, "difference": cell.difference}
+        row |= {"difference_low": cell.difference_low, "difference_high": cell.difference_high}
     if pair[0] != FULL:
         for measure in FIDELITY_METRICS:
             fidelity = scores.value(pair, units, measure)
@@ -88,21 +89,22 @@ def _command(results: Results) -> str:
     words += [*map(str, header["retentions"]), "--protocol", header["protocol"], "--dtype", header["dtype"]]
     if header["model"] != DEFAULT:
         words += ["--model", header["model"]]
-    tasks = list(dict.fromkeys(sample.task for sample in results.samples))
+    tasks = list(results.frame.task.unique())
     if set(tasks) < {task for names in CATEGORIES[header["suite"]].values() for task in names}:
         words += ["--tasks", *tasks]
     if header["pattern"]:
         words += ["--pattern", "LONG_TEXT"]
-    return "; ".join(shlex.join([*words, *rest]) for rest in counts(results.samples))
+    return "; ".join(shlex.join([*words, *rest]) for rest in counts(results.frame))
 
 
-def counts(samples: Sequence[MeasuredSample]) -> list[list[str]]:
-    """--lengths and --samples of the runs that made `samples`: one for all lengths with as many."""
-    most: dict[int | None, int] = {}
-    for sample in samples:
-        most[sample.length] = max(most.get(sample.length, 0), 1 + sample.number)
-    lengths = {n: sorted(length for length in most if most[length] == n and length is not None) for n in most.values()}
-    return [[*(["--lengths", *map(str, of)] if of else []), "--samples", str(n)] for n, of in lengths.items()]
+def counts(frame: pd.DataFrame) -> list[list[str]]:
+    """--lengths and --samples of the runs that measured `frame`: one for all lengths with as many samples."""
+    most = 1 + frame.groupby("length", dropna=False, sort=False).number.max()
+    options = []
+    for count, of in most.groupby(most, sort=False):
+        lengths = [str(int(length)) for length in sorted(of.index.dropna())]
+        options.append([*(["--lengths", *lengths] if lengths else []), "--samples", str(count)])
+    return options
 
 
 if __name__ == "__main__":

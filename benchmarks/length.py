@@ -18,9 +18,8 @@ from benchmarks.common import add_subject, command_of, method_grids, per_length,
 from benchmarks.heldout import HeldOut
 from lkv.config import asdict
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
-from lkv.evaluation.report.figures import new_figure, save_figure
+from lkv.evaluation.report.figures import finish_figure, method_styles, new_figure, save_figure
 from lkv.evaluation.report.names import method_label
-from lkv.evaluation.report.style import finish_figure, method_styles
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.registry import FULL
 from lkv.utils.journal import Journal, open_journal

@@ -13,9 +13,9 @@ from benchmarks.evaluations import ABLE
 from benchmarks.pages.parts import rows
 from lkv.evaluation.report.figures import save_figure
 from lkv.evaluation.report.names import AVERAGE, FULL, method_label, sort_methods
-from lkv.evaluation.report.plots import plot
+from lkv.evaluation.report.plots import plot_table
 from lkv.evaluation.report.profiles import plot_memory, read_profile
-from lkv.evaluation.report.tables import LEAST, Cell, Column, Table, TableRow
+from lkv.evaluation.report.tables import MIN_SAMPLES, Cell, Column, Table, TableRow, make_cells
 
 _MODEL = "SmolLM2-135M-Instruct"
 
@@ -49,7 +49,7 @@ def draw_sweep(path: Path) -> None:
     made = [_row(method, measured, "retention", _retention) for method in _methods(measured)]
     caption = f"{_MODEL}; {_tokens(measured[0]['tokens'])}; n = {measured[0]['n']} samples of five retrieval tasks"
     axis = "retention (kept / all entries)"
-    _save(Table("sweep", "RULER, over retention", columns, tuple(made), axis=axis, caption=caption), path)
+    _save(Table("sweep", "RULER, over retention", columns, make_cells(made, columns), axis=axis, caption=caption), path)
 
 
 def draw_ruler_tasks(path: Path) -> None:
@@ -79,7 +79,7 @@ def _tasks(name: str, title: str) -> Table:
     columns = tuple(Column(task) for task in dict.fromkeys(row["task"] for row in measured))
     counts = {row["n"] for row in measured if row["task"] != AVERAGE}
     caption = f"{_MODEL}; R = 0.15; n = {min(counts)} samples a task"
-    return Table("tasks", title, columns, tuple(made), caption=caption)
+    return Table("tasks", title, columns, make_cells(made, columns), caption=caption)
 
 
 def _row(method: str, measured: Sequence[Row], key: str, name: Callable[[Any], str], group: str = "") -> TableRow:
@@ -90,7 +90,7 @@ def _row(method: str, measured: Sequence[Row], key: str, name: Callable[[Any], s
 
 
 def _cell(row: Row) -> Cell:
-    low, high = (row["low"], row["high"]) if row["n"] >= LEAST else (None, None)
+    low, high = (row["low"], row["high"]) if row["n"] >= MIN_SAMPLES else (None, None)
     return Cell(row["value"], low, high, row["n"], row["realised"])
 
 
@@ -107,7 +107,7 @@ def _retention(retention: float) -> str:
 
 
 def _save(table: Table, path: Path) -> None:
-    save_figure(plot(table), path)
+    save_figure(plot_table(table), path)
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {

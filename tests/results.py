@@ -41,7 +41,9 @@ def scores_of(task, values, method="lkv", retention=0.15, length=None):
 
 
 def cells(table, method, group=""):
-    return next(r for r in table.rows if r.method == method and r.group == group and not r.published).cells
+    """The cells of a measured row by column, None where there is no value."""
+    found = next(own for row, own in table.rows() if (row.method, row.group, row.source) == (method, group, "measured"))
+    return {column.name: found.get(column.name) for column in table.columns}
 
 
 def many(seed=0, suite="longbench", lengths=(None,), retentions=(0.15,), methods=("snapkv", "lkv"), count=5):

@@ -150,7 +150,7 @@ def _samples(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
         (folder / "policy" / "policy.safetensors", lambda: Policy.from_pretrained(folder / "policy").digest()),
         (folder / "policy" / "config.json", lambda: Policy.from_pretrained(folder / "policy").digest()),
         (folder / "run" / "checkpoint.safetensors", lambda: read_checkpoint(folder / "run")[0]),
-        (results, lambda: len(read_results([results]).samples)),
+        (results, lambda: read_results([results]).frame.key.nunique()),
         (journal, lambda: SampleJournal(journal, {"format": 1}).done),
     ]
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 
@@ -225,12 +226,12 @@ def test_mended_methods_alone_take_the_place_of_their_rows(tmp_path, monkeypatch
 
 
 def test_the_command_of_an_evaluation_counts_the_samples_of_each_length():
-    samples = [SimpleNamespace(length=t, number=i) for t, n in ((4096, 2), (16384, 1), (8192, 2)) for i in range(n)]
-    assert evaluations.counts(samples) == [
+    pairs = [(t, i) for t, n in ((4096, 2), (16384, 1), (8192, 2)) for i in range(n)]
+    assert evaluations.counts(pd.DataFrame(pairs, columns=["length", "number"])) == [
         ["--lengths", "4096", "8192", "--samples", "2"],
         ["--lengths", "16384", "--samples", "1"],
     ]
-    assert evaluations.counts([SimpleNamespace(length=None, number=3)]) == [["--samples", "4"]]
+    assert evaluations.counts(pd.DataFrame({"length": [None], "number": [3]})) == [["--samples", "4"]]
 
 
 def test_rulers_tables_keep_retentions_apart(monkeypatch):

@@ -243,9 +243,9 @@ def _pattern_from(path: Path, by: str) -> str:
 def _print_table(path: Path) -> None:
     """What `lkv report` shows of the file."""
     from lkv.evaluation.report.builders import TableRequest, build_table
-    from lkv.evaluation.report.formats import FORMATS
     from lkv.evaluation.report.results import read_results
+    from lkv.evaluation.report.tables import to_terminal
 
     results = read_results([path])
     table = "main" if len(results.header["retentions"]) == 1 else "sweep"
-    print(FORMATS["terminal"](build_table(table, results, TableRequest())), end="")
+    print(to_terminal(build_table(table, results, TableRequest())), end="")

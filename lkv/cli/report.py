@@ -3,19 +3,15 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lkv.errors import ReportError
-from lkv.evaluation.report.builders import TABLES, TableRequest, build_table
-from lkv.evaluation.report.figures import save_figure
-from lkv.evaluation.report.formats import FORMATS
-from lkv.evaluation.report.plots import plot
-from lkv.evaluation.report.profiles import build_prefill, plot_memory, published_prefill, read_profile
-from lkv.evaluation.report.published import model_of, models, with_published
-from lkv.evaluation.report.results import read_results
-from lkv.evaluation.report.tables import Table
-from lkv.evaluation.report.training_curves import build_training, plot_training, read_curves
+from lkv.evaluation.report.names import FORMATS, TABLES, paper_model_like, paper_models
+from lkv.utils.extras import require
 from lkv.utils.files import write_text
+
+if TYPE_CHECKING:
+    from lkv.evaluation.report.tables import Table
 
 _MATCHING = "matching"
 
@@ -40,7 +36,7 @@ def add_arguments(report: argparse.ArgumentParser) -> None:
         "--published",
         nargs="?",
         const=_MATCHING,
-        choices=[*models(), _MATCHING],
+        choices=[*paper_models(), _MATCHING],
         help="add the paper's numbers, by default of the model that the results are of",
     )
 
@@ -52,9 +48,13 @@ def run(options: argparse.Namespace) -> None:
             "give either result files of `lkv eval`, or --profile with one file of `lkv profile`, or --training with "
             "folders of `lkv train`."
         )
-    made = _profile if options.profile else _training if options.training else _evaluation
-    table, figure = made(options)
-    text = FORMATS[options.format](table)
+    require("plots", "lkv report", ["pandas", "scipy"])
+    from lkv.evaluation.report.figures import save_figure
+    from lkv.evaluation.report.tables import WRITERS
+
+    make = _from_profile if options.profile else _from_training if options.training else _from_evaluation
+    table, figure = make(options)
+    text = WRITERS[options.format](table)
     if options.out:
         write_text(options.out, text, ReportError, "the table")
     else:
@@ -64,29 +64,38 @@ def run(options: argparse.Namespace) -> None:
         print(f"the figure is in {options.figure}", file=sys.stderr)
 
 
-def _evaluation(options: argparse.Namespace) -> tuple[Table, Any]:
+def _from_evaluation(options: argparse.Namespace) -> tuple["Table", Any]:
+    from lkv.evaluation.report.builders import TableRequest, build_table
+    from lkv.evaluation.report.plots import plot_table
+    from lkv.evaluation.report.published import with_published
+    from lkv.evaluation.report.results import read_results
+
     results = read_results(options.files)
     request = TableRequest(tuple(options.methods), tuple(options.retention), options.min_full, options.against)
     table = build_table(options.table, results, request)
     if options.published:
         measured = str(results.header["model"])
-        table = with_published(table, _model(options, measured), str(results.header["suite"]), measured)
-    return table, plot(table) if options.figure else None
+        table = with_published(table, _paper_model(options, measured), str(results.header["suite"]), measured)
+    return table, plot_table(table) if options.figure else None
 
 
-def _profile(options: argparse.Namespace) -> tuple[Table, Any]:
+def _from_profile(options: argparse.Namespace) -> tuple["Table", Any]:
+    from lkv.evaluation.report.profiles import build_prefill, plot_memory, published_prefill, read_profile
+
     profile = read_profile(options.profile)
-    model = _model(options, profile.model) if options.published else ""
+    model = _paper_model(options, profile.model) if options.published else ""
     table = build_prefill(profile)
     if model:
         table = published_prefill(table, model)
     return table, plot_memory(profile, model, options.weights) if options.figure else None
 
 
-def _training(options: argparse.Namespace) -> tuple[Table, Any]:
+def _from_training(options: argparse.Namespace) -> tuple["Table", Any]:
+    from lkv.evaluation.report.training_curves import build_training, plot_training, read_curves
+
     curves = read_curves(options.training)
     return build_training(curves), plot_training(curves) if options.figure else None
 
 
-def _model(options: argparse.Namespace, evaluated: str) -> str:
-    return model_of(evaluated) if options.published == _MATCHING else options.published
+def _paper_model(options: argparse.Namespace, evaluated: str) -> str:
+    return paper_model_like(evaluated) if options.published == _MATCHING else options.published

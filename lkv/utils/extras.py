@@ -1,5 +1,6 @@
 """Optional packages of each extra. Does not import torch."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,26 +15,27 @@ EXTRAS = {
     "quantization": ("torchao",),
     "kvpress": ("kvpress",),
     "cpu": ("numba",),
-    "plots": ("matplotlib",),
+    "plots": ("matplotlib", "pandas", "scipy"),
     "serve": ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "fsspec"),
     "ray": ("ray", "fastapi", "uvicorn", "prometheus_client", "python_multipart", "fsspec"),
     "documents": ("inscriptis", "pypdf"),
     "lm-eval": ("lm_eval", "accelerate", "jieba", "fuzzywuzzy", "rouge", "nltk", "wonderwords"),
-    "evals": ("accelerate", "wonderwords", "pyarrow", "rouge"),
+    "evals": ("accelerate", "wonderwords", "pyarrow", "rouge", "pandas", "scipy"),
 }
 
 
-def require(extra: str, purpose: str) -> None:
+def require(extra: str, purpose: str, packages: Sequence[str] = ()) -> None:
     """Check that the packages of an extra are installed.
 
     Args:
         extra: A key of `EXTRAS`.
         purpose: The feature that needs them, as the subject of the error message.
+        packages: Those of the extra that are needed (default: all).
 
     Raises:
         MissingPackageError: Packages are missing; the message names them and the command that installs them.
     """
-    missing = [name for name in EXTRAS[extra] if find_spec(name) is None]
+    missing = [name for name in packages or EXTRAS[extra] if find_spec(name) is None]
     if missing:
         names = f"{', '.join(missing[:-1])} and {missing[-1]}" if missing[1:] else missing[0]
         verb = "is" if len(missing) == 1 else "are"

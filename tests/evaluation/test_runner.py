@@ -10,8 +10,8 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid, generate_greedily
 from lkv.evaluation.report.builders import TableRequest, build_table
+from lkv.evaluation.report.figures import method_styles
 from lkv.evaluation.report.results import read_results
-from lkv.evaluation.report.style import method_styles
 from lkv.evaluation.runner import _share_of
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
@@ -171,7 +171,7 @@ def test_a_sample_without_a_prompt_is_written_with_the_reason_and_the_run_goes_o
     run(model, policy, out, make_examples(2), make_prompt=picky)
     assert out.read_bytes() == before
     results = read_results([out])
-    assert len(results.samples) == 2 and "2 more could not be made into a prompt" in " ".join(results.notes)
+    assert results.frame.key.nunique() == 2 and "2 more could not be made into a prompt" in " ".join(results.notes)
 
 
 def test_the_policy_of_another_model_is_refused(policy, tmp_path):
@@ -266,7 +266,7 @@ def test_several_policies_stand_in_one_table(model, policy, tmp_path):
             (row,) = (row for row in line["rows"] if row["method"] == f"lkv@{tag}")
             assert row | {"method": "lkv"} == wanted["rows"][1]
     table = build_table("main", read_results([out]), TableRequest())
-    assert [row.label for row in table.rows[-2:]] == ["LKV (one)", "LKV (two)"]
+    assert [row.label for row, _ in table.rows()[-2:]] == ["LKV (one)", "LKV (two)"]
     assert any(note.startswith(f"Policy two: {other.digest()[:12]}") for note in table.notes)
     looks = method_styles(["lkv@one", "lkv@two"])
     assert looks["lkv@one"].marker != looks["lkv@two"].marker

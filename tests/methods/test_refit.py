@@ -13,8 +13,8 @@ from torch import Tensor
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError, LkvError, UnsupportedModelError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
+from lkv.evaluation.report.figures import method_styles
 from lkv.evaluation.report.names import budget_and_selector, is_lkv
-from lkv.evaluation.report.style import method_styles
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods import compensation as refit

@@ -9,8 +9,8 @@ import torch
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.errors import LkvError
+from lkv.evaluation.report.figures import method_styles
 from lkv.evaluation.report.names import method_label
-from lkv.evaluation.report.style import method_styles
 from lkv.methods import registry
 from lkv.methods.registry import describe, find, register_method
 from tests.conftest import tiny_llama

@@ -1,6 +1,10 @@
-"""What methods, tasks and models are called: in result files, in the ablation's grid and in print."""
+"""What methods, tasks, tables and models are called: in result files, in the ablation's grid and in print."""
 
+import json
 from collections.abc import Iterable
+from functools import cache
+from importlib import resources
+from typing import Any
 
 from lkv.evaluation import longbench
 from lkv.methods.registry import FULL, named_like
@@ -10,6 +14,8 @@ from lkv.methods.registry import label as registry_label
 
 LKV = "lkv"
 AVERAGE = "Avg."
+TABLES = ("main", "ablation", "tasks", "sweep", "ruler", "fidelity")
+FORMATS = ("terminal", "markdown", "csv", "latex")
 SUITES = {"longbench": "LongBench", "ruler": "RULER"}
 RULES = ("uniform", "ada", "lkv-h")  # the ablation's grid (Table 2)
 SELECTORS = ("snapkv", "expected", "lkv-t")
@@ -30,27 +36,44 @@ CATEGORIES = {
 
 
 def budget_and_selector(method: str) -> tuple[str, str] | None:
-    """(budget rule, selector) of a method, or None for a name that is not known or a refitted method."""
+    """(budget rule, selector) of a method; None for an unknown name and for a method with compensation."""
     known = named_like(method)
     return (known[1].rule, known[1].selector) if known and not known[1].compensation else None
 
 
 def method_label(method: str) -> str:
-    """The method as it is called in print."""
+    """The name of a method in print."""
     return "Full cache" if method == FULL else registry_label(method)
 
 
 def part_label(part: str) -> str:
-    """A budget rule or selector as it is called in print."""
+    """The name of a budget rule or selector in print."""
     known = RULE_PARTS.get(part) or SELECTOR_PARTS.get(part)
     return known.label if known else part
 
 
 def is_lkv(method: str) -> bool:
     """Whether the method is LKV itself, under any of its names."""
-    return (combination := budget_and_selector(method)) is not None and combination == budget_and_selector(LKV)
+    combination = budget_and_selector(method)
+    return combination is not None and combination == budget_and_selector(LKV)
 
 
 def sort_methods(methods: Iterable[str]) -> list[str]:
-    """The full cache first and LKV last, as in the paper's tables; the others as they come."""
+    """The full cache first and LKV last, as in the paper's tables; the others in their order."""
     return sorted(dict.fromkeys(methods), key=lambda method: (method != FULL, is_lkv(method)))
+
+
+@cache
+def paper_numbers() -> dict[str, Any]:
+    """The paper's tables as printed: table name, model, columns, rows."""
+    return json.loads(resources.files(__package__).joinpath("published.json").read_text(encoding="utf-8"))
+
+
+def paper_models() -> dict[str, str]:
+    """The models of the paper's tables by short name."""
+    return dict(paper_numbers()["models"])
+
+
+def paper_model_like(model: str) -> str:
+    """The short name of the paper's model that `model` is; the paper's main model where it is none of them."""
+    return next((name for name in paper_models() if name in model.lower()), next(iter(paper_models())))

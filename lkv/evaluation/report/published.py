@@ -1,62 +1,58 @@
-"""The paper's published numbers, as rows to stand beside measured ones."""
+"""The paper's published numbers, as rows beside measured ones."""
 
-import json
 from dataclasses import replace
-from functools import cache
-from importlib import resources
-from typing import Any
 
-from lkv.evaluation.report.names import FULL, budget_and_selector, method_label, part_label
+import pandas as pd
+
+from lkv.evaluation.report.names import (
+    FULL,
+    budget_and_selector,
+    method_label,
+    paper_models,
+    paper_numbers,
+    part_label,
+)
 from lkv.evaluation.report.scores import DEFAULT_RETENTION
-from lkv.evaluation.report.tables import Cell, Table, TableRow
-
-MARK = "published"
-
-
-@cache
-def numbers() -> dict[str, Any]:
-    """The paper's tables as they are printed: table name, model, columns, rows."""
-    return json.loads(resources.files(__package__).joinpath("published.json").read_text(encoding="utf-8"))
-
-
-def models() -> dict[str, str]:
-    """The models of the paper's tables by short name."""
-    return dict(numbers()["models"])
-
-
-def model_of(header_model: str) -> str:
-    """The short name of the paper's model that results are of; the paper's main one where they are of another."""
-    return next((name for name in models() if name in header_model.lower()), next(iter(models())))
+from lkv.evaluation.report.tables import PUBLISHED, Cell, Table, TableRow, make_cells
 
 
 def with_published(table: Table, model: str, suite: str, measured: str = "") -> Table:
     """`table` with a marked row for each published one, or a note where the paper prints no such numbers.
 
-    Rows of another model than `measured`, where that is known, name it.
+    Args:
+        table: The measured table.
+        model: Short name of a model of the paper.
+        suite: What was measured; the paper's numbers are LongBench's.
+        measured: The measured model; rows of another one name it.
     """
-    mark = MARK if not measured or model in measured.lower() else f"{MARK}, {models()[model]}"
-    published = numbers().get(table.name, {}).get(model) if suite == "longbench" else None
+    name = paper_models()[model]
+    mark = PUBLISHED if not measured or model in measured.lower() else f"{PUBLISHED}, {name}"
+    published = paper_numbers().get(table.name, {}).get(model) if suite == "longbench" else None
     if published is None:
-        return replace(
-            table, notes=(*table.notes, f"The paper prints no numbers for this table with {models()[model]}.")
-        )
-    names = [f"R = {name:g}" if isinstance(name, float) else name for name in published["columns"]]
+        return replace(table, notes=(*table.notes, f"The paper prints no numbers for this table with {name}."))
+    titles = [f"R = {title:g}" if isinstance(title, float) else title for title in published["columns"]]
+    present = {column.name for column in table.columns}
     rows = []
     for method, values in published["rows"].items():
-        cells = {name: Cell(value) for name, value in zip(names, values, strict=True)}
-        combination = budget_and_selector(method)
-        in_grid = table.name == "ablation" and combination
-        group = f"selection: {part_label(combination[1])}" if in_grid and combination else ""
-        name = part_label(combination[0]) if in_grid and combination else method_label(method)
-        retention = 1.0 if method == FULL else None if table.name == "sweep" else DEFAULT_RETENTION
-        rows.append(TableRow(method, f"{name} ({mark})", cells, group, retention, published=True))
-    # Beside the measured rows of the same group; groups that were not measured come last.
-    groups = dict.fromkeys([row.group for row in table.rows] + [row.group for row in rows])
-    merged = [row for group in groups for row in [*table.rows, *rows] if row.group == group]
-    present = {column.name for column in table.columns}
-    shown = [row for row in merged if not row.published or present & set(row.cells)]
+        cells = {title: Cell(value) for title, value in zip(titles, values, strict=True) if title in present}
+        combination = budget_and_selector(method) if table.name == "ablation" else None
+        group = f"selection: {part_label(combination[1])}" if combination else ""
+        label = part_label(combination[0]) if combination else method_label(method)
+        retention = 1.0 if method == FULL else None if table.shows_realised else DEFAULT_RETENTION
+        if cells:
+            rows.append(TableRow(method, f"{label} ({mark})", cells, group, retention, source=PUBLISHED))
     note = (
-        f"Rows marked {MARK}: {models()[model]}, as the LKV paper prints them, on all of LongBench; its rivals are as "
-        "kvpress has them."
+        f"Rows marked {PUBLISHED}: {name}, as the LKV paper prints them, on all of LongBench; its baselines are those "
+        "of kvpress."
     )
-    return replace(table, rows=tuple(shown), notes=(*table.notes, note))
+    return replace(add_rows(table, rows), notes=(*table.notes, note))
+
+
+def add_rows(table: Table, rows: list[TableRow]) -> Table:
+    """`table` with `rows` behind those of the same group; new groups come last."""
+    if not rows:
+        return table
+    more = make_cells(rows, table.columns, table.shows_realised)
+    cells = pd.concat([table.cells, more.assign(row=more.row + table.cells.row.max() + 1)], ignore_index=True)
+    order = {group: place for place, group in enumerate(cells.group.unique())}
+    return replace(table, cells=cells.sort_values("group", key=lambda own: own.map(order), kind="stable"))

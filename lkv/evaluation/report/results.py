@@ -1,47 +1,37 @@
-"""Result files of `lkv eval`, read and checked: what stands in one table was measured in one way."""
+"""Result files of `lkv eval`, read into one DataFrame and checked: one table holds only comparable measurements."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from lkv.errors import ReportError
 from lkv.evaluation.report.names import FULL
 from lkv.utils.journal import JOURNAL_FORMAT, ROW_METRICS, read_journal
 
-# What all files of one table must agree in, with the versions of all packages but Python itself.
+# Files of one table agree in these and in the versions of all packages but Python itself.
 _COMMON = ("suite", "protocol", "model", "revision", "fingerprint", "policy", "pattern", "dtype", "lkv")
-_ONE_WITHOUT = ("policy", "pattern", "fingerprint")  # a file without methods that need one, or of before, agrees
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One method at one retention on one sample; a measure is None where it was not taken."""
-
-    realised: float  # kept entries / all entries
-    measures: Mapping[str, float | None]  # score (0..100), kl (nats), agreement (0..1), hidden_error (relative)
-
-
-@dataclass(frozen=True)
-class MeasuredSample:
-    """One sample with all that was measured on it, by (method, retention)."""
-
-    key: str
-    task: str
-    length: int | None
-    number: int
-    rows: Mapping[tuple[str, float], Measurement]
-    text: str | None = None  # digest of what was read
+_REQUIRED = ("suite", "protocol", "model", "revision", "dtype", "lkv")  # the others may be absent from some files
+_COLUMNS = ("key", "task", "length", "number", "method", "retention", "realised", *ROW_METRICS)
 
 
 @dataclass(frozen=True)
 class Results:
-    """Files that belong together; `notes` says what a reader of their tables must know."""
+    """Files that belong together.
+
+    Attributes:
+        header: The first file's settings.
+        frame: One row a sample, method and retention: key, task, length (tokens, or missing), number, method,
+            retention, realised (kept / all KV entries), score (0..100), kl (nats), agreement (0..1), hidden_error.
+        notes: What a reader of the tables must know.
+    """
 
     header: Mapping[str, Any]
-    samples: tuple[MeasuredSample, ...]
+    frame: pd.DataFrame
     notes: tuple[str, ...]
 
 
@@ -49,75 +39,91 @@ def read_results(paths: Sequence[Path]) -> Results:
     """Read the JSON lines that `lkv eval` wrote to `paths`.
 
     Files may hold other methods on the same samples. A torn last line (of an interrupted run) is left out and counted
-    in the notes. Raises ReportError for a file that is missing or malformed (file, line and field), for files measured
-    in different ways, and for a sample that two lines hold with the same method, or with different texts.
+    in the notes.
+
+    Raises:
+        ReportError: For a missing or malformed file (with file, line and field), for files measured in different ways,
+            and for a sample that two lines hold with the same method or with different texts.
     """
     if not paths:
         raise ReportError("there are no result files; give the .jsonl files that `lkv eval` wrote.")
     headers: dict[Path, dict[str, Any]] = {}
-    samples: dict[str, MeasuredSample] = {}
-    torn, truncated, lost, unusable = 0, 0, 0, 0
-    doubled, unfinished = [], []
+    samples: dict[str, dict[str, Any]] = {}
+    counts = dict.fromkeys(("torn", "unusable", "truncated", "answer_lost"), 0)
+    repeated, notes = [], []
     for path in paths:
-        written: set[str] = set()
-        keys: set[str] = set()
-        lines, cut = read_journal(path, ReportError, "give a file as `lkv eval` wrote it")
-        torn += cut
-        headers[path] = _header(path, [line for _, line in lines])
+        lines, torn = read_journal(path, ReportError, "give a file as `lkv eval` wrote it")
+        counts["torn"] += torn
+        headers[path] = _check_header(path, lines[0][1] if lines else {})
+        introduced: set[str] = set()
         for number, line in lines[1:]:
-            keys.add(str(line.get("key")))
             if line.get("unusable"):
-                unusable += 1
+                counts["unusable"] += 1
                 continue
-            sample = _sample(path, number, line)
-            if earlier := samples.get(sample.key):
-                # A run that adds methods writes a sample again, with all it has of it; `finish` leaves one line.
-                if sample.key in written and sample.text == earlier.text and sample.rows.keys() > earlier.rows.keys():
-                    samples[sample.key] = sample
-                    continue
-                if sample.text != earlier.text or any(m != FULL for m, _ in earlier.rows.keys() & sample.rows.keys()):
-                    doubled.append(f"{sample.key} (again in {path}, line {number})")
-                samples[sample.key] = replace(earlier, rows={**sample.rows, **earlier.rows})
+            sample = _read_sample(f"{path}, line {number}", line)
+            key = sample["key"]
+            earlier = samples.setdefault(key, sample)
+            if earlier is sample:
+                introduced.add(key)
+                counts["truncated"] += bool(line.get("truncated"))
+                counts["answer_lost"] += bool(line.get("answer_lost"))
                 continue
-            samples[sample.key] = sample
-            written.add(sample.key)
-            truncated += bool(line.get("truncated"))
-            lost += bool(line.get("answer_lost"))
-        if len(keys) < headers[path].get("planned", 0):
-            unfinished.append(
-                f"UNFINISHED: {path} holds {len(keys)} of {headers[path]['planned']} samples; the command that made it "
-                "goes on where it was."
+            same_text = sample["text"] == earlier["text"]
+            # A run that adds methods writes a sample again with all its rows; a finished run leaves one line.
+            if key in introduced and same_text and sample["rows"].keys() > earlier["rows"].keys():
+                samples[key] = sample
+                continue
+            if not same_text or any(method != FULL for method, _ in earlier["rows"].keys() & sample["rows"].keys()):
+                repeated.append(f"{key} (again in {path}, line {number})")
+            samples[key] = earlier | {"rows": sample["rows"] | earlier["rows"]}
+        finished, planned = len({str(line.get("key")) for _, line in lines[1:]}), headers[path].get("planned", 0)
+        if finished < planned:
+            notes.append(
+                f"UNFINISHED: {path} holds {finished} of {planned} samples; run the command that made it again to "
+                "finish it."
             )
-    _agree(headers)
-    if doubled:
+    _check_agreement(headers)
+    if repeated:
         raise ReportError(
-            f"{len(doubled)} samples are there twice with the same method or with another text, and a table counts "
-            f"each once: {_listed(doubled)}. Leave out the file that repeats them."
+            f"{len(repeated)} samples occur twice with the same method or with another text, and a table counts each "
+            f"once: {join_some(repeated, 5)}. Leave out the file that repeats them."
         )
     if not samples:
         raise ReportError(
-            f"there are no finished samples in {_listed([str(path) for path in paths])}; run `lkv eval` on, which also "
-            "puts together what several interrupted processes left."
+            f"there are no finished samples in {join_some([str(path) for path in paths], 5)}; run `lkv eval` again, "
+            "which also merges what several interrupted processes left."
         )
-    notes = unfinished
-    if torn:
+    if torn := counts["torn"]:
         notes.append(f"{torn} torn last line{'s' * (torn > 1)} of interrupted runs left out.")
-    if unusable:
-        notes.append(f'{unusable} more could not be made into a prompt, see "unusable" in the file.')
-    if truncated:
-        notes.append(f"{truncated} of {len(samples)} contexts were truncated; {lost} of them lost their answer.")
+    if counts["unusable"]:
+        notes.append(f'{counts["unusable"]} more could not be made into a prompt, see "unusable" in the file.')
+    if counts["truncated"]:
+        notes.append(
+            f"{counts['truncated']} of {len(samples)} contexts were truncated; {counts['answer_lost']} of them lost "
+            "their answer."
+        )
     policies = {name: digest for header in headers.values() for name, digest in (header.get("policies") or {}).items()}
     notes += [f"Policy {name}: {str(digest)[:12]}." for name, digest in policies.items()]
-    # A file of methods that read no pattern may come first.
+    # A file whose methods read no pattern may come first.
     sources = [header["pattern_from"] for header in headers.values() if header.get("pattern_from")]
     header = headers[paths[0]] | {"pattern_from": sources[0] if sources else None}
-    return Results(header, tuple(samples.values()), tuple(notes))
+    rows = [
+        {"method": method, "retention": retention, **sample, **values}
+        for sample in samples.values()
+        for (method, retention), values in sample["rows"].items()
+    ]
+    frame = pd.DataFrame(rows, columns=list(_COLUMNS))
+    return Results(header, frame.astype(dict.fromkeys(("realised", *ROW_METRICS), float)), tuple(notes))
 
 
-def _header(path: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    if not lines or "format" not in lines[0]:
+def join_some(items: Sequence[str], most: int = 6) -> str:
+    """The first `most` items, and how many more there are."""
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
+    if "format" not in header:
         raise ReportError(f"{path} does not start with a header line; give a file that `lkv eval` wrote.")
-    header = dict(lines[0])
     if header["format"] != JOURNAL_FORMAT:
         raise ReportError(
             f"{path} has format {header['format']!r}, but this version reads {JOURNAL_FORMAT}; make the file anew with "
@@ -134,64 +140,53 @@ def _header(path: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return header
 
 
-def _agree(headers: Mapping[Path, Mapping[str, Any]]) -> None:
-    apart = []
-    for field in _COMMON:
-        given = {path: header.get(field) for path, header in headers.items()}
-        if field in _ONE_WITHOUT:
-            given = {path: value for path, value in given.items() if value is not None}
-        apart += _difference(field, given)
-    packages = {name: None for header in headers.values() for name in header.get("versions", ()) if name != "python"}
-    for name in packages:
-        given = {
-            path: header["versions"][name] for path, header in headers.items() if name in header.get("versions", ())
-        }
-        apart += _difference(name, given)
-    for name in {name for header in headers.values() for name in header.get("policies") or ()}:
-        tagged = {path: (header.get("policies") or {}).get(name) for path, header in headers.items()}
-        apart += _difference(f"policy {name}", {path: value for path, value in tagged.items() if value is not None})
-    if apart:
+def _check_agreement(headers: Mapping[Path, Mapping[str, Any]]) -> None:
+    values: dict[str, dict[Path, Any]] = {}
+    for path, header in headers.items():
+        facts = {field: header.get(field) for field in _COMMON}
+        facts |= {name: version for name, version in header.get("versions", {}).items() if name != "python"}
+        facts |= {f"policy {name}": digest for name, digest in (header.get("policies") or {}).items()}
+        for field, value in facts.items():
+            if value is not None or field in _REQUIRED:
+                values.setdefault(field, {})[path] = value
+    differences = [
+        f"{field} ({', '.join(f'{path}: {value}' for path, value in found.items())})"
+        for field, found in values.items()
+        if len({json.dumps(value) for value in found.values()}) > 1
+    ]
+    if differences:
         raise ReportError(
-            f"these files do not belong in one table; they differ in {'; '.join(apart)}. Report them one by one."
+            f"these files do not belong in one table; they differ in {'; '.join(differences)}. Report them separately."
         )
 
 
-def _difference(field: str, given: Mapping[Path, Any]) -> list[str]:
-    if len({json.dumps(value) for value in given.values()}) < 2:
-        return []
-    return [f"{field} ({', '.join(f'{path}: {value}' for path, value in given.items())})"]
+def _read_sample(where: str, line: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample of a file with its `rows` by (method, retention); `where` is named in errors."""
 
+    def finite(name: str, value: Any) -> float:
+        if not math.isfinite(number := float(value)):
+            raise ReportError(
+                f"{where}: {name} is {number}, which cannot be averaged; make the file anew with `lkv eval`."
+            )
+        return number
 
-def _sample(path: Path, number: int, line: Mapping[str, Any]) -> MeasuredSample:
-    where = f"{path}, line {number}"
     try:
-        rows = {}
+        rows: dict[tuple[str, float], dict[str, float | None]] = {}
         for row in line["rows"]:
-            pair = (str(row["method"]), _finite(where, "retention", row["retention"]))
+            pair = (str(row["method"]), finite("retention", row["retention"]))
             if pair in rows:
-                raise ReportError(f"{where}: the method {pair[0]!r} is there twice at retention {pair[1]:g}.")
-            measures = {name: _number(where, name, row.get(name)) for name in ROW_METRICS}
-            rows[pair] = Measurement(_finite(where, "realised", row["realised"]), measures)
-        length = None if line["length"] is None else int(line["length"])
-        return MeasuredSample(
-            str(line["key"]), str(line["task"]), length, int(line["number"]), rows, line.get("text_sha256")
-        )
+                raise ReportError(f"{where}: the method {pair[0]!r} occurs twice at retention {pair[1]:g}.")
+            rows[pair] = {"realised": finite("realised", row["realised"])}
+            rows[pair] |= {name: None if row.get(name) is None else finite(name, row[name]) for name in ROW_METRICS}
+        return {
+            "key": str(line["key"]),
+            "task": str(line["task"]),
+            "length": None if line["length"] is None else int(line["length"]),
+            "number": int(line["number"]),
+            "text": line.get("text_sha256"),
+            "rows": rows,
+        }
     except KeyError as error:
         raise ReportError(f"{where} has no field {error}; make the file anew with `lkv eval`.") from None
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ReportError(f"{where} is malformed ({error}); make the file anew with `lkv eval`.") from None
-
-
-def _number(where: str, name: str, value: Any) -> float | None:
-    return None if value is None else _finite(where, name, value)
-
-
-def _finite(where: str, name: str, value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ReportError(f"{where}: {name} is {number}, which cannot be averaged; make the file anew with `lkv eval`.")
-    return number
-
-
-def _listed(items: Sequence[str], most: int = 5) -> str:
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -12,11 +12,17 @@ from lkv.cli.main import main
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
 from lkv.evaluation.report.builders import TableRequest, build_table
-from lkv.evaluation.report.figures import draw_budgets, draw_policies, plot_policies, save_figure
-from lkv.evaluation.report.plots import plot
+from lkv.evaluation.report.figures import (
+    LKV_COLOUR,
+    draw_budgets,
+    draw_policies,
+    method_styles,
+    plot_policies,
+    save_figure,
+)
+from lkv.evaluation.report.plots import plot_table
 from lkv.evaluation.report.profiles import build_prefill, plot_memory, published_prefill, read_profile
 from lkv.evaluation.report.published import with_published
-from lkv.evaluation.report.style import LKV_COLOUR, method_styles
 from tests.results import GRID, cells, many, mean_of_means, results_of, values
 
 
@@ -31,7 +37,7 @@ def lines_of(axes):
 def test_the_sweep_plots_the_averages_at_the_realised_retention(tmp_path):
     lines = many(retentions=(0.05, 0.15, 0.5))
     table = build_table("sweep", results_of(tmp_path / "a.jsonl", lines), TableRequest())
-    figure = plot(with_published(table, "llama-3.1-8b", "longbench"))
+    figure = plot_table(with_published(table, "llama-3.1-8b", "longbench"))
     (axes,) = figure.axes
     drawn = lines_of(axes)
     expected = [mean_of_means(values(lines, "lkv", r)) for r in (0.05, 0.15, 0.5)]
@@ -58,7 +64,7 @@ def to_rgb(colour):
 
 def test_ruler_is_plotted_over_length_and_over_retention(tmp_path):
     lines = many(suite="ruler", lengths=(2048, 4096), retentions=(0.15, 0.5))
-    figure = plot(build_table("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest()))
+    figure = plot_table(build_table("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest()))
     over_length, over_retention = figure.axes
     by_length = {at: [i for i in lines if i["length"] == at] for at in (2048, 4096)}
     own = lines_of(over_length)["SnapKV"]
@@ -81,16 +87,16 @@ def test_ruler_is_plotted_over_length_and_over_retention(tmp_path):
 
 def test_one_length_or_one_retention_makes_one_panel(tmp_path):
     lines = many(suite="ruler", lengths=(2048,), retentions=(0.15, 0.5))
-    figure = plot(build_table("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest()))
+    figure = plot_table(build_table("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest()))
     assert [axes.get_title() for axes in figure.axes] == ["2,048 tokens"]
     lines = many(suite="ruler", lengths=(2048, 4096))
-    figure = plot(build_table("ruler", results_of(tmp_path / "b.jsonl", lines, suite="ruler"), TableRequest()))
+    figure = plot_table(build_table("ruler", results_of(tmp_path / "b.jsonl", lines, suite="ruler"), TableRequest()))
     assert [axes.get_title() for axes in figure.axes] == ["R = 0.15"]
 
 
 def test_points_stand_at_their_values_with_their_intervals(tmp_path):
     table = build_table("main", results_of(tmp_path / "a.jsonl", many()), TableRequest())
-    figure = plot(table)
+    figure = plot_table(table)
     (axes,) = figure.axes
     ticks = [text.get_text() for text in axes.get_xticklabels()]
     assert ticks == ["Avg.", *names.CATEGORIES["longbench"]]  # neither the difference nor the share
@@ -104,14 +110,14 @@ def test_points_stand_at_their_values_with_their_intervals(tmp_path):
 
 
 def test_fidelity_has_a_panel_for_each_measure(tmp_path):
-    figure = plot(build_table("fidelity", results_of(tmp_path / "a.jsonl", many()), TableRequest()))
+    figure = plot_table(build_table("fidelity", results_of(tmp_path / "a.jsonl", many()), TableRequest()))
     assert [axes.get_ylabel() for axes in figure.axes] == ["KL(full || compressed), nats", "top-1 agreement"]
 
 
 def test_the_ablation_is_a_grid_with_its_numbers(tmp_path):
     lines = many(methods=tuple(GRID))
     table = build_table("ablation", results_of(tmp_path / "a.jsonl", lines), TableRequest())
-    figure = plot(with_published(table, "llama-3.1-8b", "longbench"))
+    figure = plot_table(with_published(table, "llama-3.1-8b", "longbench"))
     measured, published = figure.axes
     expected = [
         [
@@ -202,7 +208,7 @@ def test_the_peak_can_hold_the_weights_as_the_paper_draws_it(tmp_path):
     assert drawn["Full cache"] == [19.0, 20.0] and drawn["LKV"] == [17.0, 18.0]
     assert {line.get_label(): list(line.get_ydata()) for line in held.lines}["Full cache"] == [128.0, 512.0]
     assert [list(line.get_xdata()) for line in peak.lines if line.get_linestyle() == "--"] == [[4608, 4608]]
-    with pytest.raises(ReportError, match="does not tell the bytes of the weights"):
+    with pytest.raises(ReportError, match="does not state the bytes of the weights"):
         plot_memory(read_profile(profile_file(tmp_path / "old.json", ROWS)), weights=True)
 
 
@@ -213,11 +219,11 @@ def test_the_prefill_table(tmp_path):
     assert lkv["k and v, MiB"].value == 64 and lkv["peak, MiB"].value == 2048
     assert cells(table, "full", "1,024 tokens")["overhead, %"] is None
     marked = published_prefill(table, "llama-3.1-8b")
-    own = [row for row in marked.rows if row.published]
-    assert [row.label for row in own] == [
+    published = [(row, own) for row, own in marked.rows() if row.source == "published"]
+    assert [row.label for row, _ in published] == [
         "Full cache (published)", "DuoAttention (published)", "Ada-SnapKV (published)", "LKV (published)",
     ]  # fmt: skip
-    assert [row.cells["prefill, s"].value for row in own] == [82.40, 87.21, 88.37, 88.76]
+    assert [own["prefill, s"].value for _, own in published] == [82.40, 87.21, 88.37, 88.76]
     assert any("LKV O(T)" in note for note in marked.notes)
     with pytest.raises(ReportError, match="no prefill times with Qwen3-8B"):
         published_prefill(table, "qwen3-8b")
@@ -271,7 +277,7 @@ def test_a_malformed_profile_is_refused(tmp_path, rows, more, message):
 
 def test_no_json_and_no_file_are_refused(tmp_path):
     (tmp_path / "p.json").write_text("{")
-    with pytest.raises(ReportError, match="is no profile"):
+    with pytest.raises(ReportError, match="is not a profile"):
         read_profile(tmp_path / "p.json")
     with pytest.raises(ReportError, match="cannot be read"):
         read_profile(tmp_path / "none.json")

@@ -10,8 +10,9 @@ import pytest
 from lkv.cli.main import main
 from lkv.evaluation.report import names
 from lkv.evaluation.report.builders import TableRequest, build_table
-from lkv.evaluation.report.formats import FORMATS
-from lkv.evaluation.report.published import model_of, numbers, with_published
+from lkv.evaluation.report.names import paper_model_like, paper_numbers
+from lkv.evaluation.report.published import with_published
+from lkv.evaluation.report.tables import WRITERS
 from tests.results import GRID, line, many, results_of, row, write
 
 # Formats
@@ -32,16 +33,16 @@ def parsed(cells_):
 
 def expected_lines(table):
     found = {}
-    for r in table.rows:
-        own = [[x for x in (c.value, c.low, c.high) if x is not None] if c else [] for c in map(r.cells.get, [c.name for c in table.columns])]  # fmt: skip  # noqa: E501
-        amounts = [[r.retention], [] if r.realised is None else [r.realised]]
-        found[r.label] = amounts + own
+    for first, own in table.rows():
+        shown = [own.get(column.name) for column in table.columns]
+        numbers = [[x for x in (c.value, c.low, c.high) if not np.isnan(x)] if c else [] for c in shown]
+        found[first.label] = [[first.retention], [] if np.isnan(first.row_realised) else [first.row_realised], *numbers]
     return found
 
 
 @pytest.mark.parametrize("form", ["markdown", "latex", "terminal"])
 def test_tables_read_back_as_the_same_numbers(table, form):
-    text = FORMATS[form](table)
+    text = WRITERS[form](table)
     split = {"markdown": r"(?<!\\)\|", "latex": r"(?<!\\)&", "terminal": r" {2,}"}[form]
     expected = expected_lines(table)
     seen = []
@@ -60,25 +61,24 @@ def test_tables_read_back_as_the_same_numbers(table, form):
 
 
 def test_csv_reads_back_with_everything(table):
-    rows = list(csv.DictReader(io.StringIO(FORMATS["csv"](table))))
+    rows = list(csv.DictReader(io.StringIO(WRITERS["csv"](table))))
     found = {(r["label"], r["column"]): r for r in rows}
-    for own in table.rows:
-        for name, cell in own.cells.items():
-            if cell:
-                got = found[own.label, name]
-                assert float(got["value"]) == pytest.approx(cell.value, rel=1e-5)
-                assert got["source"] == ("published" if own.published else "measured")
-                assert got["n"] == ("" if cell.n is None else str(cell.n))
-                assert float(got["retention"]) == own.retention
-                if cell.difference:
-                    assert got["reference"] == "lkv"
-                    assert float(got["difference_low"]) == pytest.approx(cell.difference.low, rel=1e-4)
-                if own.realised is not None:
-                    assert float(got["realised"]) == pytest.approx(own.realised)
+    for first, own in table.rows():
+        for name, cell in own.items():
+            got = found[first.label, name]
+            assert float(got["value"]) == pytest.approx(cell.value, rel=1e-5)
+            assert got["source"] == first.source
+            assert got["n"] == ("" if first.source == "published" else str(cell.n))
+            assert float(got["retention"]) == first.retention
+            if not np.isnan(cell.difference):
+                assert got["reference"] == "lkv"
+                assert float(got["difference_low"]) == pytest.approx(cell.difference_low, rel=1e-4)
+            if first.source == "measured":
+                assert float(got["realised"]) == pytest.approx(first.row_realised)
 
 
 def test_latex_is_booktabs_and_escapes(table):
-    text = FORMATS["latex"](table)
+    text = WRITERS["latex"](table)
     for part in (r"\toprule", r"\midrule", r"\bottomrule", r"Llama-3.1-8B\_Instruct \& co", r"of full, \%"):
         assert part in text
     assert not re.search(r"(?<!\\)[%#$_]", text)
@@ -89,14 +89,15 @@ def test_latex_is_booktabs_and_escapes(table):
 def test_the_best_measured_value_is_set_off_and_the_full_cache_and_the_published_ones_are_not(tmp_path):
     lines = [line("trec", 0, [row("full", 1.0, 90.0), row("snapkv", 0.15, 80.0), row("lkv", 0.15, 70.0)])]
     table = build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest())
-    text = FORMATS["markdown"](with_published(table, "llama-3.1-8b", "longbench"))
-    assert re.findall(r"\*\*(\d+\.\d+)", text) == ["80.00", "80.00"]  # Avg. and its category
+    text = WRITERS["markdown"](with_published(table, "llama-3.1-8b", "longbench"))
+    assert re.findall(r"\*\*(\d+\.\d+)", text) == ["80.00"]  # and no column for its only category
+    assert "All tasks are of the category Few-Shot." in text
     # Of two that show the same number neither is better.
     tied = [line("trec", 0, [row("full", 1.0, 90.0), row("snapkv", 0.15, 80.001), row("lkv", 0.15, 80.0)])]
-    text = FORMATS["markdown"](build_table("main", results_of(tmp_path / "c.jsonl", tied), TableRequest()))
-    assert not re.search(r"\*\*\d", text) and text.count("80.00") >= 4
+    text = WRITERS["markdown"](build_table("main", results_of(tmp_path / "c.jsonl", tied), TableRequest()))
+    assert not re.search(r"\*\*\d", text) and text.count("80.00") == 2
     fidelity = [line("trec", 0, [row("snapkv", 0.15, 1.0, kl=0.5), row("lkv", 0.15, 1.0, kl=0.25)])]
-    text = FORMATS["markdown"](build_table("fidelity", results_of(tmp_path / "b.jsonl", fidelity), TableRequest()))
+    text = WRITERS["markdown"](build_table("fidelity", results_of(tmp_path / "b.jsonl", fidelity), TableRequest()))
     assert re.findall(r"\*\*(\d+\.\d+)", text) == ["0.250", "0.250"]  # the smaller divergence
 
 
@@ -106,12 +107,12 @@ def test_the_best_measured_value_is_set_off_and_the_full_cache_and_the_published
 def test_the_papers_average_is_the_mean_over_its_sixteen_tasks():
     # Not over its six categories, which gives 47.35 for LKV. All add up within rounding.
     for model in ("llama-3.1-8b", "qwen3-8b"):
-        for average, *tasks in numbers()["tasks"][model]["rows"].values():
+        for average, *tasks in paper_numbers()["tasks"][model]["rows"].values():
             assert average == pytest.approx(np.mean(tasks), abs=0.0051)
 
 
 def test_the_papers_categories_are_means_of_its_tasks():
-    tasks, main = (numbers()[name]["llama-3.1-8b"] for name in ("tasks", "main"))
+    tasks, main = (paper_numbers()[name]["llama-3.1-8b"] for name in ("tasks", "main"))
     for method, row_ in main["rows"].items():
         own = dict(zip(tasks["columns"], tasks["rows"][method], strict=True))
         for name, value in zip(main["columns"], row_, strict=True):
@@ -120,20 +121,20 @@ def test_the_papers_categories_are_means_of_its_tasks():
 
 
 def test_the_papers_tables_agree_with_each_other():
-    main = numbers()["main"]["llama-3.1-8b"]
-    places = [main["columns"].index(name) for name in numbers()["ablation"]["llama-3.1-8b"]["columns"]]
+    main = paper_numbers()["main"]["llama-3.1-8b"]
+    places = [main["columns"].index(name) for name in paper_numbers()["ablation"]["llama-3.1-8b"]["columns"]]
     for method, cell in (("snapkv", "uniform+snapkv"), ("adakv-snapkv", "ada+snapkv"), ("lkv", "lkv-h+lkv-t")):
-        own = numbers()["ablation"]["llama-3.1-8b"]["rows"][cell]
+        own = paper_numbers()["ablation"]["llama-3.1-8b"]["rows"][cell]
         assert own == [main["rows"][method][place] for place in places]
     for model in ("llama-3.1-8b", "qwen3-8b"):
-        sweep = numbers()["sweep"][model]
+        sweep = paper_numbers()["sweep"][model]
         at = sweep["columns"].index(0.15)
         for method, values_ in sweep["rows"].items():
-            assert values_[at] == numbers()["tasks"][model]["rows"][method][0]
+            assert values_[at] == paper_numbers()["tasks"][model]["rows"][method][0]
 
 
 def test_the_papers_overhead_and_sizes():
-    prefill, memory = numbers()["prefill"]["llama-3.1-8b"], numbers()["memory"]["llama-3.1-8b"]
+    prefill, memory = paper_numbers()["prefill"]["llama-3.1-8b"], paper_numbers()["memory"]["llama-3.1-8b"]
     full = prefill["rows"]["full"][0]
     for seconds, percent in prefill["rows"].values():
         assert percent is None or percent == pytest.approx(100 * (seconds / full - 1), abs=0.051)
@@ -148,15 +149,15 @@ def test_published_rows_are_marked_and_stand_beside_the_measured(tmp_path):
     table = with_published(
         build_table("ablation", results_of(tmp_path / "a.jsonl", lines), TableRequest()), "llama-3.1-8b", "longbench"
     )
-    group = [r for r in table.rows if r.group == "selection: Expected Attention"]
-    assert [r.label for r in group[3:]] == ["Uniform (published)", "AdaKV (published)", "LKV-H (published)"]
-    assert [r.cells["Synthetic"].value for r in group[3:]] == [17.77, 23.26, 45.00]
-    assert model_of("Qwen/Qwen3-8B") == "qwen3-8b" and model_of("smollm2") == "llama-3.1-8b"
+    group = [(row, own) for row, own in table.rows() if row.group == "selection: Expected Attention"]
+    assert [row.label for row, _ in group[3:]] == ["Uniform (published)", "AdaKV (published)", "LKV-H (published)"]
+    assert [own["Synthetic"].value for _, own in group[3:]] == [17.77, 23.26, 45.00]
+    assert paper_model_like("Qwen/Qwen3-8B") == "qwen3-8b" and paper_model_like("smollm2") == "llama-3.1-8b"
     ruler = build_table(
         "main", results_of(tmp_path / "b.jsonl", many(suite="ruler", lengths=(2048,)), suite="ruler"), TableRequest()
     )
     marked = with_published(ruler, "llama-3.1-8b", "ruler")
-    assert marked.rows == ruler.rows and "prints no numbers" in marked.notes[-1]
+    assert marked.cells.equals(ruler.cells) and "prints no numbers" in marked.notes[-1]
 
 
 # The command
@@ -179,7 +180,7 @@ def test_the_command_refuses_in_one_sentence(tmp_path, capsys):
     for arguments, message in (
         ([], "give either result files"),
         ([str(path), "--profile", str(path)], "give either result files"),
-        ([str(path), "--figure", str(tmp_path / "figure.docx")], "no picture's name"),
+        ([str(path), "--figure", str(tmp_path / "figure.docx")], "not the name of a figure"),
         ([str(path), "--out", str(path / "below")], "cannot be written"),
     ):
         assert main(["report", *arguments]) == 2

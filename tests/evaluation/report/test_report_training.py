@@ -27,11 +27,11 @@ def write(folder, kls):
 def test_runs_stand_side_by_side(tmp_path, capsys):
     runs = [write(tmp_path / "first", [0.5, 0.2]), write(tmp_path / "second", [0.4, 0.3, 0.1])]
     table = build_training(read_curves(runs))
-    assert [(row.label, row.cells["contexts"].value, row.cells["KL, final R"].value) for row in table.rows] == [
+    assert [(row.label, own["contexts"].value, own["KL, final R"].value) for row, own in table.rows()] == [
         ("first", 16, 0.2),
         ("second", 24, 0.1),
     ]
-    assert table.rows[1].cells["KL, R / 3"].value == pytest.approx(0.3)
+    assert table.rows()[1][1]["KL, R / 3"].value == pytest.approx(0.3)
     pytest.importorskip("matplotlib")
     left, right = plot_training(read_curves(runs)).axes
     drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in left.lines}
@@ -49,10 +49,10 @@ def test_runs_stand_side_by_side(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "is no training curve"),
+        (None, "is not a training curve"),
         ("", "has no evaluation yet"),
-        ("[1]\n", "lines that are no steps"),
-        ("{", "is no"),
+        ("[1]\n", "lines that are not steps"),
+        ("{", "is not"),
     ],
 )
 def test_what_is_no_run_is_one_sentence(tmp_path, content, message, capsys):
