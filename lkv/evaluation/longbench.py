@@ -1,7 +1,7 @@
-"""LongBench: its 16 English and code tasks (Section 4.1; the five Chinese ones are left out as in the paper).
+"""LongBench: its 16 English and code tasks (Section 4.1; the paper leaves out the five Chinese ones).
 
-Rows are in LongBench's own fields, from local files or from the hub; prompts, generation lengths and metrics are the
-official ones, kept in longbench.json.
+Rows have LongBench's own fields and come from local files or the hub; prompts, generation lengths and metrics are the
+official ones, in longbench.json.
 """
 
 import gzip
@@ -39,16 +39,22 @@ TASKS = tuple(task for tasks in CATEGORIES.values() for task in tasks)
 
 _HUB = "zai-org/LongBench"
 _ARCHIVE = "data.zip"
-# The upload of data.zip; the revisions after it change the card only.
+# The upload of data.zip; later revisions change only the card.
 _REVISION = "4a90f81c8db79f60c15f77dcd207a1099038c775"
 
 
 def load_examples(task: str, folder: Path | None, count: int | None = None) -> list[Example]:
-    """The first `count` rows (None: all) of `task`.
+    """Load the first `count` rows of `task`.
 
-    `folder` holds TASK.jsonl, TASK.jsonl.gz or LongBench's data.zip; None fetches data.zip from the hub (114 MB, once).
-    Raises DataError for an unknown task and for files that are missing or malformed, IntegrationError where the task's
-    metric needs a package that is missing.
+    Args:
+        task: One of `TASKS`.
+        folder: Holds TASK.jsonl, TASK.jsonl.gz or LongBench's data.zip; None downloads data.zip from the hub (114 MB,
+            once).
+        count: How many rows; None for all.
+
+    Raises:
+        DataError: For an unknown task, and files that are missing or malformed.
+        IntegrationError: If the metric of the task needs a package that is missing.
     """
     if task not in TASKS:
         near = get_close_matches(task, TASKS, n=3, cutoff=0.5)
@@ -58,9 +64,9 @@ def load_examples(task: str, folder: Path | None, count: int | None = None) -> l
         raise DataError(f"{count} rows of {task} are asked for; ask for at least 1, or for None to take all.")
     if _definitions()[task]["metric"] == "rouge_l":
         require_rouge()
-    path = _download() if folder is None else _find(task, Path(folder))
+    path = _download() if folder is None else _find_file(task, Path(folder))
     lines = islice(_lines(path, task), count)
-    examples = [_example(task, number, _row(line, where), where) for number, line, where in lines]
+    examples = [_make_example(task, number, _parse_row(line, position), position) for number, line, position in lines]
     if not examples:
         raise DataError(f"{path} holds no row of {task}; get the file again, or leave the task out.")
     return examples
@@ -77,21 +83,21 @@ def _download() -> Path:
         return Path(hf_hub_download(_HUB, _ARCHIVE, repo_type="dataset", revision=_REVISION))
     except OSError as error:
         raise DataError(
-            f"{_ARCHIVE} of {_HUB} could not be fetched ({error}); try again with a connection, "
-            "or give a folder that holds the task's .jsonl."
+            f"{_ARCHIVE} of {_HUB} could not be downloaded ({error}); try again with a connection, "
+            "or give a folder with the task's .jsonl."
         ) from error
 
 
-def _find(task: str, folder: Path) -> Path:
+def _find_file(task: str, folder: Path) -> Path:
     names = (f"{task}.jsonl", f"{task}.jsonl.gz", _ARCHIVE)
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    raise DataError(f"{folder} holds none of {', '.join(names)}; give the folder that LongBench's files lie in.")
+    raise DataError(f"{folder} holds none of {', '.join(names)}; give the folder with LongBench's files.")
 
 
 def _lines(path: Path, task: str) -> Iterator[tuple[int, str, str]]:
-    """(row number, line, where it is) of each line that is not blank."""
+    """(row number, line, position in the file) of each line that is not blank."""
     try:
         with ExitStack() as stack:
             file: TextIO
@@ -111,29 +117,29 @@ def _lines(path: Path, task: str) -> Iterator[tuple[int, str, str]]:
         raise DataError(f"{path} cannot be read ({error}); get the file again.") from error
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
+def _parse_row(line: str, position: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-        # Half a character, which JSON can escape, is no text that a tokenizer could read.
+        # JSON can escape half of a surrogate pair, which no tokenizer can read.
         json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not a JSON object of valid text ({error}).") from error
+        raise DataError(f"{position}: not a JSON object of valid text ({error}).") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a {type(row).__name__} instead of a JSON object with LongBench's fields.")
+        raise DataError(f"{position}: a {type(row).__name__} instead of a JSON object with LongBench's fields.")
     return row
 
 
-def _example(task: str, number: int, row: dict[str, Any], where: str) -> Example:
+def _make_example(task: str, number: int, row: dict[str, Any], position: str) -> Example:
     definition = _definitions()[task]
     for field in ("input", "context"):
         if not isinstance(row.get(field), str):
-            raise DataError(f"{where}: field {field!r} must be a text, but is {short(row.get(field))}.")
+            raise DataError(f"{position}: field {field!r} must be a text, but is {short(row.get(field))}.")
     if not row["context"].strip():
-        raise DataError(f"{where}: field 'context' is empty, but it is the text to compress.")
-    answers = _texts(row, "answers", where)
+        raise DataError(f"{position}: field 'context' is empty, but it is the text to compress.")
+    answers = _text_list(row, "answers", position)
     if definition["metric"] == "retrieval" and not all(re.search(r"Paragraph \d", answer) for answer in answers):
-        raise DataError(f"{where}: field 'answers' must name a paragraph ('Paragraph 3'), but is {short(answers)}.")
-    # The beginning of the answer is part of the input here, possibly with white space behind it.
+        raise DataError(f"{position}: field 'answers' must name a paragraph ('Paragraph 3'), but is {short(answers)}.")
+    # In some tasks the input ends with the beginning of the answer, possibly followed by white space.
     end = definition["input_ends_with"]
     prefix = match[0] if end and (match := re.search(re.escape(end) + r"\s*\Z", row["input"])) else ""
     question = definition["question"].format(input=row["input"])
@@ -147,15 +153,15 @@ def _example(task: str, number: int, row: dict[str, Any], where: str) -> Example
         answers=tuple(answers),
         max_new_tokens=definition["max_new_tokens"],
         metric=definition["metric"],
-        classes=tuple(_texts(row, "all_classes", where)) if definition["metric"] == "classification" else (),
+        classes=tuple(_text_list(row, "all_classes", position)) if definition["metric"] == "classification" else (),
         first_line=definition["first_line"],
         stop_at_newline=definition["stop_at_newline"],
         chat=definition["chat"],
     )
 
 
-def _texts(row: dict[str, Any], field: str, where: str) -> list[str]:
+def _text_list(row: dict[str, Any], field: str, position: str) -> list[str]:
     value = row.get(field)
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-        raise DataError(f"{where}: field {field!r} must be a list of at least one text, but is {short(value)}.")
+        raise DataError(f"{position}: field {field!r} must be a list of at least one text, but is {short(value)}.")
     return value

@@ -1,7 +1,6 @@
-"""The official metrics of LongBench and RULER, in 0..100.
+"""The official metrics of LongBench (THUDM/LongBench, metrics.py and eval.py) and RULER (NVIDIA/RULER, scripts/eval).
 
-LongBench's are those of THUDM/LongBench (metrics.py, eval.py), RULER's those of NVIDIA/RULER (scripts/eval). Each value
-of `METRICS` maps (answer, true answers, classes) to a score; `score` also applies the rule of the first line.
+Each value of `METRICS` maps (answer, true answers, classes) to a score in 0..100.
 """
 
 import re
@@ -18,7 +17,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def score(example: Example, answer: str) -> float:
-    """The score of `answer` to `example`, in 0..100. Raises DataError for an unknown metric."""
+    """Score `answer` to `example`, in 0..100. Raises DataError for an unknown metric."""
     if example.metric not in METRICS:
         raise DataError(f"there is no metric {example.metric!r}; use one of {', '.join(METRICS)}.")
     if example.first_line:
@@ -27,7 +26,7 @@ def score(example: Example, answer: str) -> float:
 
 
 def require_rouge() -> Any:
-    """The class behind ROUGE-L. Raises IntegrationError if its package is missing."""
+    """Import the package of ROUGE-L. Raises IntegrationError if it is missing."""
     try:
         from rouge import Rouge
     except ImportError as error:
@@ -38,10 +37,10 @@ def require_rouge() -> Any:
 
 
 def _qa_f1(answer: str, truth: str, classes: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall over the words, whatever their order."""
-    given, true = _words(answer), _words(truth)
-    common = (given & true).total()
-    return 2 * common / (given.total() + true.total()) if common else 0.0
+    """Harmonic mean of precision and recall over the words, ignoring their order."""
+    answer_words, true_words = _words(answer), _words(truth)
+    common = (answer_words & true_words).total()
+    return 2 * common / (answer_words.total() + true_words.total()) if common else 0.0
 
 
 def _words(text: str) -> Counter[str]:
@@ -55,14 +54,14 @@ def _rouge_l(answer: str, truth: str, classes: Sequence[str]) -> float:
     try:
         return rouge(metrics=["rouge-l"]).get_scores(answer, truth)[0]["rouge-l"]["f"]
     except (ValueError, RecursionError):
-        # The official score of what the package refuses: texts without a word, sentences too long for its recursion.
+        # The official score of what the package refuses: texts without words, sentences too long for its recursion.
         return 0.0
 
 
 def _classification(answer: str, truth: str, classes: Sequence[str]) -> float:
-    """1 / (classes named) if the true one is among them; a class within the true one's name does not count as named.
+    """1 / (number of classes in the answer) if the true one is among them; parts of the true one's name do not count.
 
-    The official loop removes from the list that it walks, and so overlooks the class after a removed one.
+    The official loop removes from the list that it iterates over, and so skips the class after a removed one.
     """
     named = [name for name in classes if name in answer]
     index = 0
@@ -74,13 +73,13 @@ def _classification(answer: str, truth: str, classes: Sequence[str]) -> float:
 
 
 def _count(answer: str, truth: str, classes: Sequence[str]) -> float:
-    """Share of the answer's numbers that equal the true one."""
+    """Share of the numbers in the answer that equal the true one."""
     numbers = re.findall(r"\d+", answer)
     return numbers.count(truth) / len(numbers) if numbers else 0.0
 
 
 def _retrieval(answer: str, truth: str, classes: Sequence[str]) -> float:
-    """Share of the answer's numbers that equal that of the true paragraph."""
+    """Share of the numbers in the answer that equal the true paragraph's."""
     match = re.search(r"Paragraph (\d+)", truth)
     if match is None:
         raise DataError(f"the true answer {truth!r} names no paragraph; it must contain 'Paragraph' and a number.")
@@ -88,10 +87,10 @@ def _retrieval(answer: str, truth: str, classes: Sequence[str]) -> float:
 
 
 def _code_sim(answer: str, truth: str, classes: Sequence[str]) -> float:
-    """Edit similarity, in whole per cent, of the first line that holds no backtick, `#` or `//`.
+    """Edit similarity, in whole per cent, of the first line without a backtick, `#` or `//`.
 
-    The official script takes fuzzywuzzy's ratio, which is difflib's wherever python-Levenshtein is not installed, and
-    LongBench's requirements do not name it. Faster libraries measure another distance, and differ by several points.
+    The official script uses fuzzywuzzy's ratio, which is difflib's without python-Levenshtein, and LongBench does not
+    require that. Faster libraries measure another distance, which differs by several points.
     """
     lines = answer.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
@@ -99,29 +98,25 @@ def _code_sim(answer: str, truth: str, classes: Sequence[str]) -> float:
 
 
 def _contained(answer: str, truths: Sequence[str]) -> list[bool]:
-    """Whether each true answer is contained, in any case; control characters count as line breaks, as in RULER."""
+    """Whether the answer contains each true one, ignoring case; control characters are line breaks, as in RULER."""
     text = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
     return [truth.lower() in text for truth in truths]
 
 
 def _string_match_all(answer: str, truths: Sequence[str], classes: Sequence[str]) -> float:
-    """Share of the true answers that are contained."""
+    """Share of the true answers that the answer contains."""
     matches = _contained(answer, truths)
     return 100 * sum(matches) / len(matches)
 
 
 def _string_match_part(answer: str, truths: Sequence[str], classes: Sequence[str]) -> float:
-    """100 if any of the true answers is contained."""
+    """100 if the answer contains any of the true answers."""
     return 100.0 * any(_contained(answer, truths))
 
 
-def _best(pair: Callable[[str, str, Sequence[str]], float]) -> Callable[[str, Sequence[str], Sequence[str]], float]:
-    """The best over the true answers of a metric in 0..1 that takes one of them."""
-
-    def best(answer: str, truths: Sequence[str], classes: Sequence[str]) -> float:
-        return 100 * max(pair(answer, truth, classes) for truth in truths)
-
-    return best
+def _best(metric: Callable[[str, str, Sequence[str]], float]) -> Callable[[str, Sequence[str], Sequence[str]], float]:
+    """The highest score over the true answers of a metric in 0..1 that takes one of them."""
+    return lambda answer, truths, classes: 100 * max(metric(answer, truth, classes) for truth in truths)
 
 
 METRICS: dict[str, Callable[[str, Sequence[str], Sequence[str]], float]] = {

@@ -1,4 +1,4 @@
-"""Where, in the prompt of an evaluation, the context ends and the question begins."""
+"""Find where the context of an evaluation's prompt ends and its question begins."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from lkv.errors import IntegrationError
 
-# Tasks of lm-evaluation-harness: (name, the document's field that is the context, what the question begins with).
+# Tasks of lm-evaluation-harness: (name, the document's field that is the context, how the question begins).
 TASKS: list[tuple[str, str | None, str | None]] = [
     (r"longbench2?_\w+", "context", None),
     (r"niah_\w+", None, r"\nWhat (?:is|are)(?: all)? the special magic "),
@@ -19,12 +19,13 @@ TASKS: list[tuple[str, str | None, str | None]] = [
 
 
 @dataclass(frozen=True)
-class Split:
-    """How the context of a prompt is told from its question.
+class ContextSplit:
+    """How to split a prompt into its context and its question.
 
-    `field`: the context ends where the text of this field of the task's document ends; what stands before it is read
-    with it. `marker`: a regular expression; the question begins where it matches last. With neither, the task decides
-    as in TASKS; of one that is not there the last `window` tokens are the question.
+    Args:
+        field: The context ends where the text of this field of the task's document ends; it includes all text before.
+        marker: A regular expression; the question begins at its last match.
+        window: Without `field` and `marker`, and for tasks that are not in `TASKS`: the tokens of the question.
     """
 
     field: str | None = None
@@ -33,7 +34,7 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.field is not None and self.marker is not None:
-            raise IntegrationError("context_field and question_marker both say where the context ends: give one.")
+            raise IntegrationError("context_field and question_marker both define the end of the context: give one.")
         if type(self.window) is not int or self.window < 1:
             raise IntegrationError(f"window is {self.window!r}, but a question has at least one token: give 1 or more.")
         try:
@@ -41,19 +42,25 @@ class Split:
         except (re.error, TypeError) as error:
             raise IntegrationError(f"question_marker {self.marker!r} is no regular expression ({error}).") from error
 
-    def end(self, task: str, prompt: str, document: Mapping[str, Any]) -> tuple[str, int | None]:
-        """("field" or "marker", characters of `prompt` that are context), or ("window", None).
+    def context_end(self, task: str, prompt: str, document: Mapping[str, Any]) -> tuple[str, int | None]:
+        """Return ("field" or "marker", how many characters of `prompt` are context), or ("window", None).
 
-        Raises IntegrationError where what should tell them apart is not in the document or in the prompt.
+        Raises IntegrationError if the document lacks the field, or the prompt lacks its text or the marker.
         """
         field, marker = self.field, self.marker
         if field is None and marker is None:
             field, marker = next(((f, m) for name, f, m in TASKS if re.fullmatch(name, task)), (None, None))
         if field is not None:
             return "field", _end_of_field(field, task, prompt, document)
-        if marker is not None:
-            return "marker", _start_of_marker(marker, task, prompt)
-        return "window", None
+        if marker is None:
+            return "window", None
+        starts = [match.start() for match in re.finditer(marker, prompt)]
+        if not starts:
+            raise IntegrationError(
+                f"{task}: {marker!r}, which the question should begin with, is not in the prompt; give context_field "
+                "or another question_marker."
+            )
+        return "marker", starts[-1]
 
 
 def _end_of_field(field: str, task: str, prompt: str, document: Mapping[str, Any]) -> int:
@@ -62,26 +69,16 @@ def _end_of_field(field: str, task: str, prompt: str, document: Mapping[str, Any
         raise IntegrationError(
             f"{task}: the document has no text in a field {field!r}; its fields are {', '.join(map(str, document))}."
         )
-    # Templates may strip what a prompt begins or ends with.
-    start = prompt.rfind(text.strip())
+    text = text.strip()  # as templates may strip it
+    start = prompt.rfind(text)
     if start < 0:
         raise IntegrationError(
-            f"{task}: the text of the field {field!r} does not stand in the prompt as it is; give question_marker, a "
+            f"{task}: the prompt does not contain the text of the field {field!r} unchanged; give question_marker, a "
             "regular expression that the question begins with."
         )
-    return start + len(text.strip())
+    return start + len(text)
 
 
-def _start_of_marker(marker: str, task: str, prompt: str) -> int:
-    starts = [match.start() for match in re.finditer(marker, prompt)]
-    if not starts:
-        raise IntegrationError(
-            f"{task}: {marker!r}, which the question should begin with, is not in the prompt; give context_field or "
-            "another question_marker."
-        )
-    return starts[-1]
-
-
-def shared_prefix(ids: list[int], longer: list[int]) -> int:
-    """How many ids two lists have in common at their beginning."""
-    return next((n for n, (a, b) in enumerate(zip(ids, longer, strict=False)) if a != b), min(len(ids), len(longer)))
+def common_prefix_length(ids: list[int], other: list[int]) -> int:
+    """How many ids two lists share at their beginning."""
+    return next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))

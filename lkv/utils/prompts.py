@@ -1,29 +1,39 @@
-"""Where a prompt is cut: the context, which is compressed before any question is known, and the continuation."""
+"""Split prompts into a context, which is compressed before any question is known, and its continuation."""
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lkv.errors import PromptError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _CONTEXT, _QUESTION, _ANSWER = "\x02context\x02", "\x02question\x02", "\x02answer\x02"
+_PLAIN_QUESTION, _PLAIN_ANSWER = "\n\nQuestion: ", "\nAnswer:"  # for tokenizers without a chat template
 
 
-def chat_template_parts(tokenizer: Any, system: str | None = None) -> tuple[str, str, str]:
-    """The chat template around one user turn as (before the context, between context and question, after it).
+def chat_template_parts(tokenizer: "PreTrainedTokenizerBase", system: str | None = None) -> tuple[str, str, str]:
+    """Split the chat template around one user turn into its texts before the context, before the question and after it.
 
-    Training, evaluation and use share it, so that an answer begins in one place: templates that can think aloud are
-    told not to, as in kvpress (Qwen3's then ends in an empty `<think></think>` block). `system`: a system prompt before
-    it all. A tokenizer without a template gets a plain question-and-answer form. Raises PromptError for a template that
-    takes no system prompt, or does not carry the turn as it is.
+    Training, evaluation and use share it, so that an answer begins in one place. Thinking is turned off, as in kvpress
+    (Qwen3's template then ends in an empty `<think></think>` block). Without a template, a plain question-and-answer
+    form takes its place.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        system: A system prompt before the context.
+
+    Raises:
+        PromptError: If the template takes no system prompt, or changes the text of the turn.
     """
     if not getattr(tokenizer, "chat_template", None):
-        return f"{system}\n\n" if system else "", "\n\nQuestion: ", "\nAnswer:"
-    turns = [{"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}]
-    text = _templated(tokenizer, _with_system(system, turns))
+        return f"{system}\n\n" if system else "", _PLAIN_QUESTION, _PLAIN_ANSWER
+    turns = [{"role": "system", "content": system}] if system else []
+    text = _apply_template(tokenizer, [*turns, {"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}])
     if text.count(_CONTEXT) != 1 or text.count(_QUESTION) != 1:
         raise PromptError(
             "the tokenizer's chat template does not carry the user's text exactly once, so no context can be told from "
-            "its question; give a tokenizer with another template, or with none."
+            "its question; use a tokenizer with another template, or with none."
         )
     before, rest = text.split(_CONTEXT)
     if system and system.strip() not in before:
@@ -32,103 +42,105 @@ def chat_template_parts(tokenizer: Any, system: str | None = None) -> tuple[str,
     return before, between, after
 
 
-def next_turn_parts(tokenizer: Any) -> tuple[str, str]:
-    """What stands between an answer and the next question, and what after that question."""
+def next_turn_parts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]:
+    """The chat template's texts between an answer and the next question, and after that question."""
     if not getattr(tokenizer, "chat_template", None):
-        return "\n\nQuestion: ", "\nAnswer:"
+        return _PLAIN_QUESTION, _PLAIN_ANSWER
     turns = [
         {"role": "user", "content": _CONTEXT},
         {"role": "assistant", "content": _ANSWER},
         {"role": "user", "content": _QUESTION},
     ]
-    between, after = _templated(tokenizer, turns).split(_ANSWER)[1].split(_QUESTION)
+    between, after = _apply_template(tokenizer, turns).split(_ANSWER)[1].split(_QUESTION)
     return between, after
 
 
-def _with_system(system: str | None, turns: list[dict[str, str]]) -> list[dict[str, str]]:
-    return [{"role": "system", "content": system}, *turns] if system else turns
-
-
-def _templated(tokenizer: Any, turns: list[dict[str, str]]) -> str:
+def _apply_template(tokenizer: Any, turns: list[dict[str, str]]) -> str:
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    # A template refuses by an error of Jinja's, with any words in it.
+    # Templates refuse with errors of Jinja's that have any message.
     except Exception as error:
         roles = ", ".join(turn["role"] for turn in turns)
         raise PromptError(f"this model's chat template refuses turns of {roles} ({error}); leave out one.") from error
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
-    """What tells one tokenizer from another: its template and how it cuts a text."""
+def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """A hash of the tokenizer's template and of how it splits a text."""
     probe = encode(tokenizer, "The 27 naïve coders' cafés\n\tdef f(x): return x**2  # ok")
     return hashlib.sha256(repr((tokenizer.chat_template, len(tokenizer), probe)).encode()).hexdigest()
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of `text` without added special tokens (the template already holds them).
+    """Tokenise `text` without special tokens, which the template already holds.
 
-    Raises PromptError where the tokenizer has no tokens for it.
+    Raises PromptError if the tokenizer has no tokens for it.
     """
     try:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     # Tokenizers raise nothing more precise.
     except Exception as error:
         raise PromptError(
-            f"the tokenizer cannot read the text ({error}); its files may be damaged: fetch the model again."
+            f"the tokenizer cannot read the text ({error}); its files may be damaged: download the model again."
         ) from error
 
 
 def bos_ids(tokenizer: Any) -> list[int]:
-    """The id that the tokenizer itself puts before a text, if any: base models expect it."""
-    first = getattr(tokenizer, "bos_token_id", None)
-    return [] if first is None or tokenizer("a")["input_ids"][:1] != [first] else [first]
+    """The id that the tokenizer itself puts before a text, if any; base models expect it."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return [] if bos is None or tokenizer("a")["input_ids"][:1] != [bos] else [bos]
 
 
-def encode_context(tokenizer: Any, context: str, system: str | None = None) -> list[int]:
-    """Ids of everything up to the end of the context."""
+def encode_context(tokenizer: "PreTrainedTokenizerBase", context: str, system: str | None = None) -> list[int]:
+    """Tokenise everything up to the end of the context."""
     ids = encode(tokenizer, chat_template_parts(tokenizer, system)[0] + context)
     # A chat template writes the first token itself.
     return ids if getattr(tokenizer, "chat_template", None) else bos_ids(tokenizer) + ids
 
 
-def encode_question(tokenizer: Any, question: str) -> list[int]:
-    """Ids from the end of the context to the place where the answer begins."""
+def encode_question(tokenizer: "PreTrainedTokenizerBase", question: str) -> list[int]:
+    """Tokenise everything from the end of the context to where the answer begins."""
     _, between, after = chat_template_parts(tokenizer)
     return encode(tokenizer, between + question + after)
 
 
-def encode_next_question(tokenizer: Any, question: str) -> list[int]:
-    """Ids from the end of an answer to the place where the answer to the next question begins."""
+def encode_next_question(tokenizer: "PreTrainedTokenizerBase", question: str) -> list[int]:
+    """Tokenise everything from the end of an answer to where the answer to the next question begins."""
     between, after = next_turn_parts(tokenizer)
     return encode(tokenizer, between + question + after)
 
 
-def render_messages(tokenizer: Any, messages: list[dict[str, str]], after_context: bool) -> str:
-    """The chat template around `messages`, each with a `role` and a `content`, up to where the answer begins.
+def render_messages(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]], after_context: bool) -> str:
+    """Render `messages`, each with a `role` and a `content`, up to where the answer begins.
 
-    `after_context`: what follows a context in its first user turn; a system message, which can no longer stand before
-    the context, then begins that turn. Raises PromptError for turns that the template refuses or changes.
+    Args:
+        tokenizer: The model's tokenizer.
+        messages: The turns; the last one is the user's.
+        after_context: Return only what follows a context that begins the first user turn. System messages, which
+            can no longer come before the context, then begin that turn.
+
+    Raises:
+        PromptError: For turns that the template refuses or changes.
     """
     turns = [dict(message) for message in messages]
     if not turns or turns[-1]["role"] != "user":
         raise PromptError("the last message must be one of the user; put the question there.")
     if not getattr(tokenizer, "chat_template", None):
-        return _plain_text(turns, after_context)
+        return _render_plainly(turns, after_context)
     if not after_context:
-        return _templated(tokenizer, turns)
+        return _apply_template(tokenizer, turns)
     system = [turn["content"] for turn in turns if turn["role"] == "system"]
     turns = [turn for turn in turns if turn["role"] != "system"]
     first = "\n\n".join([*system, turns[0]["content"]])
-    text = _templated(tokenizer, [{"role": turns[0]["role"], "content": f"{_CONTEXT}\n\n{first}"}, *turns[1:]])
+    text = _apply_template(tokenizer, [{"role": turns[0]["role"], "content": f"{_CONTEXT}\n\n{first}"}, *turns[1:]])
     if turns[0]["role"] != "user" or text.count(_CONTEXT) != 1:
         raise PromptError("the first message after the system's must be one of the user: it follows the context.")
     return text.split(_CONTEXT)[1]
 
 
-def _plain_text(turns: list[dict[str, str]], after_context: bool) -> str:
-    """Turns for a tokenizer without a template."""
-    forms = {"system": "{}", "user": "\n\nQuestion: {}", "assistant": "\nAnswer: {}"}
+def _render_plainly(turns: list[dict[str, str]], after_context: bool) -> str:
+    """Render turns for a tokenizer without a template."""
+    forms = {"system": "{}", "user": _PLAIN_QUESTION + "{}", "assistant": _PLAIN_ANSWER + " {}"}
     if unknown := {turn["role"] for turn in turns} - forms.keys():
         raise PromptError(f"there are messages of {', '.join(sorted(unknown))}; give those of {', '.join(forms)}.")
-    text = "".join(forms[turn["role"]].format(turn["content"]) for turn in turns) + "\nAnswer:"
+    text = "".join(forms[turn["role"]].format(turn["content"]) for turn in turns) + _PLAIN_ANSWER
     return text if after_context else text.lstrip("\n")

@@ -159,7 +159,7 @@ def test_a_failed_download_says_what_else_helps(monkeypatch):
         raise FileNotFoundError("no connection")
 
     monkeypatch.setattr(lkv.evaluation.longbench, "hf_hub_download", download)
-    with pytest.raises(DataError, match=r"could not be fetched \(no connection\).* or give a folder"):
+    with pytest.raises(DataError, match=r"could not be downloaded \(no connection\).* or give a folder"):
         load_examples("lcc", None)
 
 

@@ -68,7 +68,7 @@ def evicted(model, tokenizer) -> Row:
     return Row(ids, hidden=[(context, hidden)])
 
 
-def test_loglikelihood_is_that_of_a_model_with_the_evicted_masked(parts):
+def test_loglikelihood_equals_a_model_with_evicted_entries_masked(parts):
     endings = [" 41 boats", " none", " 4"]
     found = harness(parts, **OWN).loglikelihood(requests("loglikelihood", *[(PROMPT, x) for x in endings]), True)
     row = evicted(*parts)
@@ -82,7 +82,7 @@ def test_loglikelihood_is_that_of_a_model_with_the_evicted_masked(parts):
     assert abs(stock[0][0] - found[0][0]) > 0.01
 
 
-def test_an_answer_is_that_of_a_model_with_the_evicted_masked(parts):
+def test_answer_equals_a_model_with_evicted_entries_masked(parts):
     lm = harness(parts, **OWN)
     (found,) = lm.generate_until(requests("generate_until", (PROMPT, {"max_gen_toks": 6, "until": []})), True)
     row = evicted(*parts)
@@ -100,7 +100,7 @@ def test_an_answer_is_that_of_a_model_with_the_evicted_masked(parts):
 
 
 @pytest.mark.parametrize("options", [{"method": "full"}, {"method": "knorm", "retention": 1}])
-def test_nothing_evicted_is_the_harness_s_own_model(parts, options):
+def test_without_eviction_results_equal_the_harness_model(parts, options):
     stock, ours = harness(parts, "hf"), harness(parts, context_field="context", **options)
     # The second prompt is longer than the model's positions: both lose its beginning.
     long = PROMPT.replace(CONTEXT, CONTEXT * 4)
@@ -114,7 +114,7 @@ def test_nothing_evicted_is_the_harness_s_own_model(parts, options):
     assert stock.generate_until(asked, True) == ours.generate_until(asked, True)
 
 
-def test_a_window_and_contexts_left_whole_are_reported(parts):
+def test_window_and_uncompressed_contexts_are_reported(parts):
     lm = harness(parts, method="knorm", retention=RETENTION, window=10, min_context=100)
     lm.loglikelihood(requests("loglikelihood", (PROMPT, " 4"), ("Boats?", " 41"), document={}), True)
     held = lm.get_model_info()["lkv"]["tasks"]["some_task"]
@@ -123,7 +123,7 @@ def test_a_window_and_contexts_left_whole_are_reported(parts):
     assert held["realised_retention"] == int(RETENTION * context) / context
 
 
-def test_questions_about_one_context_read_it_once(parts, monkeypatch):
+def test_questions_about_one_context_share_it(parts, monkeypatch):
     import lkv.integrations.lm_eval as integration
 
     read = []
@@ -134,7 +134,7 @@ def test_questions_about_one_context_read_it_once(parts, monkeypatch):
     assert len(read) == 1
 
 
-def test_more_than_what_was_asked_for_ends_the_evaluation(parts, monkeypatch):
+def test_keeping_more_than_requested_ends_the_evaluation(parts, monkeypatch):
     import lkv.integrations.lm_eval as integration
 
     real = integration.compress_ids
@@ -143,22 +143,22 @@ def test_more_than_what_was_asked_for_ends_the_evaluation(parts, monkeypatch):
     )
     asked = requests("loglikelihood", (PROMPT, " 4"))
     with pytest.raises(
-        IntegrationError, match=r"some_task: of a context of \d+ tokens 0\.3\d+ of the entries are held"
+        IntegrationError, match=r"some_task: 0\.3\d+ of the entries of a context of \d+ tokens are kept"
     ):
         harness(parts, **OWN).loglikelihood(asked, True)
     assert harness(parts, tolerance=0.1, **OWN).loglikelihood(asked, True)
 
 
-def test_bytes_beyond_the_entries_end_the_evaluation(parts, monkeypatch):
+def test_taking_more_bytes_than_the_entries_ends_the_evaluation(parts, monkeypatch):
     from lkv.cache.layer import RaggedLayer
 
     real = RaggedLayer.nbytes
     monkeypatch.setattr(RaggedLayer, "nbytes", lambda self: 4 * real(self))
-    with pytest.raises(IntegrationError, match="bytes are held where the entries kept take"):
+    with pytest.raises(IntegrationError, match="bytes, but its entries take"):
         harness(parts, **OWN).loglikelihood(requests("loglikelihood", (PROMPT, " 4")), True)
 
 
-def test_what_cannot_be_is_said(parts):
+def test_wrong_options_are_refused(parts):
     with pytest.raises(IntegrationError, match="nothing to compress; evaluate them with --model hf"):
         harness(parts, **OWN).loglikelihood_rolling(requests("loglikelihood_rolling", (PROMPT,)))
     with pytest.raises(IntegrationError, match="give dtype=bfloat16"):
@@ -220,7 +220,7 @@ def test_longbench_from_local_files(folder, tmp_path, monkeypatch):
     json.dumps(held)
 
 
-def test_ruler_from_what_the_harness_makes(folder, tmp_path, monkeypatch):
+def test_ruler_from_the_harness(folder, tmp_path, monkeypatch):
     # Sentences are not split here; the file that would be for that is looked for when the task is read.
     (tmp_path / "tokenizers" / "punkt_tab").mkdir(parents=True)
     monkeypatch.setenv("NLTK_DATA", str(tmp_path))

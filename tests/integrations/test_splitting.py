@@ -1,9 +1,9 @@
-"""The context of a prompt is told from its question by the document, by the question's beginning, or by a window."""
+"""The context of a prompt ends where a field of the document ends, the question begins, or a window begins."""
 
 import pytest
 
 from lkv.errors import IntegrationError
-from lkv.integrations.splitting import Split, shared_prefix
+from lkv.integrations.splitting import ContextSplit, common_prefix_length
 
 CONTEXT = "One boat.\nTwo boats. Question: a trap?"
 LONGBENCH = f"Answer the question.\n\n{CONTEXT}\n\nAnswer the question based on the above.\n\nQuestion: Boats?\nAnswer:"
@@ -19,47 +19,47 @@ RULER = {
 
 
 @pytest.mark.parametrize("task", ["longbench_qasper", "longbench_gov_report_e", "longbench2_academic_single"])
-def test_longbench_has_its_context_in_a_field(task):
-    told_by, end = Split().end(task, LONGBENCH, {"context": CONTEXT + "\n", "question": "Boats?"})
-    assert told_by == "field" and LONGBENCH[end:].startswith("\n\nAnswer the question based on the above.")
+def test_longbench_context_is_a_field(task):
+    split_by, end = ContextSplit().context_end(task, LONGBENCH, {"context": CONTEXT + "\n", "question": "Boats?"})
+    assert split_by == "field" and LONGBENCH[end:].startswith("\n\nAnswer the question based on the above.")
 
 
 @pytest.mark.parametrize("task", RULER)
-def test_ruler_s_question_is_known_by_its_beginning(task):
-    # What precedes the texts says the same, and an example with a question may stand before.
+def test_ruler_question_is_found_by_its_marker(task):
+    # The instruction before the texts uses the same words, and a solved example may come first.
     prompt = f"Answer the question based on the given documents. {RULER[task]}\n{CONTEXT}{RULER[task]} Answer:"
-    told_by, end = Split().end(task, prompt, {"input": prompt})
-    assert told_by == "marker" and prompt[end:] == RULER[task] + " Answer:"
+    split_by, end = ContextSplit().context_end(task, prompt, {"input": prompt})
+    assert split_by == "marker" and prompt[end:] == RULER[task] + " Answer:"
 
 
-def test_what_is_asked_for_comes_before_what_is_known():
+def test_options_take_precedence_over_known_tasks():
     document = {"context": CONTEXT, "question": "Boats?"}
-    told_by, end = Split(field="question").end("longbench_qasper", LONGBENCH, document)
-    assert told_by == "field" and LONGBENCH[end:] == "\nAnswer:"
-    told_by, end = Split(marker=r"Question: \w+\?").end("longbench_qasper", LONGBENCH, document)
-    assert told_by == "marker" and LONGBENCH[end:] == "Question: Boats?\nAnswer:"
+    split_by, end = ContextSplit(field="question").context_end("longbench_qasper", LONGBENCH, document)
+    assert split_by == "field" and LONGBENCH[end:] == "\nAnswer:"
+    split_by, end = ContextSplit(marker=r"Question: \w+\?").context_end("longbench_qasper", LONGBENCH, document)
+    assert split_by == "marker" and LONGBENCH[end:] == "Question: Boats?\nAnswer:"
 
 
-def test_other_tasks_have_a_window():
-    assert Split().end("hellaswag", LONGBENCH, {}) == ("window", None)
+def test_other_tasks_use_the_window():
+    assert ContextSplit().context_end("hellaswag", LONGBENCH, {}) == ("window", None)
 
 
-def test_what_cannot_be_told_apart_is_said():
+def test_wrong_splits_are_refused():
     with pytest.raises(IntegrationError, match="no text in a field 'passage'; its fields are context, question"):
-        Split(field="passage").end("squad", LONGBENCH, {"context": CONTEXT, "question": "Boats?"})
-    with pytest.raises(IntegrationError, match="does not stand in the prompt as it is; give question_marker"):
-        Split(field="context").end("squad", LONGBENCH, {"context": "other words"})
+        ContextSplit(field="passage").context_end("squad", LONGBENCH, {"context": CONTEXT, "question": "Boats?"})
+    with pytest.raises(IntegrationError, match="text of the field 'context' unchanged; give question_marker"):
+        ContextSplit(field="context").context_end("squad", LONGBENCH, {"context": "other words"})
     with pytest.raises(IntegrationError, match="is not in the prompt; give context_field"):
-        Split(marker="Frage:").end("squad", LONGBENCH, {})
+        ContextSplit(marker="Frage:").context_end("squad", LONGBENCH, {})
     with pytest.raises(IntegrationError, match="give one"):
-        Split(field="context", marker="Question")
+        ContextSplit(field="context", marker="Question")
     with pytest.raises(IntegrationError, match="no regular expression"):
-        Split(marker="(")
+        ContextSplit(marker="(")
     for window in (0, 1.5, "8"):
         with pytest.raises(IntegrationError, match="at least one token"):
-            Split(window=window)
+            ContextSplit(window=window)
 
 
-def test_ids_in_common():
+def test_common_prefix_length():
     pairs = [([1, 2, 3], [1, 2]), ([1, 2], [1, 3]), ([], [1]), ([1], [1])]
-    assert [shared_prefix(*pair) for pair in pairs] == [2, 1, 0, 1]
+    assert [common_prefix_length(*pair) for pair in pairs] == [2, 1, 0, 1]
