@@ -229,7 +229,7 @@ class LKVLM(HFLM):
         """The compressed context of `ids`; successive questions about one context share it."""
         if self._last is None or self._last.ids != ids:
             self._last = None  # freed before the next one is read
-            context = compress_ids(self.model, self.tokenizer, ids, self._method, **self._bits)
+            context = compress_ids(self.model, self.tokenizer, ids, method=self._method, **self._bits)
             check_size(context, self._max_retention, self._task)
             self._last = context
         return self._last

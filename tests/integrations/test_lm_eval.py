@@ -139,7 +139,9 @@ def test_keeping_more_than_requested_ends_the_evaluation(parts, monkeypatch):
 
     real = integration.compress_ids
     monkeypatch.setattr(
-        integration, "compress_ids", lambda m, t, ids, method: real(m, t, ids, "knorm", RETENTION + 0.1)
+        integration,
+        "compress_ids",
+        lambda m, t, ids, method: real(m, t, ids, method="knorm", retention=RETENTION + 0.1),
     )
     asked = requests("loglikelihood", (PROMPT, " 4"))
     with pytest.raises(
