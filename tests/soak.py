@@ -149,7 +149,7 @@ def _samples(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
         (folder / "context.kv", lambda: Context.load(folder / "context.kv", model, Words()).ask("what ?", 4)),
         (folder / "policy" / "policy.safetensors", lambda: Policy.from_pretrained(folder / "policy").digest()),
         (folder / "policy" / "config.json", lambda: Policy.from_pretrained(folder / "policy").digest()),
-        (folder / "run" / "checkpoint.safetensors", lambda: read_checkpoint(folder / "run")[0]),
+        (folder / "run" / "checkpoint.safetensors", lambda: read_checkpoint(folder / "run").tensors),
         (results, lambda: read_results([results]).frame.key.nunique()),
         (journal, lambda: SampleJournal(journal, {"format": 1}).done),
     ]

@@ -35,7 +35,7 @@ def _for_model(name: str) -> str:
     from lkv.models.loading import load_model
     from lkv.policy.fingerprint import differs
 
-    model, _ = load_model(name)
+    model, tokenizer = load_model(name)
     spec = patch_attention(model).spec
     fitting = [policy for policy in shipped() if differs(policy.spec, spec) is None]
     if fitting:
@@ -43,16 +43,16 @@ def _for_model(name: str) -> str:
     lines = [
         f"No policy is shipped for {name} ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads).",
         f"  methods   these need none: {', '.join(method for method in METHODS if not needs_policy(method))}",
-        f"  training  `{_TRAIN.format(name)}`, {_training_times(model)}",
+        f"  training  `{_TRAIN.format(name)}`, {_training_times(model, tokenizer)}",
     ]
     return "\n".join(lines)
 
 
-def _training_times(model: Any) -> str:
+def _training_times(model: Any, tokenizer: Any) -> str:
     from lkv.config import PRESETS
     from lkv.training.pipeline import estimate_duration
 
-    times = {preset: estimate_duration(model, PRESETS[preset]) for preset in ("cpu", "paper")}
+    times = {preset: estimate_duration(model, tokenizer, PRESETS[preset]) for preset in ("cpu", "paper")}
     return f"{times['cpu']} on this machine as it is now ({times['paper']} with --preset paper)"
 
 

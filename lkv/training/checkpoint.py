@@ -1,155 +1,166 @@
-"""What a training leaves in its folder as it goes: a checkpoint to resume from, and the curve of its losses."""
+"""The files that a training writes to its folder: a checkpoint to resume from, the curve of its losses, and a lock."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
-from lkv.config import ModelSpec, ScorerInputs, TrainingConfig, asdict, from_dict, replace
+from lkv.config import ModelSpec, TrainingConfig, asdict, from_dict, replace
 from lkv.errors import PolicyMismatchError, TrainingError
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
 from lkv.utils.files import atomic_write, write_text
 
 CHECKPOINT = "checkpoint.safetensors"
-_CURVE = "curve.jsonl"
+CURVE = "curve.jsonl"
+_LOCK = ".lock"
 
 
-class TrainingState(NamedTuple):
-    """What a checkpoint holds: the policy and its optimizer, under the settings of one training."""
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Keep other trainings out of `folder` while the block runs; the system frees the lock when the process ends.
 
-    config: TrainingConfig
-    policy: Policy
-    optimizer: torch.optim.Optimizer
+    Raises:
+        TrainingError: If another training uses the folder.
+    """
+    lock = FileLock(folder / _LOCK, timeout=0, is_singleton=True)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise TrainingError(
+            f"another training is running in {folder}; wait until it ends, or give another folder."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
-    def save(self, folder: Path, step: int) -> None:
-        """Write the checkpoint of `step`, whole or not at all. Raises TrainingError."""
-        tensors = {f"policy.{name}": tensor for name, tensor in self.policy.state_dict().items()}
-        for name, parameter in self.policy.named_parameters():
-            for key, value in self.optimizer.state[parameter].items():
-                tensors[f"optimizer.{key}.{name}"] = value
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        metadata = {
-            "step": str(step),
-            "config": json.dumps(asdict(self.config)),
-            "model": json.dumps(asdict(self.policy.spec)),
-            "card": json.dumps(self.policy.card),
-        }
-        with atomic_write(folder / CHECKPOINT, TrainingError, "the checkpoint") as temporary:
-            temporary.write_bytes(save(tensors, metadata))
 
-    def restore(self, folder: Path) -> int:
-        """Take up the checkpoint in `folder`; returns its step. Raises TrainingError for one of another training."""
-        tensors, metadata = read_checkpoint(folder)
-        _check_settings(folder, metadata, self.config)
-        _check_model(self.policy, _spec_of(metadata), folder)
-        _load_policy(self.policy, tensors, folder)
-        # What the run started from, and on what, is told by the call that began it.
-        self.policy.card = json.loads(metadata["card"]) if "card" in metadata else self.policy.card
-        for name, parameter in self.policy.named_parameters():
+def save_checkpoint(
+    folder: Path, step: int, config: TrainingConfig, policy: Policy, optimizer: torch.optim.Optimizer
+) -> None:
+    """Write policy and optimizer as they are after `step` steps, whole or not at all. Raises TrainingError."""
+    tensors = {f"policy.{name}": tensor for name, tensor in policy.state_dict().items()}
+    for name, parameter in policy.named_parameters():
+        tensors |= {f"optimizer.{key}.{name}": value for key, value in optimizer.state[parameter].items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    metadata = {
+        "step": str(step),
+        "config": json.dumps(asdict(config)),
+        "model": json.dumps(asdict(policy.spec)),
+        "card": json.dumps(policy.card),
+    }
+    with atomic_write(folder / CHECKPOINT, TrainingError, "the checkpoint") as temporary:
+        temporary.write_bytes(save(tensors, metadata))
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint in memory: the tensors of the policy and its optimizer, and what the file says about the run."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+    @property
+    def step(self) -> int:
+        """The number of steps taken."""
+        return int(self.metadata["step"])
+
+    def check_run(self, config: TrainingConfig, data_digest: str | None = None) -> None:
+        """Raise TrainingError unless the run had the settings `config` and, if given, data of this digest."""
+        # A setting that the checkpoint lacks had its default at the time.
+        saved, current = asdict(TrainingConfig()) | json.loads(self.metadata["config"]), asdict(config)
+        saved["warmup_contexts"] = saved.pop("imitated", saved["warmup_contexts"])  # its name in older checkpoints
+        if changes := [
+            f"{n} {saved.get(n)!r} instead of {current[n]!r}" for n in current if saved.get(n) != current[n]
+        ]:
+            raise TrainingError(
+                f"{self.path} belongs to a run with other settings ({', '.join(changes)}); give the same settings to "
+                "resume it, or another folder."
+            )
+        if data_digest is not None and self.card.get("data_digest", data_digest) != data_digest:
+            raise TrainingError(
+                f"{self.path} belongs to a run on other data; give the same --data to resume it, or another folder "
+                f"(--init {self.path.parent} starts from its weights)."
+            )
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """The policy's card; empty in checkpoints of early versions."""
+        return json.loads(self.metadata.get("card", "{}"))
+
+    def load_policy(self, policy: Policy) -> None:
+        """Load the parameters into `policy`. Raises TrainingError for those of another model or other inputs."""
+        spec = json.loads(self.metadata["model"]) if "model" in self.metadata else None
+        _check_model(policy, from_dict(ModelSpec, spec) if spec is not None else None, self.path.parent)
+        state = {n.removeprefix("policy."): tensor for n, tensor in self.tensors.items() if n.startswith("policy.")}
+        try:
+            policy.load_state_dict(_resize_knots(state, policy.inputs.knots))
+        except RuntimeError as error:
+            raise TrainingError(
+                f"{self.path} does not hold the parameters of a policy with these inputs; give the folder of a run "
+                "with the same --key, --attention and --position."
+            ) from error
+
+    def load_optimizer(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+        """Load the state of AdamW for the parameters of `policy`."""
+        for name, parameter in policy.named_parameters():
             for key in ("step", "exp_avg", "exp_avg_sq"):
-                if (value := tensors.get(f"optimizer.{key}.{name}")) is not None:
-                    self.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
-        return int(metadata["step"])
+                if (value := self.tensors.get(f"optimizer.{key}.{name}")) is not None:
+                    optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
 
 
-def check_settings(folder: Path, config: TrainingConfig) -> None:
-    """Raises TrainingError unless the run in `folder` has the settings `config`; its tensors are not read."""
-    _check_settings(folder, _read(folder, with_tensors=False)[1], config)
-
-
-def check_data(folder: Path, digest: str) -> None:
-    """Raises TrainingError where the run in `folder` was on other data than that of this digest."""
-    card = json.loads(_read(folder, with_tensors=False)[1].get("card", "{}"))
-    if card.get("data_digest", digest) != digest:
-        raise TrainingError(
-            f"{folder / CHECKPOINT} belongs to a run on other data; give the same --data to resume it, or another "
-            f"folder (--init {folder} starts from its weights)."
-        )
-
-
-def _check_settings(folder: Path, metadata: dict[str, str], config: TrainingConfig) -> None:
-    # A setting that the checkpoint does not know had its default then.
-    saved, asked = asdict(TrainingConfig()) | json.loads(metadata["config"]), asdict(config)
-    saved["warmup_contexts"] = saved.pop("imitated", saved["warmup_contexts"])  # its name in older checkpoints
-    if apart := [f"{n} {saved.get(n)!r} instead of {asked.get(n)!r}" for n in asked if saved.get(n) != asked[n]]:
-        raise TrainingError(
-            f"{folder / CHECKPOINT} belongs to a run with other settings ({', '.join(apart)}); give the "
-            "same settings to resume it, or another folder."
-        )
-
-
-def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata (step, config) of a run's checkpoint. Raises TrainingError if there is none to read."""
-    return _read(folder, with_tensors=True)
-
-
-def _read(folder: Path, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read the checkpoint of the run in `folder`. Raises TrainingError if there is none, or it is damaged."""
     path = folder / CHECKPOINT
     try:
-        with safe_open(path, "pt") as file:
-            names = file.keys() if with_tensors else ()
-            tensors, metadata = {name: file.get_tensor(name) for name in names}, file.metadata()
+        # Not memory-mapped: a file that is cut short while its tensors are in use would end the process (SIGBUS).
+        data = path.read_bytes()
+        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         if not metadata["step"].isdecimal() or not isinstance(json.loads(metadata["config"]), dict):
             raise ValueError("its metadata is not that of a run")
-        return tensors, metadata
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        return Checkpoint(path, load(data), metadata)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise TrainingError(f"{path} cannot be read ({error}); give the folder of a training run.") from error
 
 
 def initialize_from(policy: Policy, folder: Path) -> tuple[dict[str, Any], Policy | None]:
-    """Give `policy` the weights of a finished policy or of a run's checkpoint; returns what its card should tell.
+    """Initialise `policy` with the weights of a finished policy, or of a run's checkpoint, in `folder`.
 
-    From a policy that reads other inputs it takes the head budgets, and gets that policy back to imitate its choices.
-    Position terms for other lengths are cut or go on flat, as they would beyond their last knot.
+    From a policy with other inputs only the head budgets are taken: LKV-T is then fitted to its scores before the first
+    step. Position terms for other lengths are cut or continued flat, as they are beyond their last knot.
+
+    Returns:
+        The card of the earlier policy or settings of the run, and the earlier policy if its inputs differ (else None).
     """
-    if is_policy(folder):
-        finished = Policy.from_pretrained(folder)
-        _check_model(policy, finished.spec, folder)
-        if not _alike(finished.inputs, policy.inputs):
-            policy.heads.load_state_dict(finished.heads.state_dict())
-            return finished.card, finished
-        policy.load_state_dict(_of_knots(finished.state_dict(), policy.inputs.knots))
-        return finished.card, None
-    tensors, metadata = read_checkpoint(folder)
-    _check_model(policy, _spec_of(metadata), folder)
-    _load_policy(policy, tensors, folder)
-    return {"step": int(metadata["step"]), "training": json.loads(metadata["config"])}, None
+    if not is_policy(folder):
+        checkpoint = read_checkpoint(folder)
+        checkpoint.load_policy(policy)
+        return {"step": checkpoint.step, "training": json.loads(checkpoint.metadata["config"])}, None
+    earlier = Policy.from_pretrained(folder)
+    _check_model(policy, earlier.spec, folder)
+    saved, current = earlier.inputs, policy.inputs
+    if bool(saved.knots) == bool(current.knots) and replace(saved, knots=0) == replace(current, knots=0):
+        policy.load_state_dict(_resize_knots(earlier.state_dict(), current.knots))
+        return earlier.card, None
+    policy.heads.load_state_dict(earlier.heads.state_dict())
+    return earlier.card, earlier
 
 
-def _load_policy(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Take over the parameters of a checkpoint. Raises TrainingError where they are not those of `policy`."""
-    state = {name.removeprefix("policy."): t for name, t in tensors.items() if name.startswith("policy.")}
-    try:
-        policy.load_state_dict(_of_knots(state, policy.inputs.knots))
-    except RuntimeError as error:
-        raise TrainingError(
-            f"{folder / CHECKPOINT} does not hold the parameters of a policy that reads what this training asks for; "
-            "give the folder of a run with the same --key, --attention and --position."
-        ) from error
-
-
-def _alike(saved: ScorerInputs, asked: ScorerInputs) -> bool:
-    """Whether two policies read the same, up to the length that their position terms are for."""
-    return bool(saved.knots) == bool(asked.knots) and replace(saved, knots=0) == replace(asked, knots=0)
-
-
-def _of_knots(state: dict[str, Tensor], knots: int) -> dict[str, Tensor]:
+def _resize_knots(state: dict[str, Tensor], knots: int) -> dict[str, Tensor]:
     """`state` with position tables of `knots` knots where it has any: cut, or flat beyond the last one."""
     tables = {name: state[name] for name in ("tokens.start", "tokens.end") if name in state and knots}
-    last = {name: table.shape[-1] - 1 for name, table in tables.items()}
     return state | {
-        name: table[..., torch.arange(knots, device=table.device).clamp(max=last[name])]
+        name: table[..., torch.arange(knots, device=table.device).clamp(max=table.shape[-1] - 1)]
         for name, table in tables.items()
     }
-
-
-def _spec_of(metadata: dict[str, str]) -> ModelSpec | None:
-    return from_dict(ModelSpec, json.loads(metadata["model"])) if "model" in metadata else None
 
 
 def _check_model(policy: Policy, spec: ModelSpec | None, folder: Path) -> None:
@@ -162,22 +173,22 @@ def _check_model(policy: Policy, spec: ModelSpec | None, folder: Path) -> None:
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """The rows written so far. Raises TrainingError for a file that holds none: better now than after hours."""
-    path = folder / _CURVE
+    """The rows of the training curve in `folder`, none if it has no curve. Raises TrainingError for a damaged file."""
+    path = folder / CURVE
     if not path.exists():
         return []
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
-            raise ValueError("a line is no step of a training")
+            raise ValueError("a line is not a step of a training")
     except (OSError, ValueError, RecursionError) as error:
-        raise TrainingError(f"{path} is no training curve ({error}); delete it, or give another folder.") from error
+        raise TrainingError(f"{path} is not a training curve ({error}); delete it, or give another folder.") from error
     return rows
 
 
-def extend_curve(folder: Path, row: dict[str, Any]) -> None:
-    """Add the row of one step. Raises TrainingError."""
-    # A run killed between this line and its checkpoint repeats the step: drop what lies ahead.
-    rows = [*(old for old in read_curve(folder) if old["step"] < row["step"]), row]
+def append_to_curve(folder: Path, row: dict[str, Any]) -> None:
+    """Add the row of one step to the training curve. Raises TrainingError."""
+    # A run killed between this line and its checkpoint repeats the step: later rows are dropped.
+    rows = [*(earlier for earlier in read_curve(folder) if earlier["step"] < row["step"]), row]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    write_text(folder / _CURVE, text, TrainingError, "the training curve")
+    write_text(folder / CURVE, text, TrainingError, "the training curve")

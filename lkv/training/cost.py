@@ -1,4 +1,4 @@
-"""What a training will cost, from the model's shape and one measured rate; nothing is run here and torch not loaded."""
+"""What a training costs: operations from the model's shape, seconds from a measured rate."""
 
 import math
 from collections.abc import Sequence
@@ -8,88 +8,112 @@ from lkv.config import TrainingConfig
 from lkv.models.shapes import Shape
 
 CALIBRATION_SAMPLES = 8  # texts whose k, v and queries are measured before the first step
-START_TOKENS = 2000  # of such a text, or of one on which KVzip is imitated, at most
+WARM_START_TOKENS = 2000  # of a text that is measured, or that KVzip scores, at most
+WARM_START_UPDATES = 4  # of LKV-T on each text that KVzip scores
+
+_CONTINUATION_TOKENS = 120  # of a typical continuation: most answers are short
+# A backward pass through frozen weights: one product a layer for the hidden states, one more for attention than forward
+# has, and the activations once.
+_TEACHER_PASSES, _STUDENT_PASSES = 1, 3
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Contexts and tokens that a training reads, the floating-point operations, and the seconds they take."""
+    """The cost of a training, in floating-point operations.
+
+    Args:
+        contexts: Number of contexts that it reads.
+        tokens: Number of tokens in them and in their continuations.
+        calibration_flops: Operations of measuring the policy's statistics before the first step.
+        kvzip_flops: Operations of the KVzip warm start.
+        steps: Number of steps.
+        step_flops: Operations of a mean step.
+        validations: Number of validations.
+        validation_flops: Operations of a validation.
+    """
 
     contexts: int
     tokens: float
-    flops: float
-    seconds: float | None = None
+    calibration_flops: float
+    kvzip_flops: float
+    steps: int
+    step_flops: float
+    validations: int
+    validation_flops: float
 
-    def line(self) -> str:
-        """For people; hours where a rate is known."""
+    @property
+    def flops(self) -> float:
+        """Operations in all."""
+        training = self.steps * self.step_flops + self.validations * self.validation_flops
+        return self.calibration_flops + self.kvzip_flops + training
+
+    def __str__(self) -> str:
         tokens = f"{self.tokens / 1e6:,.1f} million" if self.tokens >= 1e6 else f"{round(self.tokens, -2):,.0f}"
-        read = f"{self.contexts:,} contexts, about {tokens} tokens, {self.flops:.1e} operations"
-        return read if self.seconds is None else f"{read}, {format_duration(self.seconds)}"
+        return f"{self.contexts:,} contexts, about {tokens} tokens, {self.flops:.1e} operations"
 
 
 def estimate(
-    shape: Shape,
-    config: TrainingConfig,
-    tokens_per_second: float | None = None,
-    measured_at: int = 2048,
-    processes: int = 1,
-    context_tokens: float | None = None,
-    started: bool = False,
+    shape: Shape, config: TrainingConfig, context_tokens: float | None = None, is_initialized: bool = False
 ) -> Estimate:
-    """The cost of training a policy for a model of `shape` by `config`.
+    """Count the operations of training a policy for a model of `shape`.
 
-    `tokens_per_second` is the model's measured prefill rate at prompts of `measured_at` tokens in one process; None
-    leaves the seconds open. `context_tokens` is the mean length of a context; else that of log-uniform lengths, as the
-    recipes draw them. `started`: the policy begins with another's weights, so that no text is measured or imitated
-    before the first step. Operations: the prompt once; its continuations once by the teacher, by the student forward
-    and back to the scores (the frozen weights need no gradient of their own).
+    The prompt is read once; its continuations once by the teacher, by the student forward and back to the scores (the
+    frozen weights need no gradient of their own).
+
+    Args:
+        shape: The model's shape.
+        config: The settings of the training.
+        context_tokens: Mean length of a context; by default that of log-uniform lengths, as the recipes draw them.
+        is_initialized: Whether the policy starts from another's weights, without calibration and warm start.
     """
     tokens = context_tokens or mean_length(config.min_tokens, config.max_tokens)
-    rows, length = _continuations(config, tokens), min(config.max_continuation, _TYPICAL)
-    once = shape.forward_flops(length, seen=tokens, logits=length)
-    if config.student == "full":
-        once = shape.forward_flops(tokens + length, logits=length)
-    read = _reading(shape, tokens, rows * once)
-    contexts = config.steps * config.batch
-    validated = (config.steps // config.evaluate_every) * config.validation_samples
-    flops = contexts * read + validated * (shape.forward_flops(tokens) + 2 * rows * once)
-    if not started:
-        flops += _starting(shape, min(tokens, START_TOKENS), config.warmup_contexts)
-    seconds = None
-    if tokens_per_second:
-        rate = shape.forward_flops(measured_at) / measured_at * tokens_per_second
-        seconds = flops / rate / processes
-    return Estimate(contexts, contexts * (tokens + rows * length), flops, seconds)
+    continuations: float = config.continuations
+    if config.tokens_a_continuation:
+        continuations = min(continuations, 2 + max(0.0, tokens - 2000) / config.tokens_a_continuation)
+    length = min(config.max_continuation, _CONTINUATION_TOKENS)
+    one_pass = continuations * _continuation_flops(shape, tokens, length, config.student == "full")
+    retentions = 2 if config.retention_high else 1
+    validation = shape.forward_flops(tokens) + (1 + retentions) * one_pass
+    contexts, startup_tokens = config.steps * config.batch, min(tokens, WARM_START_TOKENS)
+    return Estimate(
+        contexts,
+        contexts * (tokens + continuations * length),
+        0.0 if is_initialized else calibration_flops(shape, config, startup_tokens),
+        0.0 if is_initialized else config.warmup_contexts * kvzip_flops(shape, startup_tokens),
+        config.steps,
+        config.batch * _sample_flops(shape, tokens, one_pass),
+        math.ceil(config.steps / config.evaluate_every),
+        config.validation_samples * validation,
+    )
+
+
+def calibration_flops(shape: Shape, config: TrainingConfig, tokens: float) -> float:
+    """Operations of the calibration with texts of `tokens` tokens: each is read once and, where LKV-T learns expected
+    attention, half of them twice more."""
+    readings = CALIBRATION_SAMPLES
+    if config.attention == "learned":
+        readings += 2 * (CALIBRATION_SAMPLES // 2 + 1)
+    return readings * shape.forward_flops(tokens)
+
+
+def kvzip_flops(shape: Shape, tokens: float) -> float:
+    """Operations of the KVzip warm start on one text: it is read, replayed, and LKV-T is fitted to the scores."""
+    replay = shape.forward_flops(tokens, tokens)
+    return shape.forward_flops(tokens) + replay + WARM_START_UPDATES * _score_flops(shape, tokens)
 
 
 def context_flops(shape: Shape, tokens: int, continuations: Sequence[int], whole: bool = False) -> float:
-    """The operations of training on one context of `tokens` with continuations of so many tokens each; none without
-    any. `whole`: the student computes the prompt's rows again."""
+    """Operations of training on one context.
+
+    Args:
+        shape: The model's shape.
+        tokens: Length of the context.
+        continuations: Length of each continuation; a context without any is not trained on and costs nothing.
+        whole: Whether the student computes the prompt's rows again.
+    """
     if not continuations:
         return 0.0
-    first, seen = (tokens, 0) if whole else (0, tokens)
-    once = sum(shape.forward_flops(first + length, seen=seen, logits=length) for length in continuations)
-    return _reading(shape, tokens, once)
-
-
-def split_by_cost(costs: Sequence[float], processes: int) -> list[list[int]]:
-    """The items of `costs` shared out: as many each, or one more for the first ones, and the sums alike.
-
-    The dearest first, each to the process that has least to do and room left; items in their order.
-    """
-    shared: list[list[int]] = [[] for _ in range(processes)]
-    rooms = [len(range(process, len(costs), processes)) for process in range(processes)]
-    sums = [0.0] * processes
-    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
-        process = min((p for p in range(processes) if len(shared[p]) < rooms[p]), key=lambda p: sums[p])
-        shared[process].append(item)
-        sums[process] += costs[item]
-    return [sorted(items) for items in shared]
-
-
-_TYPICAL = 120  # tokens of a continuation: most answers are short, what is left of `max_continuation` is padding
-_TEACHER, _STUDENT = 1, 3  # a backward pass through frozen weights: one product a layer for the hidden states, one more
-# for attention than forward has, and the activations once
+    return _sample_flops(shape, tokens, sum(_continuation_flops(shape, tokens, n, whole) for n in continuations))
 
 
 def mean_length(least: float, most: float) -> float:
@@ -97,30 +121,25 @@ def mean_length(least: float, most: float) -> float:
     return least if most <= least else (most - least) / math.log(most / least)
 
 
-def _reading(shape: Shape, tokens: float, continuations: float) -> float:
-    """The prompt once, its scores, and `continuations` operations by teacher and student."""
-    return shape.forward_flops(tokens) + continuations * (_TEACHER + _STUDENT) + _scores(shape, tokens)
-
-
-def _starting(shape: Shape, tokens: float, imitated: int) -> float:
-    """Texts read to measure k, v and queries; those that are imitated once more, as KVzip reads them twice."""
-    read = shape.forward_flops(tokens)
-    return CALIBRATION_SAMPLES * read + imitated * (read + shape.forward_flops(tokens, tokens))
-
-
-def _continuations(config: TrainingConfig, tokens: float) -> float:
-    if not config.tokens_a_continuation:
-        return config.continuations
-    return min(config.continuations, 2 + max(0.0, tokens - 2000) / config.tokens_a_continuation)
-
-
-def _scores(shape: Shape, tokens: float) -> float:
-    """LKV-T over the prompt, forward and back: its MLP of 2d to d to 1 a head."""
-    return 3 * 2 * shape.layers * shape.kv_heads * tokens * (2 * shape.head_dim**2 + shape.head_dim)
-
-
 def format_duration(seconds: float) -> str:
-    """Seconds as people say them."""
+    """Seconds in the unit that reads best."""
     if seconds < 90:
         return f"about {seconds:.0f} s"
     return f"about {seconds / 60:.0f} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
+
+
+def _continuation_flops(shape: Shape, tokens: float, length: float, whole: bool) -> float:
+    """One forward pass over a continuation behind its context, or over both."""
+    if whole:
+        return shape.forward_flops(tokens + length, logits=length)
+    return shape.forward_flops(length, seen=tokens, logits=length)
+
+
+def _sample_flops(shape: Shape, tokens: float, once: float) -> float:
+    """The prompt once, its scores, and its continuations (`once` a pass) by teacher and student."""
+    return shape.forward_flops(tokens) + once * (_TEACHER_PASSES + _STUDENT_PASSES) + _score_flops(shape, tokens)
+
+
+def _score_flops(shape: Shape, tokens: float) -> float:
+    """LKV-T over the prompt, forward and back: its MLP of 2d to d to 1 a head."""
+    return 3 * 2 * shape.layers * shape.kv_heads * tokens * (2 * shape.head_dim**2 + shape.head_dim)

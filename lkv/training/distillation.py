@@ -1,9 +1,15 @@
-"""Teacher, student and losses of the distillation (Sec. 3.5)."""
+"""Teacher, student and losses of the distillation (Sec. 3.5).
 
-from collections import Counter
+The frozen model with its full cache teaches itself with a compressed one.
+
+Eviction in a layer follows that layer's own attention over the whole prompt, so the prompt's k and v are those of the
+uncompressed model and both read them. Only the rows of the continuations differ, and only they are computed twice; the
+student sees the prompt under a soft mask.
+"""
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +28,22 @@ from lkv.training.data.samples import TokenizedSample
 from lkv.training.schedule import Schedule, draw_retentions, retention_weights
 from lkv.utils.fidelity import is_top1_equal, kl_divergence
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_EVICTED = -1e4  # a log-mask whose exponential is exactly zero
+_MIN_LENGTH_RATIO = 0.75  # of contexts that share a pass, shortest to longest: padding costs as much as text
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rotations that follow the longest text of a forward pass
+
 
 class FrozenPrompt(BaseCache):
-    """A cache holding the full k and v [1, H, T, d] of a prompt, layer by layer, for continuations of any number.
+    """The full k and v of a prompt for one forward pass over its continuations, whose own k and v are not stored.
 
-    `log_mask` [L, n, H, T] weighs the prompt's tokens for each of n continuations (None: the full cache). Own tokens
-    of a continuation are not masked. Of several prompts, [C, H, T, d], `owners` [n] says which one each continuation
-    follows. For one forward pass: what it appends is not stored.
+    Args:
+        prompt: k and v of each layer, [C, H, T, d] for C prompts.
+        log_mask: [L, n, H, T], weighs the prompt's tokens for each of n continuations, but not their own; None: the
+            full cache.
+        owners: [n], the number of the prompt that each continuation follows; None where there is one prompt.
     """
 
     def __init__(self, prompt: list[LayerKV], log_mask: Tensor | None = None, owners: Tensor | None = None):
@@ -46,25 +61,24 @@ class _MaskedLayer(FrozenPromptLayer):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
         rows, heads, new, _ = key.shape
-        k = torch.cat([self._of_rows(self._prompt.key, rows), key], 2)
-        v = torch.cat([self._of_rows(self._prompt.value, rows), value], 2)
+        k = torch.cat([self._repeat_prompt(self._prompt.key, rows), key], 2)
+        v = torch.cat([self._repeat_prompt(self._prompt.value, rows), value], 2)
         log_mask = k.new_zeros((rows, heads, k.shape[2]), dtype=torch.float32)
         if self._log_mask is not None:
             # A model may be spread over devices: the masks of all layers are made on one.
-            given = self._log_mask.to(k.device)
-            log_mask = torch.cat([given, log_mask[..., :new].to(given.dtype)], -1)
+            prompt_mask = self._log_mask.to(k.device)
+            log_mask = torch.cat([prompt_mask, log_mask[..., :new].to(prompt_mask.dtype)], -1)
         # Under autocast the rotation leaves q and k in float32 beside v in half precision.
         return soft_mask_attention(query.to(v.dtype), k.to(v.dtype), v, log_mask, scale).transpose(1, 2)
 
-    def _of_rows(self, x: Tensor, rows: int) -> Tensor:
+    def _repeat_prompt(self, x: Tensor, rows: int) -> Tensor:
         """The prompt's x for each of `rows` continuations."""
         return x.expand(rows, -1, -1, -1) if self._owners is None else x[self._owners.to(x.device)]
 
 
 class MaskedSequence(BaseCache):
-    """No cache at all, but masks for a forward pass over whole sequences, prompt and continuation together: every query
-    row sees the prompt's tokens under `log_mask` [L, n, H, T] (the literal student of Sec. 3.5; None: plain attention).
-    """
+    """Masks for a forward pass over prompt and continuation together, without a cache: every query row sees the prompt
+    under `log_mask` [L, n, H, T] (the literal student of Sec. 3.5; None: plain attention)."""
 
     def __init__(self, layers: int, log_mask: Tensor | None = None):
         masks: Any = [None] * layers if log_mask is None else log_mask
@@ -87,9 +101,7 @@ class _SequenceLayer(AttentionCacheLayer):
     ) -> Tensor:
         if self._log_mask is None:
             return stock()
-        follows = key.shape[2] - self._log_mask.shape[-1]
-        free = self._log_mask.new_zeros((*self._log_mask.shape[:2], follows))
-        log_mask = torch.cat([self._log_mask, free], -1)
+        log_mask = pad(self._log_mask, (0, key.shape[2] - self._log_mask.shape[-1]))
         out = soft_mask_attention(query.to(value.dtype), key.to(value.dtype), value, log_mask, scale)
         return out.transpose(1, 2)
 
@@ -105,7 +117,7 @@ def gumbel(shape: Iterable[int], generator: torch.Generator, device: torch.devic
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the continuations gave: log-probabilities [N, V] of the target rows and hidden states."""
+    """Log-probabilities [N, V] that predict the target tokens, and the hidden states of every layer [n, t, D]."""
 
     log_probs: Tensor
     hidden: tuple[Tensor, ...]
@@ -114,82 +126,73 @@ class Outputs:
 class SampleDistillation:
     """Runs teacher and student over the continuations of samples that share their forward passes.
 
-    Contexts of different lengths are filled up at their ends with tokens that nothing attends to; losses are summed
-    over the samples, each of which has those that it has alone. `whole`, for one sample: over prompt and continuation
-    together, with the mask in every row's attention, as the paper has it literally; else over the continuation's rows
-    alone, behind the prompt's frozen k and v, as at inference.
+    Shorter contexts are padded at their ends with tokens that nothing attends to. Losses are summed over the samples;
+    each is what the sample has alone.
+
+    Args:
+        model: The frozen model.
+        samples: Samples, each with at least one continuation.
+        whole: For one sample, compute prompt and continuation together with the mask in every row's attention, as the
+            paper states it literally; else only the continuation's rows behind the prompt's frozen k and v, as at
+            inference.
     """
 
-    def __init__(self, model: Any, *samples: TokenizedSample, whole: bool = False):
+    def __init__(self, model: "PreTrainedModel", *samples: TokenizedSample, whole: bool = False):
         if whole and len(samples) > 1:
-            raise ValueError(f"{len(samples)} samples are given, but the whole sequence is read one by one.")
+            raise ValueError(f"Expected one sample for a student over whole sequences, but got {len(samples)}.")
         self._model, self._whole = model, whole
         self._device = input_device(model)
         self.lengths = [len(sample.context) for sample in samples]
-        contexts = torch.zeros((len(samples), max(self.lengths)), dtype=torch.long, device="cpu")
-        for row, sample in enumerate(samples):
-            contexts[row, : len(sample.context)] = torch.tensor(sample.context, device="cpu")
-        self._contexts = contexts.to(self._device)
+        self.counts = [len(sample.continuations) for sample in samples]
+        self._contexts = _pad_ids([sample.context for sample in samples]).to(self._device)
         self.prompt = read_prompt(model, self._contexts)
-        self.row_weights = self._lay_out(
-            [(i, *continuation) for i, sample in enumerate(samples) for continuation in sample.continuations]
-        )
+        ids = _pad_ids([ids for sample in samples for ids, _ in sample.continuations])
+        owners = [index for index, sample in enumerate(samples) for _ in sample.continuations]
+        target_weights, row_weights = torch.zeros(ids.shape, device="cpu"), torch.zeros(ids.shape, device="cpu")
+        for row, (tokens, skip) in enumerate(pair for sample in samples for pair in sample.continuations):
+            length, count = len(tokens), self.counts[owners[row]]
+            row_weights[row, :length] = 1.0 / length / count
+            # Row i predicts token i + 1: the targets are predicted by rows skip - 1 .. length - 2.
+            first = max(0, skip - 1)
+            target_weights[row, first : length - 1] = 1.0 / (length - 1 - first) / count
+        self._ids, self._owners = ids.to(self._device), torch.tensor(owners, device=self._device)
+        self._target_rows = target_weights.to(self._device) > 0
+        self._target_owners = self._target_rows.nonzero()[:, 0]  # the continuation of each target token
+        # Every continuation of a sample has the same weight, whatever its length.
+        self.weights = target_weights.to(self._device)[self._target_rows]
+        self.row_weights = row_weights.to(self._device)
         if whole:  # the hidden states of all tokens count, the prompt's too
             real = (self.row_weights > 0).float()
             real = torch.cat([real.new_ones(len(real), self.lengths[0]), real], 1)
             self.row_weights = real / real.sum(1, keepdim=True) / len(real)
 
-    def _lay_out(self, asked: Sequence[tuple[int, list[int], int]]) -> Tensor:
-        """Make rows of the continuations `asked`: (the sample's number, ids, how many precede the target); how much the
-        hidden state of each token counts."""
-        shape = (len(asked), max(len(tokens) for _, tokens, _ in asked))
-        ids = torch.zeros(shape, dtype=torch.long, device="cpu")
-        scored, row_weights = torch.zeros(shape, device="cpu"), torch.zeros(shape, device="cpu")
-        counts = Counter(owner for owner, _, _ in asked)
-        self.counts = [counts[owner] for owner in range(len(self.lengths))]
-        for row, (owner, tokens, skip) in enumerate(asked):
-            ids[row, : len(tokens)] = torch.tensor(tokens, device="cpu")
-            row_weights[row, : len(tokens)] = 1.0 / len(tokens) / counts[owner]
-            # Row i predicts token i + 1: the targets are predicted by rows skip - 1 .. len - 2.
-            first = max(0, skip - 1)
-            scored[row, first : len(tokens) - 1] = 1.0 / (len(tokens) - 1 - first) / counts[owner]
-        self._ids = ids.to(self._device)
-        self._rows = scored.to(self._device) > 0
-        self._continuation = self._rows.nonzero()[:, 0]  # which one each target row belongs to
-        # Every continuation of a sample weighs the same, whatever its length.
-        self.weights = scored.to(self._device)[self._rows]
-        self._owners = torch.tensor([owner for owner, _, _ in asked], device=self._device)
-        return row_weights.to(self._device)
-
     def run(self, log_mask: Tensor | None) -> Outputs:
-        """Forward of all continuations over the prompt under `log_mask` [L, n, H, T] (None: the full cache)."""
+        """Run all continuations over the prompt under `log_mask` [L, n, H, T] (None: the full cache)."""
+        ids, options = self._ids, {}
         if self._whole:
-            return self._run_whole(log_mask)
-        alone = len(self.lengths) == 1
-        if log_mask is None and not alone:
-            log_mask = self._unmasked()
-        starts = torch.tensor(self.lengths, device=self._device)[self._owners[:1] if alone else self._owners]
-        out = self._model(
-            input_ids=self._ids,
-            position_ids=starts[:, None] + torch.arange(self._ids.shape[1], device=self._device),
-            past_key_values=FrozenPrompt(self.prompt, log_mask, None if alone else self._owners),
-            use_cache=True,
-            output_hidden_states=True,
-        )
-        return Outputs(log_softmax(out.logits[self._rows].float(), -1), out.hidden_states[1:])
-
-    def _run_whole(self, log_mask: Tensor | None) -> Outputs:
-        rows, width = self._ids.shape
-        ids = torch.cat([self._contexts.expand(rows, -1), self._ids], 1)
+            ids = torch.cat([self._contexts.expand(len(ids), -1), ids], 1)
+            positions = torch.arange(ids.shape[1], device=self._device)[None]
+            cache: BaseCache = MaskedSequence(len(self.prompt), log_mask)
+            options = {"logits_to_keep": self._ids.shape[1]}
+        else:
+            is_single = len(self.lengths) == 1
+            owners = self._owners[:1] if is_single else self._owners
+            starts = torch.tensor(self.lengths, device=self._device)[owners]
+            positions = starts[:, None] + torch.arange(ids.shape[1], device=self._device)
+            if log_mask is None and not is_single:  # the teacher must not see the padding
+                heads = self.prompt[0].key.shape[1]
+                shapes = [(len(self.prompt), n, heads, t) for n, t in zip(self.counts, self.lengths, strict=True)]
+                log_mask = self.join_masks([torch.zeros(shape, device=self._device) for shape in shapes])
+            cache = FrozenPrompt(self.prompt, log_mask, None if is_single else owners)
         out = self._model(
             input_ids=ids,
-            position_ids=torch.arange(ids.shape[1], device=ids.device)[None],
-            past_key_values=MaskedSequence(len(self.prompt), log_mask),
+            position_ids=positions,
+            past_key_values=cache,
             use_cache=True,
             output_hidden_states=True,
-            logits_to_keep=width,
+            **options,
         )
-        return Outputs(log_softmax(out.logits[self._rows].float(), -1), out.hidden_states[1:])
+        return Outputs(log_softmax(out.logits[self._target_rows].float(), -1), out.hidden_states[1:])
 
     def scores(self, policy: Policy, number: int = 0) -> Tensor:
         """LKV-T scores u [L, H, T] of the prompt of sample `number`."""
@@ -197,20 +200,14 @@ class SampleDistillation:
         parts = (policy.tokens(prompt.select(row, tokens), layer) for layer, prompt in enumerate(self.prompt))
         return torch.cat([part.to(self._device) for part in parts])
 
-    def joined(self, masks: Sequence[Tensor]) -> Tensor:
-        """The log-masks [L, n_i, H, T_i] of all samples as one [L, n, H, T]: what fills up a context is evicted."""
+    def join_masks(self, masks: Sequence[Tensor]) -> Tensor:
+        """Join the log-masks [L, n_i, H, T_i] of all samples into one [L, n, H, T] that masks the padding."""
         longest = max(self.lengths)
         return torch.cat([pad(mask, (0, longest - mask.shape[-1]), value=_EVICTED) for mask in masks], 1)
 
-    def _unmasked(self) -> Tensor:
-        """The teacher's: all tokens of each continuation's own context."""
-        heads = self.prompt[0].key.shape[1]
-        shapes = [(len(self.prompt), n, heads, t) for n, t in zip(self.counts, self.lengths, strict=True)]
-        return self.joined([torch.zeros(shape, device=self._device) for shape in shapes])
-
     def kl(self, teacher: Outputs, student: Outputs, weight: Tensor | None = None) -> Tensor:
         """D_KL(P_T || P_S): mean over target tokens, then over continuations, of which each counts `weight` [n]."""
-        weights = self.weights if weight is None else self.weights * weight[self._continuation]
+        weights = self.weights if weight is None else self.weights * weight[self._target_owners]
         return (kl_divergence(teacher.log_probs, student.log_probs) * weights).sum()
 
     def agreement(self, teacher: Outputs, student: Outputs) -> float:
@@ -232,6 +229,11 @@ class SampleDistillation:
         return total / len(teacher.hidden)
 
 
+def _pad_ids(rows: Sequence[list[int]]) -> Tensor:
+    """Ids [n, t], shorter rows filled up with zeros."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, device="cpu") for row in rows], batch_first=True)
+
+
 def soft_mask(policy: Policy, scores: Tensor, retention: float | Tensor, tau: float, noise: Tensor) -> Tensor:
     """log m~ [L, n, H, T] = log ST_b(u + g; tau) with b = r t (Sec. 3.4); `noise` [n, L, H, T].
 
@@ -251,79 +253,77 @@ def hard_mask(policy: Policy, scores: Tensor, retention: float, rows: int) -> Te
     return mask[:, None].expand(-1, rows, -1, -1)
 
 
-_SIMILAR = 0.75  # of a group's longest context, the shortest at least: what is filled up costs as much as text
-_STRETCHED = ("dynamic", "longrope")  # rotations that follow the longest text of a forward pass
-
-
 class SampleGroup(NamedTuple):
-    """Samples with their numbers in the order of training, which share their forward passes; one that is not `counted`
-    has no losses of its own."""
+    """Samples with their numbers in the order of training, which share their forward passes.
+
+    `is_counted` is false for a sample without continuations, run only so that all processes make the same passes.
+    """
 
     numbered: list[tuple[int, TokenizedSample]]
-    counted: bool = True
+    is_counted: bool = True
 
-    @property
-    def named(self) -> str:
-        """Which these are, for messages."""
+    def __str__(self) -> str:
         return ", ".join(f"sample {number}, source {sample.source!r}" for number, sample in self.numbered)
 
 
 def group_samples(
-    numbered: Sequence[tuple[int, TokenizedSample]], most: int, sharded: bool = False
+    numbered: Sequence[tuple[int, TokenizedSample]], max_contexts: int, is_sharded: bool = False
 ) -> list[SampleGroup]:
-    """The samples that have continuations, in groups of up to `most` contexts of similar length.
+    """Group samples that have continuations, up to `max_contexts` of similar length each.
 
-    `sharded`: one that has none stays as a group that is not counted, so that all processes make as many passes.
+    With `is_sharded`, a sample without continuations makes a group that is not counted.
     """
-    ready = [(number, sample) for number, sample in numbered if sample.continuations]
-    empty = [(number, sample) for number, sample in numbered if not sample.continuations] if sharded else []
-    if most > 1:
-        ready.sort(key=lambda pair: (-len(pair[1].context), pair[0]))
+    samples = [(number, sample) for number, sample in numbered if sample.continuations]
+    if max_contexts > 1:
+        samples.sort(key=lambda pair: (-len(pair[1].context), pair[0]))
     groups: list[SampleGroup] = []
-    for number, sample in ready:
+    for number, sample in samples:
         last = groups[-1].numbered if groups else []
-        if last and len(last) < most and len(sample.context) >= _SIMILAR * len(last[0][1].context):
+        if last and len(last) < max_contexts and len(sample.context) >= _MIN_LENGTH_RATIO * len(last[0][1].context):
             last.append((number, sample))
         else:
             groups.append(SampleGroup([(number, sample)]))
-    stand_ins = [(number, replace(sample, continuations=[(sample.context[:2], 0)])) for number, sample in empty]
-    return groups + [SampleGroup([pair], counted=False) for pair in stand_ins]
+    for number, sample in numbered if is_sharded else ():
+        if not sample.continuations:
+            stand_in = replace(sample, continuations=[(sample.context[:2], 0)])
+            groups.append(SampleGroup([(number, stand_in)], is_counted=False))
+    return groups
 
 
 def distillation_losses(
-    model: Any, policy: Policy, group: SampleGroup, config: TrainingConfig, now: Schedule
+    model: "PreTrainedModel", policy: Policy, group: SampleGroup, config: TrainingConfig, now: Schedule
 ) -> tuple[Tensor, Tensor]:
-    """KL and hidden-state loss of the student under `policy`, each summed over the samples of `group`."""
+    """Compute the KL and hidden-state losses of the student under `policy`, each summed over the samples of `group`."""
     run = SampleDistillation(model, *(sample for _, sample in group.numbered), whole=config.student == "full")
     with torch.no_grad():
         teacher = run.run(None)
-    masks, weighed = [], []
+    masks, weights = [], []
     for index, (number, sample) in enumerate(group.numbered):
         generator = torch.Generator("cpu").manual_seed(config.seed * 1_000_003 + number)
         scores, rows = run.scores(policy, index), len(sample.continuations)
         noise = gumbel((rows, *scores.shape), generator, scores.device)
         retention = draw_retentions(config, rows, now.retention, generator)
         masks.append(soft_mask(policy, scores, retention.to(scores.device), now.tau, noise))
-        weighed.append(retention_weights(config, retention).to(scores.device))
-    student = run.run(run.joined(masks))
+        weights.append(retention_weights(config, retention).to(scores.device))
+    student = run.run(run.join_masks(masks))
     hidden = run.hidden_distance(teacher, student, config.hidden_norm)
-    return run.kl(teacher, student, torch.cat(weighed)) * group.counted, hidden * group.counted
+    return run.kl(teacher, student, torch.cat(weights)) * group.is_counted, hidden * group.is_counted
 
 
-def check_batching(config: TrainingConfig, model: Any, sharers: int) -> None:
-    """Raise TrainingError where contexts of `model` cannot share a forward pass, or `sharers` processes that hold a
-    part of its weights each would not make the same passes."""
-    attached = patch_attention(model)
+def check_batching(config: TrainingConfig, model: "PreTrainedModel", num_shards: int) -> None:
+    """Raise TrainingError if contexts of `model` cannot share a forward pass, or `num_shards` processes that each hold
+    a shard of its weights would not make the same passes."""
+    patched = patch_attention(model)
     if config.contexts_per_forward > 1:
-        if any(attached.sliding_windows) or any(kind in attached.spec.rope for kind in _STRETCHED):
+        if any(patched.sliding_windows) or any(kind in patched.spec.rope for kind in _LENGTH_DEPENDENT_ROPE):
             raise TrainingError(
                 f"contexts_per_forward is {config.contexts_per_forward}, but this model has sliding layers or a rotary "
-                "embedding that depends on the longest text, so that its contexts are read one by one; give 1."
+                "embedding that depends on the longest text, so its contexts are read one by one; give 1."
             )
-        if sharers > 1:
-            raise TrainingError("contexts_per_forward is 1 where the model's weights are shared out; leave it out.")
-    if config.batch % sharers:
+        if num_shards > 1:
+            raise TrainingError("contexts_per_forward must be 1 where the model's weights are sharded; leave it out.")
+    if config.batch % num_shards:
         raise TrainingError(
-            f"{config.batch} contexts a step cannot be shared out evenly among {sharers} processes that hold parts of "
+            f"{config.batch} contexts a step cannot be split evenly among {num_shards} processes that hold shards of "
             "one model; give a --batch that they divide."
         )

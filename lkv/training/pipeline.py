@@ -1,75 +1,284 @@
-"""From settings to a finished policy."""
+"""From settings to a finished policy in four stages: prepare, build, fit, export."""
 
-import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lkv.config import PRESETS, ModelSpec, TrainingConfig, asdict, check_positions, fit_to_positions, num_knots, replace
-from lkv.errors import LkvError, TrainingError
+from lkv.config import PRESETS, TrainingConfig, asdict, check_positions, fit_to_positions, num_knots, replace
+from lkv.errors import TrainingError
 from lkv.integrations.transformers.attention import input_device, patch_attention
-from lkv.integrations.transformers.sharding import sharded
-from lkv.integrations.transformers.spec import hub_commit, inspect_model
-from lkv.models.loading import DEFAULT, load_config, load_model, load_tokenizer
+from lkv.integrations.transformers.spec import hub_commit
+from lkv.models.loading import DEFAULT, load_config
 from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
-from lkv.training.checkpoint import CHECKPOINT, check_data, check_settings, initialize_from
-from lkv.training.cost import estimate, format_duration
+from lkv.training.checkpoint import CHECKPOINT, initialize_from, lock_folder, read_checkpoint
+from lkv.training.cost import (
+    Estimate,
+    context_flops,
+    estimate,
+    format_duration,
+    kvzip_flops,
+)
 from lkv.training.data.build import BuiltDataset, is_built
 from lkv.training.data.recipes import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
+from lkv.training.distillation import SampleGroup, distillation_losses
+from lkv.training.processes import place_model, process_state
+from lkv.training.schedule import schedule
 from lkv.training.trainer import Trainer, require_samples
 from lkv.training.warm_start import warm_start_from_kvzip, warm_start_from_policy
 from lkv.utils.files import check_writable_folder
 
-Data = Mixture | BuiltDataset
-_RATED_TOKENS = 512  # of the text whose reading is timed
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Dataset = Mixture | BuiltDataset
+_PROBE_TOKENS, _PROBE_CONTINUATION = 512, 120  # of the text whose reading and training is timed
 
 
-def describe_plan(config: TrainingConfig, shape: Shape, processes: int, started: bool = False) -> list[str]:
-    """What a training will do and read, for people."""
-    ratios = f"R {config.retention_start:g} to {config.retention_end:g}"
-    if config.retention_high:
-        ratios = f"R drawn from {config.retention_low:g} to {config.retention_high:g}"
-    return [
-        f"a policy for a model of {shape.layers} layers, {shape.parameters / 1e9:.2f} billion weights, {config.dtype}",
-        f"{config.steps:,} steps of {config.batch} contexts in {processes} process{'es' if processes > 1 else ''}, "
-        f"{config.min_tokens:,} to {config.max_tokens:,} tokens each; {ratios}, temperature {config.tau_start:g} to "
-        f"{config.tau_end:g}, rate {config.lr:g} to {config.lr_end:g}",
-        estimate(shape, config, processes=processes, started=started).line(),
-    ]
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What a training needs, checked before any weights are loaded.
+
+    Args:
+        config: All settings.
+        model_name: The model, as for `load_model`.
+        revision: Of a model on the hub: a commit, tag or branch.
+        spread: Where the model lies (see `place_model`).
+        shape: The model's shape.
+        data: Training data.
+        validation_data: Held-out data, the same for every seed, so that curves of different runs compare.
+        out: The folder of the run.
+        init: Folder of the policy or run whose weights the policy starts from.
+        accelerator: Holds the trackers.
+    """
+
+    config: TrainingConfig
+    model_name: str
+    revision: str | None
+    spread: str
+    shape: Shape
+    data: Dataset
+    validation_data: Dataset
+    out: Path
+    init: Path | None
+    accelerator: "Accelerator"
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the policy starts from trained weights, so that no text is measured before the first step."""
+        return self.init is not None or (self.out / CHECKPOINT).exists()
 
 
-def estimate_duration(model: Any, config: TrainingConfig) -> str:
-    """How long a training of `model` would take in one process on this machine as it is now, for people."""
-    shape = Shape.of(model.config)
-    config = fit_to_positions(config, shape.positions)
-    tokens = min(_RATED_TOKENS, config.max_tokens)
-    return format_duration(estimate(shape, config, measured_rate(model, tokens), tokens).seconds or 0)
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training that is ready to run."""
+
+    setup: TrainingSetup
+    policy: Policy
+    trainer: Trainer
 
 
-@torch.no_grad()
-def measured_rate(model: Any, tokens: int) -> float:
-    """Prompt tokens a second of `model`, once it is warm."""
-    ids = torch.ones((1, tokens), dtype=torch.long, device=input_device(model))
-    for _ in range(2):
-        start = time.perf_counter()
-        # A number of the result waits for the device.
-        model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum().item()
-        seconds = time.perf_counter() - start
-    return tokens / seconds
+def train_policy(
+    preset: str | None,
+    overrides: dict[str, Any],
+    model_name: str | None,
+    data: Path,
+    out: Path,
+    init: Path | None = None,
+    revision: str | None = None,
+    trackers: Sequence[Any] = (),
+    spread: str = "no",
+) -> Policy:
+    """Train a policy, or resume its training, and save it under out/policy; Accelerate spreads it over processes.
+
+    Args:
+        preset: Name of the preset; None: the one that fits the machine and the model.
+        overrides: Settings that take the place of the preset's.
+        model_name: A local folder, GGUF file or hub id; None: the embedded model.
+        data: A folder that `lkv data build` wrote, or one of texts, code and data sets.
+        out: The folder of the run.
+        init: Folder of a policy or of another run whose weights this one starts from.
+        revision: A commit, tag or branch of a model on the hub.
+        trackers: Accelerate's names ("tensorboard", "wandb", ...) or trackers of its kind, which get every step's
+            losses and every validation.
+        spread: Where a model larger than one GPU lies (see `place_model`).
+
+    Returns:
+        The policy.
+
+    Raises:
+        TrainingError: Before the weights are loaded, if Accelerate or a tracker is missing, a setting is out of its
+            range, or `out` cannot be written to or is used by another training; and as `Trainer.run` raises it.
+        DataError: If `data` has nothing to train on.
+    """
+    setup = prepare(preset, overrides, model_name, data, out, init, revision, trackers, spread)
+    if not setup.accelerator.is_main_process:
+        return fit(build(setup))
+    with lock_folder(out):
+        run = build(setup)
+        fit(run)
+        export(run)
+    return run.policy
 
 
-def open_data(folder: Path, config: TrainingConfig, validation: bool = False) -> Data:
-    """What is trained on: a folder that `lkv data build` wrote, or one of texts, code and data sets.
+def prepare(
+    preset: str | None,
+    overrides: dict[str, Any],
+    model_name: str | None,
+    data: Path,
+    out: Path,
+    init: Path | None = None,
+    revision: str | None = None,
+    trackers: Sequence[Any] = (),
+    spread: str = "no",
+) -> TrainingSetup:
+    """Check everything that can be checked without the model's weights, and index the data.
 
-    Raises DataError for a folder that holds neither, TrainingError for a built one whose samples are longer than
-    `config` takes: they would lose their ends.
+    Arguments and errors are those of `train_policy`.
+    """
+    process_state()  # Accelerate is there
+    from accelerate import Accelerator
+    from accelerate.tracking import get_available_trackers
+
+    available = [str(kind) for kind in get_available_trackers()]
+    if missing := [name for name in trackers if isinstance(name, str) and name not in available]:
+        raise TrainingError(
+            f"there is no tracker {missing[0]!r} here; install its package, or leave it out (here: "
+            f"{', '.join(available) or 'none'})."
+        )
+    override_config(PRESETS[preset or "paper"], overrides)  # what no model allows is refused first
+    if not is_built(data) and _is_read_as_data(out, data):
+        raise TrainingError(f"{out} lies inside {data} and would be read as data; give an --out elsewhere.")
+    check_writable_folder(out, TrainingError, "the training")
+    name = model_name or DEFAULT
+    shape = Shape.of(load_config(name, revision))
+    config = resolve_config(preset, overrides, shape.positions)
+    checkpoint = read_checkpoint(out) if (out / CHECKPOINT).exists() else None
+    if checkpoint:
+        checkpoint.check_run(config)
+    dataset = open_dataset(data, config)
+    if checkpoint:
+        checkpoint.check_run(config, dataset.digest)
+    validation = open_dataset(data, replace(config, seed=0), validation=True)
+    accelerator = Accelerator(log_with=list(trackers) or None, project_dir=out)
+    if trackers:
+        plain = {name: value for name, value in asdict(config).items() if isinstance(value, int | float | str | bool)}
+        accelerator.init_trackers("lkv", config=plain)
+    return TrainingSetup(config, name, revision, spread, shape, dataset, validation, out, init, accelerator)
+
+
+def build(setup: TrainingSetup) -> TrainingRun:
+    """Load the model, make the policy and its trainer, and print what will be done and how long it takes."""
+    config, accelerator = setup.config, setup.accelerator
+    is_main = accelerator.is_main_process
+    cost = estimate(setup.shape, config, is_initialized=setup.is_initialized)
+    if is_main:
+        print("\n".join([*setup.data.lines, *describe(setup, cost)]), file=sys.stderr)
+    model, tokenizer = place_model(setup.model_name, getattr(torch, config.dtype), setup.revision, setup.spread)
+    if is_main or setup.spread == "processes":
+        seconds = estimate_seconds(cost, config, measure_speed(model, tokenizer, config), accelerator.num_processes)
+        if is_main:
+            print(f"{format_duration(seconds)} in all, as this machine is now", file=sys.stderr)
+    torch.manual_seed(config.seed)
+    card: dict[str, Any] = {"model": setup.model_name, "data": setup.data.origins, "training": asdict(config)}
+    card |= {"trained_tokens": config.max_tokens, "data_digest": setup.data.digest}
+    if commit := hub_commit(model):
+        card["revision"] = commit
+    if isinstance(setup.data, BuiltDataset):
+        card["decontamination"] = setup.data.decontamination
+    policy = Policy(patch_attention(model).spec, card, config.inputs).to(input_device(model))
+    earlier: Policy | None = None
+    if setup.init is not None:
+        earlier_card, earlier = initialize_from(policy, setup.init)
+        card["started_from"] = earlier_card
+        tokens = earlier_card.get("trained_tokens") or earlier_card.get("training", {}).get("max_tokens", 0)
+        has_all_knots = not config.position or config.inputs.knots >= num_knots(max(1, tokens))
+        if has_all_knots:
+            card["trained_tokens"] = max(config.max_tokens, tokens)
+
+    def sample(dataset: Dataset, index: int) -> TokenizedSample:
+        text = dataset.sample(index, config.continuations, config.tokens_a_continuation)
+        return tokenize_sample(text, tokenizer, config.max_tokens, config.max_continuation)
+
+    samples = partial(sample, setup.data)
+
+    def warm_start() -> None:
+        if earlier is not None:
+            warm_start_from_policy(model, earlier, policy, samples)
+        elif config.warmup_contexts:
+            warm_start_from_kvzip(model, tokenizer, policy, samples, config.warmup_contexts, process_state())
+
+    validation = [sample(setup.validation_data, index) for index in range(config.validation_samples)]
+    trainer = Trainer(
+        model,
+        policy,
+        config,
+        samples,
+        require_samples(validation),
+        setup.out,
+        is_calibrated=setup.init is not None and earlier is None,
+        warm_start=warm_start,
+        is_sharded=setup.spread == "processes",
+        log=accelerator.log,
+    )
+    return TrainingRun(setup, policy, trainer)
+
+
+def fit(run: TrainingRun) -> Policy:
+    """Train the policy to the end; errors are those of `Trainer.run`."""
+    run.trainer.run()
+    if run.setup.accelerator.trackers:
+        run.setup.accelerator.end_training()
+    return run.policy
+
+
+def export(run: TrainingRun) -> Path:
+    """Save the policy in half precision in the folder "policy" of the run, which is returned."""
+    folder = run.setup.out / "policy"
+    run.policy.save_pretrained(folder, half=True)
+    print(f"the policy is in {folder}")
+    return folder
+
+
+def resolve_config(preset: str | None, overrides: dict[str, Any], positions: int) -> TrainingConfig:
+    """The settings of `preset` with `overrides`, for a model of `positions` positions.
+
+    Without a preset they are the paper's on a GPU, else those for a CPU, cut to what the model can read.
+
+    Raises:
+        TrainingError: For a setting out of its range, or lengths that the model cannot read.
+    """
+    if preset is None:
+        base = fit_to_positions(PRESETS["paper" if torch.cuda.is_available() else "cpu"], positions)
+    else:
+        base = PRESETS[preset]
+    config = override_config(base, overrides)
+    check_positions(config, positions)
+    return config
+
+
+def override_config(base: TrainingConfig, overrides: dict[str, Any]) -> TrainingConfig:
+    """`base` with `overrides`; a lower `max_tokens` alone lowers `min_tokens` too."""
+    longest = overrides.get("max_tokens")
+    if isinstance(longest, int) and 0 < longest < base.min_tokens and "min_tokens" not in overrides:
+        overrides = {**overrides, "min_tokens": max(1, longest // 2)}
+    return replace(base, **overrides)
+
+
+def open_dataset(folder: Path, config: TrainingConfig, validation: bool = False) -> Dataset:
+    """Open training data: a folder that `lkv data build` wrote, or one of texts, code and data sets.
+
+    Raises:
+        DataError: For a folder that holds neither.
+        TrainingError: For a built one whose samples are longer than `config` allows: they would lose their ends.
     """
     if not is_built(folder):
         return Mixture(folder, config.min_tokens, config.max_tokens, config.seed, validation)
@@ -82,194 +291,83 @@ def open_data(folder: Path, config: TrainingConfig, validation: bool = False) ->
     return built
 
 
-def resolve_config(preset: str | None, given: dict[str, Any], positions: int) -> TrainingConfig:
-    """The settings `given` over those of `preset`, for a model of `positions` positions.
-
-    Without a preset: the paper's on a GPU, else the CPU's, cut to what the model can read. Raises TrainingError for
-    settings that cannot be, and for lengths asked for that the model cannot read.
-    """
-    if preset is None:
-        base = fit_to_positions(PRESETS["paper" if torch.cuda.is_available() else "cpu"], positions)
-    else:
-        base = PRESETS[preset]
-    config = override(base, given)
-    check_positions(config, positions)
-    return config
-
-
-def override(base: TrainingConfig, given: dict[str, Any]) -> TrainingConfig:
-    """`base` with `given`; a longest context that is given alone takes the shortest down with it."""
-    most = given.get("max_tokens")
-    if isinstance(most, int) and 0 < most < base.min_tokens and "min_tokens" not in given:
-        given = {**given, "min_tokens": max(1, most // 2)}
-    return replace(base, **given)
+def describe(setup: TrainingSetup, cost: Estimate) -> list[str]:
+    """Lines that say what a training does and reads."""
+    config, shape, processes = setup.config, setup.shape, setup.accelerator.num_processes
+    retention = f"R {config.retention_start:g} to {config.retention_end:g}"
+    if config.retention_high:
+        retention = f"R drawn from {config.retention_low:g} to {config.retention_high:g}"
+    return [
+        f"a policy for a model of {shape.layers} layers, {shape.parameters / 1e9:.2f} billion weights, {config.dtype}",
+        f"{config.steps:,} steps of {config.batch} contexts in {processes} process{'es' if processes > 1 else ''}, "
+        f"{config.min_tokens:,} to {config.max_tokens:,} tokens each; {retention}, temperature {config.tau_start:g} to "
+        f"{config.tau_end:g}, learning rate {config.lr:g} to {config.lr_end:g}",
+        str(cost),
+    ]
 
 
-def train_policy(
-    preset: str | None,
-    given: dict[str, Any],
-    model_name: str | None,
-    data: Path,
-    out: Path,
-    init: Path | None = None,
-    revision: str | None = None,
-    trackers: Sequence[Any] = (),
-    spread: str = "no",
-) -> Policy:
-    """Train a policy, or resume its training, and save it under out/policy. Accelerate spreads it over processes.
+class Speed(NamedTuple):
+    """Floating-point operations a second: of reading a prompt, of the KVzip warm start, and of training."""
 
-    `given` are settings over those of `preset` (see `settings`). `init` is the folder of a policy or of another run
-    whose weights this one starts from; `revision` a commit, tag or branch of a model on the hub. `trackers`: names
-    that Accelerate knows ("tensorboard", "wandb", ...) or trackers of its kind, which are given every step's losses
-    and every evaluation. `spread` is for a model larger than one GPU (see `placing.place`). What will be done and what
-    it costs is told on stderr before it begins. Raises TrainingError where accelerate or a tracker is missing, settings
-    cannot be or `out` takes no files, before the weights are loaded, and what `place` and `Trainer.run` raise.
-    """
-    try:
-        from accelerate import Accelerator
-        from accelerate.tracking import get_available_trackers
-    except ImportError as error:
-        raise TrainingError(
-            f"training needs accelerate, which cannot be imported ({error}); run `pip install 'lkv-cache[train]'`."
-        ) from error
-    available = [str(kind) for kind in get_available_trackers()]
-    if missing := [name for name in trackers if isinstance(name, str) and name not in available]:
-        raise TrainingError(
-            f"there is no tracker {missing[0]!r} here; install its package, or leave it out (here: "
-            f"{', '.join(available) or 'none'})."
-        )
-    override(PRESETS[preset or "paper"], given)  # what is out of its range for any model is told first
-    if not is_built(data) and _is_seen(out, data):
-        raise TrainingError(f"{out} lies inside {data} and would be read as data; give an --out elsewhere.")
-    check_writable_folder(out, TrainingError, "the training")
-    shape = Shape.of(load_config(model_name or DEFAULT, revision))
-    config = resolve_config(preset, given, shape.positions)
-    resumed = (out / CHECKPOINT).exists()
-    if resumed:
-        check_settings(out, config)
-    started = resumed or init is not None
-    training = open_data(data, config)
-    digest = training.digest
-    if resumed:
-        check_data(out, digest)
-    # The same held-out samples for every seed, so that curves of different runs compare.
-    held_out = open_data(data, replace(config, seed=0), validation=True)
-    accelerator = Accelerator(log_with=list(trackers) or None, project_dir=out)
-    if trackers:
-        flat = {name: value for name, value in asdict(config).items() if isinstance(value, int | float | str | bool)}
-        accelerator.init_trackers("lkv", config=flat)
-    if accelerator.is_main_process:
-        print(
-            "\n".join([*training.lines, *describe_plan(config, shape, accelerator.num_processes, started)]),
-            file=sys.stderr,
-        )
-    model, tokenizer = place_model(model_name or DEFAULT, getattr(torch, config.dtype), revision, spread, accelerator)
-    rate, tokens = 0.0, min(_RATED_TOKENS, config.max_tokens)
-    if accelerator.is_main_process or spread == "processes":
-        rate = measured_rate(model, tokens)
-    if accelerator.is_main_process:
-        cost = estimate(shape, config, rate, tokens, accelerator.num_processes, started=started)
-        print(f"this machine reads {rate:,.0f} tokens a second: {format_duration(cost.seconds or 0)}", file=sys.stderr)
-    torch.manual_seed(config.seed)
-    card: dict[str, Any] = {"model": model_name or DEFAULT, "data": training.origins, "training": asdict(config)}
-    card |= {"trained_tokens": config.max_tokens, "data_digest": digest}
-    if commit := hub_commit(model):
-        card["revision"] = commit
-    if isinstance(training, BuiltDataset):
-        card["decontamination"] = training.decontamination
-    policy = Policy(patch_attention(model).spec, card, config.inputs).to(input_device(model))
-    earlier_policy = None
-    if init is not None:
-        before, earlier_policy = initialize_from(policy, init)
-        card["started_from"] = before
-        earlier = before.get("trained_tokens") or before.get("training", {}).get("max_tokens", 0)
-        cut = config.position and config.inputs.knots < num_knots(max(1, earlier))  # of position terms
-        if not cut:
-            card["trained_tokens"] = max(config.max_tokens, earlier)
+    prefill: float
+    kvzip: float
+    training: float
 
-    def sample(mixture: Data, index: int) -> TokenizedSample:
-        text = mixture.sample(index, config.continuations, config.tokens_a_continuation)
-        return tokenize_sample(text, tokenizer, config.max_tokens, config.max_continuation)
 
-    def warm_start() -> None:
-        numbered = partial(sample, training)
-        if earlier_policy is not None:
-            warm_start_from_policy(model, earlier_policy, policy, numbered)
-        elif config.warmup_contexts:
-            warm_start_from_kvzip(model, tokenizer, policy, numbered, config.warmup_contexts, accelerator)
+def measure_speed(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", config: TrainingConfig) -> Speed:
+    """Time each kind of work once on a short text, with a policy that is thrown away."""
+    shape, device = Shape.of(model.config), input_device(model)
+    tokens = min(_PROBE_TOKENS, config.max_tokens)
+    continuation = min(_PROBE_CONTINUATION, config.max_continuation)
+    sample = TokenizedSample("probe", [1] * tokens, [([1] * continuation, continuation // 2)] * config.continuations)
+    policy = Policy(patch_attention(model).spec, inputs=config.inputs).to(device)
+    model.requires_grad_(False)
 
-    validation = require_samples([sample(held_out, index) for index in range(config.validation_samples)])
-    trainer = Trainer(
-        model,
-        policy,
-        config,
-        partial(sample, training),
-        validation,
-        out,
-        accelerator,
-        calibrated=init is not None and earlier_policy is None,
-        warm_start=warm_start,
-        sharded=spread == "processes",
+    def read() -> None:
+        with torch.no_grad():
+            # A number of the result waits for the device.
+            ids = torch.tensor([sample.context], device=device)
+            model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum().item()
+
+    def train() -> None:
+        kl, hidden = distillation_losses(model, policy, SampleGroup([(0, sample)]), config, schedule(config, 0))
+        (kl + hidden).backward()
+        float(kl)
+
+    def seconds(work: Any) -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    seconds(read)  # what is made at the first pass is not timed
+    prefill = shape.forward_flops(tokens) / seconds(read)
+    flops = context_flops(shape, tokens, [continuation] * config.continuations, config.student == "full")
+    training = flops / seconds(train)
+    kvzip = prefill
+    if config.warmup_contexts:
+        warm_start = partial(warm_start_from_kvzip, model, tokenizer, policy, lambda number: sample, 1)
+        kvzip = kvzip_flops(shape, tokens) / seconds(warm_start)
+    return Speed(prefill, kvzip, training)
+
+
+def estimate_seconds(cost: Estimate, config: TrainingConfig, speed: Speed, processes: int = 1) -> float:
+    """Seconds of a training; what is not split among processes are calibration and validation."""
+    return (
+        cost.calibration_flops / speed.prefill
+        + cost.kvzip_flops / speed.kvzip / processes
+        + config.steps * cost.step_flops / speed.training / processes
+        + cost.validations * cost.validation_flops / speed.training
     )
-    trainer.run()
-    if trackers:
-        accelerator.end_training()
-    if accelerator.is_main_process:
-        policy.save_pretrained(out / "policy", half=True)
-        print(f"the policy is in {out / 'policy'}")
-    return policy
 
 
-def _is_seen(out: Path, data: Path) -> bool:
+def estimate_duration(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", config: TrainingConfig) -> str:
+    """How long one process takes to train a policy for `model` on this machine, as a phrase."""
+    shape = Shape.of(model.config)
+    config = fit_to_positions(config, shape.positions)
+    return format_duration(estimate_seconds(estimate(shape, config), config, measure_speed(model, tokenizer, config)))
+
+
+def _is_read_as_data(out: Path, data: Path) -> bool:
     """Whether what is written to `out` would be among the files of `data`; hidden folders are not."""
     inside, outside = out.resolve(), data.resolve()
     return inside.is_relative_to(outside) and not any(p.startswith(".") for p in inside.relative_to(outside).parts)
-
-
-def place_model(name: str, dtype: torch.dtype, revision: str | None, spread: str, accelerator: Any) -> tuple[Any, Any]:
-    """(model, tokenizer) with LKV attached. `spread`: "no", the whole model in every process; "devices", over all GPUs
-    of the one process of a machine; "processes", each with a share of every layer.
-
-    Raises TrainingError where processes and `spread` do not go together, and what `load_model` raises.
-    """
-    alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1
-    if spread == "devices" and not alone:
-        raise TrainingError(
-            "a model that is spread over all GPUs leaves none to a second process of the machine; start one process, "
-            "or give --spread processes."
-        )
-    if spread == "processes" and accelerator.num_processes == 1:
-        raise TrainingError(
-            "the model cannot be shared out over processes, as there is one; start several with `accelerate launch "
-            "--num_processes N -m lkv train`, or give --spread devices."
-        )
-    if spread == "processes":
-        return _shared_out(name, dtype, revision, accelerator)
-    device = "auto" if spread == "devices" else accelerator.device
-    # The first process of a node reads the disk; the others find the file in memory.
-    with accelerator.local_main_process_first():
-        model, tokenizer = load_model(name, dtype, revision, device)
-    if spread == "no":
-        model.to(accelerator.device)
-    patch_attention(model)
-    return model, tokenizer
-
-
-def _shared_out(name: str, dtype: torch.dtype, revision: str | None, accelerator: Any) -> tuple[Any, Any]:
-    """The first process alone loads the model, and sends each of the others its share."""
-    from accelerate.utils import broadcast_object_list
-
-    weights: dict[str, torch.Tensor] = {}
-    told: list[ModelSpec | LkvError | None] = [None]
-    if accelerator.is_main_process:
-        try:
-            whole, _ = load_model(name, dtype, revision)
-            told, weights = [inspect_model(whole)], whole.state_dict()
-        except LkvError as error:
-            told = [error]  # the others wait for an answer
-    spec = broadcast_object_list(told)[0]
-    if isinstance(spec, LkvError):
-        raise spec
-    model = sharded(load_config(name, revision), dtype, weights, accelerator.device)
-    patch_attention(model, spec)
-    return model, load_tokenizer(name, revision)

@@ -1,12 +1,13 @@
-"""The training loop (Sec. 3.5, App. C)."""
+"""The training loop (Sec. 3.5, App. C): the frozen model with its full cache teaches itself with a compressed one."""
 
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -16,69 +17,72 @@ from lkv.errors import DataError, TrainingError, TrainingStoppedError
 from lkv.integrations.transformers.attention import evaluation_mode, patch_attention
 from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
-from lkv.training.checkpoint import CHECKPOINT, TrainingState, extend_curve, read_curve
-from lkv.training.cost import CALIBRATION_SAMPLES, START_TOKENS, context_flops, split_by_cost
+from lkv.training.checkpoint import (
+    CHECKPOINT,
+    append_to_curve,
+    lock_folder,
+    read_checkpoint,
+    read_curve,
+    save_checkpoint,
+)
+from lkv.training.cost import CALIBRATION_SAMPLES, WARM_START_TOKENS, context_flops, estimate, format_duration
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, check_batching, distillation_losses, group_samples, hard_mask
+from lkv.training.processes import all_reduce, average_gradients, process_state, split_by_cost
 from lkv.training.schedule import schedule
 from lkv.training.warm_start import calibrate
 from lkv.utils.files import check_writable_folder
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-@contextmanager
-def first_interrupt() -> Iterator[threading.Event]:
-    """An event in place of the first KeyboardInterrupt in the block; the next one is raised as ever."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def note(*_: Any) -> None:
-        event.set()
-        signal.signal(signal.SIGINT, before)
-        print("\nstopping after this step; interrupt again to stop at once", file=sys.stderr)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, before)
+_TIMED_STEPS = 3  # after which the remaining time is printed
 
 
 class Trainer:
-    """The loop: deterministic in (config, data), so that a resumed run continues bit for bit on a CPU."""
+    """Trains a policy, deterministically in settings and data: on a CPU a resumed run continues bit for bit.
+
+    Args:
+        model: The frozen model.
+        policy: The policy to train.
+        config: The settings.
+        samples: Gives a training sample by its number.
+        validation: Held-out samples.
+        folder: Where checkpoint and curve go.
+        is_calibrated: Whether the policy already holds its input statistics, as one that continues another run does.
+        warm_start: Called once, after calibration.
+        is_sharded: Whether the model's weights are sharded over the processes, which then make the same forward passes.
+        log: Called with values by name and the step's number after every step and validation.
+
+    Raises:
+        TrainingError: For settings and a model that do not go together.
+    """
 
     def __init__(
         self,
-        model: Any,
+        model: "PreTrainedModel",
         policy: Policy,
         config: TrainingConfig,
         samples: Callable[[int], TokenizedSample],
         validation: list[TokenizedSample],
         folder: Path,
-        accelerator: Any = None,
-        calibrated: bool = False,
+        is_calibrated: bool = False,
         warm_start: Callable[[], Any] | None = None,
-        sharded: bool = False,
+        is_sharded: bool = False,
+        log: Callable[[dict[str, float], int], Any] | None = None,
     ):
-        """`samples(i)` gives training sample i. `folder` takes checkpoint, curve and the finished policy.
-
-        `calibrated`: the policy already holds its input statistics (it starts from another run). `warm_start` is
-        called once, after they are measured. `sharded`: the model's weights are shared out over the processes, which
-        therefore make the same forward passes at the same time. Raises TrainingError for settings and a model that do
-        not go together.
-        """
         self._model, self._policy, self._config = model, policy, config
         self._samples, self._validation, self._folder = samples, validation, folder
-        self._accelerator, self._calibrated, self._warm_start = accelerator, calibrated, warm_start
-        self._sharded = sharded
-        self._process = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-        self._parameters = dict(policy.named_parameters())
+        self._is_calibrated, self._warm_start, self._is_sharded, self._log = is_calibrated, warm_start, is_sharded, log
+        self._process, self._shape = process_state(), Shape.of(model.config)
+        self._step, self._step_flops = 0, 0.0
+        self._timed_flops = self._timed_seconds = 0.0
         terms = {f"tokens.{name}" for name in ("attention_weight", "start", "end")}
+        parameters = dict(policy.named_parameters())
+        self._parameters = list(parameters.values())
         groups: list[dict[str, Any]] = [
-            {"params": [p for n, p in self._parameters.items() if n not in terms], "rate": 1.0},
-            {"params": [p for n, p in self._parameters.items() if n in terms], "rate": config.terms_lr},
+            {"params": [p for name, p in parameters.items() if name not in terms], "rate": 1.0},
+            {"params": [p for name, p in parameters.items() if name in terms], "rate": config.terms_lr},
         ]
         self._optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -86,154 +90,191 @@ class Trainer:
             weight_decay=config.weight_decay,
             betas=(0.9, 0.98),
         )
-        self._state, self._step = TrainingState(config, policy, self._optimizer), 0
-        check_batching(config, model, self._process[1] if sharded else 1)
+        check_batching(config, model, self._process.num_processes if is_sharded else 1)
 
     def run(self) -> Policy:
-        """Train to the end, resuming a checkpoint in the folder. Returns the policy.
+        """Train to the end, from the checkpoint in the folder if there is one.
 
-        The first interrupt (Ctrl-C) ends the step and saves it, then raises TrainingStoppedError; a second one stops at
-        once. Raises TrainingError if the loss stops being a number (the last checkpoint stays as it was), and before
-        the first step where the folder takes no files or holds damaged ones.
+        The first interrupt (Ctrl-C) ends the step and saves it; a second one stops at once.
+
+        Returns:
+            The policy.
+
+        Raises:
+            TrainingStoppedError: After an interrupt.
+            TrainingError: If the loss is not finite (the last checkpoint stays as it was); before the first step, if
+                the folder cannot be written to, holds damaged files or is used by another training.
         """
         patch_attention(self._model)
         self._model.requires_grad_(False)
         check_writable_folder(self._folder, TrainingError, "the training")
+        if self._process.is_main_process:
+            with lock_folder(self._folder):
+                return self._run()
+        return self._run()
+
+    def _run(self) -> Policy:
+        config = self._config
         read_curve(self._folder)
-        with evaluation_mode(self._model), first_interrupt() as interrupted:
-            if (self._folder / CHECKPOINT).exists():
-                self._step = self._state.restore(self._folder)
-                self._tell(f"going on from step {self._step} of {self._config.steps}, saved in {self._folder}")
-            elif not self._calibrated:
-                self._tell(f"measuring k, v and queries of {CALIBRATION_SAMPLES} texts before the first step")
-                samples = [self._samples(number) for number in range(CALIBRATION_SAMPLES)]
-                calibrate(self._model, self._policy, [sample.context[:START_TOKENS] for sample in samples])
-                if self._warm_start is not None:
-                    self._warm_start()
-                self._save()
-            bar = tqdm(total=self._config.steps, initial=self._step, desc="training", disable=self._process[0] != 0)
-            while self._step < self._config.steps:
+        with evaluation_mode(self._model), defer_interrupt() as interrupted:
+            self._restore_or_initialize()
+            bar = tqdm(
+                total=config.steps, initial=self._step, desc="training", disable=not self._process.is_main_process
+            )
+            first_step = self._step
+            while self._step < config.steps:
+                start = time.perf_counter()
                 means = self._train_step()
                 self._step += 1
+                is_last = self._step == config.steps
+                self._time_step(self._step - first_step, time.perf_counter() - start)
                 bar.update()
-                bar.set_postfix({key: f"{value:.3f}" for key, value in means.items()})
-                self._track({f"train_{key}": value for key, value in means.items()})
-                last = self._step == self._config.steps
-                if last or self._step % self._config.evaluate_every == 0:
-                    self._record(means)
-                stopped = not last and self._agreed(interrupted.is_set())
-                if last or stopped or self._step % self._config.checkpoint_every == 0:
+                bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
+                self._track({f"train_{name}": value for name, value in means.items()})
+                if is_last or self._step % config.evaluate_every == 0:
+                    self._validate(means)
+                is_stopped = not is_last and self._is_any(interrupted.is_set())
+                if is_last or is_stopped or self._step % config.checkpoint_every == 0:
                     self._save()
-                if stopped:
+                if is_stopped:
                     bar.close()
                     raise TrainingStoppedError(
-                        f"training was stopped after step {self._step} of {self._config.steps}, which is saved in "
-                        f"{self._folder}; run the same command to go on."
+                        f"training was stopped after step {self._step} of {config.steps}, which is saved in "
+                        f"{self._folder}; run the same command to continue."
                     )
             bar.close()
         return self._policy
 
-    def _agreed(self, wish: bool) -> bool:
-        """Whether any process wishes so: they all stop after the same step."""
-        if self._process[1] == 1:
-            return wish
-        count = torch.tensor(float(wish), device=self._policy.tokens.mean.device)
-        return bool(self._accelerator.reduce(count, reduction="sum").item())
-
-    def _track(self, values: dict[str, float]) -> None:
-        """Give `values` to the accelerator's trackers, if it has any."""
-        if self._accelerator is not None:
-            self._accelerator.log(values, step=self._step)
-
-    def _tell(self, sentence: str) -> None:
-        if self._process[0] == 0:
-            print(sentence, file=sys.stderr)
+    def _restore_or_initialize(self) -> None:
+        if (self._folder / CHECKPOINT).exists():
+            checkpoint = read_checkpoint(self._folder)
+            checkpoint.check_run(self._config)
+            checkpoint.load_policy(self._policy)
+            checkpoint.load_optimizer(self._policy, self._optimizer)
+            # The call that began the run knows what it started from and on which data.
+            self._policy.card = checkpoint.card or self._policy.card
+            self._step = checkpoint.step
+            self._print(f"continuing from step {self._step} of {self._config.steps}, saved in {self._folder}")
+        elif not self._is_calibrated:
+            self._print(f"measuring k, v and queries of {CALIBRATION_SAMPLES} texts before the first step")
+            texts = [self._samples(number).context[:WARM_START_TOKENS] for number in range(CALIBRATION_SAMPLES)]
+            calibrate(self._model, self._policy, texts)
+            if self._warm_start is not None:
+                self._warm_start()
+            self._save()
 
     def _train_step(self) -> dict[str, float]:
-        now = schedule(self._config, self._step)
+        config, now = self._config, schedule(self._config, self._step)
         for group in self._optimizer.param_groups:
             group["lr"] = now.lr * group["rate"]
         self._optimizer.zero_grad(set_to_none=True)
-        sums = {"kl": 0.0, "hidden": 0.0}
-        broken = ""
-        for together in group_samples(self._share(), self._config.contexts_per_forward, self._sharded):
-            kl, hidden = distillation_losses(self._model, self._policy, together, self._config, now)
-            loss = (kl + self._config.beta * hidden) / self._config.batch
-            if not broken and not loss.isfinite():
-                broken = f"{loss.item()} at step {self._step} ({together.named})"
+        kl_sum, hidden_sum, problem = 0.0, 0.0, ""
+        for group in group_samples(self._own_samples(), config.contexts_per_forward, self._is_sharded):
+            kl, hidden = distillation_losses(self._model, self._policy, group, config, now)
+            loss = (kl + config.beta * hidden) / config.batch
+            if not problem and not loss.isfinite():
+                problem = f"{loss.item()} at step {self._step} ({group})"
             # Even then: the other processes of a sharded model wait for this one.
             loss.backward()
-            sums["kl"] += kl.item() / self._config.batch
-            sums["hidden"] += hidden.item() / self._config.batch
-        self._stop_if(broken)
-        if self._accelerator is not None:
-            for parameter in self._parameters.values():
-                grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                parameter.grad = self._accelerator.reduce(grad, reduction="sum")
-            total = torch.tensor(list(sums.values()), device=self._policy.tokens.mean.device)
-            sums = dict(zip(sums, self._accelerator.reduce(total, reduction="sum").tolist(), strict=True))
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm)
-        self._optimizer.step()
-        return sums | {"grad": float(norm), "R": now.retention, "tau": now.tau}
-
-    def _share(self) -> list[tuple[int, TokenizedSample]]:
-        """This process's samples of the step, with their numbers: all have about as much to do, for all wait for the
-        last one."""
-        rank, count = self._process
-        numbers = range(self._step * self._config.batch, (self._step + 1) * self._config.batch)
-        if count == 1:
-            return [(number, self._samples(number)) for number in numbers]
-        samples = [self._samples(number) for number in numbers]
-        shape = Shape.of(self._model.config)
-        whole = self._config.student == "full"
-        costs = [context_flops(shape, len(s.context), [len(ids) for ids, _ in s.continuations], whole) for s in samples]
-        return [(numbers[item], samples[item]) for item in split_by_cost(costs, count)[rank]]
-
-    def _stop_if(self, broken: str) -> None:
-        """Raise TrainingError if the loss of any process is no number, in all processes together."""
-        count = torch.tensor(float(bool(broken)), device=self._policy.tokens.mean.device)
-        if self._accelerator is not None:
-            count = self._accelerator.reduce(count, reduction="sum")
-        if count.item():
+            kl_sum += kl.item() / config.batch
+            hidden_sum += hidden.item() / config.batch
+        if self._is_any(bool(problem)):
             raise TrainingError(
-                f"the loss is {broken or 'no number in another process'}; training stopped and "
-                f"{self._folder / CHECKPOINT} keeps the last good state. Go on from it in another folder, with a "
+                f"the loss is {problem or 'not finite in another process'}; training stopped and "
+                f"{self._folder / CHECKPOINT} keeps the last good state. Continue from it in another folder, with a "
                 f"lower --lr or --dtype float32: --init {self._folder} --out ANOTHER."
             )
+        average_gradients(self._parameters, "sum")
+        kl_mean, hidden_mean = all_reduce(torch.tensor([kl_sum, hidden_sum], device=self._device)).tolist()
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.max_grad_norm)
+        self._optimizer.step()
+        return {"kl": kl_mean, "hidden": hidden_mean, "grad": float(norm), "R": now.retention, "tau": now.tau}
+
+    def _own_samples(self) -> list[tuple[int, TokenizedSample]]:
+        """This process's samples of the step, with their numbers; every process gets about as much work."""
+        config = self._config
+        numbers = range(self._step * config.batch, (self._step + 1) * config.batch)
+        samples, is_whole = [self._samples(number) for number in numbers], config.student == "full"
+        costs = [
+            context_flops(self._shape, len(own.context), [len(ids) for ids, _ in own.continuations], is_whole)
+            for own in samples
+        ]
+        self._step_flops = sum(costs)
+        own = split_by_cost(costs, self._process.num_processes)[self._process.process_index]
+        return [(numbers[item], samples[item]) for item in own]
+
+    def _time_step(self, steps: int, seconds: float) -> None:
+        """Print the remaining time after the first steps of this process; the first is slower and rarely counts."""
+        timed_steps = min(_TIMED_STEPS, self._config.steps - 1)
+        if steps > timed_steps:
+            return
+        if steps > 1 or timed_steps == 1:
+            self._timed_seconds += seconds
+            self._timed_flops += self._step_flops
+        if steps == timed_steps and self._timed_flops:
+            cost = estimate(self._shape, self._config)
+            validations = cost.validations - self._step // self._config.evaluate_every
+            # One process validates, unless the model is sharded over them.
+            repeats = 1 if self._is_sharded else self._process.num_processes
+            flops = (cost.steps - self._step) * cost.step_flops + validations * repeats * cost.validation_flops
+            remaining = format_duration(flops / self._timed_flops * self._timed_seconds)
+            self._print(f"{remaining} left, at the pace of the first steps")
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Fidelity of the hard-masked policy over the validation samples at the final retention, and at a third of it
-        where it is trained for many."""
+        """Measure the fidelity of the hard-masked policy on the validation samples.
+
+        Returns:
+            Mean KL divergence and top-1 agreement at the final retention and, for a policy trained at many retentions,
+            at a third of it.
+        """
         means = {"kl": 0.0, "agreement": 0.0}
-        measured = {"": self._config.retention_end}
+        retentions = {"": self._config.retention_end}
         if self._config.retention_high:
-            measured["_third"] = self._config.retention_end / 3
-        for sample in tqdm(self._validation, desc="validating", leave=False, disable=self._process[0] != 0):
+            retentions["_third"] = self._config.retention_end / 3
+        is_main = self._process.is_main_process
+        for sample in tqdm(self._validation, desc="validating", leave=False, disable=not is_main):
             run = SampleDistillation(self._model, sample)
             scores, rows = run.scores(self._policy), len(sample.continuations)
             teacher = run.run(None)
-            for end, retention in measured.items():
+            for suffix, retention in retentions.items():
                 student = run.run(hard_mask(self._policy, scores, retention, rows))
                 for name, value in (("kl", run.kl(teacher, student)), ("agreement", run.agreement(teacher, student))):
-                    means[name + end] = means.get(name + end, 0.0) + float(value) / len(self._validation)
+                    means[name + suffix] = means.get(name + suffix, 0.0) + float(value) / len(self._validation)
         return means
 
-    def _record(self, means: dict[str, float]) -> None:
-        measured = self.evaluate() if self._validation and (self._sharded or self._process[0] == 0) else {}
-        if self._process[0] != 0:
+    def _validate(self, means: dict[str, float]) -> None:
+        """Add a row to the curve: means of the step's losses, and a validation."""
+        is_main = self._process.is_main_process
+        measured = self.evaluate() if self._validation and (self._is_sharded or is_main) else {}
+        if not is_main:
             return
         row: dict[str, Any] = {"step": self._step, "contexts": self._step * self._config.batch}
-        row |= {f"train_{key}": round(value, 5) for key, value in means.items()}
+        row |= {f"train_{name}": round(value, 5) for name, value in means.items()}
         if measured:
-            measured = {f"validation_{key}": round(value, 5) for key, value in measured.items()}
+            measured = {f"validation_{name}": round(value, 5) for name, value in measured.items()}
             self._track(measured)
-            row |= measured
-        extend_curve(self._folder, row)
+        append_to_curve(self._folder, row | measured)
 
     def _save(self) -> None:
-        if self._process[0] == 0:
-            self._state.save(self._folder, self._step)
+        if self._process.is_main_process:
+            save_checkpoint(self._folder, self._step, self._config, self._policy, self._optimizer)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._policy.tokens.mean.device
+
+    def _is_any(self, value: bool) -> bool:
+        """Whether `value` is true in any process."""
+        return bool(all_reduce(torch.tensor(float(value), device=self._device)).item())
+
+    def _track(self, values: dict[str, float]) -> None:
+        if self._log is not None:
+            self._log(values, self._step)
+
+    def _print(self, message: str) -> None:
+        if self._process.is_main_process:
+            tqdm.write(message, file=sys.stderr)
 
 
 def require_samples(samples: list[TokenizedSample]) -> list[TokenizedSample]:
@@ -241,3 +282,27 @@ def require_samples(samples: list[TokenizedSample]) -> list[TokenizedSample]:
     if samples and not any(sample.continuations for sample in samples):
         raise DataError("no sample has a continuation to learn from; give longer texts, or lower --min-tokens.")
     return [sample for sample in samples if sample.continuations]
+
+
+@contextmanager
+def defer_interrupt() -> Iterator[threading.Event]:
+    """Set an event at the first interrupt (Ctrl-C) in the block, instead of raising KeyboardInterrupt as the next does.
+
+    Does nothing outside the main thread, which alone gets signals.
+    """
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def handle(*_: Any) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, previous)
+        print("\nstopping after this step; interrupt again to stop at once", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, previous)

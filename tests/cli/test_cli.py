@@ -53,7 +53,7 @@ def test_train_writes_a_policy_that_asks(model_folder, folder, tmp_path, capsys,
         assert main(["inspect", str(tmp_path / "odd")]) == 0
         assert json.dumps(card) in capsys.readouterr().out
     # Another run in the same folder with other settings is refused before its model is loaded; the policy stays.
-    monkeypatch.setattr(pipeline, "place", None)
+    monkeypatch.setattr(pipeline, "place_model", None)
     assert main(arguments(model_folder, folder, out, *SMALL, "--lr", "0.5")) == 2
     assert "other settings (lr " in capsys.readouterr().err
 
@@ -119,7 +119,7 @@ def test_a_run_goes_on_with_its_own_data_alone(model_folder, folder, tmp_path, c
     assert main(arguments(model_folder, other, out, *SMALL)) == 0  # the same files elsewhere
     next(other.glob("*.txt")).write_text("other words of the same file. " * 900)
     capsys.readouterr()
-    monkeypatch.setattr(pipeline, "place", None)  # before the model is loaded
+    monkeypatch.setattr(pipeline, "place_model", None)  # before the model is loaded
     assert main(arguments(model_folder, other, out, *SMALL)) == 2
     assert "belongs to a run on other data; give the same --data to resume it" in capsys.readouterr().err
     assert main(arguments(model_folder, folder, folder / "runs" / "mine", *SMALL)) == 2

@@ -18,8 +18,8 @@ from lkv.errors import TrainingError, TrainingStoppedError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.policy.policy import Policy
-from lkv.training.checkpoint import TrainingState, initialize_from, read_checkpoint
-from lkv.training.trainer import CALIBRATION_SAMPLES
+from lkv.training.checkpoint import initialize_from, read_checkpoint, save_checkpoint
+from lkv.training.cost import CALIBRATION_SAMPLES
 from tests.conftest import tiny_llama
 from tests.training.test_training import CONFIG, sample, train_for, trainer
 
@@ -46,14 +46,16 @@ def interrupting(call: int):
 def test_the_first_interrupt_saves_and_the_next_run_goes_on(tmp_path, capsys, step):
     whole, policy = trainer(tmp_path / "whole", LATE)
     whole.run()
-    with pytest.raises(TrainingStoppedError, match=rf"after step {step + 1} of 6, .*; run the same command to go on"):
+    with pytest.raises(
+        TrainingStoppedError, match=rf"after step {step + 1} of 6, .*; run the same command to continue"
+    ):
         # Each step reads 2 samples, after those of the calibration.
         trainer(tmp_path / "parts", LATE, interrupting(CALIBRATION_SAMPLES + 2 * step + 1))[0].run()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     resumed, again = trainer(tmp_path / "parts", LATE)
     capsys.readouterr()
     resumed.run()
-    assert "going on from step " in capsys.readouterr().err
+    assert "continuing from step " in capsys.readouterr().err
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in policy.state_dict().items())
 
 
@@ -71,7 +73,7 @@ def test_training_in_a_thread_takes_no_signals(tmp_path):
     thread = threading.Thread(target=trainer(tmp_path, LATE)[0].run)
     thread.start()
     thread.join()
-    assert read_checkpoint(tmp_path)[1]["step"] == "6"
+    assert read_checkpoint(tmp_path).step == 6
 
 
 def test_settings_that_differ_are_named(tmp_path):
@@ -84,7 +86,7 @@ def test_damaged_curves_are_noticed_before_the_first_step(tmp_path):
     asked = []
     for text in ("no json\n", "[1]\n", '{"no": "step"}\n', '{"step": "1"}\n', "[" * 100_000, b"\xff\xfe"):
         (tmp_path / "curve.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
-        with pytest.raises(TrainingError, match=r"curve\.jsonl is no training curve .*; delete it"):
+        with pytest.raises(TrainingError, match=r"curve\.jsonl is not a training curve .*; delete it"):
             trainer(tmp_path, samples=asked.append)[0].run()
     assert not asked
 
@@ -107,7 +109,7 @@ def test_checkpoints_that_are_none_are_named(tmp_path):
 def test_a_checkpoint_without_its_parameters_is_named(tmp_path):
     run, policy = trainer(tmp_path)
     train_for(run, 2)
-    tensors, metadata = read_checkpoint(tmp_path)
+    _, tensors, metadata = read_checkpoint(tmp_path)
     save_file(
         {name: t for name, t in tensors.items() if "bias" not in name}, tmp_path / "checkpoint.safetensors", metadata
     )
@@ -136,8 +138,7 @@ def test_a_policy_goes_on_at_other_lengths(tmp_path, finished):
     if finished:
         short.save_pretrained(tmp_path)
     else:
-        state = TrainingState(settings, short, torch.optim.AdamW(short.parameters()))
-        state.save(tmp_path, 3)
+        save_checkpoint(tmp_path, 3, settings, short, torch.optim.AdamW(short.parameters()))
     longer, shorter = made(64), made(8)
     assert initialize_from(longer, tmp_path)[1] is None
     initialize_from(shorter, tmp_path)

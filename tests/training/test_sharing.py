@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, check_batching, distillation_losses, group_samples, hard_mask
-from lkv.training.pipeline import place_model
+from lkv.training.processes import place_model
 from lkv.training.schedule import schedule
 from lkv.training.trainer import Trainer
 from lkv.training.warm_start import calibrate
@@ -66,8 +65,8 @@ def test_contexts_of_similar_length_share_a_pass():
     assert lengths(1) == [[40], [31], [33], [70], [12]]
     assert lengths(2) == [[70], [40, 33], [31], [12]]
     assert lengths(8) == [[70], [40, 33, 31], [12]]
-    kept = group_samples(numbered(), 1, sharded=True)
-    assert [group.counted for group in kept] == [True] * 5 + [False] and kept[-1].named == "sample 2, source 'random'"
+    kept = group_samples(numbered(), 1, is_sharded=True)
+    assert [group.is_counted for group in kept] == [True] * 5 + [False] and str(kept[-1]) == "sample 2, source 'random'"
 
 
 @pytest.mark.parametrize("settings", [{}, {"retention_low": 0.1, "retention_high": 0.4, "continuations": 2}])
@@ -97,10 +96,10 @@ def test_what_fills_a_context_up_is_never_seen():
     short, long = sample(1, 25), sample(2, 33)
     both = SampleDistillation(model, long, short)
     masks = [hard_mask(policy, both.scores(policy, own), 0.3, 2) for own in (0, 1)]
-    for mask, part in ((None, None), (both.joined(masks), masks[1])):
+    for mask, part in ((None, None), (both.join_masks(masks), masks[1])):
         alone, together = SampleDistillation(model, short).run(part), both.run(mask)
         torch.testing.assert_close(together.log_probs[-len(alone.log_probs) :], alone.log_probs)
-    with pytest.raises(ValueError, match="read one by one"):
+    with pytest.raises(ValueError, match="Expected one sample"):
         SampleDistillation(model, long, short, whole=True)
 
 
@@ -181,7 +180,7 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from accelerate import Accelerator
-from lkv.training import pipeline
+from lkv.training import processes
 from lkv.config import ScorerInputs, replace
 from lkv.policy.policy import Policy
 from lkv.training.trainer import Trainer
@@ -191,9 +190,9 @@ from tests.training.test_training import sample
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index
 loads = []
-load = pipeline.load_model
-pipeline.load_model = lambda *a: loads.append(a) or load(*a)
-model, _ = pipeline.place_model({model!r}, torch.float32, None, "processes", accelerator)
+load = processes.load_model
+processes.load_model = lambda *a: loads.append(a) or load(*a)
+model, _ = processes.place_model({model!r}, torch.float32, None, "processes")
 assert len(loads) == (rank == 0), loads
 local = sum(p.to_local().numel() for p in model.parameters() if hasattr(p, "to_local"))
 whole = sum(p.numel() for p in model.parameters() if hasattr(p, "to_local"))
@@ -202,7 +201,7 @@ from lkv.integrations.transformers.attention import patch_attention
 torch.manual_seed(1)
 policy = Policy(patch_attention(model).spec)
 config, folder = replace(CONFIG, batch=6, steps=2), Path({folder!r})
-Trainer(model, policy, config, uneven, [sample(1000)], folder, accelerator, sharded=True).run()
+Trainer(model, policy, config, uneven, [sample(1000)], folder, is_sharded=True).run()
 if rank == 0:
     torch.save(policy.state_dict(), folder / "shared.pt")
 """
@@ -229,22 +228,18 @@ def test_weights_shared_out_over_two_processes_train_the_same(tmp_path):
     assert (tmp_path / "two" / "curve.jsonl").is_file()
 
 
-def test_a_model_is_placed_or_the_processes_that_it_needs_are_told(tmp_path, monkeypatch):
-    folder, accelerator = str(save_model(tmp_path / "model")), SimpleNamespace(num_processes=1)
+def test_a_spread_that_does_not_go_with_the_processes_is_refused(tmp_path, monkeypatch):
+    folder = str(save_model(tmp_path / "model"))
     with pytest.raises(TrainingError, match=r"as there is one; start several with `accelerate launch"):
-        place_model(folder, torch.float32, None, "processes", accelerator)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(TrainingError, match="leaves none to a second process of the machine; start one"):
-        place_model(folder, torch.float32, None, "devices", accelerator)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    pytest.importorskip("accelerate")
-    from accelerate import Accelerator
-
-    spread, _ = place_model(folder, torch.float32, None, "devices", Accelerator(cpu=True))
+        place_model(folder, torch.float32, None, "processes")
+    spread, _ = place_model(folder, torch.float32, None, "devices")
     whole, _ = load_model(folder, torch.float32)
     ids = torch.tensor([[5, 9, 30]])
     assert torch.equal(spread(ids).logits, whole(ids).logits)
-    with pytest.raises(TrainingError, match=r"5 contexts a step cannot be shared out evenly among 2"):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(TrainingError, match="leaves none to a second process of the machine; start one"):
+        place_model(folder, torch.float32, None, "devices")
+    with pytest.raises(TrainingError, match=r"5 contexts a step cannot be split evenly among 2"):
         check_batching(replace(CONFIG, batch=5), whole, 2)
-    with pytest.raises(TrainingError, match="contexts_per_forward is 1 where the model's weights are shared out"):
+    with pytest.raises(TrainingError, match="contexts_per_forward must be 1 where the model's weights are sharded"):
         check_batching(replace(CONFIG, contexts_per_forward=2), whole, 2)

@@ -23,10 +23,11 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.kernels.soft_topk import soft_topk
 from lkv.policy.policy import Policy
+from lkv.training.cost import CALIBRATION_SAMPLES
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
 from lkv.training.schedule import schedule
-from lkv.training.trainer import CALIBRATION_SAMPLES, Trainer, require_samples
+from lkv.training.trainer import Trainer, require_samples
 from tests.conftest import tiny_llama
 
 CONFIG = TrainingConfig(
@@ -154,7 +155,8 @@ sys.path.insert(0, {root!r})
 from accelerate import Accelerator
 from pathlib import Path
 from tests.training.test_training import CONFIG, trainer
-run, policy = trainer(Path({folder!r}), CONFIG, accelerator=Accelerator(cpu=True))
+Accelerator(cpu=True)
+run, policy = trainer(Path({folder!r}), CONFIG)
 run.run()
 if torch.distributed.get_rank() == 0:
     torch.save(policy.state_dict(), {folder!r} + "/two.pt")

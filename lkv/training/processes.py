@@ -1,0 +1,124 @@
+"""Several processes and devices in one training: who does what, and where the frozen model lies."""
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lkv.config import ModelSpec
+from lkv.errors import LkvError, TrainingError
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.sharding import sharded
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.models.loading import load_config, load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def process_state() -> "PartialState":
+    """This process among those that Accelerate started. Raises TrainingError where Accelerate is missing."""
+    try:
+        from accelerate import PartialState
+    except ImportError as error:
+        raise TrainingError(
+            f"training needs accelerate, which cannot be imported ({error}); run `pip install 'lkv-cache[train]'`."
+        ) from error
+    return PartialState()
+
+
+def all_reduce(tensor: Tensor, reduction: str = "sum") -> Tensor:
+    """The sum or mean of a tensor over all processes."""
+    from accelerate.utils import reduce
+
+    return reduce(tensor, reduction)
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter], reduction: str) -> None:
+    """Replace each gradient by its sum or mean over all processes; a parameter without one counts as zero."""
+    for parameter in parameters:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = all_reduce(gradient, reduction)
+
+
+def split_by_cost(costs: Sequence[float], processes: int) -> list[list[int]]:
+    """Split items among processes so that numbers differ by at most one and sums of costs are alike.
+
+    The most expensive item first, each to the process with the least work that still lacks items.
+
+    Returns:
+        For each process the indices of its items, in ascending order.
+    """
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    sizes = [len(range(process, len(costs), processes)) for process in range(processes)]
+    sums = [0.0] * processes
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        process = min((p for p in range(processes) if len(shares[p]) < sizes[p]), key=lambda p: sums[p])
+        shares[process].append(item)
+        sums[process] += costs[item]
+    return [sorted(items) for items in shares]
+
+
+def place_model(
+    name: str, dtype: torch.dtype, revision: str | None, spread: str
+) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """Load model and tokenizer, with LKV's attention.
+
+    Args:
+        name: The model, as for `load_model`.
+        dtype: Of the weights.
+        revision: A commit, tag or branch on the hub.
+        spread: "no", the whole model in every process; "devices", over all GPUs of the only process of a machine;
+            "processes", each process with a shard of every layer (FSDP).
+
+    Raises:
+        TrainingError: If `spread` does not go with the number of processes.
+        LkvError: As `load_model` raises it.
+    """
+    state = process_state()
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if spread == "devices" and local_processes > 1:
+        raise TrainingError(
+            "a model that is spread over all GPUs leaves none to a second process of the machine; start one process, "
+            "or give --spread processes."
+        )
+    if spread == "processes":
+        if state.num_processes == 1:
+            raise TrainingError(
+                "the model cannot be sharded over processes, as there is one; start several with `accelerate launch "
+                "--num_processes N -m lkv train`, or give --spread devices."
+            )
+        return _load_shard(name, dtype, revision, state)
+    device = "auto" if spread == "devices" else state.device
+    # The first process of a node reads the disk; the others find the file in memory.
+    with state.local_main_process_first():
+        model, tokenizer = load_model(name, dtype, revision, device)
+    if spread == "no":
+        model.to(state.device)
+    patch_attention(model)
+    return model, tokenizer
+
+
+def _load_shard(
+    name: str, dtype: torch.dtype, revision: str | None, state: "PartialState"
+) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """The first process alone loads the model, and sends each of the others its shard."""
+    from accelerate.utils import broadcast_object_list
+
+    weights: dict[str, Tensor] = {}
+    outcome: list[ModelSpec | LkvError | None] = [None]
+    if state.is_main_process:
+        try:
+            whole, _ = load_model(name, dtype, revision)
+            outcome, weights = [inspect_model(whole)], whole.state_dict()
+        except LkvError as error:
+            outcome = [error]  # the others wait for an answer
+    spec = broadcast_object_list(outcome)[0]
+    if isinstance(spec, LkvError):
+        raise spec
+    model = sharded(load_config(name, revision), dtype, weights, state.device)
+    patch_attention(model, spec)
+    return model, load_tokenizer(name, revision)
