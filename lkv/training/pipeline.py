@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 
 from lkv.config import PRESETS, TrainingConfig, asdict, check_positions, fit_to_positions, num_knots, replace
 from lkv.errors import TrainingError
-from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.attention import evaluation_mode, input_device, patch_attention
 from lkv.integrations.transformers.spec import hub_commit
 from lkv.models.loading import DEFAULT, load_config
 from lkv.models.shapes import Shape
@@ -32,7 +32,7 @@ from lkv.training.distillation import SampleGroup, distillation_losses
 from lkv.training.processes import place_model, process_state
 from lkv.training.schedule import schedule
 from lkv.training.trainer import Trainer, require_samples
-from lkv.training.warm_start import warm_start_from_kvzip, warm_start_from_policy
+from lkv.training.warm_start import fit_to_kvzip, warm_start_from_kvzip, warm_start_from_policy
 from lkv.utils.files import check_writable_folder
 
 if TYPE_CHECKING:
@@ -317,36 +317,36 @@ class Speed(NamedTuple):
 def measure_speed(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", config: TrainingConfig) -> Speed:
     """Time each kind of work once on a short text, with a policy that is thrown away."""
     shape, device = Shape.of(model.config), input_device(model)
-    tokens = min(_PROBE_TOKENS, config.max_tokens)
-    continuation = min(_PROBE_CONTINUATION, config.max_continuation)
-    sample = TokenizedSample("probe", [1] * tokens, [([1] * continuation, continuation // 2)] * config.continuations)
+    length = min(_PROBE_TOKENS, config.max_tokens)
+    continuations = [min(_PROBE_CONTINUATION, config.max_continuation)] * config.continuations
     policy = Policy(patch_attention(model).spec, inputs=config.inputs).to(device)
     model.requires_grad_(False)
 
-    def read() -> None:
+    def read(tokens: int) -> float:
+        ids = torch.ones((1, tokens), dtype=torch.long, device=device)
         with torch.no_grad():
-            # A number of the result waits for the device.
-            ids = torch.tensor([sample.context], device=device)
-            model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum().item()
+            return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum().item()
 
-    def train() -> None:
+    def train(tokens: int) -> float:
+        sample = TokenizedSample("probe", [1] * tokens, [([1] * own, own // 2) for own in continuations])
         kl, hidden = distillation_losses(model, policy, SampleGroup([(0, sample)]), config, schedule(config, 0))
         (kl + hidden).backward()
-        float(kl)
+        return kl.item()
 
-    def seconds(work: Any) -> float:
+    def fit(tokens: int) -> float:
+        optimizer = torch.optim.Adam(policy.tokens.parameters())
+        return fit_to_kvzip(model, tokenizer, policy, optimizer, [1] * tokens)[1]
+
+    def seconds(work: Callable[[int], float]) -> float:
+        work(min(length, 32))  # what is made at the first pass is not timed
         start = time.perf_counter()
-        work()
+        work(length)  # returns a number, and so waits for the device
         return time.perf_counter() - start
 
-    seconds(read)  # what is made at the first pass is not timed
-    prefill = shape.forward_flops(tokens) / seconds(read)
-    flops = context_flops(shape, tokens, [continuation] * config.continuations, config.student == "full")
-    training = flops / seconds(train)
-    kvzip = prefill
-    if config.warmup_contexts:
-        warm_start = partial(warm_start_from_kvzip, model, tokenizer, policy, lambda number: sample, 1)
-        kvzip = kvzip_flops(shape, tokens) / seconds(warm_start)
+    with evaluation_mode(model):
+        prefill = shape.forward_flops(length) / seconds(read)
+        kvzip = kvzip_flops(shape, length) / seconds(fit) if config.warmup_contexts else prefill
+        training = context_flops(shape, length, continuations, config.student == "full") / seconds(train)
     return Speed(prefill, kvzip, training)
 
 

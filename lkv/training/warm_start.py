@@ -195,31 +195,49 @@ def warm_start_from_kvzip(
         The share of the variance of the last text's scores that stays unexplained.
     """
     index, count = (state.process_index, state.num_processes) if state else (0, 1)
-    device = policy.tokens.mean.device
     optimizer = torch.optim.Adam(policy.tokens.parameters(), lr=_LR)
-    shares = torch.zeros(len(_RETENTIONS), policy.spec.layers, policy.spec.kv_heads, device=device)
+    shares = torch.zeros((), device=policy.tokens.mean.device)
     rounds, error = max(1, contexts // count), 1.0
     for number in tqdm(range(rounds), desc="KVzip warm start", leave=False, disable=index > 0):
-        ids = samples(number * count + index).context[:WARM_START_TOKENS]
-        prompt = read_prompt(model, torch.tensor([ids], device=device))
-        table = replay_scores(model, tokenizer, ids, prompt).to(device)
-        for row, retention in enumerate(_RETENTIONS):
-            counts = [GlobalTopKBudget.from_scores(table, retention).counts(layer, table)[0] for layer in range(len(prompt))]
-            shares[row] += torch.tensor(counts, device=device) / len(ids) / rounds
-        target = _standardize(table[:, 0].clamp(min=_MIN_ATTENTION).log()) * _SCORE_STD
         for group in optimizer.param_groups:
             group["lr"] = _LR * (1 - number / rounds)
-        for _ in range(WARM_START_UPDATES):
-            optimizer.zero_grad()
-            scores = _stack([policy.tokens(part, layer) for layer, part in enumerate(prompt)], device)
-            loss = (scores - scores.mean(-1, keepdim=True) - target).square().mean()
-            loss.backward()
-            if count > 1:
-                average_gradients(policy.tokens.parameters(), "mean")
-            optimizer.step()
-        error = float(loss.detach()) / _SCORE_STD**2
+        ids = samples(number * count + index).context[:WARM_START_TOKENS]
+        own_shares, error = fit_to_kvzip(model, tokenizer, policy, optimizer, ids, is_shared=count > 1)
+        shares = shares + own_shares / rounds
     _fit_heads(policy.heads, all_reduce(shares, "mean") if count > 1 else shares, policy)
     return error
+
+
+def fit_to_kvzip(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    ids: list[int],
+    is_shared: bool = False,
+) -> tuple[Tensor, float]:
+    """Fit LKV-T to KVzip's scores of one text, with gradients averaged over all processes if `is_shared`.
+
+    Returns:
+        The heads' shares of KVzip's global budget [n, L, H], and the unexplained share of the variance.
+    """
+    device = policy.tokens.mean.device
+    prompt = read_prompt(model, torch.tensor([ids], device=device))
+    table = replay_scores(model, tokenizer, ids, prompt).to(device)
+    counts = [
+        [GlobalTopKBudget.from_scores(table, retention).counts(layer, table)[0] for layer in range(len(prompt))]
+        for retention in _RETENTIONS
+    ]
+    target = _standardize(table[:, 0].clamp(min=_MIN_ATTENTION).log()) * _SCORE_STD
+    for _ in range(WARM_START_UPDATES):
+        optimizer.zero_grad()
+        scores = _stack([policy.tokens(part, layer) for layer, part in enumerate(prompt)], device)
+        loss = (scores - scores.mean(-1, keepdim=True) - target).square().mean()
+        loss.backward()
+        if is_shared:
+            average_gradients(policy.tokens.parameters(), "mean")
+        optimizer.step()
+    return torch.tensor(counts, device=device) / len(ids), float(loss.detach()) / _SCORE_STD**2
 
 
 def _fit_heads(heads: HeadScores, shares: Tensor, policy: Policy) -> None:
