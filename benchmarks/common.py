@@ -14,10 +14,11 @@ from lkv.errors import LkvError, PolicyMismatchError
 from lkv.evaluation.comparison import MethodGrid
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.budgets import Uniform
-from lkv.methods.build import Method, make_method
+from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import FULL
 from lkv.methods.selectors import LearnedScores
-from lkv.models.loading import DEFAULT, default_policy, load_model, load_policy
+from lkv.models.loading import DEFAULT, load_model
+from lkv.policy.lookup import default_policy, load_policy
 from lkv.policy.policy import Policy
 
 _FOLDERS = ("data", "out")
@@ -66,9 +67,8 @@ def per_length(tokens: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
 def methods_of(names: Sequence[str], policy: Policy, retention: float, model: Any = None) -> list[Method]:
     """Methods by name, with "full" keeping everything."""
     full = Method("full", Uniform(1.0), LearnedScores(policy))
-    layers = policy.spec.layers
     return [
-        full if name == "full" else make_method(name, retention, policy, model=model, layers=layers) for name in names
+        full if name == "full" else resolve_method(name, model, retention=retention, policy=policy) for name in names
     ]
 
 

@@ -13,7 +13,8 @@ import torch
 from benchmarks.common import RESULTS, command_of
 from lkv.evaluation import ruler
 from lkv.evaluation.runner import EvaluationConfig, evaluate
-from lkv.models.loading import default_policy, load_default
+from lkv.models.loading import load_default
+from lkv.policy.lookup import default_policy
 from lkv.utils.journal import read_samples
 from lkv.utils.results import write_results
 

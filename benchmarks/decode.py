@@ -25,7 +25,8 @@ from lkv.cache.store import RaggedStore
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.kernels.ragged_attention import api, ragged_attention
-from lkv.models.loading import default_policy, load_default
+from lkv.models.loading import load_default
+from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils.results import collect_provenance, write_results
 from lkv.utils.statistics import bootstrap

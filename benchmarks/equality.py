@@ -13,8 +13,8 @@ from benchmarks.common import RESULTS
 from benchmarks.masked import hidden_from_continuation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.methods.budgets import PerHead, Uniform
-from lkv.methods.build import Method
-from lkv.methods.selectors import GivenScores
+from lkv.methods.method import Method
+from lkv.methods.selectors import PrecomputedScores
 from lkv.models.loading import load_default
 from lkv.utils.results import write_results
 
@@ -42,8 +42,11 @@ def main() -> None:
             counts = torch.tensor([int(r * options.tokens + 1e-6) for r in ratios[layer]])
             hidden.append(rank >= counts[None, :, None])
         cases = {
-            "retention 1": (Method("all", Uniform(1.0), GivenScores(table)), [torch.zeros_like(h) for h in hidden]),
-            "random budgets": (Method("random", PerHead(ratios), GivenScores(table)), hidden),
+            "retention 1": (
+                Method("all", Uniform(1.0), PrecomputedScores(table)),
+                [torch.zeros_like(h) for h in hidden],
+            ),
+            "random budgets": (Method("random", PerHead(ratios), PrecomputedScores(table)), hidden),
         }
         for name, (method, gone) in cases.items():
             if name == "retention 1":

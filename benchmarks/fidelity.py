@@ -14,8 +14,9 @@ from benchmarks.common import RESULTS, command_of, methods_of, settings_of
 from benchmarks.heldout import TASKS, HeldOut
 from lkv.evaluation.comparison import MethodComparison
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods.build import make_method
-from lkv.models.loading import default_policy, load_default
+from lkv.methods.method import resolve_method
+from lkv.models.loading import load_default
+from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
@@ -48,7 +49,7 @@ def main() -> None:
             ids, asked = heldout.case(task, number)
             prompt = read_prompt(model, torch.tensor([ids]), queries=True)
             methods = methods_of(NAMES, policy, options.retention)
-            kvzip = make_method("kvzip", options.retention, model=model, tokenizer=tokenizer)
+            kvzip = resolve_method("kvzip", model, retention=options.retention, tokenizer=tokenizer)
             methods.append(kvzip.for_prompt(ids, prompt))
             run = MethodComparison(model, ids, prompt, methods)
             kept = run.realised_retentions()

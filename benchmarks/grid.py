@@ -14,7 +14,8 @@ from benchmarks.fidelity import summarise
 from benchmarks.heldout import TASKS, HeldOut
 from lkv.evaluation.comparison import MethodComparison
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.models.loading import default_policy, load_default
+from lkv.models.loading import load_default
+from lkv.policy.lookup import default_policy
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
 

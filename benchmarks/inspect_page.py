@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.common import RESULTS, command_of
 from lkv.context.inspection import RETENTIONS, InspectionResult, render_page
-from lkv.models.loading import default_policy
+from lkv.policy.lookup import default_policy
 from lkv.utils.results import write_results
 
 OPENED = """new Promise((done) => {

@@ -14,7 +14,8 @@ from transformers import DynamicCache
 from benchmarks.common import RESULTS
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.cache_layers import kv_nbytes
-from lkv.models.loading import default_policy, load_default
+from lkv.models.loading import load_default
+from lkv.policy.lookup import default_policy
 from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 

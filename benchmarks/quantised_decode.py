@@ -19,7 +19,8 @@ from lkv.cache.quantization import BITS
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.evaluation.profiling.random_models import extend_positions, random_model, random_policy, read_config
 from lkv.integrations.transformers.attention import patch_attention
-from lkv.models.loading import default_policy, load_default
+from lkv.models.loading import load_default
+from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils import devices
 from lkv.utils.results import write_results

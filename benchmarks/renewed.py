@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS
 from lkv.errors import DataError
-from lkv.methods.registry import FULL, needs_policy
+from lkv.methods.registry import FULL, parse_method
 from lkv.utils.results import write_results
 
 _KEYS = ("method", "variant", "task", "tokens", "needles", "retention")
@@ -100,7 +100,7 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 def _reads_policy(method: str) -> bool:
     """Whether `method` reads the policy that was changed: the paper's is another one."""
-    return method not in (FULL, "lkv-paper") and needs_policy(method)
+    return method not in (FULL, "lkv-paper") and parse_method(method).needs_policy
 
 
 def _check_same(old: Row, new: Row) -> None:

@@ -11,10 +11,12 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.common import RESULTS, command_of
-from lkv.cache.ragged_cache import RaggedCache, chosen_method
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods.registry import METHODS, needs_pattern, needs_second_pass
-from lkv.models.loading import default_policy, load_default
+from lkv.methods.method import resolve_method
+from lkv.methods.registry import METHODS, parse_method
+from lkv.models.loading import load_default
+from lkv.policy.lookup import default_policy
 from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 
@@ -37,17 +39,19 @@ def main() -> None:
         ids = torch.randint(100, 40_000, (1, tokens), generator=torch.Generator().manual_seed(0))
         drawn = torch.rand(30, 3, generator=torch.Generator().manual_seed(0)).tolist()
         prompt = read_prompt(model, ids, queries=True)
-        names = [name for name in METHODS if not needs_second_pass(name) or tokens <= options.kvzip_up_to]
+        names = [name for name in METHODS if not parse_method(name).needs_second_pass or tokens <= options.kvzip_up_to]
         names.append("lkv+refit")
         seconds: dict[str, list[float]] = {name: [] for name in ("full", *names)}
         for _ in range(options.repeats):
             for name, record in seconds.items():
-                pattern = drawn if name != "full" and needs_pattern(name) else None
+                pattern = drawn if name != "full" and parse_method(name).needs_pattern else None
                 started = time.perf_counter()
                 if name == "full":
                     model.base_model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True)
-                elif needs_second_pass(name):
-                    method = chosen_method(model, policy, options.retention, name, None, pattern, tokenizer)
+                elif parse_method(name).needs_second_pass:
+                    method = resolve_method(
+                        name, model, retention=options.retention, policy=policy, pattern=pattern, tokenizer=tokenizer
+                    )
                     method = method.for_prompt(ids[0].tolist(), prompt)
                     RaggedCache(model, method=method).fill(prompt)
                 else:

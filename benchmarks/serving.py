@@ -20,7 +20,8 @@ from typing import Any
 from benchmarks.common import RESULTS
 from lkv.context.context import Context, compress
 from lkv.integrations.continuous import ContinuousEngine
-from lkv.models.loading import default_policy, load_default
+from lkv.models.loading import load_default
+from lkv.policy.lookup import default_policy
 from lkv.serving.store import ContextStore, Settings, entry_of, name_of
 from lkv.utils.prompts import encode_context, encode_question
 from lkv.utils.results import write_results

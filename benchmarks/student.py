@@ -18,7 +18,8 @@ import torch
 from benchmarks.common import RESULTS, command_of
 from lkv.config import TrainingConfig
 from lkv.integrations.transformers.attention import patch_attention
-from lkv.models.loading import default_policy, load_default
+from lkv.models.loading import load_default
+from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.training.data.recipes import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample

@@ -16,7 +16,8 @@ from benchmarks.common import RESULTS, command_of, per_length, settings_of
 from benchmarks.heldout import HeldOut
 from benchmarks.length import TASKS
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.models.loading import default_policy, load_default
+from lkv.models.loading import load_default
+from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils.fidelity import is_top1_equal, kl_divergence
 from lkv.utils.journal import open_journal

@@ -16,28 +16,29 @@ if TYPE_CHECKING:
     from lkv.context.documents import read_document
     from lkv.integrations.transformers.attention import attention_patched, patch_attention, unpatch_attention
     from lkv.methods.budgets import Budget
-    from lkv.methods.build import Method
+    from lkv.methods.method import Method
     from lkv.methods.registry import register_method
     from lkv.methods.selectors import Selector
-    from lkv.models.loading import default_policy, load_default, load_model, policy_for
+    from lkv.models.loading import load_default, load_model
     from lkv.policy.hub import push_to_hub
+    from lkv.policy.lookup import default_policy, policy_for
     from lkv.policy.policy import Policy
 
 _HOMES = {
     "Budget": "lkv.methods.budgets",
     "Chat": "lkv.context.chat",
     "Context": "lkv.context.context",
-    "Method": "lkv.methods.build",
+    "Method": "lkv.methods.method",
     "Policy": "lkv.policy.policy",
     "RaggedCache": "lkv.cache.ragged_cache",
     "Selector": "lkv.methods.selectors",
     "attention_patched": "lkv.integrations.transformers.attention",
     "compress": "lkv.context.context",
-    "default_policy": "lkv.models.loading",
+    "default_policy": "lkv.policy.lookup",
     "load_default": "lkv.models.loading",
     "load_model": "lkv.models.loading",
     "patch_attention": "lkv.integrations.transformers.attention",
-    "policy_for": "lkv.models.loading",
+    "policy_for": "lkv.policy.lookup",
     "push_to_hub": "lkv.policy.hub",
     "read_document": "lkv.context.documents",
     "register_method": "lkv.methods.registry",

@@ -27,7 +27,7 @@ class ModelSpec:
     """What a policy records about the model it was trained for.
 
     `directions` are those of sampled weight rows, a fingerprint that survives quantisation (see
-    `lkv.policy.fingerprint`). `weights` are single values from fixed places; older policies have these alone.
+    `lkv.policy.model_match`). `weights` are single values from fixed places; older policies have these alone.
     """
 
     architecture: str

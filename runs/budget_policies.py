@@ -20,8 +20,9 @@ from lkv.evaluation.report.names import method_label
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import estimate_pattern, read_pattern
-from lkv.methods.build import make_method
-from lkv.models.loading import DEFAULT, default_policy, load_model
+from lkv.methods.method import resolve_method
+from lkv.models.loading import DEFAULT, load_model
+from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import encode_context
 from lkv.utils.results import write_results
@@ -37,7 +38,9 @@ def shares(
     prompt = read_prompt(model, torch.tensor([ids], device=model.device), queries=True)
     by_method = {}
     for name in METHODS:
-        method = make_method(name, retention, policy, model=model, layers=len(prompt), pattern=pattern)
+        method = resolve_method(
+            name, model, retention=retention, policy=policy, pattern=pattern if name == "duo" else None
+        )
         cache = RaggedCache(model, method=method)
         cache.fill(prompt)
         by_method[name] = [[kept / len(ids) for kept in heads] for heads in cache.kept_counts()]

@@ -28,8 +28,9 @@ from lkv.evaluation.report.results import read_results
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.budgets import read_pattern
-from lkv.methods.build import make_method
-from lkv.models.loading import load_model, load_policy
+from lkv.methods.method import resolve_method
+from lkv.models.loading import load_model
+from lkv.policy.lookup import load_policy
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import initialize_from, read_checkpoint
 from tests.conftest import save_model, tiny_llama
@@ -313,8 +314,8 @@ class Inputs:
             "inference_ratios": lambda value: Policy(inspect_model(model)).inference_ratios(value),
             # A bare name would be looked for on the hub.
             "load_model": lambda value: load_model(self._good / "empty" if str(value) in plain else value),
-            "make_method": lambda value: make_method(value, 0.5),
-            "make_method retention": lambda value: make_method("knorm", value),
+            "resolve_method": lambda value: resolve_method(value, retention=0.5),
+            "resolve_method retention": lambda value: resolve_method("knorm", retention=value),
             "read_pattern": lambda value: read_pattern(value, 3, 2),
         }  # fmt: skip
         for name in named:

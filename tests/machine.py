@@ -17,7 +17,7 @@ from lkv.cache.quantization import BITS
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
 from lkv.methods.budgets import FixedBudget
-from lkv.methods.build import Method
+from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words

@@ -1,8 +1,8 @@
 """KVzip for one prompt, in one call."""
 
-from lkv.methods.build import make_method
+from lkv.methods.method import resolve_method
 
 
-def kvzip(model, tokenizer, ids, prompt, amount, name="kvzip", policy=None, pattern=None):
-    method = make_method(name, amount, policy, model=model, layers=len(prompt), pattern=pattern, tokenizer=tokenizer)
-    return method.for_prompt(ids, prompt)
+def kvzip(model, tokenizer, ids, prompt, retention, name="kvzip", policy=None, pattern=None):
+    options = {"retention": retention, "policy": policy, "pattern": pattern, "tokenizer": tokenizer}
+    return resolve_method(name, model, **options).for_prompt(ids, prompt)

@@ -15,8 +15,9 @@ from lkv.context.context import compress
 from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, RetentionError
 from lkv.evaluation.longbench import load_examples
 from lkv.evaluation.sample_journal import SampleJournal
-from lkv.methods.build import make_method
-from lkv.models.loading import DEFAULT, load_policy
+from lkv.methods.method import resolve_method
+from lkv.models.loading import DEFAULT
+from lkv.policy.lookup import load_policy
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
 from tests.conftest import save_model
@@ -86,7 +87,7 @@ def test_caches_name_what_is_wrong(model):
     with pytest.raises(CacheError, match="method is 3"):
         RaggedCache(model, method=3)
     with pytest.raises(LkvError, match="'knorm' reads no pattern"):
-        RaggedCache(model, method=make_method("knorm", 0.5), pattern=[[0.5, 0.5]] * 3)
+        RaggedCache(model, method=resolve_method("knorm", retention=0.5), pattern=[[0.5, 0.5]] * 3)
     with pytest.raises(RetentionError):
         RaggedCache(model, method="knorm", retention="0.15")
     with pytest.raises(PolicyMismatchError, match="no policy is shipped for this model"):

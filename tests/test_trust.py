@@ -14,7 +14,7 @@ from lkv.context.context import Context, compress
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.methods.budgets import Uniform
-from lkv.methods.build import Method
+from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words

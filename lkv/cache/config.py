@@ -12,7 +12,7 @@ from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.masks import PaddingReader
 from lkv.integrations.transformers.rotation import Rotation
 from lkv.methods.budgets import ROUNDING, FixedBudget, RetentionTarget
-from lkv.methods.build import Method
+from lkv.methods.method import Method
 from lkv.methods.registry import REFIT
 from lkv.methods.selectors import Selector, check_numbers
 

@@ -33,8 +33,10 @@ def evicted(layer: Layer, whole: LayerKV, padding: list[int] | None) -> Entries:
         part = whole.select(rows, slice(first, None))
         scores = check_shape(selector, selector.scores(layer.index, part), part.key)
         layer.shared.doubts.append(not_numbers(scores))
+        part_counts = _checked(layer, plan.method.budget.counts(layer.index, scores), scores)
+        scores = check_shape(selector, selector.refine(layer.index, part, scores, part_counts), part.key)
         tables.append(_behind_padding(scores, first))
-        counts += _checked(layer, plan.method.budget.counts(layer.index, scores), scores)
+        counts += part_counts
         if plan.decode_eviction:
             arrived.append(pad(selector.score_on_arrival(layer.index, part), (first, 0)))
     layer.shared.check_doubts(layer.index, selector, whole.key.device)

@@ -13,17 +13,15 @@ from lkv.cache.config import MOST, CacheConfig, Shared
 from lkv.cache.ids import TokenHistory
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.windows import Windows
-from lkv.errors import BudgetError, CacheError, PolicyFileError, RetentionError
+from lkv.errors import CacheError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
 from lkv.integrations.transformers.fingerprint import read_adapters
 from lkv.integrations.transformers.prefill import LayerKV, as_prompt_kv, query_rotations
 from lkv.integrations.transformers.spec import unwrap_model
 from lkv.kernels.ragged_attention import masked_attention, merge_attention, ragged_attention
-from lkv.methods.budgets import RetentionTarget, check_table
-from lkv.methods.build import Method, make_method
-from lkv.methods.registry import REFIT, needs_pattern, needs_policy, needs_second_pass
-from lkv.models.loading import fitting_policy
+from lkv.methods.method import Method, resolve_method
+from lkv.methods.registry import REFIT
 from lkv.policy.policy import Policy
 
 
@@ -75,8 +73,10 @@ class RaggedCache(BaseCache):
         self._ids = TokenHistory()
         # Called with the number of each layer before its attention; what it raises ends the pass.
         self.on_layer_start: Callable[[int], None] | None = None
-        method = chosen_method(model, policy, retention, method, budget_tokens, pattern)
-        if method.of_whole_prompts:
+        method = resolve_method(
+            method, model, retention=retention, budget_tokens=budget_tokens, policy=policy, pattern=pattern
+        )
+        if method.needs_whole_prompt:
             raise CacheError(
                 f"{method.name!r} must see the whole text before the first layer is evicted from: use "
                 f"lkv.compress(..., method={method.name!r})."
@@ -305,40 +305,3 @@ def _visible(mask: Any, new: int, key: Tensor) -> Tensor:
     if not isinstance(mask, Tensor):
         return torch.ones(1, 1, new, key.shape[2], dtype=torch.bool, device=key.device).tril(key.shape[2] - new)
     return mask if mask.dtype == torch.bool else mask == 0
-
-
-def chosen_method(
-    model: Any,
-    policy: Policy | str | os.PathLike[str] | None,
-    retention: float | None,
-    method: str | Method,
-    budget_tokens: int | None = None,
-    pattern: list[list[float]] | None = None,
-    tokenizer: Any = None,
-) -> Method:
-    """`method`, built for `model` where it is given by its name; see `RaggedCache` for the arguments and errors."""
-    if not isinstance(method, str | Method):
-        raise CacheError(f"method is {method!r}; give a name that `lkv methods` lists, or a Method of your own.")
-    if policy is not None and not isinstance(policy, Policy | str | os.PathLike):
-        raise PolicyFileError(
-            f"policy is {policy!r}; give a Policy, its folder or its hub id, and how much is kept as retention=0.15."
-        )
-    if pattern is not None and (isinstance(method, Method) or not needs_pattern(method)):
-        name = method if isinstance(method, str) else method.name
-        raise BudgetError(f"the method {name!r} reads no pattern of retrieval heads: leave it out, or use 'duo'.")
-    if isinstance(method, Method):
-        if retention is not None or budget_tokens is not None:
-            raise RetentionError(
-                f"the method {method.name!r} has a budget rule of its own: leave retention and budget_tokens out, or "
-                "give a method by its name."
-            )
-        return method
-    if tokenizer is None and needs_second_pass(method):
-        raise CacheError(f"{method!r} reads the text a second time: use lkv.compress(..., method={method!r}).")
-    attached, amount = patch_attention(model), RetentionTarget.from_arguments(retention, budget_tokens)
-    spec, learned = attached.spec, None
-    if needs_policy(method):
-        learned = fitting_policy(spec, policy).on(model.device)
-    if pattern is not None:
-        check_table(pattern, spec.layers, spec.kv_heads, "the pattern of retrieval heads")
-    return make_method(method, amount, learned, attached.heads, model, spec.layers, pattern, tokenizer)

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise LkvError for options that do not go together, before anything is loaded."""
-    from lkv.methods.registry import FULL, needs_pattern
+    from lkv.methods.registry import FULL, parse_method
 
     compressing = ("retention", "method", "policy", "pattern", "chunk", "bits")
     given = [f"--{name}" for name in compressing if getattr(options, name) is not None] + [
@@ -88,7 +88,7 @@ def _check(options: argparse.Namespace) -> None:
         raise LkvError(f"the uncompressed cache of {FULL!r} is not saved; leave --save out, or use another method.")
     if options.retention is not None:
         check_retention(options.retention)
-    duo = options.method not in (None, FULL) and needs_pattern(options.method)
+    duo = options.method not in (None, FULL) and parse_method(options.method).needs_pattern
     if duo != (options.pattern is not None):
         wanted = "needs --pattern FILE" if duo else "takes no --pattern, which is for the rule duo"
         raise LkvError(f"the method {options.method or 'lkv'!r} {wanted}; `lkv methods` says what each method needs.")
@@ -116,7 +116,7 @@ def _compressed(options: argparse.Namespace) -> "Context":
     from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.budgets import read_pattern
     from lkv.methods.registry import FULL
-    from lkv.models.loading import load_policy
+    from lkv.policy.lookup import load_policy
     from lkv.utils.prompts import encode_context
 
     text = read_document(options.words[0])

@@ -82,8 +82,9 @@ def run(options: argparse.Namespace) -> None:
 
     from lkv.evaluation.runner import EvaluationConfig, distributed_state, evaluate
     from lkv.integrations.transformers.attention import patch_attention
-    from lkv.methods.registry import FULL, find, needs_pattern, needs_policy
-    from lkv.models.loading import DEFAULT, load_model, load_policy, policy_for
+    from lkv.methods.registry import FULL, parse_method
+    from lkv.models.loading import DEFAULT, load_model
+    from lkv.policy.lookup import load_policy, policy_for
     from lkv.utils.files import check_writable_file
 
     # What is wrong with the command is told before a model is loaded.
@@ -98,16 +99,16 @@ def run(options: argparse.Namespace) -> None:
     options.methods = _of_each(options.methods, [name for name in paths if name])
     for name in options.methods:
         if name != FULL:
-            find(name)
+            parse_method(name)
     for retention in options.retention:
         check_retention(retention)
-    if options.pattern is None and any(needs_pattern(name) for name in options.methods if name != FULL):
+    if options.pattern is None and any(parse_method(name).needs_pattern for name in options.methods if name != FULL):
         raise LkvError(
             "DuoAttention must know the retrieval heads of the model: give --pattern with a full_attention_heads.tsv, "
             "or with a long text file to estimate them from."
         )
     examples = _longbench(options, tasks) if options.suite == "longbench" else _ruler(options, tasks)
-    needed = any(needs_policy(name) for name in options.methods if name != FULL)
+    needed = any(parse_method(name).needs_policy for name in options.methods if name != FULL)
     revision = options.policy_revision
     loaded = {name: load_policy(path, options.strict, revision) for name, path in paths.items()} if needed else {}
     policy = loaded.pop("", None)
@@ -160,11 +161,11 @@ def _split(text: str) -> tuple[str, str]:
 
 def _of_each(methods: Sequence[str], names: Sequence[str]) -> list[str]:
     """Methods that read a policy once for each of `names`."""
-    from lkv.methods.registry import FULL, needs_policy
+    from lkv.methods.registry import FULL, parse_method
 
     named: list[str] = []
     for method in methods:
-        several = names and method != FULL and needs_policy(method)
+        several = names and method != FULL and parse_method(method).needs_policy
         named += [f"{method}@{name}" for name in names] if several else [method]
     return named
 

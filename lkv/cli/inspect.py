@@ -69,7 +69,8 @@ def _budgets(options: argparse.Namespace) -> None:
 
 def _policy(options: argparse.Namespace) -> Any:
     """The policy that is named, or the one shipped for the model."""
-    from lkv.models.loading import default_policy, load_model, load_policy
+    from lkv.models.loading import load_model
+    from lkv.policy.lookup import default_policy, load_policy
 
     name = options.what or options.policy
     if name is None:
@@ -97,23 +98,24 @@ def _told(policy: Any) -> list[str]:
 
 def _check_page(options: argparse.Namespace) -> None:
     """Raise LkvError for what cannot be shown of a text, before anything is loaded."""
-    from lkv.methods.registry import FULL, needs_pattern, needs_second_pass
+    from lkv.methods.registry import FULL, parse_method
 
     check_policy(options)
     if options.json or options.figure:
         raise LkvError("--json and --figure are of a policy, but a text was given; leave out these, or the text.")
-    if options.method == FULL or needs_second_pass(options.method):
+    if options.method == FULL or parse_method(options.method).needs_second_pass:
         why = "keeps everything" if options.method == FULL else "sees all layers before it keeps anything"
         raise LkvError(f"{options.method!r} {why}; look at a method that goes by layers.")
     for method in (options.method, *(options.against if options.question else ())):
-        if method != FULL and needs_pattern(method):
+        if method != FULL and parse_method(method).needs_pattern:
             raise LkvError(f"{method!r} needs a pattern of retrieval heads, which a page takes none of; leave it out.")
 
 
 def _page(options: argparse.Namespace) -> None:
     from lkv.context.documents import STDIN, read_document
     from lkv.context.inspection import inspect_text, render_page
-    from lkv.models.loading import DEFAULT, load_model, load_policy
+    from lkv.models.loading import DEFAULT, load_model
+    from lkv.policy.lookup import load_policy
     from lkv.utils.devices import on_device, torch_dtype
     from lkv.utils.files import check_writable_file, write_text
 
@@ -145,13 +147,13 @@ def _answers(options: argparse.Namespace, model: Any, tokenizer: Any, text: str,
     """Each question answered by the full cache, the method looked at, and its rivals."""
     from lkv.context.context import compress
     from lkv.context.inspection import MethodAnswer
-    from lkv.methods.registry import FULL, label, needs_policy
+    from lkv.methods.registry import FULL, method_label, parse_method
 
     answers: dict[str, list[MethodAnswer]] = {question: [] for question in options.question}
     for method in dict.fromkeys((FULL, options.method, *options.against)):
         retention = None if method == FULL else options.retention
-        learned = policy if method != FULL and needs_policy(method) else None
-        shown = "Full cache" if method == FULL else label(method)
+        learned = policy if method != FULL and parse_method(method).needs_policy else None
+        shown = "Full cache" if method == FULL else method_label(method)
         _tell(f"{shown}: reading, then {len(answers)} answer{'s' * (len(answers) > 1)}")
         context = compress(model, tokenizer, text, method=method, retention=retention, policy=learned)
         held = (shown, context.realised_retention(), context.nbytes(), context.full_nbytes())

@@ -2,7 +2,7 @@
 
 import argparse
 
-from lkv.methods.registry import REFIT, RULES, SELECTORS, describe, methods
+from lkv.methods.registry import REFIT, budgets, methods, selectors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -10,10 +10,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """One line a method, then the rules and selectors that make others."""
-    for name in methods():
-        print(f"{name:18} {describe(name)}")
-    print(f"\nMETHOD{REFIT} moves what any of them keeps, in the same bytes, to answer as all entries did.")
-    print(f"Any budget rule goes with any selector, as RULE+SELECTOR.\nrules: {', '.join(RULES)}")
-    print(f"selectors: {', '.join(SELECTORS)}")
+    """One line a method, then the budgets and selectors that make others."""
+    for name, spec in methods().items():
+        print(f"{name:18} {spec.description}")
+    print(f"\nMETHOD{REFIT} adjusts the kept keys and values by least squares, at no extra memory.")
+    print(f"Any budget goes with any selector, as BUDGET+SELECTOR.\nbudgets: {', '.join(budgets())}")
+    print(f"selectors: {', '.join(selectors())}")
     print("Queries and a second pass come from the text itself; a policy and a pattern are given, or shipped.")

@@ -31,18 +31,19 @@ def run(options: argparse.Namespace) -> None:
 def _for_model(name: str) -> str:
     """What there is for a model, which is loaded: a policy knows it by its weights."""
     from lkv.integrations.transformers.attention import patch_attention
-    from lkv.methods.registry import METHODS, needs_policy
+    from lkv.methods.registry import methods
     from lkv.models.loading import load_model
-    from lkv.policy.fingerprint import differs
+    from lkv.policy.model_match import model_difference
 
     model, tokenizer = load_model(name)
     spec = patch_attention(model).spec
-    fitting = [policy for policy in shipped() if differs(policy.spec, spec) is None]
+    fitting = [policy for policy in shipped() if model_difference(policy.spec, spec) is None]
     if fitting:
         return "\n\n".join("\n".join(_lines(policy)) for policy in fitting)
+    free = ", ".join(name for name, method in methods().items() if not method.needs_policy)
     lines = [
         f"No policy is shipped for {name} ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads).",
-        f"  methods   these need none: {', '.join(method for method in METHODS if not needs_policy(method))}",
+        f"  methods   these need none: {free}",
         f"  training  `{_TRAIN.format(name)}`, {_training_times(model, tokenizer)}",
     ]
     return "\n".join(lines)

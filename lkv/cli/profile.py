@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure each length, going on where an earlier run stopped, and write the result."""
-    from lkv.methods.registry import FULL, find
+    from lkv.methods.registry import FULL, parse_method
 
     # What is wrong with the command is told before a model is made.
     check_retention(options.retention)
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
         raise LkvError("the result needs a place: give --out FILE.json, or --dry-run to measure nothing.")
     for name in options.methods:
         if name != FULL:
-            find(name)
+            parse_method(name)
     if options.out.suffix != ".json":
         raise LkvError(f"--out is {options.out}, but the result is a JSON file: give a name that ends with .json.")
     if options.streaming and options.chunk is None:
@@ -146,8 +146,9 @@ def _profiler(options: argparse.Namespace) -> Any:
     from lkv.evaluation.profiling.measure import Profiler, ProfileSettings
     from lkv.evaluation.profiling.random_models import extend_positions, random_model, random_policy, read_config
     from lkv.integrations.transformers.attention import patch_attention
-    from lkv.methods.registry import FULL, needs_policy
-    from lkv.models.loading import DEFAULT, load_model, load_policy, policy_for
+    from lkv.methods.registry import FULL, parse_method
+    from lkv.models.loading import DEFAULT, load_model
+    from lkv.policy.lookup import load_policy, policy_for
 
     try:
         device, dtype = torch.device(options.device), getattr(torch, options.dtype)
@@ -171,7 +172,7 @@ def _profiler(options: argparse.Namespace) -> Any:
             policy = policy_for(spec)
         except PolicyMismatchError:
             policy = random_policy(spec, options.seed)
-    if any(needs_policy(method) for method in options.methods if method != FULL):
+    if any(parse_method(method).needs_policy for method in options.methods if method != FULL):
         policy.check_model(spec)
     settings = ProfileSettings(
         retention=options.retention,

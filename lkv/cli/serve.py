@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Serve until interrupted; raises LkvError for what the user can mend."""
-    from lkv.methods.registry import FULL, needs_pattern
+    from lkv.methods.registry import FULL, parse_method
     from lkv.utils.extras import require
 
     require("ray" if options.ray else "serve", "lkv serve")
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
     check_retention(options.retention)
     if options.method == FULL:
         raise LkvError("uncompressed contexts cannot be stored; give a method that compresses, such as lkv.")
-    if needs_pattern(options.method):
+    if parse_method(options.method).needs_pattern:
         raise LkvError(f"{options.method!r} needs a pattern of retrieval heads, which a server takes none of.")
     check_policy(options)
     if not 0 < options.port < 65536:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, TextStreamer
 
-from lkv.cache.ragged_cache import RaggedCache, SharedCache, chosen_method
+from lkv.cache.ragged_cache import RaggedCache, SharedCache
 from lkv.config import asdict
 from lkv.context import saved_context
 from lkv.context.generation import answer_length, check_options, ended, generated, is_assisted, is_cut_off, streamed
@@ -24,7 +24,7 @@ from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.progress import report_progress
 from lkv.integrations.transformers.spec import max_positions
 from lkv.methods.budgets import RetentionTarget
-from lkv.methods.build import Method
+from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils.deprecation import positional_keywords
@@ -384,8 +384,8 @@ def compress_ids(
     if chunk is not None:
         options["prompt_tokens"] = len(ids)
     of_method = {name: options.pop(name, None) for name in ("budget_tokens", "pattern")}
-    chosen = chosen_method(model, policy, retention, method, tokenizer=tokenizer, **of_method)
-    if chosen.of_whole_prompts:
+    chosen = resolve_method(method, model, retention=retention, policy=policy, tokenizer=tokenizer, **of_method)
+    if chosen.needs_whole_prompt:
         cache = _read_whole(model, chosen, ids, chunk, options, progress)
     else:
         cache = RaggedCache(model, method=chosen, **options)

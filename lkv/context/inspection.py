@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lkv.cache.ragged_cache import chosen_method
 from lkv.errors import LkvError, PromptError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
-from lkv.methods.build import Method
-from lkv.methods.registry import needs_pattern
+from lkv.methods.method import Method, resolve_method
+from lkv.methods.registry import parse_method
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import bos_ids, chat_template_parts, encode, encode_context
 
@@ -59,10 +58,13 @@ def inspect_text(
     ids = encode_context(tokenizer, text)
     if len(ids) >= spec.max_positions:
         raise PromptError(f"the text has {len(ids)} tokens, but the model reads {spec.max_positions}; shorten it.")
-    if needs_pattern(method):
+    if parse_method(method).needs_pattern:
         raise LkvError(f"{method!r} needs a pattern of retrieval heads, which inspecting takes none of; use another.")
-    methods = [chosen_method(model, policy, retention, method, tokenizer=tokenizer) for retention in retentions]
-    if methods[0].of_whole_prompts:
+    methods = [
+        resolve_method(method, model, retention=retention, policy=policy, tokenizer=tokenizer)
+        for retention in retentions
+    ]
+    if methods[0].needs_whole_prompt:
         raise LkvError(f"{method!r} sees all layers before it keeps anything; look at a method that goes by layers.")
     prompt = read_prompt(model, torch.tensor([ids], device=input_device(model)), methods[0].selector.reads_queries)
     ranks, counts = _ranked(methods, prompt)

@@ -12,9 +12,9 @@ from lkv.config import ModelSpec, from_dict
 from lkv.errors import CacheError, ContextFileError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
-from lkv.methods.build import Method
+from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
-from lkv.policy.fingerprint import differs
+from lkv.policy.model_match import model_difference
 from lkv.policy.policy import Policy
 from lkv.utils import tensor_file
 from lkv.utils.tensor_file import Kind
@@ -54,7 +54,7 @@ def restored(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], 
     tensors, about = read_context_file(path)
     spec = patch_attention(model).spec
     try:
-        if difference := differs(from_dict(ModelSpec, about["model"]), spec):
+        if difference := model_difference(from_dict(ModelSpec, about["model"]), spec):
             raise ContextFileError(f"{path} was saved by a model with {difference}; load it with that model.")
         if policy is not None and policy.digest() != about["policy"]:
             raise ContextFileError(

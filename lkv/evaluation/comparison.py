@@ -17,8 +17,8 @@ from lkv.integrations.transformers.attention import input_device, patch_attentio
 from lkv.integrations.transformers.cache_layers import crop_to
 from lkv.integrations.transformers.prefill import LayerKV, PromptKV, as_prompt_kv, query_rotations
 from lkv.methods.budgets import RetentionTarget, Uniform
-from lkv.methods.build import Method, MethodInputs, build_rule, build_selector, side_by_side
-from lkv.methods.registry import FULL, POLICY, REFIT, SELECTORS, find, policy_name
+from lkv.methods.method import Method, MethodInputs, combine_rowwise
+from lkv.methods.registry import FULL, POLICY, REFIT, parse_method, selectors
 from lkv.methods.selectors import Selector, StreamingLLM
 from lkv.policy.policy import Policy
 from lkv.utils.fidelity import is_top1_equal, kl_divergence
@@ -67,8 +67,8 @@ class MethodGrid:
         for tag, learned in [*(policies or {}).items(), *([("", policy)] if policy is not None else [])]:
             learned.check_model(attached.spec)
             named[tag] = learned.on(model.device)
-        self._entries = {name: find(name) for name in dict.fromkeys(names) if name != FULL}
-        if unknown := sorted({tag for name in self._entries if (tag := policy_name(name)) not in named}):
+        self._entries = {name: parse_method(name) for name in dict.fromkeys(names) if name != FULL}
+        if unknown := sorted({spec.policy_name for spec in self._entries.values()} - set(named)):
             raise LkvError(f"there is no policy named {', '.join(unknown)}; give it as --policy NAME=PATH.")
         self._inputs = {
             (retention, tag): MethodInputs(
@@ -87,20 +87,20 @@ class MethodGrid:
         self._retentions = list(dict.fromkeys(retentions))
         first = self._retentions[0]
         self._selectors = {
-            part: build_selector(part[0], self._inputs[first, part[1]])
-            for part in dict.fromkeys(self._selector_of(name) for name in self._entries)
+            self._selector_of(name): spec.build_selector(self._inputs[first, spec.policy_name])
+            for name, spec in self._entries.items()
         }
-        for name, entry in self._entries.items():
+        for entry in self._entries.values():
             # What is missing is missed before the first prompt is read.
-            build_rule(entry.rule, self._inputs[first, policy_name(name)])
+            entry.build_budget(self._inputs[first, entry.policy_name])
         if any(entry.compensation for entry in self._entries.values()):
             query_rotations(model, REFIT)
         self._wanted = {(name, retention) for name in self._entries for retention in self._retentions}
 
     def _selector_of(self, name: str) -> tuple[str, str]:
         """Which selector a method has: by its name, and by its policy's where it reads one."""
-        selector = self._entries[name].selector
-        return selector, policy_name(name) if POLICY in SELECTORS[selector].needs else ""
+        spec = self._entries[name]
+        return spec.selector, spec.policy_name if POLICY in selectors()[spec.selector].needs else ""
 
     def select(self, wanted: frozenset[tuple[str, float]]) -> "MethodGrid":
         """The same with these methods at these retentions alone, and the full cache."""
@@ -152,8 +152,8 @@ class MethodGrid:
                 try:
                     if isinstance(scores, LkvError):
                         raise scores
-                    rule = build_rule(entry.rule, self._inputs[retention, policy_name(name)])
-                    method = Method(name, rule, selector, compensation=entry.compensation).for_prompt(ids, prompt)
+                    budget = entry.build_budget(self._inputs[retention, entry.policy_name])
+                    method = Method(name, budget, selector, compensation=entry.compensation).for_prompt(ids, prompt)
                     method.budget.counts(0, scores)
                 except LkvError as error:
                     skipped.append(SkippedMethod(name, retention, str(error)))
@@ -226,7 +226,7 @@ class MethodComparison:
         """`prompt` is what `read_prompt(model, ids, queries=True)` gave; row i of every result is `methods[i]`."""
         self._model, self._ids, self._rows = model, list(ids), len(methods)
         self._prompt_tokens = len(ids)
-        self._cache = RaggedCache(model, method=side_by_side(methods))
+        self._cache = RaggedCache(model, method=combine_rowwise(methods))
         self._cache.fill(PromptKV((_repeat(layer, self._rows) for layer in prompt), as_prompt_kv(prompt).windows))
 
     def kept_entries(self) -> list[int]:

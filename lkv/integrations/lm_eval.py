@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lkv.cache.ragged_cache import RaggedCache, chosen_method
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context, compress_ids
 from lkv.errors import IntegrationError
 from lkv.integrations.splitting import ContextSplit, common_prefix_length
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.methods.method import resolve_method
 from lkv.methods.registry import FULL
 
 try:
@@ -122,7 +123,9 @@ class LKVLM(HFLM):
         patch_attention(self.model)
         self._method: Any = FULL
         if method != FULL:
-            self._method = chosen_method(self.model, policy, retention, method, tokenizer=self.tokenizer)
+            self._method = resolve_method(
+                method, self.model, retention=retention, policy=policy, tokenizer=self.tokenizer
+            )
         self._max_retention = 1.0 if method == FULL else retention + tolerance
         self._bits: dict[str, Any] = {} if bits is None else {"bits": bits}
         self._min_context = min_context

@@ -20,15 +20,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lkv.config import ModelSpec
-from lkv.errors import ModelLoadError, PolicyFileError, PolicyMismatchError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.methods.registry import METHODS, needs_policy
+from lkv.errors import ModelLoadError
 from lkv.models.conversion import convert_once, digest_of, is_complete, is_gguf
-from lkv.policy.fingerprint import differs
-from lkv.policy.policy import Policy
-from lkv.policy.policy_file import is_policy
-from lkv.policy.shipped import shipped
 from lkv.utils.extras import require
 from lkv.utils.files import as_path
 
@@ -129,81 +122,6 @@ def _read(kind: Any, name: str, revision: str | None, problem: str) -> Any:
     except Exception as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelLoadError(f"{problem} ({cause}).") from error
-
-
-def default_policy(model: Any = DEFAULT, paper: bool = False) -> Policy:
-    """The policy shipped for `model`: a model, which is known by its weights, or a name that `lkv policies` lists, its
-    own or the model's on the hub. `paper`: the one whose scorer is the paper's.
-
-    Raises PolicyMismatchError where there is none.
-    """
-    if not isinstance(model, str):
-        return policy_for(patch_attention(model).spec, paper)
-    for entry in shipped():
-        names = (entry.name.removesuffix("-paper"), *entry.hub_names)
-        if entry.is_papers == paper and model.lower() in map(str.lower, names):
-            return Policy.from_pretrained(entry.folder)
-    raise PolicyMismatchError(_none_for(repr(model)))
-
-
-def policy_for(spec: ModelSpec, paper: bool = False) -> Policy:
-    """The policy shipped for the model that `spec` describes; `paper` as in `default_policy`.
-
-    Raises PolicyMismatchError where there is none; it names the methods that need none, and how to train one.
-    """
-    for entry in shipped():
-        if entry.is_papers == paper and differs(entry.spec, spec) is None:
-            return Policy.from_pretrained(entry.folder)
-    raise PolicyMismatchError(
-        _none_for(f"this model ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)")
-    )
-
-
-def _none_for(model: str) -> str:
-    free = ", ".join(name for name in METHODS if not needs_policy(name))
-    return (
-        f"no policy is shipped for {model}; `lkv policies` lists those that are: give your own, use a method that "
-        f"needs none ({free}), or train one with `lkv train --model NAME --data FOLDER --out FOLDER`, which `lkv "
-        "policies --model NAME` estimates the time of."
-    )
-
-
-def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str | None = None) -> Policy:
-    """The policy in a folder, in a training run's folder, on the hub, or a shipped one by its name.
-
-    Without `strict` it warns instead of refusing another model than its own; `revision` is a commit, tag or branch on
-    the hub. Raises PolicyFileError where there is none.
-    """
-    folder = as_path(name, PolicyFileError, "the policy")
-    named = next((entry.folder for entry in shipped() if entry.name == str(name)), None)
-    if named is not None:
-        return Policy.from_pretrained(named, strict, revision)
-    if is_policy(folder / "policy") and not is_policy(folder):
-        return Policy.from_pretrained(folder / "policy", strict, revision)
-    if (folder / "config.json").is_file() and not is_policy(folder):
-        raise PolicyFileError(
-            f"{folder} looks like a model, not like a policy; give what `lkv train` left in OUT/policy."
-        )
-    try:
-        return Policy.from_pretrained(name, strict, revision)
-    except (OSError, ValueError, RecursionError) as error:
-        raise PolicyFileError(
-            f"{str(name)!r} is neither a policy folder nor a hub id such as 'owner/name' ({error}); give one of these."
-        ) from error
-
-
-def fitting_policy(
-    spec: ModelSpec, given: Policy | str | os.PathLike[str] | None = None, strict: bool = True
-) -> Policy:
-    """The policy `given`, or of that name (`load_policy`), or shipped, for the model that `spec` describes.
-
-    Raises PolicyMismatchError for that of another model, or where none is given or shipped, and PolicyFileError.
-    """
-    if given is None:
-        return policy_for(spec)
-    policy = given if isinstance(given, Policy) else load_policy(given, strict)
-    policy.check_model(spec)
-    return policy
 
 
 def cache_folder() -> Path:

@@ -28,7 +28,7 @@ from lkv.kernels.token_scores import (
     scores_on_arrival,
 )
 from lkv.policy import policy_file
-from lkv.policy.fingerprint import differs, fits
+from lkv.policy.model_match import has_same_heads, model_difference
 
 SPREAD = 16  # columns of the learned queries' covariance: measured as good as the whole of it
 FUTURE = 512  # positions over which the queries to come are taken to stand, as Expected Attention has it
@@ -191,15 +191,15 @@ class Policy(nn.Module):
 
         A policy loaded with strict=False only warns, as long as the model has the same heads.
         """
-        difference = differs(self.spec, spec)
+        difference = model_difference(self.spec, spec)
         if difference is None:
             return
         problem = f"this policy was trained for a model with {difference}"
-        if not self.strict and fits(self.spec, spec):
+        if not self.strict and has_same_heads(self.spec, spec):
             warnings.warn(f"{problem}; what it keeps may not be what this model needs.", stacklevel=3)
             return
         remedy = "use the model it was trained for, or train a policy for yours with `lkv train`"
-        if fits(self.spec, spec):
+        if has_same_heads(self.spec, spec):
             remedy += ", or load it with strict=False to be warned instead"
         raise PolicyMismatchError(f"{problem}; {remedy}.")
 

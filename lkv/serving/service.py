@@ -15,8 +15,9 @@ from lkv.integrations.continuous import Answer, start
 from lkv.integrations.sampling import SamplingParams
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import max_positions
-from lkv.methods.registry import needs_policy
-from lkv.models.loading import DEFAULT, cache_folder, fitting_policy, load_model, load_policy
+from lkv.methods.registry import parse_method
+from lkv.models.loading import DEFAULT, cache_folder, load_model
+from lkv.policy.lookup import load_policy, resolve_policy
 from lkv.policy.policy import Policy
 from lkv.serving.store import ContextStore, Entry, Settings, entry_of, name_of
 from lkv.utils.devices import on_device, torch_dtype
@@ -245,11 +246,11 @@ def make_service(options: dict[str, Any]) -> Service:
     model, tokenizer = load_model(name, torch_dtype(options["dtype"]), options["revision"])
     model = on_device(model, options["device"])
     policy = None
-    if needs_policy(options["method"]):
+    if parse_method(options["method"]).needs_policy:
         given = options["policy"] or None
         if given is not None:
             given = load_policy(given, options["strict"], options["policy_revision"])
-        policy = fitting_policy(patch_attention(model).spec, given)
+        policy = resolve_policy(patch_attention(model).spec, given)
     limits = Limits(
         options["max_upload"] * 2**20, options["max_requests"], options["max_texts"], options["max_tokens"],
         options["timeout"],

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
 from lkv.kernels.token_scores import expected_attention_scores
 from lkv.methods.budgets.global_topk import GlobalTopKBudget
-from lkv.methods.kvzip import replay_scores
+from lkv.methods.selectors.kvzip import replay_scores
 from lkv.policy.policy import FUTURE, HeadScores, Policy
 from lkv.training.cost import WARM_START_TOKENS, WARM_START_UPDATES
 from lkv.training.data.samples import TokenizedSample

@@ -6,7 +6,7 @@ import torch
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
 from lkv.methods.budgets import PerHead
-from lkv.methods.build import Method
+from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm
 from tests.conftest import tiny_llama
 

@@ -23,7 +23,7 @@ from lkv.errors import (
 from lkv.evaluation.profiling.memory import LiveBytes
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.methods.budgets import PerHead, Uniform
-from lkv.methods.build import Method
+from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
@@ -241,7 +241,7 @@ def test_what_cannot_work_is_refused(model, policy):
     with pytest.raises(RetentionError, match=r"retention 0\.5 and budget_tokens 9 both say how much to keep"):
         RaggedCache(model, policy, 0.5, budget_tokens=9)
     for amount in ({"retention": 0.1}, {"budget_tokens": 3}):
-        with pytest.raises(RetentionError, match="'half' has a budget rule of its own: leave retention and"):
+        with pytest.raises(RetentionError, match="'half' has a budget of its own: leave retention and"):
             RaggedCache(model, method=Method("half", Uniform(0.5), RandomScores()), **amount)
     for option in ({"streaming": True, "prompt_tokens": 9}, {"decode_eviction": True}):
         with pytest.raises(CacheError, match="does not work with 'snapkv'"):

@@ -15,7 +15,7 @@ from lkv.errors import CacheError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import PerHead, RetentionTarget, Uniform
-from lkv.methods.build import Method
+from lkv.methods.method import Method
 from lkv.methods.selectors import Selector, SnapKV
 from tests.conftest import tiny_llama
 from tests.oracle import evicting_at, hidden_from_continuation

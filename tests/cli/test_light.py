@@ -15,7 +15,7 @@ import sys
 if heavy := {{"torch", "transformers"}} & set(sys.modules):
     sys.exit(f"loads {{heavy}}")
 """
-LIGHT = ["lkv", "lkv.config", "lkv.errors", "lkv.policy.shipped", "lkv.policy.fingerprint", "lkv.cli.main"]
+LIGHT = ["lkv", "lkv.config", "lkv.errors", "lkv.policy.shipped", "lkv.policy.model_match", "lkv.cli.main"]
 
 
 def run(program: str) -> subprocess.CompletedProcess:

@@ -13,7 +13,7 @@ from lkv.context.chat import Chat
 from lkv.context.context import Context, compress
 from lkv.errors import CacheError, ContextFileError, PromptError, RetentionError
 from lkv.integrations.transformers.spec import inspect_model
-from lkv.methods.build import make_method
+from lkv.methods.method import resolve_method
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
@@ -331,7 +331,7 @@ def test_a_context_tells_how_it_was_compressed(model, policy):
     for method, own in [("lkv", digest), ("lkv-h+kvzip", digest), ("kvzip", None)]:
         assert about(method, budget_tokens=9) == {"retention": None, "budget_tokens": 9, "policy": own}
         assert about(method, retention=0.4) == {"retention": 0.4, "budget_tokens": None, "policy": own}
-    method = make_method("knorm", 0.5)
+    method = resolve_method("knorm", retention=0.5)
     assert about(method) == {"retention": 0.5, "budget_tokens": None, "policy": None}
 
 
@@ -340,8 +340,8 @@ def test_bad_options_are_named(model, policy):
         compress(model, Words(), TEXT, policy=policy, prompt_tokens=100)
     with pytest.raises(CacheError, match="'full' has no options; leave bits, slack out"):
         compress(model, Words(), TEXT, method="full", bits=8, slack=2)
-    with pytest.raises(RetentionError, match="has a budget rule of its own"):
-        compress(model, Words(), TEXT, method=make_method("knorm", 0.5), retention=0.3)
+    with pytest.raises(RetentionError, match="has a budget of its own"):
+        compress(model, Words(), TEXT, method=resolve_method("knorm", retention=0.5), retention=0.3)
     with pytest.raises(PromptError, match="chunk is 0"):
         compress(model, Words(), TEXT, policy=policy, chunk=0)
     with pytest.raises(PromptError, match="give their size in tokens as chunk"):

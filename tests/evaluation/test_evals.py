@@ -12,8 +12,8 @@ from lkv.evaluation.needles import make_needles
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.methods.budgets import GlobalTopKBudget, Uniform
-from lkv.methods.build import Method, make_method
-from lkv.methods.selectors import GivenScores, LearnedScores, SnapKV
+from lkv.methods.method import Method, resolve_method
+from lkv.methods.selectors import LearnedScores, PrecomputedScores, SnapKV
 from lkv.utils.journal import open_journal, read_journal, read_samples
 from lkv.utils.prompts import encode_question
 from lkv.utils.results import write_results
@@ -35,7 +35,7 @@ def test_side_by_side_equals_one_by_one(model, policy):
     ids, prompt = prompt_of(model)
     methods = [
         Method("full", Uniform(1.0), LearnedScores(policy)),
-        make_method("lkv", 0.3, policy),
+        resolve_method("lkv", retention=0.3, policy=policy),
         Method("snap", Uniform(0.3), SnapKV(window=6)),
     ]
     run = MethodComparison(model, ids, prompt, methods)
@@ -68,7 +68,7 @@ def test_kvzip_repeats_a_long_text_part_by_part(model, monkeypatch):
     torch.manual_seed(0)
     ids = torch.randint(3, 67, (25,)).tolist()
     prompt = read_prompt(model, torch.tensor([ids]))
-    monkeypatch.setattr("lkv.methods.kvzip._CHUNK", 10)
+    monkeypatch.setattr("lkv.methods.selectors.kvzip._CHUNK", 10)
     found = kvzip(model, Words(), ids, prompt, 0.25).selector
     stock = tiny_llama()
     stock.set_attn_implementation("eager")
@@ -115,7 +115,7 @@ def test_global_budgets_are_one_contest():
         best = table[:, row].flatten().topk(60).indices // 25
         expected = torch.bincount(best, minlength=12).view(4, 3)
         assert torch.equal(counts[:, row], expected)
-    assert torch.equal(GivenScores(table).scores(2, LayerKV(table[0], table[0], 1.0)), table[2])
+    assert torch.equal(PrecomputedScores(table).scores(2, LayerKV(table[0], table[0], 1.0)), table[2])
 
 
 def test_bootstrap_interval_covers_the_mean():

@@ -15,9 +15,9 @@ from lkv.evaluation.report.results import read_results
 from lkv.evaluation.runner import _share_of
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods import kvzip as second_pass
-from lkv.methods.registry import needs_policy, needs_second_pass
+from lkv.methods.registry import parse_method
 from lkv.methods.selectors import LearnedScores
+from lkv.methods.selectors import kvzip as second_pass
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
 from tests.fake_suite import Letters, make_examples, make_prompt, run, score, without_seconds
@@ -48,11 +48,11 @@ def test_every_row_answers_as_its_method_alone(model, policy, tmp_path):
                 cache = DynamicCache()
                 held = 3 * 2 * line["prompt_tokens"]
             else:
-                if needs_second_pass(name):
+                if parse_method(name).needs_second_pass:
                     method = kvzip(model, Letters(), given.context, prompt, retention, name, policy)
                     cache = RaggedCache(model, method=method)
                 else:
-                    cache = RaggedCache(model, policy if needs_policy(name) else None, retention, name)
+                    cache = RaggedCache(model, policy if parse_method(name).needs_policy else None, retention, name)
                 cache.fill(prompt)
                 held = sum(map(sum, cache.kept_counts()))
             out = model.generate(whole, past_key_values=cache, do_sample=False, max_new_tokens=6)

@@ -11,8 +11,8 @@ from lkv.evaluation.profiling.measure import Profiler, ProfileSettings
 from lkv.evaluation.profiling.random_models import random_policy
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import inspect_model
-from lkv.methods.registry import METHODS, find, needs_pattern
-from lkv.models.loading import default_policy
+from lkv.methods.registry import METHODS
+from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel
@@ -31,7 +31,8 @@ def small():
 
 
 @pytest.mark.parametrize(
-    "method", sorted(name for name in METHODS if find(name).selector != "kvzip" and not needs_pattern(name))
+    "method",
+    sorted(name for name, spec in METHODS.items() if not (spec.needs_second_pass or spec.needs_pattern)),
 )
 @torch.no_grad()
 def test_every_method_under_another_default_device(small, method):

@@ -21,7 +21,7 @@ from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
 from lkv.methods.budgets import PerHead
-from lkv.methods.build import Method
+from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm
 from lkv.policy.policy import Policy
 from lkv.utils import devices

@@ -27,7 +27,7 @@ from lkv.integrations.kvpress import LKVHeadBudgetPress, LKVScorerPress
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import Ada, Pyramid, PyramidOfKvpress, Uniform, estimate_mean_pattern
-from lkv.methods.build import Method, make_method
+from lkv.methods.method import Method, resolve_method
 from lkv.methods.selectors import SnapKV
 from tests.conftest import tiny_llama
 from tests.integrations.transformers.test_models import build
@@ -148,7 +148,7 @@ def test_duo_of_heads_keeps_what_kvpress_keeps(retention, tokens):
         _, heads, masked = module.self_attn.masked_key_indices or ((), torch.zeros(0), torch.zeros(0))
         for head, token in zip(heads.tolist(), masked.tolist(), strict=True):
             theirs[layer][head].remove(token)
-    method = make_method("duo-kvpress", retention, pattern=pattern)
+    method = resolve_method("duo-kvpress", retention=retention, pattern=pattern)
     assert kept_by_ours(tiny_llama(max_position_embeddings=1024), ids, method) == theirs
 
 
@@ -222,7 +222,7 @@ def test_kvpress_pipeline_answers_as_the_ragged_cache_does(name, seed, policy):
     model = tiny_llama()
     model.generation_config.eos_token_id = None
     press = LKVScorerPress(policy, 0.75)
-    method = make_method(name, 0.25, policy)
+    method = resolve_method(name, retention=0.25, policy=policy)
     if name == "lkv":
         press = LKVHeadBudgetPress(policy, press)
     elif name == "lkv-h+snapkv":
@@ -244,7 +244,7 @@ def test_a_model_in_use_by_lkv_can_be_pressed(wrapped, policy, monkeypatch):
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "lkv_sdpa", attention_patch(inner))
     model.generation_config.eos_token_id = None
     press = LKVHeadBudgetPress(policy, LKVScorerPress(policy, 0.75))
-    method = make_method("lkv", 0.25, policy)
+    method = resolve_method("lkv", retention=0.25, policy=policy)
     check_answers(model, press, method, tokenizer(), words(text(1, TOKENS - 1)), words(text(9, QUESTION)), 8)
 
 
@@ -294,6 +294,6 @@ def test_the_embedded_model_answers_alike():
         "the two hundred steps, and every morning she wrote the names of the ships that had passed into a book. "
     )
     press = LKVHeadBudgetPress(policy, LKVScorerPress(policy, 0.5))
-    method = make_method("lkv", 0.5, policy)
+    method = resolve_method("lkv", retention=0.5, policy=policy)
     answer = check_answers(model, press, method, decoder, story * 3, "What was the keeper called?", 8)
     assert answer.strip()

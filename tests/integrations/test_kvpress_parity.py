@@ -12,7 +12,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import Uniform
-from lkv.methods.build import Method
+from lkv.methods.method import Method
 from lkv.methods.selectors import (
     H2O,
     TOVA,
@@ -47,12 +47,13 @@ def kvpress() -> ModuleType:
     return module
 
 
-def ours(family: str, make) -> list[Tensor]:
-    """Scores of each layer [B, H, T]; `make` gets the model."""
+def ours(family: str, make, count: int = 0) -> list[Tensor]:
+    """Scores of each layer [B, H, T] for heads that keep `count` tokens; `make` gets the model."""
     model = build(family)
     selector: Selector = make(model)
     layers = read_prompt(model, ids(2, TOKENS), queries=True)
-    return [selector.scores(i, layer) for i, layer in enumerate(layers)]
+    counts = [[count] * layers[0].key.shape[1]] * 2
+    return [selector.refine(i, layer, selector.scores(i, layer), counts) for i, layer in enumerate(layers)]
 
 
 @torch.no_grad()
@@ -154,7 +155,6 @@ def test_expected_attention_with_an_epsilon(kvpress, family, epsilon):
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("inner", ["snapkv", "expected", "observed"])
 def test_criticalkv(kvpress, family, ratio, inner):
-    # The scores of kvpress know the budget: the first stage has the largest number there is; ours are ranks.
     presses = {
         "snapkv": (lambda model: SnapKV(8), lambda: kvpress.SnapKVPress(ratio, 8), "sdpa"),
         "expected": (
@@ -165,8 +165,9 @@ def test_criticalkv(kvpress, family, ratio, inner):
         "observed": (lambda model: H2O(average=True), lambda: kvpress.ObservedAttentionPress(ratio), "eager"),
     }
     selector, press, implementation = presses[inner]
-    mine = ours(family, lambda model: CriticalKV(model, selector(model)))
-    same_choice(mine, theirs(family, kvpress.CriticalKVPress(press()), implementation), int(TOKENS * (1 - ratio)))
+    count = int(TOKENS * (1 - ratio))
+    mine = ours(family, lambda model: CriticalKV(model, selector(model)), count)
+    same_choice(mine, theirs(family, kvpress.CriticalKVPress(press()), implementation), count)
 
 
 def test_random(kvpress):

@@ -17,7 +17,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import api, append_and_attend, ragged_attention
 from lkv.methods.budgets import PerHead
-from lkv.methods.build import Method
+from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm, Random
 from tests.conftest import tiny_llama
 from tests.kernels.pools import pool_of

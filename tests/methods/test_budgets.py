@@ -23,7 +23,7 @@ from lkv.methods.budgets import (
     estimate_pattern,
     read_pattern,
 )  # fmt: skip
-from lkv.methods.build import Method
+from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
@@ -186,9 +186,9 @@ def test_patterns_are_read_as_they_are_published(tmp_path):
     assert read_pattern(path, 32, 8) == expected
     with pytest.raises(BudgetError, match="32 rows of 8 numbers, but the model has 30 layers of 3 KV heads; give 30"):
         read_pattern(path, 30, 3)
-    for text in ("0.5 0.7\n", "nan\t0.1\n", "a\tb\n"):
+    for text, problem in (("0.5 0.7\n", "by tabs"), ("a\tb\n", "by tabs"), ("nan\t0.1\n", "has nan for layer 0")):
         path.write_text(text)
-        with pytest.raises(BudgetError, match="no table of numbers separated by tabs"):
+        with pytest.raises(BudgetError, match=problem):
             read_pattern(path, 1, 2)
     path.write_text("")
     with pytest.raises(BudgetError, match="0 rows of no numbers"):

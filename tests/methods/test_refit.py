@@ -19,8 +19,8 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods import compensation as refit
 from lkv.methods.budgets import PerHead
-from lkv.methods.build import Method
-from lkv.methods.registry import describe, find, label, named_like, needs, register_method
+from lkv.methods.method import Method
+from lkv.methods.registry import find_method, parse_method, register_method
 from lkv.methods.selectors import SnapKV
 from tests.cache.test_generation import RATIOS, OwnScores, ids, padded
 from tests.conftest import tiny_llama
@@ -230,16 +230,17 @@ def test_it_is_nearer_to_the_full_cache_over_many_texts(policy):
 
 
 def test_names_and_rows(policy):
-    entry = find("lkv+refit")
-    assert entry.compensation and (entry.rule, entry.selector) == ("lkv-h", "lkv-t") and not find("lkv").compensation
-    assert label("lkv+refit") == "LKV, refitted" and label("lkv+refit@mine") == "LKV, refitted (mine)"
-    assert named_like("lkv-h+lkv-t+refit") == ("lkv+refit", entry)
-    assert "queries" in needs("lkv+refit") and "refitted" in describe("lkv+refit")
-    assert find("ada+snapkv+refit").compensation
+    entry = parse_method("lkv+refit")
+    assert entry.compensation and (entry.budget, entry.selector) == ("lkv-h", "lkv-t")
+    assert not parse_method("lkv").compensation
+    assert (entry.label, parse_method("lkv+refit@mine").label) == ("LKV, compensated", "LKV, compensated (mine)")
+    assert parse_method("lkv-h+lkv-t+refit@mine").canonical == "lkv+refit"
+    assert "queries" in entry.needs and "compensated" in entry.description
+    assert parse_method("ada+snapkv+refit").compensation
     for name in ("lkv+refit+refit", "+refit", "no+refit"):
-        assert named_like(name) is None
+        assert find_method(name) is None
         with pytest.raises(LkvError):
-            find(name)
+            parse_method(name)
     model = tiny_llama()
     grid = MethodGrid(model, None, ["lkv", "lkv+refit"], [0.5], policy)
     assert grid.required_queries is True and not grid.select(frozenset({("lkv", 0.5)})).required_queries
@@ -258,12 +259,12 @@ def test_what_it_cannot_do_is_said(policy):
     with pytest.raises(UnsupportedModelError, match="no rotary embedding that LKV can undo"):
         MethodGrid(model, None, ["knorm", "knorm+refit"], [0.5])
     model = tiny_llama()
-    with pytest.raises(ValueError, match="call read_prompt with queries=True"):
+    with pytest.raises(CacheError, match="call read_prompt with queries=True"):
         RaggedCache(model, retention=0.5, method="knorm+refit").fill(read_prompt(model, ids(1, 20)))
     with pytest.raises(LkvError, match="taken"):
         register_method("refit", "knorm")
     with pytest.raises(LkvError, match=r"write METHOD\+refit@NAME"):
-        find("lkv@mine+refit")
+        parse_method("lkv@mine+refit")
 
 
 def test_longrope_near_its_change_keeps_the_frequencies_of_the_text():

@@ -14,8 +14,8 @@ from lkv.errors import LkvError, PromptError
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.budgets import PerHead, Uniform
-from lkv.methods.build import make_method
-from lkv.methods.registry import METHODS, SELECTORS, describe, find, needs_pattern, needs_second_pass
+from lkv.methods.method import resolve_method
+from lkv.methods.registry import METHODS, parse_method, selectors
 from lkv.methods.selectors import LearnedScores, SnapKV
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
@@ -140,22 +140,25 @@ def test_per_head_budgets_are_read_by_layer():
 
 @pytest.mark.parametrize("name", [*METHODS, "duo+snapkv", "pyramid+keydiff", "ada+h2o"])
 def test_methods_are_found_by_name(name, model, policy):
-    assert find(name).rule in describe(name) or len(describe(name)) > 20
-    if needs_second_pass(name):
-        with pytest.raises(LkvError, match="needs a tokenizer; give the method's name to compress"):
-            make_method(name, 0.15, policy, model=model)
+    spec = parse_method(name)
+    options = {"retention": 0.15, "policy": policy, "pattern": [[0.1, 0.9]] * 3 if spec.needs_pattern else None}
+    if spec.needs_second_pass:
+        with pytest.raises(LkvError, match=r"reads the text a second time: use lkv\.compress"):
+            resolve_method(name, model, **options)
         return
-    method = make_method(name, 0.15, policy, model=model, layers=3, pattern=[[0.1, 0.9]] * 3)
-    assert method.name == name
+    method = resolve_method(name, model, **options)
+    assert method.name == name and method.target.retention == 0.15
+    assert (method.policy is not None) == spec.needs_policy
     # What the list of methods says about queries is what the selector says.
-    assert ("queries" in describe(name)) == method.selector.reads_queries
+    assert ("queries" in spec.needs) == method.selector.reads_queries
+    assert resolve_method(method, model) is method
 
 
 def test_at_least_fourteen_methods_are_listed(capsys):
     assert len(METHODS) >= 14
     assert main(["methods"]) == 0
     said = capsys.readouterr().out
-    assert all(f"{name} " in said for name in METHODS) and all(name in said for name in SELECTORS)
+    assert all(f"{name} " in said for name in METHODS) and all(name in said for name in selectors())
     line = {name: next(own for own in said.splitlines() if own.startswith(f"{name} ")) for name in METHODS}
     for name, whose in {
         "pyramidkv": "as its paper has it", "pyramidkv-kvpress": "as kvpress has it", "duo": "exact budget",
@@ -167,19 +170,19 @@ def test_at_least_fourteen_methods_are_listed(capsys):
 
 def test_unknown_methods_and_missing_needs_are_named(policy):
     with pytest.raises(LkvError, match=r"no method 'snapvk'; did you mean .*'snapkv'"):
-        make_method("snapvk", 0.15, policy)
-    with pytest.raises(LkvError, match="'critical-snapkv' ranks the tokens of each head alone, but under 'ada'"):
-        find("ada+critical-snapkv")
-    with pytest.raises(LkvError, match=r"there is no 'snap' to make 'ada\+snap' of; use one of .*snapkv"):
-        make_method("ada+snap", 0.15, policy)
-    with pytest.raises(LkvError, match="'full' keeps everything: use transformers' own DynamicCache"):
-        make_method("full", 0.15, policy)
-    with pytest.raises(LkvError, match="'lkv-h' needs a policy; give one"):
-        make_method("lkv", 0.15, None)
-    with pytest.raises(LkvError, match="'expected' needs a model"):
-        make_method("expected", 0.15)
-    with pytest.raises(LkvError, match="'duo' needs a pattern; give one with pattern="):
-        make_method("duo", 0.15)
+        resolve_method("snapvk", policy=policy)
+    with pytest.raises(LkvError, match="'critical-snapkv' ranks the tokens of each head separately"):
+        parse_method("ada+critical-snapkv")
+    with pytest.raises(LkvError, match=r"there is no selector 'snap' for 'ada\+snap'; use one of .*snapkv"):
+        resolve_method("ada+snap", policy=policy)
+    with pytest.raises(LkvError, match="'full' keeps everything: use transformers' DynamicCache"):
+        resolve_method("full", policy=policy)
+    with pytest.raises(LkvError, match="the method needs a policy; give one"):
+        resolve_method("lkv")
+    with pytest.raises(LkvError, match="the method needs a model"):
+        resolve_method("expected")
+    with pytest.raises(LkvError, match="the method needs a pattern; give one with pattern="):
+        resolve_method("duo")
 
 
 PATTERN = [[0.2, 0.9], [0.8, 0.1], [0.3, 0.4]]
@@ -193,8 +196,8 @@ ABLATION = [
 @pytest.mark.parametrize("name", [*METHODS, *ABLATION])
 def test_every_method_works_by_name_in_compress(name, model, policy):
     """In the real cache, with the share of bytes that it realised, and answers that start from the same context."""
-    options = {"pattern": PATTERN} if needs_pattern(name) else {}
-    text = " ".join(f"word{number}" for number in range(450 if needs_pattern(name) else 160))
+    options = {"pattern": PATTERN} if parse_method(name).needs_pattern else {}
+    text = " ".join(f"word{number}" for number in range(450 if parse_method(name).needs_pattern else 160))
     retention = 0.95 if name == "duo" else 0.5
     context = compress(model, Words(), text, method=name, retention=retention, policy=policy, **options)
     realised = context.cache.realised_retention()
@@ -209,7 +212,7 @@ def test_every_method_works_by_name_in_compress(name, model, policy):
 @torch.no_grad()
 def test_every_method_equals_the_stock_model_with_a_mask(name):
     """Later logits are those of the stock model, in float64, to which all that the method did not choose is -inf."""
-    duo, of_heads = needs_pattern(name), name == "duo-kvpress"
+    duo, of_heads = parse_method(name).needs_pattern, name == "duo-kvpress"
     model, retention = tiny_llama(max_position_embeddings=1024), (0.5 if of_heads else 0.95) if duo else 0.15
     tokens = 450 if duo else 160
     policy = Policy(inspect_model(model)).requires_grad_(False)
@@ -220,15 +223,17 @@ def test_every_method_equals_the_stock_model_with_a_mask(name):
 
     ids = Words()(text)["input_ids"]
     prompt = read_prompt(model, torch.tensor([ids]), queries=True)
-    if needs_second_pass(name):
+    if parse_method(name).needs_second_pass:
         method = kvzip(model, Words(), ids, prompt, retention, name, policy, pattern)
     else:
-        method = make_method(name, retention, policy, model=model, layers=3, pattern=pattern)
+        method = resolve_method(name, model, retention=retention, policy=policy, pattern=pattern)
     hidden = []
     for layer, whole in enumerate(prompt):
         scores = method.selector.scores(layer, whole)
+        counts = method.budget.counts(layer, scores)
+        scores = method.selector.refine(layer, whole, scores, counts)
         gone = torch.ones(1, 2, tokens, dtype=torch.bool)
-        for head, count in enumerate(method.budget.counts(layer, scores)[0]):
+        for head, count in enumerate(counts[0]):
             gone[0, head, scores[0, head].topk(count).indices] = False
         hidden.append(gone)
     kept = [(~gone).sum((0, 2)).tolist() for gone in hidden]

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.errors import PromptError, UnsupportedModelError
+from lkv.errors import CacheError, LkvError, PromptError, UnsupportedModelError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.integrations.transformers.spec import output_projections
 from lkv.methods.budgets import PerHead, Uniform
-from lkv.methods.build import Method, make_method
+from lkv.methods.method import Method, resolve_method
 from lkv.methods.selectors import (
     H2O,
     TOVA,
@@ -29,7 +29,6 @@ from lkv.methods.selectors import (
     SnapKV,
     StreamingLLM,
 )
-from lkv.methods.selectors.criticalkv import staged_ranks
 from tests.cache.test_generation import RATIOS, ids, padded
 from tests.conftest import tiny_llama
 from tests.integrations.transformers.test_models import FAMILIES, build
@@ -277,33 +276,22 @@ def test_criticalkv_keeps_what_its_two_stages_choose(batch, tokens, share, seed)
     model = tiny_llama()
     query, key, value = tensors(batch, 2, 2, tokens, seed)
     inner = H2O()
-    ours = CriticalKV(model, inner, first_stage=share).scores(1, LayerKV(key, value, SCALE, query))
+    ours, prompt = CriticalKV(model, inner, first_stage=share), LayerKV(key, value, SCALE, query)
+    scores = ours.scores(1, prompt)
     plain = inner.scores(1, LayerKV(key, value, SCALE, query))
     weight = model.model.layers[1].self_attn.o_proj.weight
     norms = torch.stack(
         [(value[:, h // 2] @ weight[:, 8 * h : 8 * h + 8].T).abs().sum(-1) for h in range(4)], 1
     ).detach()
     refined = (plain + 1e-4) * mean_of_groups(norms, 2)
-    for b in range(batch):
-        for h in range(2):
-            for count in range(tokens + 1):
+    for count in range(tokens + 1):
+        ranking = ours.refine(1, prompt, scores, [[count] * 2] * batch)
+        for b in range(batch):
+            for h in range(2):
                 first = sorted(range(tokens), key=lambda t: -float(plain[b, h, t]))[: int(share * count)]
                 rest = sorted((t for t in range(tokens) if t not in first), key=lambda t: -float(refined[b, h, t]))
                 expected = {*first, *rest[: count - len(first)]}
-                assert set(ours[b, h].topk(count).indices.tolist()) == expected
-
-
-@given(st.integers(1, 60), st.floats(0, 1), st.integers(0, 99))
-def test_a_growing_budget_takes_the_tokens_by_their_staged_ranks(tokens, share, seed):
-    draw = torch.Generator().manual_seed(seed)
-    first, second = (torch.stack([torch.randperm(tokens, generator=draw) for _ in range(2)]) for _ in range(2))
-    ranks = staged_ranks(first, second, share)
-    for row in range(2):
-        for count in range(tokens + 1):
-            chosen = {t for t in range(tokens) if first[row, t] < int(count * share + 1e-9)}
-            rest = sorted({*range(tokens)} - chosen, key=lambda t, row=row: int(second[row, t]))
-            chosen |= {*rest[: count - len(chosen)]}
-            assert {t for t in range(tokens) if ranks[row, t] < count} == chosen
+                assert set(ranking[b, h].topk(count).indices.tolist()) == expected
 
 
 def test_output_projections_are_those_of_the_layers_that_are_evicted_from():
@@ -320,9 +308,9 @@ def test_output_projections_are_those_of_the_layers_that_are_evicted_from():
 
 def test_criticalkv_names_an_inner_selector_that_does_not_fit():
     model = tiny_llama()
-    with pytest.raises(ValueError, match="Knorm gives scores below 0"):
+    with pytest.raises(CacheError, match="Knorm gives scores below 0"):
         CriticalKV(model, Knorm()).scores(0, LayerKV(*tensors(1, 2, 2, 9, 0)[1:], SCALE))
-    with pytest.raises(ValueError, match="first_stage is 2"):
+    with pytest.raises(LkvError, match="first_stage is 2"):
         CriticalKV(model, H2O(), first_stage=2)
     assert CriticalKV(model, H2O()).reads_queries and not CriticalKV(model, Random()).reads_queries
 
@@ -358,10 +346,10 @@ def test_eviction_equals_the_stock_model_with_a_mask(name, batch, prompt, seed):
     mine = [model(text[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(prompt, prompt + 5)]
     hidden = []
     for index, layer in enumerate(read_prompt(model, text[:, :prompt], queries=True)):
-        scores = selector.scores(index, layer)
+        counts = [int(ratio * prompt + 1e-6) for ratio in RATIOS[index]]
+        scores = selector.refine(index, layer, selector.scores(index, layer), [counts] * batch)
         gone = torch.ones(batch, 2, prompt, dtype=torch.bool)
-        for head in range(2):
-            count = int(RATIOS[index][head] * prompt + 1e-6)
+        for head, count in enumerate(counts):
             best = scores[:, head].argsort(dim=-1, descending=True, stable=True)[:, :count]
             gone[:, head].scatter_(-1, best, False)
         hidden.append(gone)
@@ -399,7 +387,7 @@ def test_what_a_selector_says_of_itself_is_true(name):
     scores = selector.scores(0, LayerKV(key, value, SCALE, query))
     assert scores.shape == (2, 2, 12) and not scores.requires_grad and bool(scores.isfinite().all())
     if selector.reads_queries:
-        with pytest.raises(ValueError, match="reads the queries"):
+        with pytest.raises(CacheError, match="declare reads_queries = True"):
             selector.scores(0, LayerKV(key, value, SCALE))
     else:
         assert torch.equal(scores, selector.scores(0, LayerKV(key, value, SCALE)))
@@ -419,7 +407,7 @@ def test_half_precision_scores_are_computed_in_float32(name):
 
 
 def test_a_streaming_head_of_duo_keeps_its_two_windows():
-    duo = make_method("duo", 0.9, layers=1, pattern=[[0.1, 0.9]])
+    duo = resolve_method("duo", retention=0.9, pattern=[[0.1, 0.9]])
     scores = duo.selector.scores(0, LayerKV(torch.randn(1, 2, 500, 4), torch.randn(1, 2, 500, 4), SCALE))
     (counts,) = duo.budget.counts(0, scores)
     assert counts == [384, 500]

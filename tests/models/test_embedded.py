@@ -15,7 +15,8 @@ from lkv.cli.main import main
 from lkv.context.context import compress
 from lkv.errors import ModelLoadError
 from lkv.integrations.transformers.spec import inspect_model
-from lkv.models.loading import DEFAULT, default_policy, load_default, load_model
+from lkv.models.loading import DEFAULT, load_default, load_model
+from lkv.policy.lookup import default_policy
 from tests.integrations.transformers.test_fingerprint import original
 
 

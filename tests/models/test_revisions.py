@@ -9,7 +9,8 @@ from lkv.cli.main import main, parse_arguments
 from lkv.errors import LkvError, ModelLoadError, PolicyFileError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models import loading as models
-from lkv.models.loading import DEFAULT, load_model, load_policy
+from lkv.models.loading import DEFAULT, load_model
+from lkv.policy.lookup import load_policy
 from lkv.policy.policy import Policy
 from tests.conftest import save_model
 

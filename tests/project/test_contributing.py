@@ -12,7 +12,7 @@ from lkv.errors import LkvError
 from lkv.evaluation.report.figures import method_styles
 from lkv.evaluation.report.names import method_label
 from lkv.methods import registry
-from lkv.methods.registry import describe, find, register_method
+from lkv.methods.registry import parse_method, register_method
 from tests.conftest import tiny_llama
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 @pytest.fixture
 def own_catalogue(monkeypatch):
     """Registered methods go when the test ends."""
-    for name in ("METHODS", "RULES", "SELECTORS"):
+    for name in ("METHODS", "_BUDGETS", "_SELECTORS"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
 
 
@@ -29,7 +29,8 @@ def test_the_selector_of_the_page_works_everywhere(own_catalogue, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     exec(code, {})
     assert method_label("large-values") == "Large values" and method_styles(["large-values"])
-    assert "values of large norm" not in describe("snapkv") and find("pyramid+large-values").rule == "pyramid"
+    assert "values of large norm" not in parse_method("snapkv").description
+    assert parse_method("pyramid+large-values").budget == "pyramid"
     assert main(["methods"]) == 0
     model = tiny_llama()
     cache = RaggedCache(model, retention=0.5, method="large-values")
@@ -40,15 +41,16 @@ def test_the_selector_of_the_page_works_everywhere(own_catalogue, capsys):
 def test_a_name_is_given_once_and_a_part_must_be_known(own_catalogue):
     with pytest.raises(LkvError, match="'snapkv' is taken"):
         register_method("snapkv", "knorm")
-    with pytest.raises(LkvError, match=r"'my\+own' holds a '\+' or '@'"):
+    with pytest.raises(LkvError, match=r"'my\+own' contains '\+' or '@'"):
         register_method("my+own", "knorm")
     with pytest.raises(LkvError, match="there is no selector 'nothing'"):
         register_method("mine", "nothing")
     with pytest.raises(LkvError, match="there is no selector 'nothing'"):
-        register_method("mine", "nothing", lambda inputs: None)  # which leaves no rule behind
-    assert "mine" not in registry.RULES
+        register_method("mine", "nothing", lambda inputs: None)  # which leaves no budget behind
+    assert "mine" not in registry.budgets()
     register_method("mine", "knorm", "pyramid", paper="Somebody 2026")
-    assert describe("mine").startswith("lower layers keep more") and "Somebody 2026" in describe("mine")
+    description = parse_method("mine").description
+    assert description.startswith("lower layers keep more") and "Somebody 2026" in description
 
 
 def test_a_plugin_that_fails_is_named(monkeypatch):
@@ -62,7 +64,7 @@ def test_a_plugin_that_fails_is_named(monkeypatch):
     registry.load_plugins.cache_clear()
     try:
         with pytest.raises(LkvError, match=r"'broken' \(package:register\) could not register its methods: out"):
-            find("lkv")
+            parse_method("lkv")
     finally:
         registry.load_plugins.cache_clear()
 

@@ -71,7 +71,7 @@ def session(reader, monkeypatch):
     monkeypatch.chdir(reader)
     monkeypatch.setenv("LKV_CACHE", str(reader / "cache"))
     monkeypatch.setattr(lkv.policy.shipped, "_POLICIES", reader / "policies")
-    for name in ("METHODS", "RULES", "SELECTORS"):
+    for name in ("METHODS", "_BUDGETS", "_SELECTORS"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
 
 

@@ -7,7 +7,7 @@ from lkv.config import ScorerInputs
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets.global_topk import GlobalTopKBudget
-from lkv.methods.kvzip import replay_scores
+from lkv.methods.selectors.kvzip import replay_scores
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample

@@ -15,7 +15,7 @@ from lkv.errors import LkvError
 from lkv.evaluation.profiling.memory import measure_peak
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_layers import kv_nbytes
-from lkv.methods.registry import FULL, needs_pattern
+from lkv.methods.registry import FULL, parse_method
 from lkv.policy.policy import Policy
 from lkv.utils import devices
 from lkv.utils.results import describe_machine
@@ -168,7 +168,7 @@ class Profiler:
         if method == FULL:
             return DynamicCache()
         settings, pattern = self._settings, None
-        if needs_pattern(method):
+        if parse_method(method).needs_pattern:
             generator = torch.Generator("cpu").manual_seed(settings.seed)
             pattern = torch.rand(self._spec.layers, self._spec.kv_heads, generator=generator, device="cpu").tolist()
         return RaggedCache(

@@ -19,8 +19,7 @@ from lkv.evaluation.report.names import (
 from lkv.evaluation.report.results import Results
 from lkv.evaluation.report.scores import Pair, Scores, Unit, at_one_retention, method_pairs, retentions_of
 from lkv.evaluation.report.tables import MIN_SAMPLES, Cell, Column, Table, TableRow, make_cells
-from lkv.methods.registry import PATTERN, named_like, variants
-from lkv.methods.registry import RULES as RULE_PARTS
+from lkv.methods.registry import find_method
 
 _SHARE = "of full, %"
 _GAIN = "gain over uniform"
@@ -256,8 +255,9 @@ def _format_length(length: int) -> str:
 def _note_variants(scores: Scores, header: Mapping[str, Any]) -> list[str]:
     """Which variant of a method the table shows where there are several, and where DuoAttention's pattern is from."""
     methods = [method for method, _ in scores.pairs if method != FULL]
-    notes = [f"{variant}." for variant in dict.fromkeys(v for method in methods for v in variants(method))]
-    if any((known := named_like(method)) and PATTERN in RULE_PARTS[known[1].rule].needs for method in methods):
+    specs = [spec for method in methods if (spec := find_method(method))]
+    notes = [f"{variant}." for variant in dict.fromkeys(variant for spec in specs for variant in spec.variants)]
+    if any(spec.needs_pattern for spec in specs):
         source = header.get("pattern_from") or "of unknown origin: the results do not state it"
         notes.append(f"DuoAttention's retrieval heads are {source}.")
     return notes

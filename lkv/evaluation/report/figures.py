@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lkv.errors import ReportError
 from lkv.evaluation.report.names import is_lkv
-from lkv.methods.registry import FULL, METHODS, named_like
+from lkv.methods.registry import FULL, METHODS, find_method
 from lkv.utils.files import atomic_write
 
 if TYPE_CHECKING:
@@ -55,14 +55,13 @@ def method_styles(methods: Sequence[str]) -> dict[str, Style]:
             styles[method] = Style(*_POLICIES[learned % len(_POLICIES)], 2.8, 4)
             learned, coloured = learned + 1, coloured + 1
             continue
-        style, known = free[0], named_like(method)
-        if known:
-            entry = known[1]
+        style, entry = free[0], find_method(method)
+        if entry:
             coloured += entry.colour not in _GREYS
             colour = entry.colour if coloured <= _MAX_COLOURS else _GREYS[0]
             line = _COMPENSATED if entry.compensation else "-"
             style = Style(colour, entry.marker, 1.4, 2 if colour in _GREYS else 3, line)
-        if not known or style in styles.values():
+        if not entry or style in styles.values():
             same_line = (own._replace(line=style.line) for own in free)
             style = next((own for own in same_line if own not in styles.values()), style)
         styles[method] = style

@@ -7,10 +7,8 @@ from importlib import resources
 from typing import Any
 
 from lkv.evaluation import longbench
-from lkv.methods.registry import FULL, named_like
-from lkv.methods.registry import RULES as RULE_PARTS
-from lkv.methods.registry import SELECTORS as SELECTOR_PARTS
-from lkv.methods.registry import label as registry_label
+from lkv.methods.registry import FULL, budgets, find_method, selectors
+from lkv.methods.registry import method_label as registry_label
 
 LKV = "lkv"
 AVERAGE = "Avg."
@@ -37,8 +35,8 @@ CATEGORIES = {
 
 def budget_and_selector(method: str) -> tuple[str, str] | None:
     """(budget rule, selector) of a method; None for an unknown name and for a method with compensation."""
-    known = named_like(method)
-    return (known[1].rule, known[1].selector) if known and not known[1].compensation else None
+    spec = find_method(method)
+    return (spec.budget, spec.selector) if spec and not spec.compensation else None
 
 
 def method_label(method: str) -> str:
@@ -48,8 +46,8 @@ def method_label(method: str) -> str:
 
 def part_label(part: str) -> str:
     """The name of a budget rule or selector in print."""
-    known = RULE_PARTS.get(part) or SELECTOR_PARTS.get(part)
-    return known.label if known else part
+    component = budgets().get(part) or selectors().get(part)
+    return component.label if component else part
 
 
 def is_lkv(method: str) -> bool:

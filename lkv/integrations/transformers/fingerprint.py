@@ -5,16 +5,17 @@ What reads a norm is taken together with that norm: AWQ and SmoothQuant, which m
 factors of the columns from the one to the other and leave the model as it is.
 """
 
+import base64
 import hashlib
+import math
 import re
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
-
-from lkv.policy.fingerprint import encode
 
 _ROWS = 2  # stretches of each matrix
 # Short and aligned: within a block of columns that share a scale the direction is the same before it is applied.
@@ -26,6 +27,15 @@ _READERS = (
     (re.compile(r"self_attn\.(q|k|v|qkv)_proj\.weight$"), ("input_layernorm",)),
     (re.compile(r"mlp\.(gate|up|gate_up)_proj\.weight$"), ("pre_feedforward_layernorm", "post_attention_layernorm")),
 )
+
+
+def encode_direction(position: str, values: Sequence[float]) -> str | None:
+    """The direction of `values`, 8 bits a value, under the name of its `position`; None where it has none."""
+    largest = max(map(abs, values), default=0.0)
+    if not 0.0 < largest < math.inf or not all(map(math.isfinite, values)):
+        return None
+    codes = array("b", (round(127 * value / largest) for value in values))
+    return f"{position} {base64.b64encode(codes.tobytes()).decode()}"
 
 
 @torch.no_grad()
@@ -49,7 +59,7 @@ def read_norms(decoder: nn.Module, layers: int) -> dict[str, Tensor]:
 def read_directions(
     weights: Mapping[str, Tensor], layers: int, norms: Mapping[str, Tensor] | None = None
 ) -> tuple[str, ...]:
-    """The fingerprint of the decoder's `weights` by name, as `lkv.policy.fingerprint.agreement` compares it.
+    """The fingerprint of the decoder's `weights` by name, as `lkv.policy.model_match.agreement` compares it.
 
     `norms` is what `read_norms` gives. Matrices in a form that cannot be read as rows are left out: nothing is left of
     a model that has only such. Under tensor parallelism every process of the group must call this.
@@ -77,7 +87,7 @@ def read_directions(
     values = torch.cat(parts).tolist() if parts else []
     directions = []
     for position, part in zip(places, parts, strict=True):
-        directions.append(encode(position, values[: len(part)]))
+        directions.append(encode_direction(position, values[: len(part)]))
         values = values[len(part) :]
     return tuple(direction for direction in directions if direction)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.errors import UnsupportedModelError
+from lkv.errors import CacheError, UnsupportedModelError
 from lkv.integrations.transformers.attention import evaluation_mode, patch_attention
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
 from lkv.integrations.transformers.rotation import PROBE_TOKENS, NoRotation, Rotation, variation
@@ -40,11 +40,11 @@ class LayerKV:
 
     @property
     def query(self) -> Tensor:
-        """`queries`. Raises ValueError where they were not asked for."""
+        """`queries`. Raises CacheError where they were not recorded."""
         if self.queries is None:
-            raise ValueError(
-                "this method reads the queries, which are not here: call read_prompt with queries=True, or declare "
-                "reads_queries = True in the class of a selector of your own."
+            raise CacheError(
+                "the prompt's queries were not recorded: declare reads_queries = True in the class of a selector that "
+                "reads them, or call read_prompt with queries=True."
             )
         return self.queries
 

@@ -2,12 +2,17 @@
 
 from lkv.methods.budgets.ada import Ada
 from lkv.methods.budgets.base import ROUNDING, Budget, FixedBudget, PerHead, RetentionTarget, Uniform, as_target
-from lkv.methods.budgets.duo import Duo, DuoOfHeads
+from lkv.methods.budgets.duo import (
+    Duo,
+    DuoOfHeads,
+    check_table,
+    estimate_mean_pattern,
+    estimate_pattern,
+    read_pattern,
+)
 from lkv.methods.budgets.global_topk import GlobalTopKBudget
 from lkv.methods.budgets.learned import LearnedBudget
 from lkv.methods.budgets.pyramid import Pyramid, PyramidOfKvpress
-from lkv.methods.budgets.retrieval import estimate_mean_pattern, estimate_pattern
-from lkv.methods.budgets.tables import check_table, read_pattern
 
 __all__ = [
     "ROUNDING",

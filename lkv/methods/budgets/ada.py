@@ -4,16 +4,20 @@ import torch
 from torch import Tensor
 
 from lkv.errors import BudgetError
-from lkv.methods.budgets.base import ROUNDING, RetentionTarget, as_target
+from lkv.methods.budgets.base import ROUNDING, Budget, RetentionTarget, as_target
+from lkv.methods.registry import register_budget
 
 
-class Ada:
+@register_budget("ada", label="AdaKV", description="the heads of a layer compete by their scores (AdaKV)")
+class Ada(Budget):
     """AdaKV (Feng et al. 2024): the heads of a layer compete for its tokens by their scores.
 
     A layer keeps H floor(R T) tokens, as many as with equal shares. Each head is safe to keep floor(`alpha` floor(R T))
     of its own best (at least one, unless `alpha` is 0); the best of all others, whichever head they are in, get the
     rest. The heads that compete are those whose scores are given: under tensor parallelism the ones of this process.
     """
+
+    compares_heads = True
 
     def __init__(self, retention: float | RetentionTarget, alpha: float = 0.2):
         """Raises BudgetError for an `alpha` outside [0, 1], and RetentionError."""

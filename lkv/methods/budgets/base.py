@@ -1,12 +1,16 @@
-"""What every budget rule is, and the plain ones: a share for all heads, or one for each."""
+"""What every budget is, and the plain ones: one share for all heads, or one for each."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lkv.errors import CacheError, RetentionError, check_retention
+from lkv.methods.registry import register_budget
+
+if TYPE_CHECKING:
+    from lkv.methods.method import MethodInputs
 
 # r t is rounded down (Sec. 3.3); the margin keeps 0.15 x 4000 = 599.9999 from losing a token to rounding.
 ROUNDING = 1e-6
@@ -14,7 +18,12 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class RetentionTarget:
-    """What to keep of a text: a fraction of its tokens or, where `tokens` is given, that many a head on average."""
+    """How much of a text to keep.
+
+    Attributes:
+        retention: the share of its tokens, in (0, 1]; kvpress's `compression_ratio` is 1 - retention.
+        tokens: instead of the share, how many tokens a head keeps on average.
+    """
 
     retention: float = 0.15
     tokens: int | None = None
@@ -27,7 +36,7 @@ class RetentionTarget:
 
     @classmethod
     def from_arguments(cls, retention: float | None, tokens: int | None) -> "RetentionTarget":
-        """What a caller asked for, one of the two or neither. Raises RetentionError for both, or for bad numbers."""
+        """The target of a caller who may give one of the two. Raises RetentionError for both, or for bad numbers."""
         if retention is not None and tokens is not None:
             raise RetentionError(
                 f"retention {retention!r} and budget_tokens {tokens!r} both say how much to keep; give one of them."
@@ -47,29 +56,68 @@ def as_target(target: float | RetentionTarget) -> RetentionTarget:
     return target if isinstance(target, RetentionTarget) else RetentionTarget(check_retention(target))
 
 
-class Budget(Protocol):
-    """A rule that turns the scores of a prompt into token counts."""
+class Budget(ABC):
+    """How many tokens each KV head keeps.
 
+    A subclass implements `counts` and is registered with `lkv.methods.registry.register_budget` (in this package) or
+    `lkv.register_method` (in any other).
+
+    Attributes:
+        compares_heads: whether heads compete for tokens by their scores, which must then be comparable across heads.
+    """
+
+    compares_heads = False
+
+    @classmethod
+    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "Budget":
+        """Build the budget for one model.
+
+        Args:
+            inputs: how much to keep (`inputs.target`), the policy, the number of layers and so on;
+                `inputs.require("layers")` refuses where one is missing.
+            **options: what `register_budget` was given besides its own arguments.
+        """
+        return cls(inputs.target, **options)  # type: ignore[call-arg]
+
+    @abstractmethod
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
-        """How many tokens each head of `layer` keeps, `[B][H]`, given its scores [B, H, T]."""
-        ...
+        """Count the tokens to keep.
+
+        Args:
+            layer: number of the layer, among those evicted from.
+            scores: the selector's scores of its tokens, [B, H, T].
+
+        Returns:
+            How many tokens each head keeps, [B][H], each from 0 to T.
+        """
 
 
-class FixedBudget(ABC):
-    """A rule that looks at the prompt's length alone, so that it can be applied while a text still grows."""
+class FixedBudget(Budget):
+    """A budget that depends on the prompt's length alone, so that it can be applied while a text is still read."""
 
     @abstractmethod
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        """The share of `tokens` that each head of `layer` keeps."""
+        """The share of its tokens that each head keeps.
+
+        Args:
+            layer: number of the layer, among those evicted from.
+            heads: how many KV heads this process computes.
+            tokens: length of the prompt.
+
+        Returns:
+            A number from 0 to 1 for each head.
+        """
 
     def limits(self, layer: int, heads: int, tokens: int) -> list[int]:
-        """floor(r t) of each head."""
+        """floor(r t) of each head, [H]. Raises CacheError for unusable ratios."""
         ratios = self.ratios(layer, heads, tokens)
         if len(ratios) != heads:
-            raise CacheError(f"the budget rule names {len(ratios)} heads a layer, but {heads} are computed here.")
+            raise CacheError(
+                f"the budget {type(self).__name__} gives {len(ratios)} ratios, but there are {heads} heads here."
+            )
         if not all(ratio >= 0 for ratio in ratios):  # not a number fails, too
             raise CacheError(
-                f"the budget rule gives layer {layer} the ratios {ratios}; a ratio is a number from 0 to 1."
+                f"the budget {type(self).__name__} gives layer {layer} the ratios {ratios}; give numbers from 0 to 1."
             )
         return [min(tokens, int(ratio * tokens + ROUNDING)) for ratio in ratios]
 
@@ -78,6 +126,7 @@ class FixedBudget(ABC):
         return [self.limits(layer, heads, tokens)] * batch
 
 
+@register_budget("uniform", label="Uniform", description="every head keeps the same share")
 class Uniform(FixedBudget):
     """Every head keeps the same share."""
 

@@ -1,12 +1,37 @@
-"""DuoAttention (Xiao et al. 2024)."""
+"""DuoAttention (Xiao et al. 2024): its budgets, and the patterns of retrieval heads that they read or estimate."""
 
-from lkv.errors import BudgetError, PromptError
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lkv.errors import BudgetError, DataError, PromptError, UnsupportedModelError
+from lkv.integrations.transformers.attention import evaluation_mode, input_device, patch_attention
+from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
+from lkv.integrations.transformers.rotation import Rotation
 from lkv.methods.budgets.base import ROUNDING, FixedBudget, RetentionTarget, as_target
-from lkv.methods.budgets.tables import check_table
+from lkv.methods.registry import PATTERN, register_budget
+from lkv.utils.files import as_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lkv.methods.method import MethodInputs
 
 SINKS, RECENT = 128, 256
+_ROWS = 256  # attention rows held at a time
 
 
+@register_budget(
+    "duo",
+    label="DuoAttention",
+    description="retrieval heads keep all, others sinks and recent tokens (DuoAttention)",
+    needs=(PATTERN,),
+    variant="DuoAttention with the exact budget: as many retrieval heads as R leaves room for beside the windows",
+)
 class Duo(FixedBudget):
     """DuoAttention (Xiao et al. 2024): retrieval heads keep every token, streaming heads sinks and recent ones alone.
 
@@ -47,6 +72,10 @@ class Duo(FixedBudget):
         for rank, (layer, head) in enumerate(order):
             self._rank[layer][head] = rank
 
+    @classmethod
+    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "Duo":
+        return cls(inputs.target, inputs.require("pattern"), heads=inputs.heads, strict=inputs.strict, **options)
+
     def retrieval_heads(self, tokens: int) -> int:
         """How many heads of the model keep all of `tokens` tokens.
 
@@ -73,6 +102,13 @@ class Duo(FixedBudget):
         return [1.0 if rank < whole else streaming for rank in self._rank[layer][self._heads]]
 
 
+@register_budget(
+    "duo-heads",
+    label="DuoAttention of kvpress",
+    description="the share R of heads keeps all, others sinks and recent tokens (DuoAttention of kvpress)",
+    needs=(PATTERN,),
+    variant="DuoAttention (kvpress) as kvpress has it: the share R of heads keeps all, and so more than R is kept",
+)
 class DuoOfHeads(Duo):
     """DuoAttention with as many retrieval heads at every length as kvpress's evaluator gives it: the share R of all
     heads, to the nearest.
@@ -84,3 +120,129 @@ class DuoOfHeads(Duo):
     def retrieval_heads(self, tokens: int) -> int:
         heads = len(self._rank) * len(self._rank[0])
         return heads - round(heads * (1 - self._target.share(tokens)))
+
+
+def read_pattern(path: str | os.PathLike[str], layers: int, heads: int) -> list[list[float]]:
+    """The alphas [L][H] of a DuoAttention pattern file (`full_attention_heads.tsv`), clipped to [0, 1].
+
+    One line a layer, one number a KV head, separated by tabs, as published by Xiao et al. (2024). Raises BudgetError.
+    """
+    try:
+        text = as_path(path, BudgetError, "the pattern").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BudgetError(f"{path} cannot be read ({error}); give a text file that is there.") from None
+    try:
+        cells = [[float(cell) for cell in line.split("\t")] for line in text.splitlines() if line.strip()]
+    except ValueError as error:
+        raise BudgetError(
+            f"{path} is no table of numbers separated by tabs ({error}); give a full_attention_heads.tsv as published "
+            "with DuoAttention."
+        ) from None
+    # NaN stays as it is, and is refused below.
+    table = [[value if math.isnan(value) else min(1.0, max(0.0, value)) for value in row] for row in cells]
+    return check_table(table, layers, heads, str(path))
+
+
+def check_table(table: Any, layers: int, heads: int, source: str) -> list[list[float]]:
+    """`table` as floats if it is [L][H] numbers in [0, 1]; BudgetError, naming `source`, otherwise."""
+    wanted = f"give {layers} rows of {heads} numbers in [0, 1]"
+    if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
+        raise BudgetError(f"{source} is no list of lists of numbers; {wanted}.")
+    widths = sorted({len(row) for row in table})
+    if len(table) != layers or widths != [heads]:
+        stated = " or ".join(map(str, widths)) or "no"
+        raise BudgetError(
+            f"{source} has {len(table)} rows of {stated} numbers, but the model has {layers} layers of {heads} KV "
+            f"heads; {wanted}, made for this very model."
+        )
+    for layer, row in enumerate(table):
+        for head, value in enumerate(row):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise BudgetError(
+                    f"{source} has {value!r} for layer {layer}, head {head}, but only numbers in [0, 1] are allowed; "
+                    "correct it."
+                )
+    return [[float(value) for value in row] for row in table]
+
+
+@torch.no_grad()
+def estimate_pattern(
+    model: "PreTrainedModel", texts: Sequence[list[int]], sinks: int = SINKS, recent: int = RECENT
+) -> list[list[float]]:
+    """Alphas [L][H] for `Duo`: the part of each KV head's attention that falls outside sinks and recent tokens.
+
+    The mean over the query heads of a group, over all tokens of the `texts` (token ids) that such a window does not
+    hold whole, and over the texts. Queries and keys are the ones that attention sees, after QK-norm and RoPE. The model
+    must be whole in this process. Raises DataError where no text is longer than the window, and UnsupportedModelError.
+    """
+    if sinks < 0 or recent < 1:
+        raise BudgetError(f"there is no window of {sinks} sinks and {recent} recent tokens; give >= 0 and >= 1.")
+    long = [ids for ids in texts if len(ids) > sinks + recent]
+    if not long:
+        raise DataError(
+            f"none of the {len(texts)} texts is longer than the {sinks} sinks and {recent} recent tokens of a streaming"
+            " head, so none shows what it would miss; give longer texts, or a smaller window."
+        )
+    return _mean_over_texts(model, long, lambda layer: _attention_outside(layer, sinks, recent))
+
+
+@torch.no_grad()
+def estimate_mean_pattern(model: "PreTrainedModel", texts: Sequence[list[int]], length: int = 500) -> list[list[float]]:
+    """Alphas [L][H] for `Duo` by kvpress's quick estimate, which the LKV paper used for Qwen3 (App. D).
+
+    Each head's mean query and mean key over a text (before RoPE, after QK-norm) stand at `length` positions; the score
+    is the mean of the last one's attention, summed up from the first token: near 1 where old tokens draw it, near 0
+    where recent ones do. The mean over the query heads of a group, and over the `texts` (token ids; kvpress takes 50
+    chapters of BookSum). The model must be whole in this process. Raises DataError without a text, and
+    UnsupportedModelError for a model whose rotation cannot be undone.
+    """
+    if not any(texts):
+        raise DataError("there is no text to estimate retrieval heads on; give some.")
+    rotation = Rotation(model)
+    present = [ids for ids in texts if ids]
+    return _mean_over_texts(model, present, lambda layer: _cumulative_attention(layer, rotation, length))
+
+
+def _mean_over_texts(
+    model: "PreTrainedModel", texts: Sequence[list[int]], score: Callable[[LayerKV], Tensor]
+) -> list[list[float]]:
+    """The mean over `texts` of `score` [H] of each layer, as a table [L][H] of numbers in [0, 1]."""
+    spec, device = patch_attention(model).spec, input_device(model)
+    total = torch.zeros(spec.layers, spec.kv_heads, dtype=torch.float64, device="cpu")
+    with evaluation_mode(model):
+        for ids in texts:
+            prompt = read_prompt(model, torch.tensor([ids], device=device), queries=True)
+            if prompt[0].key.shape[1] != spec.kv_heads:
+                raise UnsupportedModelError(
+                    "this process holds only some of the model's heads; estimate the pattern with the whole model."
+                )
+            total += torch.stack([score(layer) for layer in prompt]).double().cpu()
+    # Rounding can take a mean of probabilities a little past 1.
+    return (total / len(texts)).clamp(0, 1).tolist()
+
+
+def _cumulative_attention(prompt: LayerKV, rotation: Rotation, length: int) -> Tensor:
+    """The area under the cumulated attention between the mean query and the mean key at `length` positions, [H]."""
+    heads = prompt.key.shape[1]
+    query = rotation.unrotate(to_fp32(prompt.query)).mean(2, keepdim=True)
+    key = rotation.unrotate(to_fp32(prompt.key)).mean(2, keepdim=True)
+    keys = rotation.rotate(key.expand(-1, -1, length, -1))
+    last = rotation.rotate(query.expand(-1, -1, length, -1))[:, :, -1:].unflatten(1, (heads, -1))
+    logits = (last * prompt.scale @ keys[:, :, None].transpose(-1, -2))[0, :, :, 0]
+    return torch.softmax(logits.float(), -1).cumsum(-1).mean(-1).mean(-1)
+
+
+def _attention_outside(prompt: LayerKV, sinks: int, recent: int) -> Tensor:
+    """The mean attention outside sinks and recent tokens, [H]."""
+    key, tokens = prompt.key, prompt.key.shape[2]
+    query = prompt.grouped_query
+    places = torch.arange(tokens, device=key.device)
+    mass = torch.zeros(key.shape[1], device=key.device)
+    first = sinks + recent  # the first row that sees a token outside
+    for start in range(first, tokens, _ROWS):
+        rows = places[start : start + _ROWS, None]
+        logits = query[0, :, :, start : start + _ROWS] * prompt.scale @ key[0, :, None].transpose(-1, -2)
+        attention = torch.softmax(logits.masked_fill(places > rows, -torch.inf).float(), -1)
+        outside = (places >= sinks) & (places <= rows - recent)
+        mass += (attention * outside).sum(-1).mean(1).sum(-1)
+    return mass / (tokens - first)

@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 
 from lkv.errors import CacheError, check_retention
-from lkv.methods.budgets.base import ROUNDING, RetentionTarget
+from lkv.methods.budgets.base import ROUNDING, Budget, RetentionTarget
+from lkv.methods.registry import register_budget
 
 
-class GlobalTopKBudget:
+@register_budget("global", label="Global top-k", description="all heads of all layers compete by their scores (KVzip)")
+class GlobalTopKBudget(Budget):
     """The heads of all layers compete for the whole budget by their raw scores (KVzip's rule).
 
     The counts follow from the scores of a whole prompt: `for_prompt` computes them once the prompt has been read. Under
     tensor parallelism the heads of one process compete.
     """
+
+    compares_heads = True
 
     def __init__(self, target: RetentionTarget):
         self._target = target

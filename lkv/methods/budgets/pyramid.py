@@ -1,11 +1,22 @@
 """PyramidKV (Cai et al. 2024)."""
 
 from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 from lkv.errors import BudgetError
 from lkv.methods.budgets.base import ROUNDING, FixedBudget, RetentionTarget, as_target
+from lkv.methods.registry import register_budget
+
+if TYPE_CHECKING:
+    from lkv.methods.method import MethodInputs
 
 
+@register_budget(
+    "pyramid",
+    label="PyramidKV",
+    description="lower layers keep more (PyramidKV)",
+    variant="PyramidKV as its paper has it: a pyramid at every length",
+)
 class Pyramid(FixedBudget):
     """PyramidKV (Cai et al. 2024): what a layer keeps falls linearly from the first layer to the last.
 
@@ -25,6 +36,10 @@ class Pyramid(FixedBudget):
             )
         self._target, self._layers, self._beta = as_target(retention), layers, beta
         self._solved: tuple[int, list[int]] | None = None
+
+    @classmethod
+    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "FixedBudget":
+        return cls(inputs.target, inputs.require("layers"), **options)
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
         if self._solved is None or self._solved[0] != tokens:
@@ -47,6 +62,12 @@ class Pyramid(FixedBudget):
         return counts
 
 
+@register_budget(
+    "pyramid-kvpress",
+    label="PyramidKV of kvpress",
+    description="lower layers keep more, in long texts (PyramidKV of kvpress)",
+    variant="PyramidKV (kvpress) as kvpress has it: all layers alike where the last would keep less than 64 tokens",
+)
 class PyramidOfKvpress(FixedBudget):
     """PyramidKV as kvpress has it, which the LKV paper measured (App. D).
 
@@ -60,6 +81,10 @@ class PyramidOfKvpress(FixedBudget):
         if min(layers, window, beta) < 1:
             raise BudgetError(f"layers {layers}, window {window} and beta {beta} must all be 1 or more.")
         self._target, self._layers, self._window, self._beta = as_target(retention), layers, window, beta
+
+    @classmethod
+    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "FixedBudget":
+        return cls(inputs.target, inputs.require("layers"), **options)
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
         return [min(tokens, self._count(layer, tokens)) / max(1, tokens)] * heads

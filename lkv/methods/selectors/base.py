@@ -2,13 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lkv.errors import CacheError, PromptError
-from lkv.integrations.transformers.prefill import LayerKV, to_fp32
+from lkv.integrations.transformers.prefill import LayerKV
+
+if TYPE_CHECKING:
+    from lkv.methods.method import MethodInputs
 
 
 class ArrivedEntries(NamedTuple):
@@ -21,37 +24,77 @@ class ArrivedEntries(NamedTuple):
 
 
 class Selector(ABC):
-    """Scores the tokens of a prompt once a layer has attended over it.
+    """Scores the tokens of a prompt, once a layer has attended over it.
 
-    A class declares what it reads besides k and v: with `reads_queries` the prompt has its queries, all of them or the
-    last `last_queries`.
+    A subclass implements `scores`, declares what it reads, and is registered with
+    `lkv.methods.registry.register_selector` (in this package) or `lkv.register_method` (in any other).
+
+    Attributes:
+        reads_queries: whether it reads `prompt.query`.
+        last_queries: how many of the prompt's last queries it reads, where it does not read all.
+        is_local: whether a token's score depends on its own k and v alone, so that a text can be evicted from while it
+            is still being read: `score_on_arrival`, completed by `score_at_eviction`.
+        has_second_pass: whether it needs the whole prompt, already read by the model, before it scores (`for_prompt`).
+        refines: whether its ranking depends on how many tokens each head keeps (`refine`).
     """
 
     reads_queries = False
-    last_queries: int | None = None  # how many of the prompt's last queries it reads, where it does not read all
-    # Entries can be scored and evicted while the text goes on: a score on arrival, completed at each eviction.
+    last_queries: int | None = None
     is_local = False
-    # It reads a whole prompt, already read by the model, before it can score (`for_prompt`).
     has_second_pass = False
+    refines = False
+
+    @classmethod
+    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "Selector":
+        """Build the selector for one model.
+
+        Args:
+            inputs: the model, the policy, the heads of this process and so on; `inputs.require("model")` refuses where
+                one is missing.
+            **options: what `register_selector` was given besides its own arguments.
+        """
+        return cls(**options)
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Selector":
-        """What scores the one prompt `ids`, already read into `prompt`: this selector itself, for most."""
+        """The selector for the one prompt `ids`, already read into `prompt`: itself, for most."""
         return self
 
     @abstractmethod
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """Scores [B, H, T], higher is kept, of the T tokens of one layer of a prompt."""
+        """Score the tokens of one layer of a prompt.
+
+        Args:
+            layer: number of the layer, among those evicted from.
+            prompt: its keys and values [B, H, T, d] after RoPE, and what else the class has declared.
+
+        Returns:
+            Scores [B, H, T]; of each head the tokens with the highest are kept.
+        """
+
+    def refine(self, layer: int, prompt: LayerKV, scores: Tensor, counts: list[list[int]]) -> Tensor:
+        """Rank the tokens again, now that the budget of each head is known.
+
+        Args:
+            layer: number of the layer.
+            prompt: as in `scores`.
+            scores: what `scores` returned, [B, H, T].
+            counts: how many tokens each head keeps, [B][H].
+
+        Returns:
+            Scores [B, H, T] to choose by; `scores` itself, for most.
+        """
+        return scores
 
     def score_on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
         """The part [B, H, T] of a local selector's scores that is final when its tokens arrive."""
         return self.scores(layer, prompt)
 
     def score_at_eviction(self, layer: int, head: int, entries: ArrivedEntries) -> Tensor:
-        """The scores [n] of the `entries` that head number `head` (of those here) holds, completed."""
+        """The completed scores [n] of the `entries` of head number `head`, counted within this process."""
         return entries.scores
 
 
-class GivenScores(Selector):
+class PrecomputedScores(Selector):
     """Scores computed elsewhere, as a table [L, B, H, T]."""
 
     def __init__(self, table: Tensor):
@@ -69,8 +112,8 @@ def check_shape(selector: Selector, scores: Tensor, key: Tensor) -> Tensor:
     if not isinstance(scores, Tensor) or tuple(scores.shape) != shape:
         given = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise CacheError(
-            f"the selector {name} gave scores {given} for {shape} tokens of each row and head; make its scores() "
-            "return one number for every token, [B, H, T]."
+            f"expected scores of shape {shape} from the selector {name} but got {given}; make its scores() return one "
+            "number for every token, [B, H, T]."
         )
     return scores
 
@@ -85,8 +128,8 @@ def check_numbers(selector: Selector, doubts: Sequence[Tensor]) -> None:
     """Raise CacheError, which names the selector, where one of `doubts` (`not_numbers` of its scores) is true."""
     if doubts and bool(torch.stack([doubt.to(doubts[-1].device) for doubt in doubts]).any()):
         raise CacheError(
-            f"the selector {type(selector).__name__} gave scores that are not a number (NaN), by which nothing can be "
-            "ranked; make its scores() return finite numbers."
+            f"the scores of the selector {type(selector).__name__} contain NaN, so tokens cannot be ranked by them; "
+            "make its scores() return numbers."
         )
 
 
@@ -97,6 +140,3 @@ def check_sinks(selector: Selector, tokens: int, sinks: int) -> None:
             f"the prompt has {tokens} tokens, but {type(selector).__name__} always keeps the first {sinks} and needs "
             "more than that; give a longer prompt, fewer sinks or another method."
         )
-
-
-__all__ = ["ArrivedEntries", "GivenScores", "Selector", "check_sinks", "to_fp32"]

@@ -1,14 +1,31 @@
 """Expected Attention (Devoto et al. 2025)."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import LayerKV, query_rotations
-from lkv.methods.selectors.base import Selector, check_sinks, to_fp32
+from lkv.integrations.transformers.prefill import LayerKV, query_rotations, to_fp32
+from lkv.methods.registry import register_selector
+from lkv.methods.selectors.base import Selector, check_sinks
+
+if TYPE_CHECKING:
+    from lkv.methods.method import MethodInputs
 
 
+@register_selector(
+    "expected",
+    label="Expected Attention",
+    description="attention expected of queries to come",
+    variant="Expected Attention with epsilon 0, kvpress's default",
+)
+@register_selector(
+    "expected-e2",
+    label="Expected Attention, epsilon 0.01",
+    description="attention expected of queries to come, plus 0.01",
+    variant="Expected Attention with epsilon 0.01, as kvpress evaluates it",
+    epsilon=0.01,
+)
 class ExpectedAttention(Selector):
     """Expected Attention (Devoto et al. 2025): the attention that a token is to expect from the next `future` queries,
     times the norm of its value.
@@ -37,6 +54,10 @@ class ExpectedAttention(Selector):
         self.sinks = sinks
         self._future, self._covariance, self._value_norm, self._epsilon = future, covariance, value_norm, epsilon
         self._rotations = query_rotations(model, type(self).__name__)
+
+    @classmethod
+    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "ExpectedAttention":
+        return cls(inputs.require("model"), **options)
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:

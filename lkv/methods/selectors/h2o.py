@@ -3,12 +3,20 @@
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import LayerKV
-from lkv.methods.selectors.base import Selector, to_fp32
+from lkv.integrations.transformers.prefill import LayerKV, to_fp32
+from lkv.methods.registry import register_selector
+from lkv.methods.selectors.base import Selector
 
 _ROWS = 256  # attention rows held at a time
 
 
+@register_selector("h2o", label="H2O", description="attention received from all tokens")
+@register_selector(
+    "observed",
+    label="Observed Attention",
+    description="attention received, divided by how many tokens saw it",
+    average=True,
+)
 class H2O(Selector):
     """Heavy hitters (H2O; Zhang et al. 2023): the attention that a token has received from all tokens of the prompt,
     averaged over the query heads that share its KV head.

@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lkv.integrations.transformers.prefill import LayerKV
-from lkv.methods.selectors.base import Selector, to_fp32
+from lkv.integrations.transformers.prefill import LayerKV, to_fp32
+from lkv.methods.registry import register_selector
+from lkv.methods.selectors.base import Selector
 
 
+@register_selector("keydiff", label="KeyDiff", description="keys unlike the mean key")
 class KeyDiff(Selector):
     """KeyDiff (Park et al. 2025): minus the cosine between a key and the mean direction of all the head's keys, so that
     keys unlike the others stay. Nothing is protected."""

@@ -1,17 +1,23 @@
 """LKV-T (Sec. 3.4)."""
 
 import warnings
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lkv.integrations.transformers.prefill import LayerKV
+from lkv.methods.registry import POLICY, register_selector
 from lkv.methods.selectors.base import ArrivedEntries, Selector
 from lkv.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from lkv.methods.method import MethodInputs
 
 _LONGER = 1.2  # than in training: up to there the paper's scorer chooses as well, as measured
 
 
+@register_selector("lkv-t", label="LKV-T", description="learned scores of k and v (LKV-T)", needs=(POLICY,))
 class LearnedScores(Selector):
     """LKV-T: what the policy's scorer gives for a token's k, v and position; no query is read (Sec. 3.4).
 
@@ -26,6 +32,10 @@ class LearnedScores(Selector):
         """`heads`: the KV heads that this process computes."""
         self._tokens, self._heads = policy.tokens, heads
         self._known = policy.trained_tokens if policy.inputs.key == "cached" else None
+
+    @classmethod
+    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "LearnedScores":
+        return cls(inputs.require("policy"), inputs.heads, **options)
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:

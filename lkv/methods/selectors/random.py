@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from lkv.integrations.transformers.prefill import LayerKV
+from lkv.methods.registry import register_selector
 from lkv.methods.selectors.base import Selector
 
 
+@register_selector("random", label="Random", description="chance")
 class Random(Selector):
     """Scores drawn at random, of each head its own, the same whenever `seed`, the layer and the prompt's length are.
 

@@ -6,9 +6,11 @@ from torch.nn.functional import avg_pool1d
 
 from lkv.errors import PromptError
 from lkv.integrations.transformers.prefill import LayerKV
+from lkv.methods.registry import register_selector
 from lkv.methods.selectors.base import Selector
 
 
+@register_selector("snapkv", label="SnapKV", description="attention from the last 64 tokens, smoothed")
 class SnapKV(Selector):
     """SnapKV (Li et al. 2024): attention received from the prompt's last `window` tokens, smoothed over positions."""
 

@@ -4,9 +4,12 @@ import torch
 from torch import Tensor
 
 from lkv.integrations.transformers.prefill import LayerKV
+from lkv.methods.budgets.duo import SINKS
+from lkv.methods.registry import register_selector
 from lkv.methods.selectors.base import Selector, check_sinks
 
 
+@register_selector("streaming-llm", label="StreamingLLM", description="the first and the most recent tokens")
 class StreamingLLM(Selector):
     """StreamingLLM (Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"): the first `sinks`
     tokens, then the most recent ones, the same in every head.
@@ -27,6 +30,12 @@ class StreamingLLM(Selector):
         return order.expand(key.shape[:3])
 
 
+@register_selector(
+    "duo-window",
+    label="DuoAttention",
+    description="the first 128 and the most recent tokens (DuoAttention)",
+    sinks=SINKS,
+)
 class DuoWindow(StreamingLLM):
     """What a streaming head of DuoAttention (Xiao et al. 2024) keeps: the first `sinks` tokens, then the most recent.
 

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import LayerKV
-from lkv.methods.selectors.base import Selector, to_fp32
+from lkv.integrations.transformers.prefill import LayerKV, to_fp32
+from lkv.methods.registry import register_selector
+from lkv.methods.selectors.base import Selector
 
 
+@register_selector("tova", label="TOVA", description="attention from the last token")
 class TOVA(Selector):
     """TOVA (Oren et al. 2024, "Transformers are Multi-State RNNs"): the attention of the prompt's last token, averaged
     over all heads of the layer, so that every head keeps the same tokens.

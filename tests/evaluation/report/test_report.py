@@ -71,11 +71,11 @@ def test_no_values_are_refused():
 def test_the_names_are_those_of_the_methods():
     for method, entry in METHODS.items():
         own = names.budget_and_selector(method)
-        assert own is None or own == (entry.rule, entry.selector)
+        assert own is None or own == (entry.budget, entry.selector)
         assert names.method_label(method) != method
     for rule in names.RULES:
         for selector in names.SELECTORS:
-            assert any((e.rule, e.selector) == (rule, selector) for e in METHODS.values())
+            assert any((e.budget, e.selector) == (rule, selector) for e in METHODS.values())
     assert names.method_label("uniform+snapkv") == names.method_label("snapkv") == "SnapKV"
     assert names.is_lkv("lkv-h+lkv-t") and names.is_lkv("lkv") and not names.is_lkv("lkv-t")
     assert names.sort_methods(["lkv", "snapkv", "full"]) == ["full", "snapkv", "lkv"]

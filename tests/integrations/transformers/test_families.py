@@ -11,7 +11,7 @@ from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.rotation import Rotation
 from lkv.integrations.transformers.spec import sliding_windows
 from lkv.methods.budgets import PerHead
-from lkv.methods.build import Method
+from lkv.methods.method import Method
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, soft_mask

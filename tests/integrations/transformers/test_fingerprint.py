@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from lkv.config import asdict, from_dict, replace
 from lkv.errors import PolicyMismatchError
-from lkv.integrations.transformers.fingerprint import read_directions, read_norms
+from lkv.integrations.transformers.fingerprint import encode_direction, read_directions, read_norms
 from lkv.integrations.transformers.spec import inspect_model
-from lkv.models.loading import default_policy, load_default
-from lkv.policy.fingerprint import ONE_MODEL, agreement, differs, encode
+from lkv.models.loading import load_default
+from lkv.policy.lookup import default_policy
+from lkv.policy.model_match import ONE_MODEL, agreement, model_difference
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped
 from tests.conftest import tiny_llama
@@ -177,7 +178,7 @@ def test_a_model_that_moved_far_is_another(sampled):
     assert agreement(shipped.directions, own) > 0.9999
     spec = replace(shipped, directions=sampled.directions(tuned(0.6)))
     assert 0.7 < agreement(own, spec.directions) < ONE_MODEL - 0.05
-    assert "other weights of the same architecture (rows agree to a cosine of 0.8" in differs(shipped, spec)
+    assert "other weights of the same architecture (rows agree to a cosine of 0.8" in model_difference(shipped, spec)
 
 
 def test_policies_saved_before_norms_were_read_know_their_model(sampled):
@@ -186,8 +187,8 @@ def test_policies_saved_before_norms_were_read_know_their_model(sampled):
     before = replace(shipped, directions=read_directions(sampled.matrices, 30))
     copy, other = (replace(shipped, directions=sampled.directions(store)) for store in (in_gguf("Q4_0"), tuned(0.6)))
     assert len(set(before.directions) & set(shipped.directions)) == 12
-    assert differs(before, copy) is None and differs(copy, before) is None
-    assert "other weights" in differs(before, other)
+    assert model_difference(before, copy) is None and model_difference(copy, before) is None
+    assert "other weights" in model_difference(before, other)
 
 
 @pytest.mark.parametrize("entry", shipped(), ids=lambda entry: entry.name)
@@ -200,7 +201,7 @@ def test_every_shipped_policy_knows_its_model_with_the_norms_and_no_other(entry)
     values, generator = values.float(), torch.Generator().manual_seed(0)
 
     def directions(rows: Tensor) -> list[str]:
-        return [encode(place, row) for place, row in zip(places, rows.tolist(), strict=True)]
+        return [encode_direction(place, row) for place, row in zip(places, rows.tolist(), strict=True)]
 
     step = values.unflatten(1, (-1, 32)).abs().amax(2, keepdim=True).expand(-1, -1, 32).flatten(1) / 7
     noised = values + step * (torch.rand(values.shape, generator=generator) - 0.5)
@@ -216,7 +217,7 @@ def test_every_shipped_policy_knows_its_model_with_the_norms_and_no_other(entry)
 def test_none_of_the_small_random_models_passes(model):
     expected = inspect_model(model)
     worst = max(agreement(expected.directions, inspect_model(tiny_llama(seed)).directions) for seed in range(1, 60))
-    assert worst < 0.3 and differs(expected, inspect_model(tiny_llama(7)))
+    assert worst < 0.3 and model_difference(expected, inspect_model(tiny_llama(7)))
 
 
 def test_a_policy_saved_with_single_values_serves_the_model_it_was_made_for(model, tmp_path):
@@ -233,9 +234,11 @@ def test_a_policy_saved_with_single_values_serves_the_model_it_was_made_for(mode
 
 def test_numbers_of_rope_are_one_however_they_are_spelled(model):
     spec = replace(inspect_model(model), rope="rope_theta 100000.0, rope_type default")
-    assert differs(spec, replace(spec, rope="rope_theta 100000, rope_type default")) is None
-    assert "rope 'rope_theta 100000.0" in differs(spec, replace(spec, rope="rope_theta 10000, rope_type default"))
-    assert "rope" in differs(spec, replace(spec, rope="rope_theta 100000, rope_type yarn"))
+    assert model_difference(spec, replace(spec, rope="rope_theta 100000, rope_type default")) is None
+    assert "rope 'rope_theta 100000.0" in model_difference(
+        spec, replace(spec, rope="rope_theta 10000, rope_type default")
+    )
+    assert "rope" in model_difference(spec, replace(spec, rope="rope_theta 100000, rope_type yarn"))
 
 
 def test_without_strict_other_weights_are_warned_of_and_other_heads_refused(model, policy, tmp_path):
@@ -254,7 +257,7 @@ def test_without_strict_other_weights_are_warned_of_and_other_heads_refused(mode
 
 def test_damaged_fingerprints_fit_nothing(policy):
     damaged = replace(policy.spec, directions=tuple(text[:-3] + "!!!" for text in policy.spec.directions))
-    assert differs(damaged, policy.spec) == "weight matrices of other names or sizes"
+    assert model_difference(damaged, policy.spec) == "weight matrices of other names or sizes"
 
 
 def quantised_linears(model: nn.Module) -> list[nn.Linear]:

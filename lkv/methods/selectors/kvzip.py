@@ -1,7 +1,7 @@
 """KVzip (Kim et al. 2025): a second pass repeats the context in parts; a token counts by the attention it gets."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,8 +10,12 @@ from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_layers import BaseCache
 from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv
-from lkv.methods.selectors import GivenScores, Selector
+from lkv.methods.registry import register_selector
+from lkv.methods.selectors.base import PrecomputedScores, Selector
 from lkv.utils.prompts import encode_question
+
+if TYPE_CHECKING:
+    from lkv.methods.method import MethodInputs
 
 _REQUEST = "Repeat the previous context exactly."
 _NEXT = "Repeat the part of the previous context exactly, starting with: "
@@ -90,6 +94,7 @@ def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[Layer
     return torch.stack([layer.scores.to(device) for layer in layers])
 
 
+@register_selector("kvzip", label="KVzip", description="attention received while the text is repeated (KVzip)")
 class KVzip(Selector):
     """KVzip (Kim et al. 2025): the largest attention that an entry receives while the model repeats the text."""
 
@@ -98,9 +103,13 @@ class KVzip(Selector):
     def __init__(self, model: Any, tokenizer: Any):
         self._model, self._tokenizer = model, tokenizer
 
+    @classmethod
+    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "KVzip":
+        return cls(inputs.require("model"), inputs.require("tokenizer"), **options)
+
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> Selector:
         """The scores of the one prompt `ids`, already read into `prompt`. Raises what `replay_scores` raises."""
-        return GivenScores(replay_scores(self._model, self._tokenizer, list(ids), prompt))
+        return PrecomputedScores(replay_scores(self._model, self._tokenizer, list(ids), prompt))
 
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         raise CacheError("KVzip reads the text a second time: use lkv.compress(..., method='kvzip').")

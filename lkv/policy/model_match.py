@@ -20,15 +20,6 @@ _SHARED = 1 / 4
 _VALUE_TOLERANCE = 2.0**-7
 
 
-def encode(position: str, values: Sequence[float]) -> str | None:
-    """The direction of `values`, 8 bits a value, under the name of its `position`; None where it has none."""
-    largest = max(map(abs, values), default=0.0)
-    if not 0.0 < largest < math.inf or not all(map(math.isfinite, values)):
-        return None
-    codes = array("b", (round(127 * value / largest) for value in values))
-    return f"{position} {base64.b64encode(codes.tobytes()).decode()}"
-
-
 def agreement(expected: Sequence[str], given: Sequence[str]) -> float | None:
     """Mean cosine in [-1, 1] of the stretches that both have, None where too few of `expected` are in `given`."""
     mine, theirs = _decoded(expected), _decoded(given)
@@ -38,7 +29,7 @@ def agreement(expected: Sequence[str], given: Sequence[str]) -> float | None:
     return sum(_cosine(mine[position], theirs[position]) for position in shared) / len(shared)
 
 
-def differs(expected: ModelSpec, given: ModelSpec) -> str | None:
+def model_difference(expected: ModelSpec, given: ModelSpec) -> str | None:
     """What tells the model `given` from the one `expected`, or None where they are one model."""
     for name in ("architecture", "layers", "heads", "kv_heads", "head_dim"):
         mine, theirs = getattr(expected, name), getattr(given, name)
@@ -49,7 +40,7 @@ def differs(expected: ModelSpec, given: ModelSpec) -> str | None:
     return _weights_differ(expected, given)
 
 
-def fits(expected: ModelSpec, given: ModelSpec) -> bool:
+def has_same_heads(expected: ModelSpec, given: ModelSpec) -> bool:
     """Whether a policy for `expected` has a budget and scores for every head of `given`, right ones or not."""
     return all(getattr(expected, name) == getattr(given, name) for name in ("layers", "kv_heads", "head_dim"))
 

@@ -1,0 +1,214 @@
+"""`Method`, what a cache evicts by, and `resolve_method`, which makes one of a name, a model and what to keep."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lkv.errors import BudgetError, CacheError, LkvError, PolicyFileError, RetentionError
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.prefill import LayerKV
+from lkv.methods.budgets import Budget, GlobalTopKBudget, RetentionTarget, check_table
+from lkv.methods.registry import MethodSpec, parse_method
+from lkv.methods.selectors import Selector
+from lkv.policy.lookup import resolve_policy
+from lkv.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a cache evicts by: a budget and a selector, resolved for one model.
+
+    Attributes:
+        name: the name that results are stored under.
+        budget: how many tokens each KV head keeps.
+        selector: which tokens.
+        target: the retention or the number of tokens that the budget was built for, where `resolve_method` built it.
+        policy: the learned policy, where the method reads one.
+        compensation: whether kept entries are compensated (`lkv.methods.compensation`); a tuple gives one value a row.
+    """
+
+    name: str
+    budget: Budget
+    selector: Selector
+    target: RetentionTarget | None = None
+    policy: Policy | None = None
+    compensation: bool | tuple[bool, ...] = False
+
+    def compensates(self, rows: int) -> tuple[bool, ...]:
+        """Whether kept entries are compensated, for each row of a batch."""
+        return self.compensation if isinstance(self.compensation, tuple) else (self.compensation,) * rows
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether it needs the prompt's queries."""
+        return self.selector.reads_queries or bool(self.compensation)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether it must see all layers of a prompt before it evicts from the first (`for_prompt`)."""
+        return self.selector.has_second_pass or (
+            isinstance(self.budget, GlobalTopKBudget) and not self.budget.has_counts
+        )
+
+    def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Method":
+        """The method for the one prompt `ids`, already read into `prompt`: itself, for most methods.
+
+        Raises what the selector's second pass raises.
+        """
+        selector = self.selector.for_prompt(ids, prompt)
+        budget = self.budget.for_prompt(selector, prompt) if isinstance(self.budget, GlobalTopKBudget) else self.budget
+        return replace(self, selector=selector, budget=budget)
+
+
+@dataclass(frozen=True)
+class MethodInputs:
+    """What budgets and selectors are built from (`from_inputs`).
+
+    Attributes:
+        target: how much to keep.
+        policy: the learned policy.
+        heads: the KV heads that this process computes.
+        model: the model.
+        layers: how many layers are evicted from.
+        pattern: DuoAttention's alphas [L][H].
+        tokenizer: the model's tokenizer.
+        strict: without it, a budget that cannot keep as little as `target` keeps the least it can.
+    """
+
+    target: RetentionTarget
+    policy: Policy | None = None
+    heads: slice = field(default_factory=lambda: slice(None))
+    model: Any = None
+    layers: int | None = None
+    pattern: list[list[float]] | None = None
+    tokenizer: Any = None
+    strict: bool = True
+
+    def require(self, name: str) -> Any:
+        """The input `name`. Raises LkvError where it is missing."""
+        value = getattr(self, name)
+        if value is None:
+            raise LkvError(f"the method needs a {name}; give {_HOW[name]}.")
+        return value
+
+
+_HOW = {
+    "policy": "one with policy=Policy.from_pretrained(...)",
+    "model": "the model to resolve_method, or the method's name to RaggedCache or compress",
+    "layers": "the model to resolve_method, or the method's name to RaggedCache or compress",
+    "pattern": "one with pattern=read_pattern(file, L, H), or pattern=estimate_pattern(model, texts)",
+    "tokenizer": "the method's name to compress, which has one",
+}
+
+
+def resolve_method(
+    method: str | Method,
+    model: "PreTrainedModel | None" = None,
+    *,
+    retention: float | None = None,
+    budget_tokens: int | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
+    pattern: list[list[float]] | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+) -> Method:
+    """Resolve a method's name for a model.
+
+    Args:
+        method: a name that `lkv methods` lists, any "BUDGET+SELECTOR", or a `Method`, which is returned as it is.
+        model: the model to evict from. Without one, methods that need no model can be resolved.
+        retention: the share of a prompt's entries to keep, in (0, 1]; 0.15 by default.
+        budget_tokens: how many tokens a head keeps on average, instead of `retention`.
+        policy: the policy, its folder or its hub id; the one shipped for the model by default.
+        pattern: DuoAttention's alphas [L][H], for the budget "duo".
+        tokenizer: the model's tokenizer, for methods that read the text a second time.
+
+    Returns:
+        The method with its budget and selector built.
+
+    Raises:
+        LkvError: If there is no such method, or something is missing that it needs.
+        RetentionError: If `retention` or `budget_tokens` is out of range, or both are given.
+        PolicyMismatchError: If the policy was trained for another model.
+        BudgetError: If `pattern` does not fit the model, or the method reads none.
+    """
+    if not isinstance(method, str | Method):
+        raise CacheError(f"method is {method!r}; give a name that `lkv methods` lists, or a Method of your own.")
+    if policy is not None and not isinstance(policy, Policy | str | os.PathLike):
+        raise PolicyFileError(
+            f"policy is {policy!r}; give a Policy, its folder or its hub id, and how much is kept as retention=0.15."
+        )
+    spec = parse_method(method) if isinstance(method, str) else None
+    if pattern is not None and (spec is None or not spec.needs_pattern):
+        name = method if isinstance(method, str) else method.name
+        raise BudgetError(f"the method {name!r} reads no pattern of retrieval heads: leave it out, or use 'duo'.")
+    if isinstance(method, Method) or spec is None:
+        if retention is not None or budget_tokens is not None:
+            raise RetentionError(
+                f"the method {method.name!r} has a budget of its own: leave retention and budget_tokens out, or "
+                "give a method by its name."
+            )
+        return method
+    if spec.needs_second_pass and tokenizer is None:
+        raise CacheError(f"{method!r} reads the text a second time: use lkv.compress(..., method={method!r}).")
+    target = RetentionTarget.from_arguments(retention, budget_tokens)
+    if model is None:
+        learned = policy if isinstance(policy, Policy) else None
+        return build_method(spec, MethodInputs(target, learned, pattern=pattern, tokenizer=tokenizer))
+    patched = patch_attention(model)
+    layers, kv_heads = patched.spec.layers, patched.spec.kv_heads
+    learned = resolve_policy(patched.spec, policy).on(model.device) if spec.needs_policy else None
+    if pattern is not None:
+        check_table(pattern, layers, kv_heads, "the pattern of retrieval heads")
+    return build_method(spec, MethodInputs(target, learned, patched.heads, model, layers, pattern, tokenizer))
+
+
+def build_method(spec: MethodSpec, inputs: MethodInputs) -> Method:
+    """Build a parsed method. Raises LkvError where something is missing that it needs."""
+    policy = inputs.policy if spec.needs_policy else None
+    budget, selector = spec.build_budget(inputs), spec.build_selector(inputs)
+    return Method(spec.name, budget, selector, inputs.target, policy, spec.compensation)
+
+
+class _RowwiseMethods(Selector, Budget):
+    """Row i of the batch follows method i."""
+
+    def __init__(self, methods: Sequence[Method]):
+        self._methods = methods
+        self.reads_queries = any(method.selector.reads_queries for method in methods)
+
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        # All rows hold one prompt, so a selector that several methods share scores it once.
+        row = prompt.select(slice(1), slice(None))
+        selectors = {id(method.selector): method.selector for method in self._methods}
+        scores = {number: selector.scores(layer, row) for number, selector in selectors.items()}
+        return torch.cat([scores[id(method.selector)] for method in self._methods])
+
+    def refine(self, layer: int, prompt: LayerKV, scores: Tensor, counts: list[list[int]]) -> Tensor:
+        row = prompt.select(slice(1), slice(None))
+        return torch.cat(
+            [
+                method.selector.refine(layer, row, scores[i : i + 1], counts[i : i + 1])
+                for i, method in enumerate(self._methods)
+            ]
+        )
+
+    def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
+        return [m.budget.counts(layer, scores[i : i + 1])[0] for i, m in enumerate(self._methods)]
+
+
+def combine_rowwise(methods: Sequence[Method]) -> Method:
+    """A method for a batch of copies of one prompt whose row i is evicted by `methods[i]`.
+
+    Methods that hold the same selector object share its scores.
+    """
+    rows = _RowwiseMethods(methods)
+    compensation = tuple(bool(method.compensation) for method in methods)
+    name = " | ".join(method.name for method in methods)
+    return Method(name, rows, rows, compensation=any(compensation) and compensation)
