@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import length
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
-from benchmarks.pages.parts import rows
+from benchmarks.readme import read as rows
 from lkv.evaluation.report.figures import save_figure
 from lkv.evaluation.report.names import AVERAGE, FULL, method_label, sort_methods
 from lkv.evaluation.report.plots import plot_table

@@ -3,34 +3,486 @@
 python -m benchmarks.readme [--check]
 """
 
+import json
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
 
 from benchmarks.common import RESULTS
-from benchmarks.pages.more import more_results
-from benchmarks.pages.results import results_page
-from benchmarks.pages.summary import section
+from benchmarks.evaluations import ABLE, LEAST_SCORE
+from lkv.evaluation.report.names import FULL, method_label, part_label
+from lkv.policy.policy import Policy
+from lkv.policy.shipped import shipped
 
-README = RESULTS.parents[1] / "README.md"
-MORE = README.parent / "docs" / "more-results.md"
-RESULTS_PAGE = README.parent / "docs" / "results.md"
+ROOT = RESULTS.parents[1]
+README, RESULTS_PAGE, MORE = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "more-results.md"
 TITLE = "## What it keeps of the model\n\n"
+REFITTED = "lkv+refit"
+LONGER = ("longer", "longest")  # results by length of fewer methods or tasks
+AT_4096: Mapping[str, Any] = {"method": "lkv", "tokens": 4096}
+KL = "KL(full \\|\\| compressed)"
+
+Row = dict[str, Any]
 
 
 def main() -> None:
     text = README.read_text(encoding="utf-8")
     start = text.index(TITLE) + len(TITLE)
     end = text.index("\n## ", start)
-    pages = {
-        README: text[:start] + section() + "\n" + text[end:],
-        MORE: more_results(),
-        RESULTS_PAGE: results_page(),
+    pages = {README: text[:start] + readme_section() + "\n" + text[end:]}
+    pages |= {MORE: more_results_page(), RESULTS_PAGE: results_page()}
+    stale = [path for path, page in pages.items() if path.read_text(encoding="utf-8") != page]
+    if "--check" in sys.argv and stale:
+        names = ", ".join(path.name for path in stale)
+        sys.exit(f"{names} differ from the result files: run python -m benchmarks.readme")
+    for path in stale:
+        path.write_text(pages[path], encoding="utf-8")
+
+
+# Result files
+
+
+def read(name: str, **wanted: Any) -> list[Row]:
+    """The rows of a result file with these values; none where the file is not there."""
+    path = RESULTS / f"{name}.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def source(name: str) -> str:
+    """A result file's name, with a remark where its policy is not shipped or some rows are of an earlier run."""
+    document = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    is_other = document.get("policy") is not None and document["policy"] not in _shipped_digests()
+    has_earlier = "kept" in document and any("difference" in row for row in document["rows"])
+    return (
+        f"`{name}.json`"
+        + ", with a policy that is not shipped" * is_other
+        + ", methods without a policy in an earlier run on the same samples" * has_earlier
+    )
+
+
+@cache
+def _shipped_digests() -> list[str]:
+    return [Policy.from_pretrained(entry.folder).digest() for entry in shipped()]
+
+
+def other_models() -> list[str]:
+    """The models other than the embedded one that result files are of."""
+    return sorted(path.stem.removeprefix("length-") for path in RESULTS.glob("length-*.json"))
+
+
+def without_partial(rows: list[Row]) -> list[Row]:
+    """Without methods that some contexts of a length were too long for: their means are of other contexts."""
+    contexts = {row["tokens"]: row["contexts"] for row in rows if row["method"] == FULL}
+    return [row for row in rows if row["contexts"] == contexts[row["tokens"]]]
+
+
+# Text
+
+
+def name_of(method: str) -> str:
+    if method == "lkv-paper":
+        return "LKV, the paper's scorer"
+    return f"**{method_label(method)}**" if method == "lkv" else method_label(method)
+
+
+def interval(row: Row, key: str = "", digits: int = 3) -> str:
+    """value [low, high] of a row, or of the figure `key` in it."""
+    value, low, high = (row[part] for part in ((key, f"{key}_low", f"{key}_high") if key else ("value", "low", "high")))
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def score(row: Row) -> str:
+    return interval(row, digits=1)
+
+
+def minus_lkv(row: Row) -> str:
+    """The paired difference to LKV, where there is one."""
+    return interval(row, "difference", 1) if "difference" in row and row["method"] != "lkv" else ""
+
+
+def kl_and_agreement(row: Row) -> str:
+    return f"{interval(row)} / {row['agreement']:.3f}"
+
+
+def counted(counts: Iterable[int]) -> str:
+    low, high = min(counts := list(counts)), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    lines = [["", *head]]
+    lines += [["---"] * len(lines[0]), *([*line] for line in body)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def cross(cells: Mapping[tuple[Any, Any], str], head: Callable[[Any], str], missing: str = "cannot run") -> str:
+    """A table of `cells` by (method, column), both in the order of their first cell."""
+    methods, columns = (dict.fromkeys(key[i] for key in cells) for i in (0, 1))
+    lines = ([name_of(m), *(cells.get((m, column), missing) for column in columns)] for m in methods)
+    return table(map(head, columns), lines)
+
+
+def tokens(length: int) -> str:
+    return f"{length:,} tokens"
+
+
+def picture(name: str) -> str:
+    path = RESULTS / "small" / f"{name}.png"
+    return f"![{name}]({path.relative_to(ROOT)})" if path.is_file() else ""
+
+
+def page(parts: Iterable[str]) -> str:
+    """A page of docs/, whose pictures are in another folder."""
+    return "\n\n".join(part.replace("](benchmarks/", "](../benchmarks/") for part in parts) + "\n"
+
+
+# README
+
+
+def readme_section() -> str:
+    """Three small tables, each with its command."""
+    more = other_models()
+    lead = (
+        f"SmolLM2-135M-Instruct{' unless another is named' if more else ''}, the question unknown at compression, "
+        "R = 0.15; 95% intervals. All figures come from `benchmarks/results/`, whose files name command, machine "
+        "and seed. More lengths, methods and R: [results](docs/results.md). "
+        f"`{REFITTED}` adjusts the kept keys and values by least squares at no extra memory: it lowers average KL but "
+        "does not help fact retrieval ([how](docs/methods.md#refitted))."
+    )
+    other = [part for name in more for part in readme_lengths(f"length-{name}", ruler_sentence(name))]
+    return "\n\n".join([lead, *readme_lengths("length"), *other, *readme_ruler(), *readme_costs()])
+
+
+def readme_lengths(name: str, sentence: str = "") -> list[str]:
+    """KL by length of LKV and the closest baselines at R = 0.15; `sentence` follows the lead."""
+    rows = [row for row in without_partial(read(name, task="all")) if row["retention"] == 0.15]
+    last = max(row["tokens"] for row in rows)
+    longer = [row for kind in LONGER for row in read(name.replace("length", kind), task="all", retention=0.15)]
+    longer = [row for row in longer if row["tokens"] > last]
+    refit = read(name.replace("length", "refit"), task="all", method=REFITTED, retention=0.15)
+    measured = {(row["method"], row["tokens"]): row for row in (*rows, *refit, *longer)}
+    methods = [m for m in ("lkv", REFITTED, "kvzip", "lkv-h+expected", "snapkv") if m != REFITTED or refit]
+    cells = {}
+    for method in methods:
+        for length in sorted({length for _, length in measured}):
+            missing = "not measured" if length > last or method == REFITTED else "cannot run"
+            row = measured.get((method, length))
+            cells[method, length] = interval(row) if row else missing
+    lead, options, model = f"**Fidelity by length**: {KL} in nats a token", "", rows[0]["model"]
+    if name != "length":
+        lead, options = f"The same for **{model.rpartition('/')[2]}**", f" --model {model}"
+    apart = sorted({row["tokens"] for row in longer})
+    other = f"; {' and '.join(f'{length:,}' for length in apart)} tokens apart, in bfloat16" if apart else ""
+    contexts = counted(row["contexts"] for row in measured.values())
+    text = f"{lead}; {contexts} contexts a length{other} (`python -m benchmarks.length{options}`).{sentence}"
+    return [text, cross(cells, tokens)]
+
+
+def readme_ruler() -> list[str]:
+    """RULER's retrieval tasks at both lengths and retentions."""
+    rows = {(row["method"], row["retention"], row["tokens"]): row for row in read("ruler_retrieval", task="all")}
+    columns = [(n, r) for n in sorted({n for _, _, n in rows}) for r in sorted({r for _, r, _ in rows} - {1.0})[::-1]]
+    cells = {
+        (m, (n, r)): score(rows[m, 1.0 if m == FULL else r, n])
+        for m in (FULL, "lkv", REFITTED, "kvzip", "snapkv")
+        for n, r in columns
+        if m != REFITTED or (m, r, n) in rows
     }
-    if "--check" in sys.argv:
-        if stale := [path.name for path, page in pages.items() if path.read_text(encoding="utf-8") != page]:
-            sys.exit(f"{', '.join(stale)} tell other figures than the files: run python -m benchmarks.readme")
-        return
-    for path, page in pages.items():
-        path.write_text(page, encoding="utf-8")
+    samples = rows[FULL, 1.0, columns[0][0]]["n"]
+    lead = f"**RULER**, five retrieval tasks, score of 100, {samples} samples a length (`lkv eval ruler`)."
+    return [lead, cross(cells, lambda column: f"{tokens(column[0])}, R = {column[1]:g}")]
+
+
+def ruler_sentence(name: str) -> str:
+    """RULER's tasks for another model at R = 0.15, as far as they were measured."""
+    rows = [row for row in read(f"ruler-{name}", task="all") if row["retention"] in (0.15, 1.0)]
+    if not rows:
+        return ""
+    cells = {(row["method"], row["tokens"]): row for row in rows}
+    columns = sorted({length for _, length in cells})
+    scores = "; ".join(
+        f"{method_label(method)} " + " / ".join(f"{cells[method, length]['value']:.1f}" for length in columns)
+        for method in dict.fromkeys([FULL, "lkv", *(method for method, _ in cells)])
+    )
+    samples = counted(cells[FULL, length]["n"] for length in columns)
+    at = " / ".join(f"{length:,}" for length in columns)
+    sentence = f" RULER's five retrieval tasks at {at} tokens, {samples} samples a length: {scores}."
+    other = read(f"ruler_other-{name}", task=ABLE)
+    if not other:
+        return sentence
+    length = other[0]["tokens"]  # every task that the full cache can do, where others than retrieval were measured too
+    tasks: dict[str, dict[str, float]] = {}
+    for row in read(f"ruler-{name}", tokens=length) + read(f"ruler_other-{name}", tokens=length):
+        if row["method"] in (FULL, "lkv") and row["retention"] in (0.15, 1.0) and row["task"] not in ("all", ABLE):
+            tasks.setdefault(row["task"], {})[row["method"]] = row["value"]
+    able = [scores for scores in tasks.values() if scores[FULL] >= LEAST_SCORE]
+    full, lkv = (sum(scores[method] for scores in able) / len(able) for method in (FULL, "lkv"))
+    return (
+        f"{sentence} All {len(able)} of its tasks in which the full cache reaches {LEAST_SCORE:g} at {length:,} "
+        f"tokens: Full cache {full:.1f}; LKV {lkv:.1f}."
+    )
+
+
+def readme_costs() -> list[str]:
+    """Bytes and times of LKV at 4,096 tokens, by those of the full cache."""
+    prefill, decode = "`python -m benchmarks.prefill`", "`python -m benchmarks.decode`"
+    (size,), (time,) = read("cache_bytes", **AT_4096), read("prefill", **AT_4096)
+    lines = [["bytes of k and v held, slack included", f"{size['value']:.3f}", prefill]]
+    lines += [["prefill with eviction", interval(time), prefill]]
+    for part, name in (("attention", "decoding, attention alone"), ("token", "decoding, a whole token")):
+        for row in read("decode", dtype="float32", what=part, threads=1, **AT_4096):
+            extra = ", extra `cpu`" * (row.get("backend") == "numba")
+            lines.append([f"{name}, 1 thread{extra}", interval(row), decode])
+    lead = "**Memory and speed** on a CPU at 4,096 tokens, by the full cache's."
+    return [lead, table(["of the full cache's", "command"], lines)]
+
+
+# docs/results.md
+
+
+def results_page() -> str:
+    """The shipped policies by length, by needles, and in serving."""
+    lead = (
+        "SmolLM2-135M-Instruct with the shipped policy, the question unknown at compression; intervals are 95%. Each "
+        "figure comes from a file under `benchmarks/results/`, which names its command, machine and seed. "
+        "LKV's training data held invented facts hidden in text, not unlike needles, and 137 of its 22,869 items "
+        "overlap with evaluated texts (`overlap.json`); the baselines are untrained. [More results](more-results.md) "
+        "has all of RULER's tasks with more methods, RULER over R, and LongBench."
+    )
+    refit = (
+        "`METHOD+refit` adjusts the kept keys and values by least squares, in the same bytes, so that they answer as "
+        "all entries did ([methods](methods.md#refitted)). It lowers average KL, but does not help single facts (RULER "
+        "above, needles below), and at R = 0.05 it is worse. The same contexts as above."
+    )
+    ruler = ruler_by_retention(read("ruler_retrieval", task="all"), "RULER's five retrieval tasks", "ruler_retrieval")
+    parts = ["# Results", lead, *lengths("length"), *needles("needles"), *ruler, *fidelity(), *variants()]
+    parts += ["## Refitted", refit, *lengths("refit"), *needles("refit_needles")]
+    parts += [part for name in other_models() for part in other_model(name)]
+    return page([*parts, *serving(), "## Memory and speed", costs()])
+
+
+def lengths(name: str) -> list[str]:
+    """KL and agreement by length, a table a retention."""
+    every = read(name)
+    measured = without_partial([row for row in every if row["task"] == "all"])
+    tasks = ", ".join(dict.fromkeys(row["task"] for row in every if row["task"] != "all"))
+    parts = []
+    for retention in (0.15, 0.05):
+        if rows := [row for row in measured if row["retention"] == retention]:
+            contexts = f"{counted(row['contexts'] for row in rows)} contexts a length ({source(name)})"
+            parts.append(f"{KL} and top-1 agreement by length at R = {retention:g}: {tasks}; {contexts}.")
+            rows.sort(key=lambda row: row["tokens"])
+            cells = {(row["method"], row["tokens"]): kl_and_agreement(row) for row in rows}
+            parts.append(cross(cells, tokens))
+    return [*parts, f"![{name}](benchmarks/results/small/{name}.png)"] if measured else []
+
+
+def needles(name: str) -> list[str]:
+    """The share found of what was hidden, one needle or four at a time, by method, R and length."""
+    parts = []
+    for count, what in ((1, "A needle"), (4, "One of four needles")):
+        if rows := read(name, needles=count):
+            columns = sorted({row["tokens"] for row in rows})
+            cells = {(row["method"], row["retention"], row["tokens"]): interval(row, digits=2) for row in rows}
+            lines = [
+                [name_of(m), f"{r:g}", *(cells.get((m, r, length), "cannot run") for length in columns)]
+                for m, r in dict.fromkeys((method, retention) for method, retention, _ in cells)
+            ]
+            found = counted(row["n"] for row in rows)
+            parts += [f"{what} in real prose, share found of {found} ({source(name)})."]
+            parts += [table(["R", *map(tokens, columns)], lines)]
+    return parts
+
+
+def ruler_by_retention(rows: Sequence[Row], lead: str, name: str) -> list[str]:
+    """RULER's mean score, the paired difference to LKV and the share kept by length, a table a retention."""
+    parts = []
+    for retention in sorted({row["retention"] for row in rows if row["method"] != FULL}, reverse=True):
+        own = [row for row in rows if row["retention"] in (1.0, retention)]
+        best: dict[str, float] = {}
+        for row in own:
+            best[row["method"]] = max(row["value"], best.get(row["method"], 0.0))
+        samples = ", ".join(f"{row['n']} samples at {row['tokens']:,}" for row in own if row["method"] == FULL)
+        cells = {}
+        for row in sorted(own, key=lambda row: -best[row["method"]]):
+            for title, text in (
+                ("tokens", score(row)),
+                ("minus LKV", minus_lkv(row)),
+                ("kept", f"{row['realised']:.3f}"),
+            ):
+                cells[row["method"], f"{row['tokens']:,} {title}"] = text
+        parts += [f"{lead}, R = {retention:g} ({samples}; {source(name)}).", cross(cells, str, "")]
+    return parts
+
+
+def fidelity() -> list[str]:
+    """Held-out questions and text of 1k to 2k tokens: methods, and budget rules by selectors."""
+    rows = {row["method"]: row for row in read("fidelity", task="all")}
+    grid = {row["method"]: row for row in read("grid", task="all")}
+    learned = rows["lkv"]
+    methods = ([name_of(m), interval(row), interval(row, "agreement")] for m, row in rows.items() if m != FULL)
+    rules, selectors = (tuple(dict.fromkeys(m.split("+")[i] for m in grid if "+" in m)) for i in (0, 1))
+    combinations = ([part_label(rule), *(interval(grid[f"{rule}+{s}"]) for s in selectors)] for rule in rules)
+    return [
+        f"Fidelity on held-out questions and text at R = {learned['retention']}: {learned['n']} continuations of "
+        f"{learned['contexts']} contexts of 1k to 2k tokens ({source('fidelity')}).",
+        table([KL, "top-1 agreement"], methods),
+        f"Budget rules by selectors: {KL} over {grid[FULL]['contexts']} of these contexts ({source('grid')}).",
+        table(map(part_label, selectors), combinations),
+    ]
+
+
+def variants() -> list[str]:
+    """Streaming and quantised storage, by length."""
+    rows = read("variants")
+    contexts = {row["tokens"]: row["contexts"] for row in sorted(rows, key=lambda row: row["tokens"])}
+    texts = " and ".join(f"{count} contexts of {tokens(length)}" for length, count in contexts.items())
+    first = min(contexts)
+    lines: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: row["tokens"]):
+        lines.setdefault(row["variant"], [row["variant"]]).append(kl_and_agreement(row))
+    for row in rows:
+        if row["tokens"] == first:
+            lines[row["variant"]].append(f"{row['bytes']:.3f}")
+    return [
+        f"Streaming and quantised storage at R = {rows[0]['retention']:g}, beside LKV of the whole prompt: "
+        f"{KL} and top-1 agreement, {texts} ({source('variants')}; bytes are those of k and v held, slack included, "
+        f"of {rows[0]['dtype']}).",
+        table([*map(tokens, contexts), f"bytes at {first:,}, of the full cache's"], lines.values()),
+    ]
+
+
+def other_model(name: str) -> list[str]:
+    """A section for another model: fidelity by length, RULER, needles, whatever there is."""
+    title = read(f"length-{name}")[0]["model"].rpartition("/")[2]
+    lead = f"RULER: mean score over the tasks in which {title}'s full cache reaches 50 at every length"
+    longer = [part for kind in LONGER for part in lengths(f"{kind}-{name}")]
+    parts = [f"### {title}", *lengths(f"length-{name}")]
+    parts += ["Longer texts, in bfloat16; KVzip, which reads a text twice, is left out.", *longer] if longer else []
+    for kind, tasks in (("ruler", "of the five retrieval tasks"), ("ruler_other", "of the other eight")):
+        parts += ruler_by_retention(read(f"{kind}-{name}", task=ABLE), f"{lead}, {tasks}", f"{kind}-{name}")
+    return [*parts, *needles(f"needles-{name}"), *needles(f"longer_needles-{name}"), *lengths(f"refit-{name}")]
+
+
+def serving() -> list[str]:
+    """Requests at once over a few contexts, by concurrency, and what the contexts take."""
+    rows = read("serving")
+    single = {(row["what"], row["method"]): row for row in rows if "concurrency" not in row}
+    rate, size, load, tight = (single[what, "lkv"] for what in ("throughput", "memory", "loading", "same memory"))
+    lines: dict[int, dict[tuple[str, str], str]] = {}
+    for row in rows:
+        if "concurrency" in row:
+            column = (row["method"], row.get("statistic", "rate"))
+            lines.setdefault(row["concurrency"], {})[column] = f"{row['value']:.1f}"
+    columns = [(method, key) for method in ("lkv", FULL) for key in ("rate", "p50", "p95")]
+    units = {"rate": "tokens/s", "p50": "p50, s", "p95": "p95, s"}
+    body = ([str(n), *(lines[n][column] for column in columns)] for n in sorted(lines))
+    head = (f"{name_of(method)}, {units[key]}" for method, key in columns)
+    return [
+        "## Serving",
+        f"Questions about 4 texts of {tokens(rate['tokens'])} at R = {rate['retention']:g}, answers of at most 32 "
+        "tokens, on two cores (`python -m benchmarks.serving`, `serving.json`): 16 requests at once give "
+        f"{interval(rate, digits=2)} times the tokens a second of `Context.ask`, one after another "
+        f"(the table is of the server's engine alone; {rate['equal']} of {rate['answers']} answers equal). The "
+        f"contexts hold {size['value']:.3f} of the full caches' bytes, loading one is {load['value']:.0f} times as "
+        "fast as compressing it, and where memory holds little more than one full cache there are "
+        f"{interval(tight, digits=2)} times the requests a second of full caches.",
+        table(head, body).replace("|  |", "| at once |", 1),
+    ]
+
+
+def costs() -> str:
+    """Memory and speed at 4,096 tokens, in sentences."""
+    (size,), (time,) = read("cache_bytes", **AT_4096), read("prefill", **AT_4096)
+    parts = [
+        f"At 4,096 tokens the cache holds {size['value']:.3f} of the full cache's bytes, slack included, and "
+        f"prefill with eviction takes {interval(time)} of plain prefill (`cache_bytes.json`, `prefill.json`)."
+    ]
+    for row in read("decode", what="attention", dtype="float32", **AT_4096):
+        (token,) = read("decode", what="token", dtype="float32", threads=row["threads"], **AT_4096)
+        threads = f"{row['threads']} thread" + "s" * (row["threads"] > 1)
+        extra = " (extra `cpu`)" * (row.get("backend") == "numba")
+        parts.append(
+            f"Decoding over it on {threads}{extra}, attention takes {interval(row)} of the time of "
+            f"PyTorch's best over the full cache, a whole token {interval(token)} (`decode.json`)."
+        )
+    for row in read("comparison_cost"):
+        parts.append(
+            f"Comparing {row['methods']} on RULER at {tokens(row['tokens'])} takes {interval(row, digits=2)} of the "
+            f"time of the full cache alone ({row['n']} samples, `comparison_cost.json`)."
+        )
+    for row in read("streaming"):
+        parts.append(
+            f"Reading {tokens(row['tokens'])} in parts of {row['chunk']:,} never holds more than {row['value']:.3f} "
+            "of the full cache's bytes (`streaming.json`)."
+        )
+    return " ".join(parts)
+
+
+# docs/more-results.md
+
+
+def more_results_page() -> str:
+    """RULER with every kind of method and over R, LongBench."""
+    lead = (
+        "SmolLM2-135M-Instruct with the shipped policy, the question unknown at compression; intervals are 95%. Many "
+        "methods and\nretentions on few samples; [Results](results.md) has more samples of fewer."
+    )
+    budgets = "What each method leaves to the 90 heads of the model at the same R:"
+    parts = ["# More results", lead, *ruler_tasks(), *ruler_sweep(), *longbench()]
+    return page([*parts, budgets, picture("budget_policies")])
+
+
+def ruler_tasks() -> list[str]:
+    """RULER's mean over all tasks, and over those that the full cache can do."""
+    rows = sorted(read("ruler", task="all"), key=lambda row: -row["value"])
+    able = {row["method"]: row for row in read("ruler", task=ABLE)}
+    full = able[FULL]
+    lines = [
+        [name_of(row["method"]), score(row), minus_lkv(row), score(able[row["method"]])]
+        + (["", "", "1"] if row["method"] == FULL else [f"{row[key]:.3f}" for key in ("kl", "agreement", "realised")])
+        for row in rows
+    ]
+    return [
+        f"RULER at {tokens(full['tokens'])}, R = 0.15: the mean over its 13 tasks ({rows[0]['n']} samples), and "
+        f"over those where the full cache scores at least 50 ({full['n']} samples; {source('ruler')}, as `make "
+        "reproduce-small` makes it). KL and agreement are those of the right answer, over all tasks.",
+        table(["13 tasks", "minus LKV", "where full reaches 50", "KL", "top-1 agreement", "kept"], lines),
+        picture("ruler_tasks"),
+    ]
+
+
+def ruler_sweep() -> list[str]:
+    """RULER's retrieval tasks by retention."""
+    rows = read("ruler_sweep", task="all")
+    (full,) = (row for row in rows if row["method"] == FULL)
+    others = [row for row in rows[::-1] if row["method"] != FULL]
+    order = list(dict.fromkeys(row["method"] for row in others))
+    others.sort(key=lambda row: (order.index(row["method"]), -row["retention"]))
+    return [
+        f"RULER's five retrieval tasks by retention, at {tokens(full['tokens'])} ({full['n']} samples; the full cache "
+        f"scores {score(full)}; {source('ruler_sweep')}).",
+        cross({(row["method"], row["retention"]): score(row) for row in others}, "R = {:g}".format),
+        picture("swept_sweep"),
+    ]
+
+
+def longbench() -> list[str]:
+    """A sample of LongBench: mean over its tasks."""
+    rows = sorted(read("longbench", task="all"), key=lambda row: -row["value"])
+    lines = [
+        [name_of(row["method"]), score(row), minus_lkv(row)]
+        + (["", ""] if row["method"] == FULL else [f"{row['kl']:.3f}", f"{row['agreement']:.3f}"])
+        for row in rows
+    ]
+    return [
+        f"A sample of LongBench: the mean over its 16 tasks, {rows[0]['n']} samples in all, cut to the model's 8k "
+        f"tokens ({source('longbench')}). KL and agreement are those of the right answer.",
+        table(["score", "minus LKV", "KL", "top-1 agreement"], lines),
+    ]
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import data_build, decode, evaluations, heldout, length, overlap, quantised_decode, renewed
+from benchmarks import data_build, decode, evaluations, heldout, length, overlap, quantised_decode, readme, renewed
 from benchmarks.common import RESULTS, Subject, per_length
-from benchmarks.pages import parts, results, summary
 from lkv.cli.main import main
 from lkv.config import ScorerInputs
 from lkv.errors import DataError, LkvError
@@ -95,20 +94,7 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
     Policy(spec, {"hub": ["owner/Tiny-Model"]}).save_pretrained(tmp_path / "policy")
     monkeypatch.setattr(length, "HeldOut", Held)
     arguments = ["--data", "nowhere", "--model", str(saved), "--policy", str(tmp_path / "policy")]
-    arguments += [
-        "--tokens",
-        "40",
-        "60",
-        "--contexts",
-        "2",
-        "1",
-        "--methods",
-        "lkv",
-        "knorm",
-        "--retention",
-        "0.5",
-        "0.15",
-    ]
+    arguments += shlex.split("--tokens 40 60 --contexts 2 1 --methods lkv knorm --retention 0.5 0.15")
     monkeypatch.setattr(sys, "argv", ["length", *arguments, "--out", str(tmp_path / "length-tiny-model.json")])
     length.main()
     document = json.loads((tmp_path / "length-tiny-model.json").read_text())
@@ -124,33 +110,17 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
     assert "--model owner/Tiny-Model" in document["command"] and str(tmp_path / "conv") not in document["command"]
     assert (tmp_path / "small" / "length-tiny-model.png").is_file()
 
-    monkeypatch.setattr(parts, "RESULTS", tmp_path)
-    drawn = "\n\n".join(results._other_model("tiny-model"))
-    assert parts.other_models() == ["tiny-model"] and drawn.startswith("### Tiny-Model\n")
-    assert "length-tiny-model.png" in drawn
-    lead, numbers = summary._short_length("length-tiny-model")
-    told = "5 to 10 contexts a length (`python -m benchmarks.length --model owner/Tiny-Model`)."
-    assert lead == f"The same for **Tiny-Model**; {told}"
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert readme.other_models() == ["tiny-model"]
+    lead, numbers = readme.readme_lengths("length-tiny-model")
     measured = next(row for row in rows if (row["method"], row["tokens"], row["retention"]) == ("lkv", 40, 0.15))
+    assert "5 to 10 contexts a length" in lead and "--model owner/Tiny-Model" in lead
     assert "40 tokens" in numbers and f"{measured['value']:.3f}" in numbers
-
-    longer = tmp_path / "longer-tiny-model.json"
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["length", *arguments, *shlex.split("--tokens 90 --contexts 1 --tasks code --name longer --out"), str(longer)],
-    )
-    length.main()
-    tasks = {row["task"] for row in json.loads(longer.read_text())["rows"]}
-    assert tasks == {"all", "code"}
-    lead, numbers = summary._short_length("length-tiny-model")
-    assert "1 to 10 contexts a length; 90 tokens apart, in bfloat16" in lead and "90 tokens |" in numbers
-    told = "at R = 0.15: code; 1 contexts a length (`longer-tiny-model.json`, with a policy that is not shipped)."
-    assert told in "\n".join(results._other_model("tiny-model"))
+    assert len(readme.lengths("length-tiny-model")) == 3 and readme.lengths("longer-tiny-model") == []
 
 
 def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
     known = Policy.from_pretrained(shipped()[0].folder).digest()
     for policy, told in (
         (known, "`some.json`"),
@@ -158,12 +128,12 @@ def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
         (None, "`some.json`"),  # of no policy, or of files that did not tell
     ):
         (tmp_path / "some.json").write_text(json.dumps({"policy": policy} if policy else {}))
-        assert parts.source("some") == told
+        assert readme.source("some") == told
 
 
 def test_a_result_measured_for_another_policy_keeps_the_rows_that_read_none(tmp_path, monkeypatch):
     monkeypatch.setattr(renewed, "RESULTS", tmp_path)
-    monkeypatch.setattr(parts, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
     at = {"task": "all", "tokens": 1000, "retention": 0.15}
     full, paper = {"method": "full", **at, "value": 80.0}, {"method": "lkv-paper", **at, "value": 12.0, "kl": 0.5}
     rival = {"method": "kvzip", **at, "value": 60.0, "against": "lkv", "difference": -10.0, "difference_low": -15.0}
@@ -181,8 +151,8 @@ def test_a_result_measured_for_another_policy_keeps_the_rows_that_read_none(tmp_
     without = {key: rival[key] for key in ("method", "task", "tokens", "retention", "value")}
     assert made["rows"] == [without, full, paper, changed]
     assert made["policy"] == "new" and made["command"] == "some.json" and made["kept"]["methods"] == ["kvzip"]
-    assert parts.source("some").endswith("methods without a policy in an earlier run on the same samples")
-    assert parts.less(made["rows"][0]) == ""
+    assert readme.source("some").endswith("methods without a policy in an earlier run on the same samples")
+    assert readme.minus_lkv(made["rows"][0]) == ""
     for new, seed, why in (
         ([full, paper], 0, "reads a policy; measure that too"),
         ([full | {"value": 79.0}, changed], 0, "not of the same texts and program"),
@@ -234,19 +204,6 @@ def test_the_command_of_an_evaluation_counts_the_samples_of_each_length():
     assert evaluations.counts(pd.DataFrame({"length": [None], "number": [3]})) == [["--samples", "4"]]
 
 
-def test_rulers_tables_keep_retentions_apart(monkeypatch):
-    monkeypatch.setattr(parts, "source", lambda name: f"`{name}.json`")  # whichever policy the file here is of
-    rows = [
-        {"method": method, "tokens": 4096, "retention": retention, "realised": retention, "n": 5, **interval}
-        for method, retention, value in (("full", 1.0, 80), ("lkv", 0.15, 70), ("lkv", 0.05, 60))
-        for interval in [{"value": value, "low": value - 1.0, "high": value + 1.0}]
-    ]
-    first, table, second, other = results._by_retention(rows, "RULER", "ruler")
-    assert first == "RULER, R = 0.15 (5 samples at 4,096; `ruler.json`)." and "R = 0.05" in second
-    assert "70.0 [69.0, 71.0]" in table and "60.0" not in table and "80.0" in table
-    assert "60.0 [59.0, 61.0]" in other and "70.0" not in other and "80.0" in other
-
-
 def test_long_contexts_are_made_of_several_texts(monkeypatch):
     words = lambda rng, count: " ".join(f"w{rng.randint(0, 99)}" for _ in range(count))  # noqa: E731
     monkeypatch.setattr(heldout, "encode", lambda tokenizer, text: text.split())
@@ -259,43 +216,16 @@ def test_long_contexts_are_made_of_several_texts(monkeypatch):
     assert held._after_others(own, "code", rng, 910) == own
 
 
-def test_rulers_figures_of_another_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "RESULTS", tmp_path)
-    assert not summary._other_ruler("tiny")
-    ruler = [
-        {"method": method, "task": "all", "tokens": tokens, "retention": retention, "n": n, "value": value - n}
-        for tokens, n in ((4096, 10), (8192, 5))
-        for method, retention, value in (("full", 1.0, 90), ("lkv", 0.15, 80), ("lkv", 0.05, 70), ("snapkv", 0.15, 10))
-    ]
-    (tmp_path / "ruler-tiny.json").write_text(json.dumps({"rows": ruler}))
-    assert summary._other_ruler("tiny") == (
-        " RULER's five retrieval tasks at 4,096 / 8,192 tokens, 5 to 10 samples a length: "
-        "Full cache 80.0 / 85.0; LKV 70.0 / 75.0; SnapKV 0.0 / 5.0."
-    )
-    ruler += [  # tasks: one that the full cache cannot do, one of the five, and in the other file one more
-        {"method": method, "task": task, "tokens": 4096, "retention": retention, "n": 2, "value": value}
-        for task, values in (("cwe", (10, 80, 90)), ("niah_single_1", (100, 90, 0)), ("fwe", (60, 40, 0)))
-        for method, retention, value in zip(("full", "lkv", "lkv"), (1.0, 0.15, 0.05), values, strict=True)
-    ]
-    (tmp_path / "ruler-tiny.json").write_text(json.dumps({"rows": ruler[:-3]}))
-    (tmp_path / "ruler_other-tiny.json").write_text(
-        json.dumps({"rows": [*ruler[-3:], {"method": "lkv", "task": "full >= 50", "tokens": 4096, "retention": 0.15}]})
-    )
-    assert summary._other_ruler("tiny").endswith(
-        " All 2 of its tasks in which the full cache reaches 50 at 4,096 tokens: Full cache 80.0; LKV 65.0."
-    )
-
-
 def test_a_longbench_text_always_has_something_to_ask(monkeypatch):
     """Whole texts without a question, of which nothing is left to go on with, are passed over."""
-    none = SimpleNamespace(**dict.fromkeys(("squad_format", "hotpot_like", "tales", "meetings"), lambda *_: []))
+    none = SimpleNamespace(**dict.fromkeys(("read_squad", "read_hotpot", "read_tales", "read_meetings"), lambda *_: []))
     none.Passage = lambda title, text: text
     texts = [
         {"context": "a report. " * 50, "input": "", "answers": ["none"]},
         {"context": "a story. " * 50, "input": "Who?", "answers": ["The keeper."]},
     ]
-    monkeypatch.setattr(heldout, "sources", none)
-    monkeypatch.setattr(heldout, "records", SimpleNamespace(rows=lambda path: texts))
+    monkeypatch.setattr(heldout, "documents", none)
+    monkeypatch.setattr(heldout, "data_files", SimpleNamespace(read_json_lines=lambda path: texts))
     build = heldout.builders(Path())["LongBench text"]
     for seed in range(10):
         text, asked = build(random.Random(seed), 5000)
