@@ -1,12 +1,12 @@
-"""Many questions at once about compressed contexts, by transformers' continuous batching (5.17 and newer).
+"""Concurrent requests about compressed contexts, by transformers' continuous batching (5.17 and newer).
 
     engine = start(model, tokenizer)
-    answers = [engine.submit(ids, context) for ids, context in ...]      # of different contexts, or of none
-    for token in answers[0]: ...                                         # as they come
+    answers = [engine.submit(ids, context) for ids, context in ...]      # different contexts, or None
+    for token in answers[0]: ...                                         # as they are generated
     answers[1].result()
 
-Each request brings its question alone; contexts are shared, read and never copied. Where the installed version does not
-fit, requests are answered one after another by what `Context.ask` does, and `start` says so in the log.
+Each request brings its question alone; contexts are shared, only read, and never copied. Where continuous batching
+cannot be used, requests are answered one after another as `Context.ask` does, and `start` logs the reason.
 """
 
 import itertools
@@ -25,32 +25,35 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
-)  # fmt: skip
+)
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
-from lkv.context.generation import Stop, answer_length, ends_of, generated
-from lkv.errors import BusyError, IntegrationError, LkvError
+from lkv.context.generation import StopOnRequest, answer_length, end_tokens, generate
+from lkv.errors import BusyError, IntegrationError, PromptError
 from lkv.integrations.sampling import SamplingParams
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.spec import max_positions
 
-_LEAST_VERSION = (5, 17)
-# What a model's own configuration may say of its answers, and a batch of requests does not heed.
-_ALONE = (
+_MIN_VERSION = (5, 17)
+# Settings of a model's generation_config that a batch of requests does not apply.
+_UNBATCHED = (
     "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "min_length", "min_new_tokens",
     "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "encoder_repetition_penalty",
     "encoder_no_repeat_ngram_size", "guidance_scale", "watermarking_config", "stop_strings",
 )  # fmt: skip
-_STOPPED = "the engine was stopped before this answer was complete; start one and ask again."
+_LOG = logging.getLogger(__name__)
 
 
 class Answer:
-    """The ids of one answer, as they come. Iterate over it in one thread, or wait for `result()`."""
+    """The ids of one answer, as they are generated. Iterate over it in one thread, or wait for `result()`."""
 
-    def __init__(self, cancel: Callable[["Answer"], None], notify: Callable[[], None] | None, prompt_tokens: int):
-        """`notify` is called in the computing thread whenever there is something new."""
+    def __init__(self, cancel: Callable[[], None], notify: Callable[[], None] | None, prompt_tokens: int):
+        """`notify` is called in the computing thread after every change."""
         self.ids: list[int] = []
         self.prompt_tokens = prompt_tokens  # of the question alone
         self.error: str | None = None
@@ -61,14 +64,14 @@ class Answer:
         self._changed = threading.Condition()
 
     def cancel(self) -> None:
-        """End the answer with what there is of it; nothing happens to one that has ended."""
+        """End the answer with the ids so far; an answer that has ended does not change."""
         if not self.done.is_set():
             self.cancelled = True
-            self._cancel(self)
-            self.put(self.ids, ended=True)
+            self._cancel()
+            self.update(self.ids, ended=True)
 
-    def put(self, ids: list[int], ended: bool, error: str | None = None) -> None:
-        """What there is now; for the engine. Ignored once the answer has ended."""
+    def update(self, ids: list[int], ended: bool, error: str | None = None) -> None:
+        """Set the ids so far; called by the engine, and ignored once the answer has ended."""
         with self._changed:
             if self.done.is_set():
                 return
@@ -81,26 +84,28 @@ class Answer:
 
     def __iter__(self) -> Iterator[int]:
         seen = 0
-        while new := self._beyond(seen):
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self.ids) > seen or self.done.is_set())  # noqa: B023
+                new = self.ids[seen:]
+            if not new:
+                break
             yield from new
             seen += len(new)
-        self._check()
-
-    def _beyond(self, seen: int) -> list[int]:
-        """The ids after the first `seen`, once there are some; none where the answer has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self.ids) > seen or self.done.is_set())
-            return self.ids[seen:]
+        self._raise_error()
 
     def result(self, timeout: float | None = None) -> list[int]:
-        """All ids, the one that ends the answer included. Raises IntegrationError where the engine failed or gave none
-        within `timeout` seconds."""
+        """Wait for all ids, the one that ends the answer included.
+
+        Raises:
+            IntegrationError: If the engine failed, or there is no answer after `timeout` seconds.
+        """
         if not self.done.wait(timeout):
             raise IntegrationError(f"there is no answer after {timeout} seconds; wait longer, or cancel() it.")
-        self._check()
+        self._raise_error()
         return self.ids
 
-    def _check(self) -> None:
+    def _raise_error(self) -> None:
         if self.error is not None:
             raise IntegrationError(self.error)
 
@@ -108,15 +113,15 @@ class Answer:
 class Engine(ABC):
     """Answers requests about contexts of one model. It may be used from several threads."""
 
-    batched = False  # whether answers are made side by side
+    is_batched = False  # whether answers are generated side by side
 
-    def __init__(self, model: Any, tokenizer: Any, waiting: int):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_requests: int):
         self.model, self.tokenizer = model, tokenizer
-        self._waiting = waiting
+        self._max_requests = max_requests
         self._lock = threading.Lock()
         self._open: dict[str, Answer] = {}
         self._names = map(str, itertools.count())
-        self._stopping = False
+        self._is_stopping = False
         self.tokens = 0  # generated so far
 
     def submit(
@@ -127,44 +132,67 @@ class Engine(ABC):
         sampling: SamplingParams | None = None,
         notify: Callable[[], None] | None = None,
     ) -> Answer:
-        """The answer to what `ids` ask after the text of `context`, or by themselves.
+        """Queue a request for the answer to the question `ids`, about `context` if given.
 
-        Raises PromptError where the answer would not fit, BusyError where too many requests wait already.
+        Args:
+            ids: Token ids of the question, as the model reads them after the context.
+            context: A context of the engine's model.
+            max_new_tokens: At most this many tokens; by default 128, or as many as fit.
+            sampling: Greedy decoding by default.
+            notify: Called in the computing thread after every change of the answer.
+
+        Raises:
+            PromptError: If question and answer do not fit.
+            BusyError: If too many requests are open, or the engine is stopping.
         """
         if not ids:
-            raise LkvError("there is nothing to answer: give the ids of a question.")
-        held = 0 if context is None else context.tokens
-        length = answer_length(self.model, held + len(ids), max_new_tokens)
+            raise PromptError("there is nothing to answer: give the ids of a question.")
+        length = answer_length(self.model, (0 if context is None else context.tokens) + len(ids), max_new_tokens)
+        if max_new_tokens is None:
+            length = max(1, min(length, self.free_tokens(len(ids), context)))
         self._check(context, len(ids) + length)
         with self._lock:
-            if self._stopping:
+            if self._is_stopping:
                 raise BusyError("the engine is stopping; ask again when another one runs.")
-            if len(self._open) >= self._waiting:
-                raise BusyError(f"{len(self._open)} requests are being answered or wait already; ask again later.")
+            if len(self._open) >= self._max_requests:
+                raise BusyError(f"{len(self._open)} requests are open, as many as are allowed; ask again later.")
             name = next(self._names)
-            answer = Answer(lambda _: self._cancel(name), notify, len(ids))
-            self._open[name] = answer
-        self._begin(name, answer, list(ids), context, length, sampling or SamplingParams())
+            answer = self._open[name] = Answer(lambda: self._cancel(name), notify, len(ids))
+        try:
+            self._begin(name, list(ids), context, length, sampling or SamplingParams())
+        except BaseException:
+            self._open.pop(name, None)
+            raise
         return answer
+
+    def free_tokens(self, question_tokens: int, context: Context | None) -> int:
+        """The most new tokens that can follow a question of that length."""
+        return max_positions(self.model) + 1 - question_tokens - (0 if context is None else context.tokens)
 
     @property
     def open(self) -> int:
-        """Requests that are answered or wait."""
+        """Requests that are being answered or wait."""
         return len(self._open)
 
+    @property
+    @abstractmethod
+    def is_alive(self) -> bool:
+        """Whether requests are still being answered."""
+
     def stop(self, timeout: float = 30.0) -> None:
-        """Take no more requests, answer those at hand for up to `timeout` seconds, then end those that are left."""
+        """Take no more requests, finish the open ones for up to `timeout` seconds, then end the rest."""
         with self._lock:
-            self._stopping = True
+            self._is_stopping = True
         deadline = time.monotonic() + timeout
-        while self._open and time.monotonic() < deadline:
+        while self._open and time.monotonic() < deadline and self.is_alive:
             time.sleep(0.01)
         for name in list(self._open):
-            self._deliver(name, None, True, _STOPPED)
+            error = "the engine was stopped before this answer was complete; start one and ask again."
+            self._deliver(name, None, True, error)
         self._end()
 
     def _deliver(self, name: str, ids: list[int] | None, ended: bool, error: str | None = None) -> None:
-        """Hand on what there is of an answer; `None` leaves its ids as they are."""
+        """Update an answer; `None` leaves its ids as they are."""
         with self._lock:
             answer = self._open.pop(name, None) if ended else self._open.get(name)
         if answer is None:
@@ -172,86 +200,138 @@ class Engine(ABC):
         ids = answer.ids if ids is None else ids
         self.tokens += len(ids) - len(answer.ids)
         if ended and ids:
-            answer.ended_by_token = ids[-1] in ends_of(self.model, {})
-        answer.put(ids, ended, error)
+            answer.ended_by_token = ids[-1] in end_tokens(self.model, {})
+        answer.update(ids, ended, error)
 
     @abstractmethod
     def _check(self, context: Context | None, tokens: int) -> None:
-        """Raise for a request that can never be served; `tokens` of it beside the context's."""
+        """Raise for a request that can never be served; `tokens` are those beside the context's."""
 
     @abstractmethod
-    def _begin(
-        self, name: str, answer: Answer, ids: list[int], context: Context | None, length: int, sampling: SamplingParams
-    ) -> None:
-        """Compute the answer elsewhere, and `_deliver` it."""
+    def _begin(self, name: str, ids: list[int], context: Context | None, length: int, sampling: SamplingParams) -> None:
+        """Compute the answer in another thread, and `_deliver` it."""
 
     @abstractmethod
     def _cancel(self, name: str) -> None:
-        """Compute no more of an answer."""
+        """Stop computing an answer."""
 
     @abstractmethod
     def _end(self) -> None:
-        """End all computing, at once."""
+        """Stop all computing."""
 
 
 class ContinuousEngine(Engine):
-    """Requests side by side: every step reads the model's weights once for all of them."""
+    """Answers requests side by side: every step reads the model's weights once for all of them.
 
-    batched = True
+    A request that raises ends alone. When a whole step raises, its requests fail and the batching is started again.
+    """
+
+    is_batched = True
 
     def __init__(
-        self, model: Any, tokenizer: Any, waiting: int = 256, pages: int = 512, page_size: int = 32,
-        batch_tokens: int = 256, requests: int = 64,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_requests: int = 256, pages: int = 512,
+        page_size: int = 32, batch_tokens: int = 256, requests: int = 64,
     ):  # fmt: skip
-        """`pages` of `page_size` tokens hold what follows the contexts; a step reads up to `batch_tokens` new tokens of
-        up to `requests` requests. Raises IntegrationError where this cannot work."""
-        super().__init__(model, tokenizer, waiting)
-        if reason := refusal(model):
+        """Start the engine.
+
+        Args:
+            model: The model of all contexts.
+            tokenizer: Its tokenizer.
+            max_requests: Open requests at once; more raise BusyError.
+            pages: Pages of `page_size` tokens for questions and answers.
+            page_size: Tokens of a page.
+            batch_tokens: New tokens that a step reads at most.
+            requests: Requests of a step at most.
+
+        Raises:
+            IntegrationError: If continuous batching cannot be used.
+        """
+        super().__init__(model, tokenizer, max_requests)
+        if reason := unsupported_reason(model):
             raise IntegrationError(f"continuous batching cannot be used: {reason}")
-        from lkv.integrations.transformers import paged
+        self._sizes = (pages, page_size, batch_tokens, requests)
+        self._capacity = pages * page_size
+        self._restarting = threading.RLock()
+        with self._restarting:  # its thread may fail at once
+            self._manager = self._start_manager()
 
-        self._paged, self._room = paged, pages * page_size
-        self._manager = paged.FollowingManager(model, pages, page_size, batch_tokens, requests, self._arrived)
-        self._manager.start()
+    def _start_manager(self) -> Any:
+        from lkv.integrations.transformers.paged import PrefixBatchingManager
 
-    def pages(self) -> tuple[int, int]:
-        """Free pages and all pages, when no request is being answered."""
+        manager = PrefixBatchingManager(self.model, *self._sizes, self._on_result, self._restart)
+        manager.start()
+        return manager
+
+    def _restart(self, error: Exception) -> None:
+        """Replace the manager, whose thread (the current one) has ended with `error`."""
+        with self._restarting:
+            failed = self._manager
+            for name in list(self._open):
+                self._deliver(name, None, True, f"the answer could not be computed ({error}); ask again.")
+            # Without a batch processor the failure was at its start, and would be the same again.
+            if failed.batch_processor is None or self._is_stopping:
+                _LOG.error("continuous batching has ended: %s", error)
+                return
+            _LOG.error("continuous batching failed and is started again: %s", error)
+            error.__traceback__ = None  # its frames hold the pages
+            failed.batch_processor = None
+            try:
+                self._manager = self._start_manager()
+            except Exception:
+                _LOG.exception("continuous batching could not be started again")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the computing thread runs."""
+        with self._restarting:
+            return self._manager.is_running()
+
+    def free_pages(self) -> tuple[int, int]:
+        """Free pages and all pages, when no request is open."""
         return self._manager.free_pages()
 
-    def held(self) -> int:
+    def free_tokens(self, question_tokens: int, context: Context | None) -> int:
+        """The most new tokens that can follow a question of that length."""
+        return min(super().free_tokens(question_tokens, context), self._capacity - question_tokens)
+
+    def active_requests(self) -> int:
         """Requests whose context is still referred to."""
-        return len(self._manager.followers)
+        return len(self._manager.requests)
 
     def _check(self, context: Context | None, tokens: int) -> None:
-        if tokens > self._room:
-            raise LkvError(
-                f"question and answer may have {self._room} tokens here, not {tokens}; ask for less, or start the "
+        if tokens > self._capacity:
+            raise PromptError(
+                f"question and answer may have {self._capacity} tokens here, not {tokens}; ask for less, or start the "
                 "engine with more pages."
             )
         if context is not None and context.model is not self.model:
             raise IntegrationError("the context belongs to another model; compress the text with the engine's model.")
         if context is not None:
-            pools_of(context)
+            context_pools(context)
 
-    def _arrived(self, name: str, ids: list[int], ended: bool, error: str | None) -> None:
-        self._deliver(name, ids, ended, error and f"the answer could not be computed ({error}); ask again.")
+    def _on_result(self, name: str, ids: list[int], ended: bool, error: str | None) -> None:
+        if error is None:
+            self._deliver(name, ids, ended)
+        else:
+            self._deliver(name, None, ended, f"the answer could not be computed ({error}); ask again.")
 
-    def _begin(
-        self, name: str, answer: Answer, ids: list[int], context: Context | None, length: int, sampling: SamplingParams
-    ) -> None:
+    def _begin(self, name: str, ids: list[int], context: Context | None, length: int, sampling: SamplingParams) -> None:
+        from lkv.integrations.transformers.paged import RequestInfo
+
         prefix = None if context is None else self._prefix(context)
-        choice = chosen_by(self.model, [] if context is None else context.ids, sampling)
-        self._manager.follow(name, self._paged.Follower(prefix, choice))
-        if self._manager.add_request(ids, request_id=name, max_new_tokens=length, streaming=True) is None:
-            self._manager.followers.pop(name, None)
-            self._deliver(name, None, True, "the engine has failed; start another one.")
+        choose_token = token_chooser(self.model, [] if context is None else context.ids, sampling)
+        with self._restarting:
+            if not self._manager.submit(name, ids, length, RequestInfo(prefix, choose_token)):
+                self._deliver(name, None, True, "the engine has failed; start another one.")
 
     def _prefix(self, context: Context) -> Any:
-        """One object a context for as long as that lives, so that its requests are computed together."""
-        known = context.__dict__.get("_lkv_prefix")
-        if known is None:
-            known = context.__dict__["_lkv_prefix"] = self._paged.Prefix(context.tokens, pools_of(context))
-        return known
+        """The prefix of a context: one object for as long as that lives, so that its requests are computed together."""
+        from lkv.integrations.transformers.paged import Prefix
+
+        prefix = context.__dict__.get("_lkv_prefix")
+        if prefix is None:
+            prefix = context.__dict__["_lkv_prefix"] = Prefix(context.tokens, context_pools(context))
+        return prefix
 
     def _cancel(self, name: str) -> None:
         self._manager.cancel_request(name)
@@ -262,23 +342,26 @@ class ContinuousEngine(Engine):
 
 
 class PlainEngine(Engine):
-    """Requests one after another, each as `Context.ask` answers it."""
+    """Answers requests one after another, each as `Context.ask` does."""
 
-    def __init__(self, model: Any, tokenizer: Any, waiting: int = 256):
-        super().__init__(model, tokenizer, waiting)
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_requests: int = 256):
+        super().__init__(model, tokenizer, max_requests)
         patch_attention(model)
         self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self._stops: dict[str, Stop] = {}
+        self._stops: dict[str, StopOnRequest] = {}
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the computing thread runs."""
+        return self._thread.is_alive()
 
     def _check(self, context: Context | None, tokens: int) -> None:
         pass
 
-    def _begin(
-        self, name: str, answer: Answer, ids: list[int], context: Context | None, length: int, sampling: SamplingParams
-    ) -> None:
-        self._stops[name] = Stop()
+    def _begin(self, name: str, ids: list[int], context: Context | None, length: int, sampling: SamplingParams) -> None:
+        self._stops[name] = StopOnRequest()
         self._queue.put((name, ids, context, length, sampling))
 
     def _work(self) -> None:
@@ -286,129 +369,133 @@ class PlainEngine(Engine):
             name, ids, context, length, sampling = job
             stop = self._stops[name]
             try:
-                if not stop.asked.is_set():
-                    self._compute(name, ids, context, length, sampling.drawer(), stop)
-            except Exception as error:  # told to whoever asked
+                if not stop.requested.is_set():
+                    self._compute(name, ids, context, length, sampling, stop)
+            except Exception as error:  # ends this request alone
                 self._deliver(name, None, True, f"the answer could not be computed ({error}); ask again.")
             del self._stops[name], job, context
 
-    def _compute(self, name: str, ids: list[int], context: Context | None, length: int, draw: Any, stop: Stop) -> None:
+    def _compute(
+        self, name: str, ids: list[int], context: Context | None, length: int, sampling: SamplingParams,
+        stop: StopOnRequest,
+    ) -> None:  # fmt: skip
         options: dict[str, Any] = {
-            "streamer": _Ids(lambda ids: self._deliver(name, ids, False)),
+            "streamer": _IdStreamer(lambda ids: self._deliver(name, ids, False)),
             "stopping_criteria": StoppingCriteriaList([stop]),
         }
-        if draw is not None:
-            options["logits_processor"] = LogitsProcessorList([_Drawn(draw)])
+        if (sampler := sampling.sampler()) is not None:
+            options["logits_processor"] = LogitsProcessorList([_SampledToken(sampler)])
         if context is None:
-            out = generated(self.model, self.tokenizer, [ids], 0, DynamicCache(), max_new_tokens=length, **options)[
-                0
-            ].tolist()
+            out = generate(self.model, self.tokenizer, [ids], 0, DynamicCache(), max_new_tokens=length, **options)
+            answer = out[0].tolist()
         else:
-            out = context.complete(ids, length, **options)
-        self._deliver(name, out, True)
+            answer = context.complete(ids, length, **options)
+        self._deliver(name, answer, True)
 
     def _cancel(self, name: str) -> None:
         if (stop := self._stops.get(name)) is not None:
-            stop.asked.set()
+            stop.requested.set()
         self._deliver(name, None, True)
 
     def _end(self) -> None:
         for stop in list(self._stops.values()):
-            stop.asked.set()
+            stop.requested.set()
         self._queue.put(None)
         self._thread.join()
 
 
-class _Ids:
-    """A streamer of generate's: gives all ids so far whenever one comes."""
+class _IdStreamer:
+    """A streamer for generate that delivers all ids so far after each new one."""
 
     def __init__(self, deliver: Callable[[list[int]], None]):
         self._deliver = deliver
-        self._ids: list[int] = []
-        self._begun = False
+        self._ids: list[int] | None = None
 
     def put(self, ids: Tensor) -> None:
-        if self._begun:  # the first are those of the prompt
-            self._ids = self._ids + ids.flatten().tolist()
-            self._deliver(self._ids)
-        self._begun = True
+        if self._ids is None:  # the first ids are the prompt's
+            self._ids = []
+            return
+        self._ids = self._ids + ids.flatten().tolist()
+        self._deliver(self._ids)
 
     def end(self) -> None:
         pass
 
 
-class _Drawn(LogitsProcessor):
-    """Leaves one token: the one that was drawn."""
+class _SampledToken(LogitsProcessor):
+    """Masks all tokens but the sampled one."""
 
-    def __init__(self, draw: Callable[[Tensor], int]):
-        self._draw = draw
+    def __init__(self, sampler: Callable[[Tensor], int]):
+        self._sampler = sampler
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        chosen = self._draw(scores[0])
-        return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([chosen], device=scores.device), 0.0)
+        chosen = torch.tensor([self._sampler(scores[0])], device=scores.device)
+        return torch.full_like(scores, -torch.inf).index_fill_(1, chosen, 0.0)
 
 
-def chosen_by(model: Any, before: list[int], sampling: SamplingParams) -> Callable[[list[int], Tensor], int] | None:
-    """What chooses the next token of a request from its ids and logits [V], after a text of the ids `before`: a draw or
-    the most probable one, once the penalties of repetition in the model's own configuration have been heeded. None
-    where it is simply the most probable."""
-    config, draw = model.generation_config, sampling.drawer()
+def token_chooser(
+    model: PreTrainedModel, context_ids: list[int], sampling: SamplingParams
+) -> Callable[[list[int], Tensor], int] | None:
+    """A function from a request's ids and logits [V] to its next token: repetition penalties of the model's own
+    configuration, over the context's ids, too, then sampling. None for plain greedy decoding."""
+    config, sampler = model.generation_config, sampling.sampler()
     penalties = LogitsProcessorList()
     if (penalty := getattr(config, "repetition_penalty", None)) not in (None, 1.0):
         penalties.append(RepetitionPenaltyLogitsProcessor(penalty))
     if size := getattr(config, "no_repeat_ngram_size", None):
         penalties.append(NoRepeatNGramLogitsProcessor(size))
-    if draw is None and not penalties:
+    if sampler is None and not penalties:
         return None
 
-    def choose(ids: list[int], logits: Tensor) -> int:
+    def choose_token(ids: list[int], logits: Tensor) -> int:
         if penalties:
-            seen = torch.tensor([before + ids], device=logits.device)
+            seen: Any = torch.tensor([context_ids + ids], device=logits.device)
             logits = penalties(seen, logits[None].float())[0]  # type: ignore[arg-type]
-        return int(logits.argmax()) if draw is None else draw(logits)
+        return int(logits.argmax()) if sampler is None else sampler(logits)
 
-    return choose
+    return choose_token
 
 
-def refusal(model: Any) -> str | None:
-    """Why continuous batching cannot serve `model` here, in one sentence; None where it can."""
+def unsupported_reason(model: PreTrainedModel) -> str | None:
+    """Why continuous batching cannot serve `model` here, in one sentence; None if it can."""
     import transformers
 
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if version < _LEAST_VERSION:
+    if version < _MIN_VERSION:
         return f"it needs transformers 5.17 or newer, and {transformers.__version__} is installed."
     if any(window is not None for window in patch_attention(model).sliding_windows):
         return f"{type(model).__name__} has sliding layers, whose windows reach from the question into the text."
-    if set_ := [name for name in _ALONE if getattr(model.generation_config, name, None)]:
-        return f"the model's generation_config sets {', '.join(set_)}, which only answers one by one heed."
+    if settings := [name for name in _UNBATCHED if getattr(model.generation_config, name, None)]:
+        return f"the model's generation_config sets {', '.join(settings)}, which a batch does not apply."
     try:
         import lkv.integrations.transformers.paged  # noqa: F401
     except ImportError as error:
-        return f"transformers {transformers.__version__} has changed there ({error})."
+        return f"transformers {transformers.__version__} has changed ({error})."
     return None
 
 
-def start(model: Any, tokenizer: Any, waiting: int = 256, **sizes: int) -> Engine:
-    """A ContinuousEngine, `sizes` of which see there; where it cannot be used a PlainEngine, the reason logged."""
-    if reason := refusal(model):
-        logging.getLogger(__name__).warning("requests are answered one after another: %s", reason)
-        return PlainEngine(model, tokenizer, waiting)
-    return ContinuousEngine(model, tokenizer, waiting, **sizes)
+def start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_requests: int = 256, **sizes: int) -> Engine:
+    """Start a ContinuousEngine with these `sizes`, or a PlainEngine if that cannot be used; the reason is logged."""
+    if reason := unsupported_reason(model):
+        _LOG.warning("requests are answered one after another: %s", reason)
+        return PlainEngine(model, tokenizer, max_requests)
+    return ContinuousEngine(model, tokenizer, max_requests, **sizes)
 
 
-def pools_of(context: Context) -> Callable[[int], tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """What of a context's cache is settled, layer by layer, as `ragged_attention` takes it."""
+def context_pools(context: Context) -> Callable[[int], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """A function from a layer's index to the context's k, v, starts and lengths, as `ragged_attention` takes them."""
     cache = context.cache
-    if isinstance(cache, RaggedCache) and not cache.is_rewindable:
-        raise IntegrationError("a context with decode_eviction cannot be shared; compress the text without it.")
-    layers: Any = cache.ragged_layers if isinstance(cache, RaggedCache) else cache.layers
     if isinstance(cache, RaggedCache):
-        return lambda layer: layers[layer].store.settled()
+        if not cache.is_rewindable:
+            raise IntegrationError("a context with decode_eviction cannot be shared; compress the text without it.")
+        ragged: Any = cache.ragged_layers
+        return lambda layer: ragged[layer].store.settled()
+    layers: Any = cache.layers
 
     def whole(layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         key, value = layers[layer].keys[0], layers[layer].values[0]
-        heads, held = key.shape[:2]
-        starts = torch.arange(0, heads * held, held, dtype=torch.int32, device=key.device)[None]
+        heads, stored = key.shape[:2]
+        starts = torch.arange(0, heads * stored, stored, dtype=torch.int32, device=key.device)[None]
         return key.flatten(0, 1), value.flatten(0, 1), starts, torch.full_like(starts, context.tokens)
 
     return whole

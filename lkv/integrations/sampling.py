@@ -1,20 +1,31 @@
-"""How the next token of an answer is drawn."""
+"""Sampling parameters of one answer, and the sampler that applies them with transformers' logits warpers."""
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lkv.errors import PromptError
+
+# Below, logits divided by the temperature could overflow, and the most probable token is drawn almost surely.
+LEAST_TEMPERATURE = 1e-3
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """`temperature` 0 takes the most probable token. `top_p`: only the most probable ones that together reach that
-    share; `top_k`: only so many. The same `seed` draws the same tokens from the same probabilities.
+    """How the tokens of one answer are chosen.
 
-    Raises PromptError for what is none of these.
+    Args:
+        temperature: From 0 to 2; below 0.001 the most probable token is taken (greedy decoding).
+        top_p: Sample from the most probable tokens that together reach this share, in (0, 1].
+        top_k: Sample from this many of the most probable tokens.
+        seed: The same seed draws the same tokens from the same probabilities.
+
+    Raises:
+        PromptError: For values outside these ranges.
     """
 
     temperature: float = 0.0
@@ -24,7 +35,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0 <= self.temperature <= 2:
-            raise PromptError(f"temperature is {self.temperature!r}; give a number from 0 (no chance) to 2.")
+            raise PromptError(f"temperature is {self.temperature!r}; give a number from 0 (greedy) to 2.")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise PromptError(f"top_p is {self.top_p!r}; give a share in (0, 1].")
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
@@ -32,30 +43,31 @@ class SamplingParams:
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
             raise PromptError(f"seed is {self.seed!r}; give a whole number from 0 to 2^63 - 1.")
 
-    def drawer(self) -> "Sampler | None":
-        """What draws the tokens of one answer; None where the most probable is taken."""
-        return Sampler(self) if self.temperature else None
+    def sampler(self) -> "Sampler | None":
+        """The sampler of one answer; None for greedy decoding."""
+        return Sampler(self) if self.temperature >= LEAST_TEMPERATURE else None
 
 
 class Sampler:
-    """Draws the tokens of one answer, one after another."""
+    """Draws the tokens of one answer with a random generator of its own."""
 
-    def __init__(self, sampling: SamplingParams):
-        self._sampling = sampling
-        self._random = torch.Generator("cpu")
-        if sampling.seed is None:
-            self._random.seed()
+    def __init__(self, params: SamplingParams):
+        self._warpers = LogitsProcessorList([TemperatureLogitsWarper(float(params.temperature))])
+        if params.top_k is not None:
+            self._warpers.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(float(params.top_p)))
+        self._generator = torch.Generator("cpu")
+        if params.seed is None:
+            self._generator.seed()
         else:
-            self._random.manual_seed(sampling.seed)
+            self._generator.manual_seed(params.seed)
 
     def __call__(self, logits: Tensor) -> int:
-        """The next token, from its logits [V]."""
-        count = min(self._sampling.top_k or len(logits), len(logits))
-        values, tokens = logits.float().cpu().div(self._sampling.temperature).topk(count)
-        shares = values.softmax(-1)
-        # The token that reaches top_p is the last one of those that may be drawn.
-        shares[shares.cumsum(-1) - shares >= self._sampling.top_p] = 0
-        return int(tokens[torch.multinomial(shares, 1, generator=self._random)])
+        """Draw the next token from its logits [V]."""
+        no_ids: Any = None  # the warpers read no ids
+        scores = self._warpers(no_ids, logits[None].float().cpu())
+        return int(torch.multinomial(scores[0].softmax(-1), 1, generator=self._generator))
 
 
 def _is_number(value: object) -> bool:

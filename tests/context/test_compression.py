@@ -135,7 +135,7 @@ def test_configurations_without_a_cache_or_in_parts_change_no_answer(model, poli
 @pytest.mark.parametrize("option", ["use_cache", "cache_implementation", "prefill_chunk_size"])
 def test_how_the_cache_is_fed_is_no_option_of_a_question(model, policy, option):
     context = compress(model, Words(), TEXT, policy=policy)
-    with pytest.raises(CacheError, match=rf"ask\(\) itself sees to {option}; leave that out"):
+    with pytest.raises(CacheError, match=rf"ask\(\) sets {option} itself; leave that out"):
         context.ask("what ?", **{option: False})
 
 

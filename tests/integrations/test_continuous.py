@@ -14,15 +14,20 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from lkv.context.context import compress
 from lkv.errors import BusyError, IntegrationError, LkvError, PromptError
 from lkv.integrations import continuous
-from lkv.integrations.continuous import ContinuousEngine, PlainEngine, refusal, start
-from lkv.integrations.sampling import SamplingParams
+from lkv.integrations.continuous import ContinuousEngine, PlainEngine, start, unsupported_reason
+from lkv.integrations.sampling import Sampler, SamplingParams
 from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 
+try:
+    from lkv.integrations.transformers.paged import PagedBatch, PrefixBatchingManager
+except ImportError:  # transformers before 5.17
+    PagedBatch = PrefixBatchingManager = None
+
 QUESTIONS = ["what is one ?", "and what now then please ?", "why ?", "where did all of them go to ?"]
 NEWER = pytest.mark.skipif(
-    refusal(tiny_llama()) is not None, reason="transformers' continuous batching fits from 5.17 on"
+    unsupported_reason(tiny_llama()) is not None, reason="transformers' continuous batching fits from 5.17 on"
 )
 
 
@@ -80,9 +85,9 @@ def test_a_thousand_requests_in_any_order_with_cancellations(model, contexts):
         assert found == (right[: len(found)] if answer.cancelled else right)
     assert 20 < cancelled < 200 and engine.open == 0
     deadline = time.monotonic() + 20
-    while (engine.held() or len(set(engine.pages())) > 1) and time.monotonic() < deadline:
+    while (engine.active_requests() or len(set(engine.free_pages())) > 1) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert engine.held() == 0 and engine.pages()[0] == engine.pages()[1] >= 48
+    assert engine.active_requests() == 0 and engine.free_pages()[0] == engine.free_pages()[1] >= 48
     assert engine.tokens == sum(len(answer.ids) for answer, _ in requests)
     engine.stop()
     assert threading.active_count() == threads
@@ -123,7 +128,7 @@ def test_the_models_own_penalties_of_repetition_are_heeded(engine, model, contex
 def test_a_configuration_that_a_batch_cannot_heed_is_answered_one_by_one(model, monkeypatch):
     monkeypatch.setattr(model.generation_config, "bad_words_ids", [[3]])
     monkeypatch.setattr(model.generation_config, "min_new_tokens", 2)
-    assert "sets bad_words_ids, min_new_tokens, which only answers one by one heed" in refusal(model)
+    assert "sets bad_words_ids, min_new_tokens, which a batch does not apply" in unsupported_reason(model)
 
 
 @NEWER
@@ -166,7 +171,7 @@ def test_sampling_is_by_seed_and_of_its_request_alone(engine, contexts):
 def test_draws_follow_the_probabilities():
     torch.manual_seed(0)
     logits = torch.randn(6)
-    draw = SamplingParams(temperature=0.7, top_k=4, top_p=0.95, seed=1).drawer()
+    draw = SamplingParams(temperature=0.7, top_k=4, top_p=0.95, seed=1).sampler()
     counts = torch.bincount(torch.tensor([draw(logits) for _ in range(4000)]), minlength=6) / 4000
     shares = (logits / 0.7).softmax(-1)
     shares[logits.argsort()[:2]] = 0
@@ -227,7 +232,7 @@ def test_a_context_dies_with_its_last_request(engine, model):
 
 
 def test_too_many_too_long_and_stopped(engine, model, contexts):
-    engine._waiting = 2
+    engine._max_requests = 2
     with pytest.raises(PromptError, match="the model reads at most 512"):
         engine.submit(asked("why ?"), contexts[0], 600)
     with pytest.raises(LkvError, match="nothing to answer"):
@@ -284,11 +289,120 @@ def test_models_with_windows_are_answered_one_by_one():
         head_dim=8, vocab_size=67, max_position_embeddings=512, sliding_window=16,
         layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
-    assert "has sliding layers" in refusal(Gemma3ForCausalLM(config))
+    assert "has sliding layers" in unsupported_reason(Gemma3ForCausalLM(config))
 
 
 def test_pools_of_an_uncompressed_context_are_its_keys(model):
     full = compress(model, Words(), TEXT, method="full")
-    key, value, starts, lens = continuous.pools_of(full)(1)
+    key, value, starts, lens = continuous.context_pools(full)(1)
     assert lens.tolist() == [[60, 60]] and starts.tolist() == [[0, 60]]
     assert torch.equal(key[60:], full.cache.layers[1].keys[0, 1]) and value.shape == key.shape
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 1e-40}, {"temperature": 5e-324}, {"temperature": 1.0, "top_p": 1e-50}, {"temperature": 1e-3}],
+)
+def test_extreme_sampling_is_greedy(engine, contexts, params):
+    sampling = SamplingParams(**params, seed=1)
+    right = expected(contexts[0], "why ?", 6)
+    assert engine.submit(asked("why ?"), contexts[0], 6, sampling).result(60) == right
+    assert engine.submit(asked("why ?"), contexts[0], 6).result(60) == right  # the engine goes on
+    assert engine.is_alive
+
+
+def test_a_request_that_raises_ends_alone(engine, contexts, monkeypatch):
+    def fail(self, logits):
+        raise RuntimeError("no such probability")
+
+    other = engine.submit(asked("why ?"), contexts[1], 40)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "__call__", fail)
+        answer = engine.submit(asked("why ?"), contexts[0], 6, SamplingParams(temperature=1.0))
+        with pytest.raises(IntegrationError, match=r"could not be computed .no such probability.; ask again"):
+            answer.result(60)
+    assert other.result(60) == expected(contexts[1], "why ?", 40)
+    assert engine.submit(asked("why ?"), contexts[0], 6).result(60) == expected(contexts[0], "why ?", 6)
+    deadline = time.monotonic() + 20
+    while engine.open and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert engine.is_alive and engine.open == 0
+
+
+@NEWER
+def test_a_step_that_raises_fails_its_requests_and_the_engine_is_started_again(model, contexts, monkeypatch):
+    engine = ContinuousEngine(model, Words(), pages=64, page_size=8)
+    assert engine.submit(asked("why ?"), contexts[0], 2).result(60)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedBatch, "attend", fail)
+        failed = [engine.submit(asked("why ?"), contexts[0], 6) for _ in range(3)]
+        for answer in failed:
+            with pytest.raises(IntegrationError, match=r"could not be computed .out of memory.|has failed"):
+                answer.result(60)
+    answer = engine.submit(asked("why ?"), contexts[0], 6)
+    assert answer.result(60) == expected(contexts[0], "why ?", 6)
+    assert engine.is_alive and engine.open == 0
+    engine.stop(0)
+    assert not engine.is_alive
+
+
+@NEWER
+def test_an_engine_that_cannot_start_is_not_alive(model, contexts, monkeypatch):
+    def fail(self):
+        raise RuntimeError("no memory for the pages")
+
+    monkeypatch.setattr(PrefixBatchingManager, "_create_batch_processor", fail)
+    engine = ContinuousEngine(model, Words())
+    deadline = time.monotonic() + 10
+    while engine.is_alive and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine.is_alive
+    with pytest.raises(IntegrationError, match="the engine has failed"):
+        engine.submit(asked("why ?"), contexts[0], 3).result(10)
+    engine.stop(1)
+
+
+@NEWER
+def test_the_default_length_is_what_the_pages_leave(model, contexts):
+    engine = ContinuousEngine(model, Words(), pages=4, page_size=8)
+    answer = engine.submit(asked("why ?"), contexts[0])
+    assert len(answer.result(60)) <= 32 - len(asked("why ?"))
+    with pytest.raises(PromptError, match="may have 32 tokens here"):
+        engine.submit(list(range(3, 40)), contexts[0])
+    engine.stop()
+
+
+def test_a_request_that_cannot_begin_takes_no_place(engine, contexts, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine), "_begin", fail)
+        with pytest.raises(RuntimeError):
+            engine.submit(asked("why ?"), contexts[0], 3)
+    assert engine.open == 0
+
+
+def test_progress_is_of_the_thread_that_compresses(model):
+    """Ending a compression does not end other uses of the model at the same time."""
+    reached, release = threading.Event(), threading.Event()
+
+    def progress(share):
+        reached.set()
+        release.wait(20)
+        raise KeyError
+
+    def work():
+        with pytest.raises(KeyError):
+            compress(model, Words(), TEXT, method="kvzip", retention=0.4, progress=progress)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert reached.wait(20)
+    release.set()
+    model(torch.tensor([asked("why ?")]))
+    thread.join()

@@ -1,9 +1,9 @@
-"""transformers' continuous batching where requests follow texts that were read elsewhere.
+"""transformers' continuous batching for requests that follow a compressed context (their prefix).
 
-The library sees the question alone: its scheduler, its pages and their freeing are its own. Here positions are shifted
-by the text's length, attention over the pages is joined with attention over the text's pools by their log-sum-exp, and
-each request draws its tokens in its own way. Nothing global changes: a model to which LKV is attached reaches this by
-the attention function that it has already, and its other uses go on meanwhile.
+transformers sees the question alone and manages its pages. This module shifts positions by the prefix's length, merges
+attention over the pages with attention over the prefix's KV entries by their log-sum-exp, and samples each request's
+tokens separately. It is reached through the attention function of a patched model; other uses of that model, at the
+same time, too, are unaffected.
 """
 
 import threading
@@ -22,29 +22,30 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from lkv.integrations.transformers.attention import PAGED, patch_attention
 from lkv.kernels.ragged_attention import masked_attention, merge_attention, ragged_attention
 
-# Scores of a head that are computed at once, most of them hidden: of many short requests one product is the fastest.
-_SCORES = 2**18
+# Attention scores of a head that are computed at once. Most are masked, but for many short requests one matrix product
+# is the fastest.
+_MAX_SCORES = 2**18
 
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """A text that requests follow: its length, and the pools, starts and lengths of a layer as `ragged_attention` has
-    them. It is only read."""
+    """A context that requests follow: its length in tokens, and the k, v, starts and lengths of a layer as
+    `ragged_attention` takes them. It is shared and only read."""
 
     tokens: int
     pools: Callable[[int], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
-class Follower(NamedTuple):
-    """What the batch must know of one request: the text that it follows, and what chooses its tokens from the request's
-    ids so far and logits [V]; None takes the most probable."""
+class RequestInfo(NamedTuple):
+    """The prefix of one request, and the function that chooses its next token from its ids so far and logits [V]; None
+    takes the most probable one."""
 
     prefix: Prefix | None
-    choose: Callable[[list[int], Tensor], int] | None
+    choose_token: Callable[[list[int], Tensor], int] | None
 
 
-class Row(NamedTuple):
-    """One request's share of a forward pass: `new` tokens after `past` ones that lie in its pages."""
+class BatchRow(NamedTuple):
+    """One request's part of a forward pass: `new` tokens after `past` ones in its pages."""
 
     new: int
     past: int
@@ -52,177 +53,200 @@ class Row(NamedTuple):
 
 
 class PagedBatch:
-    """The attention of one forward pass: all its layers share the masks."""
+    """The attention of one forward pass; its masks are shared by all layers."""
 
-    def __init__(self, rows: list[Row], device: torch.device):
-        self._blocks = _blocks(rows, device)
-        self._texts = _followers(rows, device)
+    def __init__(self, rows: list[BatchRow], device: torch.device):
+        self._blocks = _attention_blocks(rows, device)
+        self._prefixes = _rows_of_prefixes(rows, device)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, kwargs: dict[str, Any]
     ) -> Tensor:
-        """Attention [1, T, Hq, d] of the new tokens `query` [1, Hq, T, d] over their pages and their texts."""
+        """Attention [1, T, Hq, d] of the new tokens `query` [1, Hq, T, d] over their pages and their prefixes."""
         layer: Any = module.layer_idx
         key, value = kwargs["cache"].update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
         parts = [
-            masked_attention(query[:, :, new], key[:, :, held], value[:, :, held], visible, scale)
-            for new, held, visible in self._blocks
+            masked_attention(query[:, :, new], key[:, :, stored], value[:, :, stored], visible, scale)
+            for new, stored, visible in self._blocks
         ]
         out, lse = (torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
-        for prefix, places in self._texts:
-            over_text = ragged_attention(query[:, :, places], *prefix.pools(layer), scale, causal=False, lse=True)
-            out[:, :, places] = merge_attention(out[:, :, places], lse[:, :, places], *over_text)[0]
+        for prefix, places in self._prefixes:
+            over_prefix = ragged_attention(query[:, :, places], *prefix.pools(layer), scale, causal=False, lse=True)
+            out[:, :, places] = merge_attention(out[:, :, places], lse[:, :, places], *over_prefix)[0]
         return out.transpose(1, 2)
 
 
-def _blocks(rows: list[Row], device: torch.device) -> list[tuple[slice, slice, Tensor]]:
-    """New tokens, keys and what of these is visible [1, 1, n, k], for runs of requests that are computed at once."""
-    runs: list[list[Row]] = []
-    new = held = 0
+def _attention_blocks(rows: list[BatchRow], device: torch.device) -> list[tuple[slice, slice, Tensor]]:
+    """New tokens, keys and their visibility [1, 1, n, k], for groups of requests that are computed at once."""
+    groups: list[list[BatchRow]] = []
+    new = stored = 0
     for row in rows:
-        new, held = new + row.new, held + row.new + row.past
-        if not runs or new * held > _SCORES:
-            runs.append([])
-            new, held = row.new, row.new + row.past
-        runs[-1].append(row)
+        new, stored = new + row.new, stored + row.new + row.past
+        if not groups or new * stored > _MAX_SCORES:
+            groups.append([])
+            new, stored = row.new, row.new + row.past
+        groups[-1].append(row)
     blocks, start, first = [], 0, 0
-    for run in runs:
+    for group in groups:
         visible = torch.block_diag(
-            *(torch.ones(row.new, row.new + row.past, dtype=torch.bool).tril(row.past) for row in run)
+            *(torch.ones(row.new, row.new + row.past, dtype=torch.bool).tril(row.past) for row in group)
         )
-        new, held = visible.shape
+        new, stored = visible.shape
         mask = visible.bool().to(device)[None, None]
-        blocks.append((slice(start, start + new), slice(first, first + held), mask))
-        start, first = start + new, first + held
+        blocks.append((slice(start, start + new), slice(first, first + stored), mask))
+        start, first = start + new, first + stored
     return blocks
 
 
-def _followers(rows: list[Row], device: torch.device) -> list[tuple[Prefix, Tensor]]:
-    """The places of the new tokens that follow each text."""
+def _rows_of_prefixes(rows: list[BatchRow], device: torch.device) -> list[tuple[Prefix, Tensor]]:
+    """The positions in the batch of the new tokens that follow each prefix."""
     places: dict[Prefix, list[int]] = {}
     start = 0
     for row in rows:
         if row.prefix is not None:
             places.setdefault(row.prefix, []).extend(range(start, start + row.new))
         start += row.new
-    return [(prefix, torch.tensor(rows_of, device=device)) for prefix, rows_of in places.items()]
+    return [(prefix, torch.tensor(positions, device=device)) for prefix, positions in places.items()]
 
 
-class Results(OutputRouter):
-    """Gives every result to one function, in the thread that computes."""
+class CallbackRouter(OutputRouter):
+    """Passes every result to one function, in the thread that computes."""
 
     def __init__(self, deliver: Callable[[str, list[int], bool, str | None], None]):
         super().__init__()
         self._deliver = deliver
 
     def deliver(self, output: GenerationOutput) -> None:
+        """Pass one result on."""
         self._deliver(output.request_id, output.generated_tokens, output.is_finished(), output.error)
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        """Pass all results on."""
         for output in outputs:
             self.deliver(output)
 
 
-class FollowingManager(ContinuousBatchingManager):
-    """transformers' manager for requests that follow texts; `follow` them before they are added.
+class PrefixBatchingManager(ContinuousBatchingManager):
+    """transformers' manager for requests with prefixes; add them with `submit`.
 
-    `deliver(request, ids so far, whether it has ended, error)` is called in the computing thread.
+    `deliver(request, ids so far, whether it has ended, error)` is called in the computing thread, as is
+    `on_failure(error)` when an exception has ended that thread. All requests have then been delivered as failed.
     """
 
     def __init__(
         self, model: Any, pages: int, page_size: int, batch_tokens: int, requests: int,
-        deliver: Callable[[str, list[int], bool, str | None], None],
+        deliver: Callable[[str, list[int], bool, str | None], None], on_failure: Callable[[Exception], None],
     ):  # fmt: skip
         patch_attention(model)
         settings = ContinuousBatchingConfig(
             num_blocks=pages, page_size=page_size, max_batch_tokens=batch_tokens, max_requests_per_batch=requests,
-            # Pages are found by ids alone: equal questions about different texts would share them.
+            # Pages are found by ids alone: equal questions about different contexts would share them.
             allow_block_sharing=False,
-            # The rows of the pass at hand are read by every layer, in Python.
+            # Every layer reads the rows of the current pass, in Python.
             use_async_batching=False, use_cuda_graph=False, auto_switch_to_flash=False,
         )  # fmt: skip
         ends = model.generation_config.eos_token_id
         config = GenerationConfig(do_sample=False, eos_token_id=-1 if ends is None else ends, pad_token_id=0)
         super().__init__(model, config, settings)
-        self.followers: dict[str, Follower] = {}
+        self.requests: dict[str, RequestInfo] = {}
         self._cancelled: set[str] = set()
-        self._choices: list[Callable[[Tensor], int] | None] = []
-        self._deliver = deliver
-        self.output_router = Results(self._delivered)
+        self._sampling: list[tuple[str, Callable[[Tensor], int] | None]] = []
+        self._failures: dict[str, Exception] = {}
+        self._deliver, self._on_failure = deliver, on_failure
+        self.output_router = CallbackRouter(self._deliver_and_forget)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Nothing: LKV's own attention computes here too, and needs no masks of the library's."""
+        """Do nothing: LKV's own attention is used and needs no masks of transformers."""
 
     def start(self) -> None:
-        """Begin to compute, in a thread that does not keep a program from ending."""
+        """Start the computing thread, a daemon thread."""
         self.background_thread_status.clear()
-        thread: Any = threading.Thread(target=self._run_generation_loop, daemon=True)
+        thread: Any = threading.Thread(target=self._run, daemon=True)
         self._generation_thread = thread
         thread.start()
 
-    def _delivered(self, request: str, ids: list[int], ended: bool, error: str | None) -> None:
-        if ended:
-            self.followers.pop(request, None)
-        self._deliver(request, ids, ended, error)
+    def _run(self) -> None:
+        self._run_generation_loop()
+        if (error := self.background_thread_status.fatal_error) is not None:
+            self._on_failure(error)
 
-    def follow(self, request: str, follower: Follower) -> None:
-        """Say what the request of that name, to be added next, follows."""
-        self.followers[request] = follower
+    def submit(self, request: str, ids: list[int], max_new_tokens: int, info: RequestInfo) -> bool:
+        """Add a request; False if the computing thread has ended."""
+        self.requests[request] = info
+        if self.add_request(ids, request_id=request, max_new_tokens=max_new_tokens, streaming=True) is not None:
+            return True
+        self.requests.pop(request, None)
+        return False
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request; its pages are free, and its text let go, after the pass at hand."""
+        """End a request; its pages and its prefix are released after the current pass."""
         self._cancelled.add(request_id)
         super().cancel_request(request_id)
 
     def free_pages(self) -> tuple[int, int]:
-        """Pages that no request holds, and all of them."""
+        """Free pages and all pages."""
         pool = self.batch_processor.cache.pool if self.batch_processor is not None else None
         if pool is None:
             return 0, 0
         pool.try_to_free_sectors()
         return pool.num_free_sectors, pool.num_sectors
 
+    def _deliver_and_forget(self, request: str, ids: list[int], ended: bool, error: str | None) -> None:
+        if ended:
+            self.requests.pop(request, None)
+        self._deliver(request, ids, ended, error)
+
     def _create_batch_processor(self) -> Any:
         processor: Any = super()._create_batch_processor()
-        processor.model_runner._sample = self._drawn
+        processor.model_runner._sample = self._sample
         return processor
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
-        goes_on = super()._generation_loop_body(batch_processor, bootstrapping)
+        should_continue = super()._generation_loop_body(batch_processor, bootstrapping)
+        for request, error in self._failures.items():
+            self._deliver(request, [], True, str(error))
+            self.cancel_request(request)
+        self._failures = {}
         scheduler = batch_processor.scheduler
         for request in [name for name in list(self._cancelled) if self.cancel_queue.empty()]:
             if request not in scheduler.active_requests and request not in scheduler.waiting_requests:
                 self._cancelled.discard(request)
-                self.followers.pop(request, None)
-        return goes_on
+                self.requests.pop(request, None)
+        return should_continue
 
     def _generation_step(self) -> None:
         assert self.batch_processor is not None
         io: Any = self.batch_processor.inputs_and_outputs
         rows, start = [], 0
         for future in io.requests_in_batch:
-            follower = self.followers.get(future.state.request_id) or Follower(None, None)
+            name = future.state.request_id
+            info = self.requests.get(name) or RequestInfo(None, None)
             new = future.query_length
-            # The library has counted the new tokens already.
-            rows.append(Row(new, future.state.position_offset - new, follower.prefix))
-            if follower.prefix is not None:
-                io.position_ids[start : start + new] += follower.prefix.tokens
+            # transformers has counted the new tokens already.
+            rows.append(BatchRow(new, future.state.position_offset - new, info.prefix))
+            if info.prefix is not None:
+                io.position_ids[start : start + new] += info.prefix.tokens
             if future.has_new_token:
                 ids = future.state.initial_tokens + future.state.generated_tokens
-                self._choices.append(follower.choose and partial(follower.choose, ids))
+                self._sampling.append((name, info.choose_token and partial(info.choose_token, ids)))
             start += new
         setattr(io.cache, PAGED, PagedBatch(rows, io.device).attend)
         try:
             super()._generation_step()
         finally:
-            # What no request follows any more is not held on to.
+            # Release prefixes that no request follows any more.
             delattr(io.cache, PAGED)
-            self._choices = []
+            self._sampling = []
 
-    def _drawn(self, scores: Tensor, output_ids: Tensor) -> None:
-        """In place of the library's own choice, which is one for all requests. `scores` [1, n, V]."""
+    def _sample(self, scores: Tensor, output_ids: Tensor) -> None:
+        """Choose the next token of each request from `scores` [1, n, V]; replaces transformers' choice, which is one
+        for all requests."""
         chosen = scores[0].argmax(-1)
-        for row, choose in enumerate(self._choices):
-            if choose is not None:
-                chosen[row] = choose(scores[0, row])
+        for row, (request, choose_token) in enumerate(self._sampling):
+            if choose_token is None:
+                continue
+            try:
+                chosen[row] = choose_token(scores[0, row])
+            except Exception as error:  # ends this request alone
+                self._failures[request] = error
         output_ids[0, : len(chosen)].copy_(chosen)

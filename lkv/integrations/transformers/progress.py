@@ -1,5 +1,6 @@
 """How far a text has been read: decoder layers tell of the tokens that pass through them."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,9 +14,11 @@ def report_progress(model: Any, passed: Callable[[float], None]) -> Iterator[Non
 
     One pass over T tokens calls it L times with T / L each. A model whose layers cannot be told apart calls it never.
     """
-    layers = _decoder_layers(model)
+    layers, thread = _decoder_layers(model), threading.get_ident()
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if threading.get_ident() != thread:
+            return  # another use of the model, which an exception of `passed` must not end
         states = args[0] if args else kwargs["hidden_states"]
         passed(states.shape[0] * states.shape[1] / len(layers))
 
