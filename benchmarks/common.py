@@ -2,24 +2,25 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from lkv.errors import LkvError, PolicyMismatchError
 from lkv.evaluation.comparison import MethodGrid
 from lkv.integrations.transformers.prefill import LayerKV
-from lkv.methods.budgets import Uniform
-from lkv.methods.method import Method, resolve_method
+from lkv.methods.method import Method
 from lkv.methods.registry import FULL
-from lkv.methods.selectors import LearnedScores
 from lkv.models.loading import DEFAULT, load_model
 from lkv.policy.lookup import default_policy, load_policy
 from lkv.policy.policy import Policy
+from lkv.utils.journal import open_journal
+from lkv.utils.results import write_results
 
 _FOLDERS = ("data", "out")
 RESULTS = Path(__file__).parent / "results"
@@ -64,14 +65,6 @@ def per_length(tokens: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
     return dict(zip(tokens, counts if len(counts) > 1 else [*counts] * len(tokens), strict=True))
 
 
-def methods_of(names: Sequence[str], policy: Policy, retention: float, model: Any = None) -> list[Method]:
-    """Methods by name, with "full" keeping everything."""
-    full = Method("full", Uniform(1.0), LearnedScores(policy))
-    return [
-        full if name == "full" else resolve_method(name, model, retention=retention, policy=policy) for name in names
-    ]
-
-
 def method_grids(
     model: Any, tokenizer: Any, names: Sequence[str], retentions: Sequence[float], policy: Policy
 ) -> dict[str, MethodGrid]:
@@ -89,6 +82,31 @@ def rows_of(grids: dict[str, MethodGrid], ids: list[int], prompt: list[LayerKV])
     for end, grid in grids.items():
         ready, _ = grid.bind(ids, prompt)
         rows += [(row.name + end, row.retention, row.method) for row in ready if row.name != FULL or not end]
+    return rows
+
+
+def run_cases(
+    module: str,
+    options: argparse.Namespace,
+    name: str,
+    cases: dict[str, tuple[Any, ...]],
+    measure: Callable[..., dict[str, Any]],
+    summarise: Callable[[dict[str, dict[str, Any]]], list[dict[str, Any]]],
+    policy: Policy,
+    growing: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Call `measure` with each case that an interrupted run has not measured, and write the rows of `summarise`.
+
+    The samples go to a journal beside `options.out`, which a finished run deletes. An interrupted run resumes with the
+    same options, except `growing` ones, of which there may be more.
+    """
+    details = {"policy": policy.digest()}
+    with open_journal(options.out.with_suffix(".jsonl"), settings_of(options, growing) | details) as journal:
+        for key, case in tqdm(cases.items(), desc=name):
+            if key not in journal:
+                journal.add(key, measure(*case))
+        rows = summarise({key: journal[key] for key in cases})
+        write_results(options.out, name, rows, options.seed, command_of(module, options), details)
     return rows
 
 

@@ -4,98 +4,120 @@ python -m benchmarks.fidelity --data FOLDER    (FOLDER is the evaluation folder;
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from benchmarks.common import RESULTS, command_of, methods_of, settings_of
-from benchmarks.heldout import TASKS, HeldOut
-from lkv.evaluation.comparison import MethodComparison
+from benchmarks.common import RESULTS, rows_of, run_cases
+from benchmarks.heldout import TASKS, Continuations, HeldOut
+from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods.method import resolve_method
 from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
-from lkv.utils.journal import open_journal
-from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 
-NAMES = ("full", "lkv", "lkv+refit", "lkv-t", "snapkv")
-ALL = (*NAMES, "kvzip")
+METHODS = ("lkv", "lkv+refit", "lkv-t", "snapkv", "kvzip")
+Sample = dict[str, Any]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(
+    name: str = "fidelity", methods: Sequence[str] = METHODS, contexts: int = 12, code: int = 2, doc: str | None = None
+) -> None:
+    """Measure `methods`; `code` is how many times as many contexts of code there are."""
+    parser = argparse.ArgumentParser(description=doc or __doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--policy", type=Path, default=None)
-    parser.add_argument("--contexts", type=int, default=12, help="contexts a task (code: double)")
+    parser.add_argument("--contexts", type=int, default=contexts, help=f"contexts a task (code: times {code})")
     parser.add_argument("--retention", type=float, default=0.15)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "fidelity.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json")
     options = parser.parse_args()
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
-    of = {"policy": policy.digest()}
+    grids = {"": MethodGrid(model, tokenizer, methods, [options.retention], policy)}
     heldout = HeldOut(options.data, tokenizer, options.seed)
-    with open_journal(options.out.with_suffix(".jsonl"), settings_of(options) | of) as done:
-        count = {task: options.contexts * (2 if task == "code" else 1) for task in TASKS}
-        cases = sorted((number, task) for task in TASKS for number in range(count[task]))
-        for number, task in tqdm(cases, desc="fidelity"):
-            if f"{task}-{number}" in done:
-                continue
-            ids, asked = heldout.case(task, number)
-            prompt = read_prompt(model, torch.tensor([ids]), queries=True)
-            methods = methods_of(NAMES, policy, options.retention)
-            kvzip = resolve_method("kvzip", model, retention=options.retention, tokenizer=tokenizer)
-            methods.append(kvzip.for_prompt(ids, prompt))
-            run = MethodComparison(model, ids, prompt, methods)
-            kept = run.realised_retentions()
-            measured = [[[f.kl, f.agreement] for f in run.measure_fidelity(ids_, skip)] for ids_, skip in asked]
-            done.add(f"{task}-{number}", {"tokens": len(ids), "measured": measured, "realised": kept})
-        write_results(
-            options.out,
-            "fidelity",
-            summarise(dict(done), count, options.retention, ALL),
-            options.seed,
-            command_of("benchmarks.fidelity", options),
-            of,
-        )
+    counts = {task: options.contexts * (code if task == "code" else 1) for task in TASKS}
+    cases = {f"{t}-{n}": (t, n) for n in range(max(counts.values())) for t in TASKS if n < counts[t]}
+    run_cases(
+        f"benchmarks.{name}",
+        options,
+        name,
+        cases,
+        lambda task, number: measure(model, grids, *heldout.case(task, number)),
+        lambda samples: summarise((t, None, samples[f"{t}-{n}"]) for t in TASKS for n in range(counts[t])),
+        policy,
+    )
 
 
-def summarise(done: dict, count: dict[str, int], retention: float, names: Sequence[str]) -> list[dict]:
-    """Rows per task and over all tasks: KL and agreement, with intervals from resampling the contexts."""
+@torch.no_grad()
+def measure(
+    model: Any, grids: dict[str, MethodGrid], ids: list[int], continuations: Continuations, own_answer: int = 0
+) -> Sample:
+    """KL and agreement of each method and retention over each continuation, and what each kept.
+
+    `own_answer`: so many tokens of the model's own answer to the first question are a continuation too.
+    """
+    prompt = read_prompt(model, torch.tensor([ids]), queries=True)
+    rows = rows_of(grids, ids, prompt)
+    if own_answer and continuations and (skip := continuations[0][1]):
+        question = continuations[0][0][:skip]
+        answer = MethodComparison(model, ids, prompt, [rows[0][2]]).generate(question, own_answer)[0]
+        continuations = [*continuations, (question + answer, skip)]
+    comparison = MethodComparison(model, ids, prompt, [method for _, _, method in rows])
+    return {
+        "tokens": len(ids),
+        "rows": [row[:2] for row in rows],
+        "kept": comparison.realised_retentions(),
+        "measured": [
+            [[f.kl, f.agreement] for f in comparison.measure_fidelity(target, skip)] for target, skip in continuations
+        ],
+    }
+
+
+def summarise(samples: Iterable[tuple[str, int | None, Sample]]) -> list[dict]:
+    """Rows by method, retention, length and task ("all" for all of them), of (task, length, sample).
+
+    Without a length, a row has the mean length of its contexts.
+    """
+    groups: dict[tuple[str, int | None, str, float], list[tuple[Sample, int]]] = {}
+    for task, tokens, sample in samples:
+        for group in ("all", task):
+            for index, (method, retention) in enumerate(sample["rows"]):
+                groups.setdefault((group, tokens, method, retention), []).append((sample, index))
     rows = []
-    for task in ["all", *count]:
-        chosen = [done[f"{t}-{n}"] for t in count if task in ("all", t) for n in range(count[t])]
-        for i, name in enumerate(names):
-            kl, agreement = (
-                bootstrap([[continuation[i][k] for continuation in sample["measured"]] for sample in chosen])
-                for k in (0, 1)
-            )
-            rows.append(
-                {
-                    "method": name,
-                    "task": task,
-                    "tokens": round(sum(s["tokens"] for s in chosen) / len(chosen)),
-                    "retention": 1.0 if name == "full" else retention,
-                    "realised": sum(s["realised"][i] for s in chosen) / len(chosen),
-                    "n": kl.n,
-                    "contexts": len(chosen),
-                    "value": kl.value,
-                    "low": kl.low,
-                    "high": kl.high,
-                    "unit": "nats a token, KL(full || compressed)",
-                    "kl": kl.value,
-                    "agreement": agreement.value,
-                    "agreement_low": agreement.low,
-                    "agreement_high": agreement.high,
-                }
-            )
-            print(f"{task:14} {name:14} n={kl.n:4} kl {kl.value:.3f} agreement {agreement.value:.3f}")
+    for (task, tokens, method, retention), members in groups.items():
+        row: dict[str, Any] = {"method": method, "task": task}
+        row |= {"tokens": tokens or round(sum(sample["tokens"] for sample, _ in members) / len(members))}
+        row |= {"retention": retention, "realised": sum(s["kept"][i] for s, i in members) / len(members)}
+        rows.append(row | fidelity_row(members))
+        if task == "all" or tokens is None:
+            told = f"n {rows[-1]['n']:4} kl {rows[-1]['kl']:.3f} agreement {rows[-1]['agreement']:.3f}"
+            print(f"{task:14} {method:16} {row['tokens']:6} R {retention:4} {told}")
     return rows
+
+
+def fidelity_row(members: Sequence[tuple[Sample, int]]) -> dict[str, Any]:
+    """KL and agreement over all continuations, with intervals from resampling the contexts.
+
+    `members` are samples, each with the index of the method in it.
+    """
+    kl, agreement = (
+        bootstrap([[continuation[i][k] for continuation in sample["measured"]] for sample, i in members])
+        for k in (0, 1)
+    )
+    return {
+        "contexts": len(members),
+        **kl._asdict(),
+        "unit": "nats a token, KL(full || compressed)",
+        "kl": kl.value,
+        "agreement": agreement.value,
+        "agreement_low": agreement.low,
+        "agreement_high": agreement.high,
+    }
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Held-out contexts with reference continuations: prose QA, multi-hop QA, stories, meetings, code, needles."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lkv.errors import DataError
-from lkv.evaluation.needles import make_needles
 from lkv.training.data import documents
+from lkv.training.data.facts import insert_sentences
 from lkv.training.data.packing import (
     CHARS_PER_TOKEN,
     CODE_CHARS_PER_TOKEN,
@@ -19,7 +19,7 @@ from lkv.training.data.packing import (
 )
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils import data_files
-from lkv.utils.prompts import encode, encode_question
+from lkv.utils.prompts import encode, encode_context, encode_question
 
 CONTINUATIONS = 4
 LONGEST = 160
@@ -28,10 +28,15 @@ _LONG = 8000  # tokens, beyond which single texts are too short and others go be
 _LONGBENCH = ("narrativeqa", "qasper", "multifieldqa_en", "gov_report", "musique", "2wikimqa")
 TASKS = ("prose QA", "multi-hop QA", "stories", "meetings", "code", "needles")
 
-Asked = tuple[str, list[Continuation]]
+_ADJECTIVES = """absent brave calm distant eager fearless gentle humble icy jolly keen loyal mellow noble odd
+    proud""".split()
+_ANIMALS = "badger cactus dolphin eagle falcon gecko heron iguana jackal koala lemur magpie newt otter puffin".split()
+
+Continuations = list[tuple[list[int], int]]  # ids, and how many of them precede the target
+Case = tuple[str, list[Continuation]]
 
 
-def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
+def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
     """One function a task: (random source, tokens) to a context and its continuations."""
     paragraphs = list(documents.read_squad(folder / "xquad.en.json.gz"))
     puzzles = list(documents.read_hotpot(folder / "hotpot_dev_400.jsonl.gz"))
@@ -45,11 +50,11 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
     ]
     prose = [row for name in _LONGBENCH for row in data_files.read_json_lines(sample / f"{name}.jsonl.gz")]
 
-    def prose_qa(rng: random.Random, tokens: int) -> Asked:
+    def prose_qa(rng: random.Random, tokens: int) -> Case:
         packed = pack(rng, paragraphs, tokens * CHARS_PER_TOKEN, lambda p: len(p.text))
         return "\n\n".join(p.text for p in packed), draw_questions(rng, packed, CONTINUATIONS)
 
-    def multihop_qa(rng: random.Random, tokens: int) -> Asked:
+    def multihop_qa(rng: random.Random, tokens: int) -> Case:
         first, second = rng.sample(puzzles, 2)
         needed = [p.passages[i] for p in (first, second) for i in sorted(p.needed)]
         rest = [p.passages[i] for p in (first, second) for i in range(len(p.passages)) if i not in p.needed]
@@ -61,7 +66,7 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
         text = "\n\n".join(f"{p.title}\n{p.text}" for p in chosen)
         return text, [Continuation(p.question, p.answer) for p in (first, second)]
 
-    def stories(rng: random.Random, tokens: int) -> Asked:
+    def stories(rng: random.Random, tokens: int) -> Case:
         tale = rng.choice(tales)
         explicit = [qa for qa in tale.questions if qa[1] in tale.text] or list(tale.questions)
         size = int(tokens * CHARS_PER_TOKEN)
@@ -74,7 +79,7 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
             Continuation(question, answer) for question, answer in asked
         ]
 
-    def meeting(rng: random.Random, tokens: int) -> Asked:
+    def meeting(rng: random.Random, tokens: int) -> Case:
         chosen = rng.choice([m for m in meetings if m.queries])
         size = int(tokens * CHARS_PER_TOKEN)
         query, answer, first, _ = rng.choice(chosen.queries)
@@ -82,12 +87,12 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
         text, following = context[:size], context[size : size + 300]
         return text, [Continuation(query, answer), *([Continuation(None, following)] if following else [])]
 
-    def code_lines(rng: random.Random, tokens: int) -> Asked:
+    def code_lines(rng: random.Random, tokens: int) -> Case:
         size = int(tokens * CODE_CHARS_PER_TOKEN)
         text, (following, _) = split_to_continue(rng, [rng.choice(code).text], size)
         return text, [following]
 
-    def longbench(rng: random.Random, tokens: int) -> Asked:
+    def longbench(rng: random.Random, tokens: int) -> Case:
         size = int(tokens * CHARS_PER_TOKEN)
         for _ in range(_DRAWS):
             row = rng.choice(prose)
@@ -110,11 +115,34 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Asked]]:
     }
 
 
-class Case(NamedTuple):
-    """Ids of a context, and of each continuation with how many of them precede its target."""
+class Needles(NamedTuple):
+    """A context in which facts are hidden, all of them as (question, answer), and the one to ask for."""
 
     ids: list[int]
-    asked: list[tuple[list[int], int]]
+    facts: list[tuple[str, str]]
+    question: str
+    answer: str
+
+
+def make_needles(tokenizer: Any, prose: Sequence[str], tokens: int, needles: int, seed: int) -> Needles:
+    """`needles` facts at random sentence boundaries of `prose`, about `tokens` tokens in all."""
+    rng = random.Random(f"{seed}-{tokens}-{needles}")
+    keys = rng.sample([f"{a}-{b}" for a in _ADJECTIVES for b in _ANIMALS], needles)
+    numbers = [str(rng.randint(1_000_000, 9_999_999)) for _ in keys]
+    sentences = [f"One of the special magic numbers for {k} is: {n}." for k, n in zip(keys, numbers, strict=True)]
+    text = rng.choice(prose)
+    start = text.find(" ", rng.randint(0, max(0, len(text) - 6 * tokens))) + 1
+    # Shorten the prose, never the needles, to the requested length.
+    words = text[start : start + 6 * tokens].split(" ")
+    free = tokens - len(encode_context(tokenizer, " ".join(sentences)))
+    words = words[: int(len(words) * min(1.0, free / len(encode(tokenizer, " ".join(words)))))]
+    facts = [
+        (f"What is the special magic number for {key} mentioned in the provided text?", number)
+        for key, number in zip(keys, numbers, strict=True)
+    ]
+    question, answer = rng.choice(facts)
+    ids = encode_context(tokenizer, insert_sentences(rng, " ".join(words), sentences))
+    return Needles(ids, facts, question, answer)
 
 
 class HeldOut:
@@ -137,8 +165,8 @@ class HeldOut:
             room -= len(ids)
         return "\n\n".join([*before, context])
 
-    def case(self, task: str, number: int, tokens: int | None = None) -> Case:
-        """A context of about `tokens` tokens (1,000 to 2,000 unless given) with what is asked of it."""
+    def case(self, task: str, number: int, tokens: int | None = None) -> tuple[list[int], Continuations]:
+        """A context of about `tokens` tokens (default: 1,000 to 2,000) with its continuations."""
         rng = random.Random(f"{self._seed}-{task}-{number}" + (f"-{tokens}" if tokens else ""))
         longest = tokens or 2000
         tokens = tokens or rng.randint(1000, 2000)
@@ -149,9 +177,9 @@ class HeldOut:
                 prefix = encode_question(self._tokenizer, question)
                 target = encode(self._tokenizer, f"The special magic number is {answer}.")
                 asked.append((prefix + target, len(prefix)))
-            return Case(item.ids, asked)
+            return item.ids, asked
         context, continuations = self._build[task](rng, tokens)
         if tokens > _LONG:
             context = self._after_others(context, task, rng, tokens)
         tokenized = tokenize_sample(Sample(task, context, tuple(continuations)), self._tokenizer, longest, LONGEST)
-        return Case(tokenized.context, tokenized.continuations)
+        return tokenized.context, tokenized.continuations

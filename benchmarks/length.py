@@ -9,27 +9,17 @@ References are the gold answers, the text that follows, and the model's own answ
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from tqdm import tqdm
-
-from benchmarks.common import add_subject, command_of, method_grids, per_length, rows_of, settings_of, subject_of
+from benchmarks.common import add_subject, method_grids, per_length, run_cases, subject_of
+from benchmarks.fidelity import measure, summarise
 from benchmarks.heldout import HeldOut
-from lkv.config import asdict
-from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.evaluation.report.figures import finish_figure, method_styles, new_figure, save_figure
 from lkv.evaluation.report.names import method_label
-from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.registry import FULL
-from lkv.utils.journal import Journal, open_journal
-from lkv.utils.results import write_results
-from lkv.utils.statistics import Mean, bootstrap
 
 TASKS = ("code", "LongBench text", "multi-hop QA", "meetings", "stories")
 METHODS = ("lkv", "kvzip", "lkv-h+kvzip", "lkv-h+expected", "snapkv", "adakv-snapkv", "keydiff")
 ANSWER, REFERENCE = 40, 80  # tokens of the model's own answer, and of any reference at most
-_UNIT = "nats a token, KL(full || compressed)"
 
 
 def main() -> None:
@@ -47,76 +37,30 @@ def main() -> None:
     options = parser.parse_args()
     contexts = per_length(options.tokens, options.contexts)
     subject = subject_of(options)
-    model = subject.model
-    out = options.out or subject.results(options.name)
-    grids = method_grids(model, subject.tokenizer, options.methods, options.retention, subject.policy)
+    options.out = options.out or subject.results(options.name)
+    grids = method_grids(subject.model, subject.tokenizer, options.methods, options.retention, subject.policy)
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
-    of = {"policy": subject.policy.digest()}
-    settings = settings_of(options, growing=("contexts", "tokens", "tasks")) | of
-    with open_journal(out.with_suffix(".jsonl"), settings) as done:
-        most = range(max(contexts.values()))
-        cases = [(n, t, task) for n in most for t in sorted(contexts) for task in options.tasks if n < contexts[t]]
-        for number, tokens, task in tqdm(cases, desc="length"):
-            key = f"{task}-{tokens}-{number}"
-            if key not in done:
-                ids, asked = heldout.case(task, number, tokens)
-                done.add(key, measure(model, grids, ids, asked))
-        rows = [{"model": subject.name, **row} for row in summarise(done, cases)]
-        write_results(out, options.name, rows, options.seed, command_of("benchmarks.length", options), of)
-    draw(rows, out.parent / "small" / f"{out.stem}.png")
-
-
-@torch.no_grad()
-def measure(model: Any, grids: dict[str, MethodGrid], ids: list[int], asked: Sequence[tuple[list[int], int]]) -> dict:
-    """KL and agreement of each method and retention over each continuation, and what each kept."""
-    prompt = read_prompt(model, torch.tensor([ids]), queries=True)
-    rows = rows_of(grids, ids, prompt)
-    full = MethodComparison(model, ids, prompt, [rows[0][2]])
-    references = [(answer[: skip + REFERENCE], skip) for answer, skip in asked]
-    for answer, skip in asked[:1]:
-        if skip:
-            answered = full.generate(answer[:skip], ANSWER)[0]
-            references.append((answer[:skip] + answered, skip))
-    run = MethodComparison(model, ids, prompt, [method for _, _, method in rows])
-    fidelity = [[asdict(f) for f in run.measure_fidelity(reference, skip)] for reference, skip in references]
-    return {
-        "tokens": len(ids),
-        "rows": [[name, retention] for name, retention, _ in rows],
-        "kept": run.realised_retentions(),
-        "measured": [[[f["kl"], f["agreement"]] for f in row] for row in fidelity],
+    cases = {
+        f"{task}-{tokens}-{number}": (task, number, tokens)
+        for number in range(max(contexts.values()))
+        for tokens in sorted(contexts)
+        for task in options.tasks
+        if number < contexts[tokens]
     }
 
+    def measure_case(task: str, number: int, tokens: int) -> dict:
+        ids, continuations = heldout.case(task, number, tokens)
+        return measure(subject.model, grids, ids, [(c[: skip + REFERENCE], skip) for c, skip in continuations], ANSWER)
 
-def summarise(done: Journal, cases: Sequence[tuple[int, int, str]]) -> list[dict]:
-    """Rows by method, retention, length and task ("all" for all of them)."""
-    rows = []
-    wanted: dict[tuple[str, float, int, str], list[tuple[dict, int]]] = {}
-    for number, tokens, task in cases:
-        sample = done[f"{task}-{tokens}-{number}"]
-        for index, (name, retention) in enumerate(sample["rows"]):
-            for group in ("all", task):
-                wanted.setdefault((name, retention, tokens, group), []).append((sample, index))
-    for (name, retention, tokens, group), sampled in wanted.items():
-        kl, agreement = (_mean(sampled, measure) for measure in (0, 1))
-        rows.append(
-            {
-                "method": name,
-                "task": group,
-                "tokens": tokens,
-                "retention": retention,
-                "realised": sum(sample["kept"][i] for sample, i in sampled) / len(sampled),
-                "contexts": len(sampled),
-                **kl._asdict(),
-                "unit": _UNIT,
-                "kl": kl.value,
-                "agreement": agreement.value,
-                "agreement_low": agreement.low,
-                "agreement_high": agreement.high,
-            }
-        )
-        if group == "all":
-            print(f"{name:16} {tokens:6} R {retention:4} n {kl.n:3} kl {kl.value:.3f} agreement {agreement.value:.3f}")
-    return rows
+    def rows_of_samples(samples: dict[str, dict]) -> list[dict]:
+        rows = summarise((cases[key][0], cases[key][2], sample) for key, sample in samples.items())
+        return [{"model": subject.name, **row} for row in rows]
+
+    growing = ("contexts", "tokens", "tasks")
+    rows = run_cases(
+        "benchmarks.length", options, options.name, cases, measure_case, rows_of_samples, subject.policy, growing
+    )
+    draw(rows, options.out.parent / "small" / f"{options.out.stem}.png")
 
 
 def draw(rows: Sequence[dict], path: Path) -> None:
@@ -160,12 +104,6 @@ def draw(rows: Sequence[dict], path: Path) -> None:
 
 def _label(method: str) -> str:
     return "LKV, the paper's scorer" if method == "lkv-paper" else method_label(method)
-
-
-def _mean(sampled: Sequence[tuple[dict, int]], measure: int) -> Mean:
-    return bootstrap(
-        [[continuation[index][measure] for continuation in sample["measured"]] for sample, index in sampled]
-    )
 
 
 if __name__ == "__main__":

@@ -4,15 +4,14 @@ python -m benchmarks.variants --data FOLDER --tokens 2000 7800 --contexts 4 1   
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from benchmarks.common import RESULTS, command_of, per_length, settings_of
+from benchmarks.common import RESULTS, per_length, run_cases
+from benchmarks.fidelity import fidelity_row
 from benchmarks.heldout import HeldOut
 from benchmarks.length import TASKS
 from lkv.cache.ragged_cache import RaggedCache
@@ -20,8 +19,6 @@ from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils.fidelity import is_top1_equal, kl_divergence
-from lkv.utils.journal import open_journal
-from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -52,7 +49,6 @@ def log_probs(model: Any, cache: RaggedCache, ids: list[int], skip: int) -> Tens
     return torch.log_softmax(logits[0, max(0, skip - 1) : -1].float(), -1)
 
 
-@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
@@ -66,52 +62,41 @@ def main() -> None:
     contexts = per_length(options.tokens, options.contexts)
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = default_policy()
-    of = {"policy": policy.digest()}
     heldout = HeldOut(options.data, tokenizer, options.seed)
-    settings = settings_of(options, growing=("contexts", "tokens")) | of
-    with open_journal(options.out.with_suffix(".jsonl"), settings) as done:
-        cases = [(n, t, task) for t in contexts for n in range(contexts[t]) for task in TASKS]
-        for number, tokens, task in tqdm(cases, desc="variants"):
-            key = f"{task}-{tokens}-{number}"
-            if key in done:
-                continue
-            ids, asked = heldout.case(task, number, tokens)
-            context = torch.tensor([ids])
-            caches = [read(model, policy, options.retention, context, **how) for how in VARIANTS.values()]
-            full = read(model, policy, 1.0, context)
-            measured = []
-            for continuation, skip in asked:
-                target = log_probs(model, full, continuation, skip)
-                row = []
-                for cache in caches:
-                    compressed = log_probs(model, cache, continuation, skip)
-                    agreed = is_top1_equal(target, compressed)
-                    row.append([float(kl_divergence(target, compressed).mean()), float(agreed.float().mean())])
-                measured.append(row)
-            shares = [cache.nbytes() / full.full_nbytes() for cache in caches]
-            done.add(key, {"tokens": len(ids), "measured": measured, "bytes": shares})
+    cases = {f"{task}-{t}-{n}": (task, n, t) for t in contexts for n in range(contexts[t]) for task in TASKS}
+
+    @torch.no_grad()
+    def measure(task: str, number: int, tokens: int) -> dict:
+        ids, continuations = heldout.case(task, number, tokens)
+        context = torch.tensor([ids])
+        caches = [read(model, policy, options.retention, context, **variant) for variant in VARIANTS.values()]
+        full = read(model, policy, 1.0, context)
+        measured = []
+        for continuation, skip in continuations:
+            target, row = log_probs(model, full, continuation, skip), []
+            for cache in caches:
+                compressed = log_probs(model, cache, continuation, skip)
+                agreement = is_top1_equal(target, compressed).float().mean()
+                row.append([float(kl_divergence(target, compressed).mean()), float(agreement)])
+            measured.append(row)
+        shares = [cache.nbytes() / full.full_nbytes() for cache in caches]
+        return {"tokens": len(ids), "measured": measured, "bytes": shares}
+
+    def summarise(samples: dict[str, dict]) -> list[dict]:
         rows = []
         for tokens in contexts:
-            samples = [done[f"{task}-{t}-{number}"] for number, t, task in cases if t == tokens]
-            rows += summarise(samples, {"tokens": tokens, "retention": options.retention, "dtype": options.dtype})
-        write_results(options.out, "variants", rows, options.seed, command_of("benchmarks.variants", options), of)
+            members = [sample for key, sample in samples.items() if cases[key][2] == tokens]
+            for i, variant in enumerate(VARIANTS):
+                row = {"method": "lkv", "variant": variant, "tokens": tokens}
+                row |= {"retention": options.retention, "dtype": options.dtype}
+                row |= fidelity_row([(sample, i) for sample in members])
+                rows.append(row | {"bytes": bootstrap([[sample["bytes"][i]] for sample in members]).value})
+                print({name: rows[-1][name] for name in ("tokens", "variant", "kl", "agreement", "bytes")})
+        return rows
 
-
-def summarise(samples: Sequence[dict], setting: dict[str, Any]) -> list[dict]:
-    """A row for each variant, over the contexts of one length."""
-    rows = []
-    for i, name in enumerate(VARIANTS):
-        mean, agreement = (bootstrap([[c[i][k] for c in sample["measured"]] for sample in samples]) for k in (0, 1))
-        size = bootstrap([[sample["bytes"][i]] for sample in samples])
-        rows.append(
-            {"method": "lkv", "variant": name, **setting, "contexts": len(samples)}
-            | mean._asdict()
-            | {"unit": "nats a token, KL(full || compressed)", "kl": mean.value, "agreement": agreement.value}
-            | {"agreement_low": agreement.low, "agreement_high": agreement.high, "bytes": size.value}
-        )
-        measured = f"kl {mean.value:.3f} agreement {agreement.value:.3f} bytes {size.value:.3f} of full"
-        print(f"{setting['tokens']} {name:26} {measured}")
-    return rows
+    run_cases(
+        "benchmarks.variants", options, "variants", cases, measure, summarise, policy, growing=("contexts", "tokens")
+    )
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
+from benchmarks.heldout import make_needles
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import DataError, PromptError
 from lkv.evaluation.comparison import MethodComparison
-from lkv.evaluation.needles import make_needles
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.methods.budgets import GlobalTopKBudget, Uniform
