@@ -63,7 +63,7 @@ def full_attention(query: Tensor, prompt: list[LayerKV], form: str) -> None:
 def ragged(query: Tensor, cache: RaggedCache, scale: float, backend: str) -> None:
     for layer in cache.ragged_layers:
         assert isinstance(layer.store, RaggedStore)
-        ragged_attention(query, *layer.store.for_attention(), scale, backend)
+        ragged_attention(query, *layer.store.attention_view(), scale, backend)
 
 
 def one_token(model: Any, cache: Any) -> None:
@@ -83,7 +83,7 @@ def backends(query: Tensor, cache: RaggedCache) -> dict[str, str]:
     """The methods to measure, and the backend of each."""
     spans = cache.ragged_layers[0].store
     assert isinstance(spans, RaggedStore)
-    automatic = api._backend_for("auto", *spans.for_attention(), query)
+    automatic = api._backend_for("auto", *spans.attention_view(), query)
     return {"lkv": automatic} | ({"lkv, loop": "loop"} if automatic != "loop" else {})
 
 
@@ -117,7 +117,7 @@ def rows_at(
     tokens: int, model: Any, policy: Policy, retention: float, repeats: int, about: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Attention by itself and whole tokens, over a prompt of `tokens`."""
-    cache, prompt = RaggedCache(model, policy, retention), random_prompt(model, tokens)
+    cache, prompt = RaggedCache(model, policy=policy, retention=retention), random_prompt(model, tokens)
     cache.fill(prompt)
     query = torch.randn(1, cache.spec.heads, 1, cache.spec.head_dim).to(model.dtype)
     forms: dict[str, Callable[[], Any]] = {

@@ -39,7 +39,11 @@ def main() -> None:
         # Interleaved, so that a noisy minute falls on all of them alike; the first round warms up.
         for repeat in range(options.repeats + 1):
             for name, record in seconds.items():
-                cache = DynamicCache() if name == "full" else RaggedCache(model, policy, options.retention, name)
+                cache = (
+                    DynamicCache()
+                    if name == "full"
+                    else RaggedCache(model, policy=policy, retention=options.retention, method=name)
+                )
                 started = time.perf_counter()
                 with torch.no_grad():
                     model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)

@@ -40,7 +40,7 @@ def rows_at(
     """Whole tokens over a prompt of `tokens`, a row a width; None is the model's own."""
     prompt = random_prompt(model, tokens)
     token = torch.tensor([[5]], device=model.device)
-    caches = {width: RaggedCache(model, policy, retention, bits=width) for width in (None, *BITS)}
+    caches = {width: RaggedCache(model, policy=policy, retention=retention, bits=width) for width in (None, *BITS)}
     steps: dict[str, Callable[[], Any]] = {}
     for width, cache in caches.items():
         cache.fill(prompt)

@@ -55,7 +55,9 @@ def main() -> None:
                     method = method.for_prompt(ids[0].tolist(), prompt)
                     RaggedCache(model, method=method).fill(prompt)
                 else:
-                    RaggedCache(model, policy, options.retention, name, pattern=pattern).fill(prompt)
+                    RaggedCache(model, policy=policy, retention=options.retention, method=name, pattern=pattern).fill(
+                        prompt
+                    )
                 record.append(time.perf_counter() - started)
         for name in names:
             ratio = bootstrap([[second / full] for second, full in zip(seconds[name], seconds["full"], strict=True)])

@@ -37,7 +37,9 @@ def main() -> None:
     ids = torch.randint(3, 1024, (1, options.tokens))
     # What a layer computes on the way (queries, masks, scores, the MLP) counts as well; the weights do not.
     with LiveBytes() as live:
-        cache = RaggedCache(model, policy, options.retention, prompt_tokens=options.tokens, streaming=True)
+        cache = RaggedCache(
+            model, policy=policy, retention=options.retention, prompt_tokens=options.tokens, streaming=True
+        )
         for number, part in enumerate(ids.split(options.chunk, 1)):
             model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
             if number % 8 == 0:

@@ -136,7 +136,7 @@ def compressing(model: Any, tokenizer: Any, policy: Any, text: str, once: bool) 
             return lkv.compress(
                 model, tokenizer, text, method=method, retention=retention, policy=policy, pattern=pattern
             )
-        cache = lkv.RaggedCache(model, policy, retention, method, pattern=pattern)
+        cache = lkv.RaggedCache(model, policy=policy, retention=retention, method=method, pattern=pattern)
         cache.fill(prompt)
         return lkv.Context(model, tokenizer, full.ids, cache)
 

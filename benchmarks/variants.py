@@ -36,7 +36,7 @@ def read(
     """The prompt [1, T] in a cache of this kind."""
     if chunk:
         how["prompt_tokens"] = ids.shape[1]
-    cache = RaggedCache(model, policy, retention, **how)
+    cache = RaggedCache(model, policy=policy, retention=retention, **how)
     for part in ids.split(chunk or ids.shape[1], 1):
         model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
     return cache

@@ -217,7 +217,7 @@ class CacheMachine(RuleBasedStateMachine):
 
         def note(_, args, kwargs):
             ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
-            passes.append((ids.shape[1], [layer.store.room for layer in cache.ragged_layers]))
+            passes.append((ids.shape[1], [layer.store.free_slots for layer in cache.ragged_layers]))
 
         handle = self.model.model.register_forward_pre_hook(note, with_kwargs=True)
         try:
@@ -408,7 +408,7 @@ class CacheMachine(RuleBasedStateMachine):
         size = self.dtype.itemsize
         for layer, kept in zip(self.cache.ragged_layers, self._kept(), strict=True):
             assert layer.store.lens.tolist() == kept
-            room = layer.store.tail + layer.store.room
+            room = layer.store.appended_tokens + layer.store.free_slots
             fresh = len(kept) * len(kept[0]) * room * 2 * 8 * size
             counts = [count for row in kept for count in row]
             if self.bits is None:
@@ -424,7 +424,7 @@ class CacheMachine(RuleBasedStateMachine):
         full = [index for index, window in enumerate(self.dense.windows) if window is None]
         found = []
         for layer, own in zip(full, self.cache.ragged_layers, strict=True):
-            tail = own.store.tail
+            tail = own.store.appended_tokens
             gone = [row.gone(self.dense.layers, self.dense.heads)[layer] for row in self.rows]
             found.append([[len(row.ids) - tail - len(places) for places in sets]
                           for row, sets in zip(self.rows, gone, strict=True)])  # fmt: skip

@@ -77,7 +77,7 @@ def test_an_answer_is_not_interrupted_by_its_own_streamer(model, policy):
 
 @pytest.mark.parametrize("filled", [False, True])
 def test_a_cache_without_its_attention_is_refused(model, policy, filled):
-    cache = RaggedCache(model, policy, retention=0.5)
+    cache = RaggedCache(model, policy=policy, retention=0.5)
     text = ids(46)
     if filled:
         model(text[:, :40], past_key_values=cache, use_cache=True)
@@ -91,7 +91,7 @@ def test_a_cache_without_its_attention_is_refused(model, policy, filled):
         cache.reset()
     found = model(text, past_key_values=cache, use_cache=True).logits if not filled else None
     if filled:
-        fresh = RaggedCache(model, policy, retention=0.5)
+        fresh = RaggedCache(model, policy=policy, retention=0.5)
         model(text[:, :40], past_key_values=fresh, use_cache=True)
         expected = model(text[:, 40:], past_key_values=fresh, use_cache=True).logits
         found = model(text[:, 40:], past_key_values=cache, use_cache=True).logits
@@ -100,7 +100,7 @@ def test_a_cache_without_its_attention_is_refused(model, policy, filled):
 
 
 def test_a_twin_model_without_lkv_is_refused(model, policy):
-    cache = RaggedCache(model, policy, retention=0.5)
+    cache = RaggedCache(model, policy=policy, retention=0.5)
     with pytest.raises(CacheError, match="computed attention without LKV"):
         tiny_llama()(ids(40), past_key_values=cache, use_cache=True)
 

@@ -1,1 +1,1 @@
-"""The cache: ragged spans, one layer, and all layers as a transformers cache."""
+"""The compressed KV cache: stores of entries, one layer, and all layers as a transformers cache."""

@@ -1,4 +1,4 @@
-"""How a cache reads and evicts, and what its layers share."""
+"""The settings of a cache, and what its layers share."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,141 +11,137 @@ from lkv.cache.quantization import BITS, require_library
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.masks import PaddingReader
 from lkv.integrations.transformers.rotation import Rotation
-from lkv.methods.budgets import ROUNDING, FixedBudget, RetentionTarget
+from lkv.methods.budgets import ROUNDING, FixedBudget
 from lkv.methods.method import Method
 from lkv.methods.registry import REFIT
 from lkv.methods.selectors import Selector, check_numbers
 
-# Room for appended tokens: a quarter of what a head holds, between these.
-_LEAST_SLACK = 16
-_CPU_SLACK, _GPU_SLACK = 32, 256
-MOST = 2**24  # rows, or tokens of slack: more than memory has room for
+# Free slots for appended tokens: a quarter of a head's entries, between these.
+_MIN_SLACK = 16
+_MAX_SLACK_CPU, _MAX_SLACK_GPU = 32, 256
+MAX_COUNT = 2**24  # rows, or tokens of slack: more than any memory can store
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How a cache reads and evicts; see `RaggedCache` for the meaning of each, and for the errors."""
+    """How a cache reads and evicts. See `RaggedCache` for the fields and for the errors."""
 
     method: Method
-    target: RetentionTarget | None
     slack: int | None = None
     prompt_tokens: int | None = None
     streaming: bool = False
     decode_eviction: bool = False
     bits: int | None = None
-    rotations: tuple[Rotation | None, ...] = ()
 
     def __post_init__(self) -> None:
         for name, flag in (("streaming", self.streaming), ("decode_eviction", self.decode_eviction)):
             if not isinstance(flag, bool):
                 raise CacheError(f"{name} is {flag!r}, but it is either True or False.")
-        if self.slack is not None and (type(self.slack) is not int or not 0 <= self.slack <= MOST):
+        if self.slack is not None and (type(self.slack) is not int or not 0 <= self.slack <= MAX_COUNT):
             raise CacheError(
-                f"slack is {self.slack!r}, but it is a number of tokens: give one from 0 to {MOST}, or None."
+                f"slack is {self.slack!r}, but it is a number of tokens: give one from 0 to {MAX_COUNT}, or None."
             )
         if self.prompt_tokens is not None and (type(self.prompt_tokens) is not int or self.prompt_tokens < 1):
             raise CacheError(f"prompt_tokens is {self.prompt_tokens!r}, but a prompt has at least one token.")
         if self.streaming:
-            self.check_announced()
+            self.check_prompt_declared()
         if self.bits is not None and (type(self.bits) is not int or self.bits not in BITS or self.decode_eviction):
             raise CacheError(
                 f"bits is {self.bits!r}, but it must be one of {BITS}, and decode eviction works without it."
             )
-        if self.scored and not (self.method.selector.is_local and isinstance(self.method.budget, FixedBudget)):
-            raise CacheError(
-                f"{'streaming' if self.streaming else 'decode eviction'} does not work with {self.method.name!r}: it "
-                "needs scores that depend on k and v of the token alone and budgets that depend on the length alone; "
-                "use 'lkv'."
-            )
-        if self.scored and self.method.compensation:
-            raise CacheError(
-                f"{'streaming' if self.streaming else 'decode eviction'} does not work with {self.method.name!r}: what "
-                f"is refitted is not evicted from again; use the method without {REFIT!r}."
-            )
+        if self.stores_scores:
+            feature = "streaming" if self.streaming else "decode eviction"
+            if not (self.method.selector.is_local and isinstance(self.method.budget, FixedBudget)):
+                raise CacheError(
+                    f"{feature} does not work with {self.method.name!r}: it needs scores that depend on k and v of the "
+                    "token alone and budgets that depend on the length alone; use 'lkv'."
+                )
+            if self.method.compensation:
+                raise CacheError(
+                    f"{feature} does not work with {self.method.name!r}: compensated entries cannot be evicted from "
+                    f"again; use the method without {REFIT!r}."
+                )
         if self.bits is not None:
             require_library()
 
-    def check_announced(self) -> None:
-        """Raise CacheError unless it is known how long a prompt in several parts is."""
+    @property
+    def stores_scores(self) -> bool:
+        """Whether scores are stored with the entries, because some of them are evicted later."""
+        return self.streaming or self.decode_eviction
+
+    def check_prompt_declared(self) -> None:
+        """Raise CacheError unless the length of a prompt in several chunks is known."""
         if self.prompt_tokens is None:
             raise CacheError(
-                "a prompt that comes in parts must be announced: give prompt_tokens=input_ids.shape[1] to RaggedCache."
+                "a prompt read in chunks needs its length: give prompt_tokens=input_ids.shape[1] to RaggedCache."
             )
 
-    def check_ended(self, tokens: int) -> None:
-        """Raise CacheError where an answer begins after `tokens`, before the prompt that was announced has ended."""
+    def check_prompt_ended(self, tokens: int) -> None:
+        """Raise CacheError where an answer begins after `tokens`, before the declared end of the prompt."""
         if self.prompt_tokens is not None and tokens < self.prompt_tokens:
             raise CacheError(
                 f"prompt_tokens is {self.prompt_tokens}, but the prompt has {tokens} tokens, and nothing of it has "
                 "been evicted: give its own length, input_ids.shape[1]."
             )
 
-    @property
-    def scored(self) -> bool:
-        """Whether scores stay with the entries, because some are to be evicted later."""
-        return self.streaming or self.decode_eviction
-
-    @property
-    def announced(self) -> int:
-        """`prompt_tokens`, where it must be known."""
-        assert self.prompt_tokens is not None
-        return self.prompt_tokens
-
-    def slack_for(self, held: int, device: torch.device) -> int:
-        """Room that each head gets, where a head holds `held` entries on average."""
-        if self.slack is not None:
-            return self.slack
-        most = _CPU_SLACK if device.type == "cpu" else _GPU_SLACK
-        return min(most, max(_LEAST_SLACK, held // 4))
-
-    def first_room(self, index: int, kept: Tensor, device: torch.device) -> int:
-        """Room after an eviction that left `kept` [B, H] to layer number `index`: of another size in each, so that the
-        layers are not all re-laid at one step."""
-        slack = self.slack_for(mean(kept), device)
-        return slack if self.slack is not None else slack // 2 + index % (slack // 2)
-
     def check_length(self, tokens: int) -> None:
         """Raise PromptError for a prompt of which nothing would be kept."""
-        if self.target is not None and tokens * self.target.share(tokens) + ROUNDING < 1:
+        target = self.method.target
+        if target is not None and tokens * target.share(tokens) + ROUNDING < 1:
             raise PromptError(
-                f"the prompt has {tokens} tokens: at {self.target} nothing of it would be kept. Give at least "
-                f"{math.ceil(1 / self.target.retention)} tokens, or a higher retention."
+                f"the prompt has {tokens} tokens: at {target} nothing of it would be kept. Give at least "
+                f"{math.ceil(1 / target.retention)} tokens, or a higher retention."
             )
+
+    def slack_for(self, entries: int, device: torch.device) -> int:
+        """Free slots for each head, where a head stores `entries` on average."""
+        if self.slack is not None:
+            return self.slack
+        most = _MAX_SLACK_CPU if device.type == "cpu" else _MAX_SLACK_GPU
+        return min(most, max(_MIN_SLACK, entries // 4))
+
+    def initial_slots(self, layer: int, lens: Tensor, device: torch.device) -> int:
+        """Free slots after an eviction that left `lens` [B, H] entries to `layer`: a different number in each layer, so
+        that they do not all reallocate at one step."""
+        slack = self.slack_for(mean(lens), device)
+        return slack if self.slack is not None else slack // 2 + layer % (slack // 2)
 
 
 @dataclass
-class Shared:
-    """What the layers of one cache, numbered up to `last`, have in common: `buffers` as in
-    `ragged_attention.append_and_attend`, and of scores that no device was asked about yet whether some are no numbers,
-    `doubts`."""
+class SharedState:
+    """What the layers of one cache share.
 
-    last: int
+    Attributes:
+        last_layer: The index of the last evicting layer.
+        buffers: As in `ragged_attention.append_and_attend`.
+        padding: Reads the padding of each forward pass once.
+        pending_nan_checks: Whether some scores are NaN, on devices that were not waited for yet.
+    """
+
+    last_layer: int
     buffers: dict[Any, Any] = field(default_factory=dict)
-    doubts: list[Tensor] = field(default_factory=list)
     padding: PaddingReader = field(default_factory=PaddingReader)
+    pending_nan_checks: list[Tensor] = field(default_factory=list)
 
-    def check_doubts(self, index: int, selector: Selector, device: torch.device) -> None:
-        """Raise CacheError where scores are no numbers. A GPU is asked in the last layer, for all: each would wait."""
-        if device.type == "cpu" or index == self.last:
-            doubts = self.doubts.copy()
-            self.doubts.clear()
-            check_numbers(selector, doubts)
+    def check_scores(self, layer: int, selector: Selector, device: torch.device) -> None:
+        """Raise CacheError where scores are NaN. A GPU is asked once, in the last layer: each layer would wait."""
+        if device.type == "cpu" or layer == self.last_layer:
+            checks = self.pending_nan_checks.copy()
+            self.pending_nan_checks.clear()
+            check_numbers(selector, checks)
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What the entries of one layer, number `index`, are held by."""
+class LayerContext:
+    """What one layer needs to know beside its entries: its index among the evicting layers, and its RoPE (None where
+    LKV cannot undo it)."""
 
     index: int
-    plan: CacheConfig
-    shared: Shared
-
-    @property
-    def rotation(self) -> Rotation | None:
-        """The layer's RoPE, None where LKV cannot undo it."""
-        return self.plan.rotations[self.index]
+    config: CacheConfig
+    shared: SharedState
+    rotation: Rotation | None
 
 
 def mean(counts: Tensor) -> int:
-    """Entries a head, rounded down."""
+    """Entries per head, rounded down."""
     return int(counts.sum()) // max(1, counts.numel())

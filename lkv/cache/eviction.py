@@ -1,93 +1,196 @@
-"""Eviction from a prompt that has been read whole (Sec. 3.4, inference)."""
+"""Eviction: which entries of which head are kept, and how they are gathered into a store."""
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
-from lkv.cache.config import Layer
-from lkv.cache.entries import Entries
-from lkv.cache.store import RaggedStore
+from lkv.cache.config import LayerContext
+from lkv.cache.store import RaggedStore, slot_indices
 from lkv.errors import CacheError
 from lkv.integrations.transformers.prefill import LayerKV, to_fp32
 from lkv.methods.compensation import compensate, reference_queries
 from lkv.methods.selectors import check_shape, not_numbers
+from lkv.utils.devices import uploaded
 
 
-def evicted(layer: Layer, whole: LayerKV, padding: list[int] | None) -> Entries:
-    """The best tokens of each head, the rest dropped. `padding`: tokens to skip at each row's beginning.
+def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | None) -> RaggedStore:
+    """Keep the best tokens of each head of a whole prompt (Sec. 3.4, inference).
 
-    Raises PromptError where nothing would be kept, and CacheError for scores that rank nothing.
+    `padding`: how many tokens to skip at the beginning of each row. Raises PromptError where nothing would be kept, and
+    CacheError for scores that rank nothing.
     """
-    plan, (batch, _, tokens, _) = layer.plan, whole.key.shape
-    selector, firsts = plan.method.selector, padding or [0] * batch
+    config, index, (batch, _, tokens, _) = context.config, context.index, prompt.key.shape
+    selector, skipped = config.method.selector, padding or [0] * batch
     # Rows without padding are scored together, others one by one, as if each had been read alone.
-    groups = [slice(b, b + 1) for b in range(batch)] if any(firsts) else [slice(0, batch)]
+    groups = [slice(row, row + 1) for row in range(batch)] if any(skipped) else [slice(0, batch)]
     tables: list[Tensor] = []
-    arrived: list[Tensor] = []
+    arrival_tables: list[Tensor] = []
     counts: list[list[int]] = []
     for rows in groups:
-        first = firsts[rows.start]
-        plan.check_length(tokens - first)
-        part = whole.select(rows, slice(first, None))
-        scores = check_shape(selector, selector.scores(layer.index, part), part.key)
-        layer.shared.doubts.append(not_numbers(scores))
-        part_counts = _checked(layer, plan.method.budget.counts(layer.index, scores), scores)
-        scores = check_shape(selector, selector.refine(layer.index, part, scores, part_counts), part.key)
-        tables.append(_behind_padding(scores, first))
+        first = skipped[rows.start]
+        config.check_length(tokens - first)
+        part = prompt.select(rows, slice(first, None))
+        scores = check_shape(selector, selector.scores(index, part), part.key)
+        context.shared.pending_nan_checks.append(not_numbers(scores))
+        part_counts = _check_counts(context, config.method.budget.counts(index, scores), scores)
+        scores = check_shape(selector, selector.refine(index, part, scores, part_counts), part.key)
+        tables.append(_pad_scores(scores, first))
         counts += part_counts
-        if plan.decode_eviction:
-            arrived.append(pad(selector.score_on_arrival(layer.index, part), (first, 0)))
-    layer.shared.check_doubts(layer.index, selector, whole.key.device)
-    kept = torch.tensor(counts, device="cpu")
-    room = plan.first_room(layer.index, kept, whole.key.device)
-    spans = RaggedStore.of(whole.key, whole.value, _joined(tables), kept, room, _joined(arrived) if arrived else None)
-    for row, wanted in enumerate(plan.method.compensates(batch)):
-        if wanted:
-            _refit(spans, row, whole.select(slice(row, row + 1), slice(firsts[row], None)))
-    return Entries.compressed(layer, spans, tokens, firsts)
+        if config.decode_eviction:
+            arrival_tables.append(pad(selector.score_on_arrival(index, part), (first, 0)))
+    context.shared.check_scores(index, selector, prompt.key.device)
+    lens = torch.tensor(counts, device="cpu")
+    free_slots = config.initial_slots(index, lens, prompt.key.device)
+    arrival_scores = _concatenate(arrival_tables) if arrival_tables else None
+    store = gather_best(prompt.key, prompt.value, _concatenate(tables), lens, free_slots, arrival_scores)
+    for row, is_compensated in enumerate(config.method.compensates(batch)):
+        if is_compensated:
+            _compensate(store, row, prompt.select(slice(row, row + 1), slice(skipped[row], None)))
+    return store
 
 
-def _checked(layer: Layer, counts: list[list[int]], scores: Tensor) -> list[list[int]]:
-    """`counts` [B][H] that a budget rule gave for `scores` [B, H, T]. Raises CacheError where they cannot be kept."""
+def evict_entries(
+    store: RaggedStore, limits: Tensor, free_slots: int, final_scores: Callable[[int, int, slice], Tensor]
+) -> RaggedStore:
+    """A new store of the best entries of `store`, appended ones included, at most `limits` [B, H] of each row and head.
+
+    `final_scores(row, head, slots)` returns the present scores of the entries in these slots of the pools.
+    """
+    counts = store.counts
+    lens = torch.minimum(limits, counts)
+    places = zip(store.starts.flatten().tolist(), counts.flatten().tolist(), strict=True)
+    scores = [
+        final_scores(*divmod(number, counts.shape[1]), slice(start, start + count))
+        for number, (start, count) in enumerate(places)
+    ]
+    table = pad_sequence(scores, batch_first=True, padding_value=-math.inf)
+    wanted, present = uploaded(store.k.device, lens.flatten(), counts.flatten())
+    is_best = best_mask(table, wanted, int(lens.max()))
+    is_entry = torch.arange(table.shape[1], device=table.device) < present[:, None]
+    new = RaggedStore(lens, free_slots, store.k, store.v, has_scores=True)
+    new.copy_from(store, slot_indices(store.starts, counts, store.k.device)[is_best[is_entry]])
+    return new
+
+
+def gather_best(
+    key: Tensor, value: Tensor, scores: Tensor, lens: Tensor, free_slots: int, arrival_scores: Tensor | None = None
+) -> RaggedStore:
+    """A store of the best `lens` [B, H] tokens of each head, in order of their positions.
+
+    Args:
+        key: [B, H, T, d], in any memory layout.
+        value: [B, H, T, dv].
+        scores: What is ranked by, [B, H, T].
+        lens: How many to keep, int64 on the CPU.
+        free_slots: Free slots for each row and head.
+        arrival_scores: Scores [B, H, T] to store with the entries, where some are to be evicted later.
+    """
+    sources = [EntryRows.of(x) for x in (key, value, *(() if arrival_scores is None else (arrival_scores[..., None],)))]
+    # Ranked first: what that takes is freed before the pools are allocated.
+    rows = best_rows(scores, lens, free_slots, *sources)
+    store = RaggedStore(lens, free_slots, key, value, arrival_scores is not None)
+    for pool, source, index in zip((store.k, store.v), sources, rows, strict=False):
+        torch.index_select(source.matrix, 0, index, out=pool)
+    if store.scores is not None and store.positions is not None:
+        store.scores.copy_(sources[2].matrix[rows[2], 0])
+        torch.remainder(rows[2], scores.shape[-1], out=store.positions)
+    return store
+
+
+class EntryRows(NamedTuple):
+    """All entries of a tensor [B, H, T, d] as rows of one matrix: entry (b, h, t) is row b * batch + h * head + t *
+    token of `matrix` [R, d], a view."""
+
+    matrix: Tensor
+    batch: int
+    head: int
+    token: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> "EntryRows":
+        """A view of `x`, in any memory layout; a copy only where its last axis is not contiguous."""
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        step = math.gcd(x.shape[-1], *x.stride()[:3])
+        strides = [stride // step for stride in x.stride()[:3]]
+        last = sum((size - 1) * stride for size, stride in zip(x.shape[:3], strides, strict=True))
+        return cls(x.as_strided((last + 1, x.shape[-1]), (step, 1)), *strides)
+
+
+def best_mask(scores: Tensor, counts: Tensor, max_count: int) -> Tensor:
+    """Whether each of `scores` [N, T] is one of the `counts` [N] (at most `max_count`) highest of its row; of equal
+    ones the earlier is. What a row keeps does not depend on the others."""
+    if not scores.shape[1]:
+        return scores.bool()
+    places = (counts - 1).clamp(min=0).long()
+    least = scores.topk(max(1, max_count)).values.gather(1, places[:, None])
+    above, equal = scores > least, scores == least
+    missing = counts - above.sum(1, dtype=torch.int32)
+    return above | (equal & (equal.cumsum(1, dtype=torch.int32) <= missing[:, None]))
+
+
+def best_rows(scores: Tensor, lens: Tensor, free_slots: int, *sources: EntryRows) -> list[Tensor]:
+    """For each of `sources` the row (int32 [P]) of what goes to each slot of pools in which every head has its best
+    `lens` [B, H] (on the CPU) entries by `scores` [B, H, T], in order, and `free_slots` more, with anything in them.
+
+    Nothing is sorted but the best scores; beside these it takes 6 bytes a token.
+    """
+    heads, tokens = scores.shape[1:]
+    sizes = lens.flatten() + free_slots
+    # Counted over all heads, slot p of head h takes the kept entry number p + 1 - h * free_slots.
+    number = torch.arange(len(sizes), device="cpu")
+    row, head = number // heads, number % heads
+    shifts = [row * source.batch + head * source.head - number * tokens * source.token for source in sources]
+    tables = uploaded(scores.device, lens.flatten(), sizes, 1 - number * free_slots, *shifts)
+    size = int(sizes.sum())
+    counted = best_mask(scores.flatten(0, 1), tables[0], int(lens.max())).flatten().cumsum(0, dtype=torch.int32)
+    wanted, *shifts = tables[2:].repeat_interleave(tables[1], 1, output_size=size).unbind()
+    wanted += torch.arange(size, dtype=torch.int32, device=scores.device)
+    index = torch.searchsorted(counted, wanted, out_int32=True)
+    return [
+        (index * source.token).add_(shift).clamp_(0, len(source.matrix) - 1)
+        for source, shift in zip(sources, shifts, strict=True)
+    ]
+
+
+def _check_counts(context: LayerContext, counts: list[list[int]], scores: Tensor) -> list[list[int]]:
+    """`counts` [B][H] that a budget rule returned for `scores` [B, H, T]. Raises CacheError where they are invalid."""
     batch, heads, tokens = scores.shape
     try:
         table = torch.as_tensor(counts, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise CacheError(_bad_counts(layer, f"{counts!r}", scores)) from error
-    whole = not table.is_floating_point() and not table.is_complex() and table.dtype != torch.bool
-    if table.shape != (batch, heads) or not whole or not ((table >= 0) & (table <= tokens)).all():
-        raise CacheError(_bad_counts(layer, f"{table.tolist()}", scores))
-    return table.tolist()
-
-
-def _bad_counts(layer: Layer, given: str, scores: Tensor) -> str:
-    batch, heads, tokens = scores.shape
-    return (
-        f"the budget rule {type(layer.plan.method.budget).__name__} gives layer {layer.index} the counts {given}; its "
-        f"counts() has to return whole numbers from 0 to {tokens}, [{batch}][{heads}] of them."
+    except (TypeError, ValueError, RuntimeError):
+        table = torch.empty(0)
+    is_whole = not table.is_floating_point() and not table.is_complex() and table.dtype != torch.bool
+    if is_whole and table.shape == (batch, heads) and ((table >= 0) & (table <= tokens)).all():
+        return table.tolist()
+    raise CacheError(
+        f"the budget rule {type(context.config.method.budget).__name__} gives layer {context.index} the counts "
+        f"{counts!r}; its counts() has to return whole numbers from 0 to {tokens}, [{batch}][{heads}] of them."
     )
 
 
-def _refit(spans: RaggedStore, row: int, prompt: LayerKV) -> None:
-    """Refit what the heads of one row keep of `prompt` (k, v, q of that row alone)."""
+def _compensate(store: RaggedStore, row: int, prompt: LayerKV) -> None:
+    """Adjust the kept entries of one row by least squares; `prompt` has k, v and q of that row alone."""
     queries, tokens = reference_queries(prompt)[0], prompt.key.shape[2]
     for head, query in enumerate(queries):
-        key, value = spans.settled_of(row, head)
+        key, value = store.head_entries(row, head)
         if 0 < len(key) < tokens:
             new_key, new_value = compensate(query, prompt.key[0, head], prompt.value[0, head], key, value, prompt.scale)
             key.copy_(new_key)
             value.copy_(new_value)
 
 
-def _joined(tables: list[Tensor]) -> Tensor:
-    """The rows of `tables` [., H, T] in one."""
+def _concatenate(tables: list[Tensor]) -> Tensor:
+    """The rows of `tables` [., H, T] in one tensor."""
     return tables[0] if len(tables) == 1 else torch.cat(tables)
 
 
-def _behind_padding(scores: Tensor, first: int) -> Tensor:
-    """`scores` [B, H, n] of the tokens after `first` ones of padding, which are to be chosen after everything else."""
+def _pad_scores(scores: Tensor, first: int) -> Tensor:
+    """`scores` [B, H, n] of the tokens after `first` ones of padding, which rank below all others."""
     if not first:
         return scores
     scores = to_fp32(scores)

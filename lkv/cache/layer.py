@@ -1,207 +1,405 @@
-"""RaggedLayer: one layer of the cache. It reads the prompt, lets it be evicted from, and hands on what comes after."""
+"""RaggedLayer: one layer of the cache. It reads the prompt, evicts from it, and appends what follows."""
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from lkv.cache.config import CacheConfig, Layer, Shared
-from lkv.cache.entries import Entries
-from lkv.cache.eviction import evicted
-from lkv.cache.store import KVStore
-from lkv.cache.unread import PromptBuffer
+from lkv.cache.config import LayerContext, SharedState, mean
+from lkv.cache.eviction import evict_entries, evict_prompt
+from lkv.cache.quantized_store import QuantizedStore
+from lkv.cache.store import KVStore, RaggedStore, extend_padded
+from lkv.config import ModelSpec
 from lkv.errors import CacheError
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer
 from lkv.integrations.transformers.prefill import LayerKV
+from lkv.methods.budgets import FixedBudget
+from lkv.methods.selectors import ArrivedEntries, check_shape, not_numbers
+from lkv.utils.devices import is_out_of_memory
 
 
 class RaggedLayer(AttentionCacheLayer):
-    """One layer of a `RaggedCache`: until the prompt has ended its k and v whole (or, streaming, what was kept of it so
-    far), then `entries`."""
+    """One full-attention layer of a `RaggedCache`.
+
+    Until the prompt has ended its k and v are buffered whole (when streaming, each chunk is evicted from at once). Then
+    the method's choice of them goes to `store`, to which all later tokens are appended.
+
+    Attributes:
+        store: The entries; None before the first eviction.
+        prompt_length: Tokens of the prompt, padding included; 0 until it has ended.
+        base_length: The text's length at the last eviction; later tokens are the store's appended ones.
+        real_tokens: How many tokens the entries of each row were chosen from (padding does not count), [B].
+    """
 
     is_croppable = True
 
-    def __init__(self, index: int, plan: CacheConfig, shared: Shared):
+    def __init__(self, context: LayerContext):
         super().__init__()
-        self._layer = Layer(index, plan, shared)
+        self._context = context
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, and free it."""
-        self._layer.shared.doubts.clear()
-        self.entries: Entries | None = None
+        self._context.shared.pending_nan_checks.clear()
         self.pending_key = None
-        self._unread = PromptBuffer()
+        self._buffer: LayerKV | None = None  # the chunks of a prompt that has not ended
+        self.store: KVStore | None = None
+        self.prompt_length = self.base_length = 0
+        self.real_tokens: list[int] = []
+        self._padding: list[int] = []  # tokens of padding before those of each row
         self.is_initialized = False
 
     @property
-    def store(self) -> KVStore | None:
-        """What is held, None before something was evicted."""
-        return None if self.entries is None else self.entries.store
-
-    @property
     def kept_counts(self) -> Tensor:
-        """How many entries eviction left [B, H]."""
-        return torch.zeros(0, 0, dtype=torch.long, device="cpu") if self.entries is None else self.entries.kept
-
-    @property
-    def real_tokens(self) -> list[int]:
-        """Tokens that the entries of each row were chosen from (padding is none)."""
-        return [] if self.entries is None else self.entries.real
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt, padding included; 0 until it has ended."""
-        return 0 if self.entries is None else self.entries.prompt_length
+        """How many entries eviction left, [B, H]."""
+        return torch.zeros(0, 0, dtype=torch.long, device="cpu") if self.store is None else self.store.lens
 
     def get_seq_length(self, *args: Any) -> int:
-        """Logical length: positions seen, evicted ones included."""
-        return self._unread.tokens if self.entries is None else self.entries.length
+        """Tokens read so far, evicted ones included."""
+        if self.store is not None:
+            return self.base_length + self.store.appended_tokens
+        return 0 if self._buffer is None else self._buffer.key.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self._unread:
-            return self._unread.tokens + query_length, 0
-        if self.entries is not None and len(self.real_tokens) > 1:
-            # Of a batch the tail is looked at again: rows may end at different tokens, and be padded until the next.
-            return self.entries.store.tail + query_length, self.entries.settled
+        """(length, offset) of the keys that the layer's mask covers."""
+        if self._buffer is not None:
+            return self.get_seq_length() + query_length, 0
+        if self.store is not None and len(self.real_tokens) > 1:
+            # For a batch the mask covers all appended tokens: rows may end at different ones, and be padded afterwards.
+            return self.store.appended_tokens + query_length, self.base_length
         return super().get_mask_sizes(query_length)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return k and v of the new tokens, after those of the prompt's earlier chunks; `attend` stores them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.dtype != self.dtype:
             raise CacheError(
-                f"this cache holds {self.dtype}, but the model now computes in {key_states.dtype}; use one dtype for "
+                f"this cache stores {self.dtype}, but the model now computes in {key_states.dtype}; use one dtype for "
                 "the prompt and what follows, or make a new cache."
             )
-        return self._unread.with_new(key_states, value_states)
+        if self._buffer is None:
+            return key_states, value_states
+        return torch.cat([self._buffer.key, key_states], 2), torch.cat([self._buffer.value, value_states], 2)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        # What is stored belongs to no autograd graph: a cache that held one would hold every activation. Under autocast
-        # the rotation leaves k in float32 beside v in half precision, which is what attention computes in.
+        """Read a part of the prompt, or append tokens that follow it, and compute their attention."""
+        # What is stored belongs to no autograd graph: it would keep every activation alive. Under autocast the rotation
+        # leaves k in float32 beside v in half precision, which is what attention computes in.
         key, value = (x.detach() if x.requires_grad else x for x in (key, value))
         key = key if key.dtype == value.dtype else key.to(value.dtype)
-        if not self.prompt_length and not self._layer.plan.streaming:
-            return self._read(query, key, value, mask, scale, stock)
-        padding = self._layer.shared.padding.hidden_keys(mask)
+        padding = self._context.shared.padding
         if self.prompt_length:
-            return self._go_on(query, key, value, scale, padding).transpose(1, 2)
-        if padding is not None:
+            return self._extend(query, key, value, scale, padding.hidden_keys(mask)).transpose(1, 2)
+        if not self._context.config.streaming:
+            return self._read_prompt(query, key, value, scale, mask, stock())
+        if padding.hidden_keys(mask) is not None:
             raise CacheError(
-                "there is padding in a prompt read in streaming mode; give rows of one length there, or one row at a "
-                "time."
+                "streaming does not take padding in the prompt; give rows of equal length, or one row at a time."
             )
-        return self._stream(query, key, value, scale).transpose(1, 2)
+        return self._stream_prompt(query, key, value, scale).transpose(1, 2)
 
-    def _go_on(self, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor | None = None) -> Tensor:
-        """Attend to everything held, k and v of the new tokens included: [B, Hq, n, d]; `padding` as in
-        `Entries.extend`."""
-        assert self.entries is not None
-        return self.entries.extend(query, key, value, scale, padding).to(value.dtype)
+    def _read_prompt(self, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Any, out: Tensor) -> Tensor:
+        """Buffer what is read of the prompt, or evict when it has ended (Sec. 3.4, inference).
 
-    def _stream(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """A part of a prompt that is evicted from part by part, and what follows the prompt in the same pass."""
-        plan, new = self._layer.plan, key.shape[2]
-        plan.check_length(plan.announced)
-        part = min(new, plan.announced - self.get_seq_length())
-        begun = [x[:, :, :part] for x in (query, key, value)]
-        if self.entries is None:
-            self.entries = Entries.none(self._layer, begun[1], begun[2])
-        out = self.entries.read_part(begun[0], begun[1], begun[2], scale).to(value.dtype)
-        if part == new:
+        `key`, `value`: of the whole prompt so far. `out` [B, T, Hq, d]: full attention over them.
+        """
+        config, total, queries = self._context.config, key.shape[2], None
+        if config.method.reads_queries:
+            queries = query.detach()
+            if self._buffer is not None and self._buffer.queries is not None:
+                queries = torch.cat([self._buffer.queries, queries], 2)
+        prompt = LayerKV(key, value, scale, queries, rotation=self._context.rotation)
+        prompt_length = config.prompt_tokens or total
+        if total < prompt_length:
+            self._buffer = prompt
             return out
-        return torch.cat([out, self._go_on(query[:, :, part:], key[:, :, part:], value[:, :, part:], scale)], 2)
-
-    def _read(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
-    ) -> Tensor:
-        """Full attention over the prompt, or over a part of it; evict when it has ended (Sec. 3.4, inference)."""
-        out, plan, total = stock(), self._layer.plan, key.shape[2]
-        prompt = plan.prompt_tokens or total
-        queries = self._unread.queries_with(query) if plan.method.reads_queries else None
-        whole = LayerKV(key, value, scale, queries, rotation=self._layer.rotation)
-        if total < prompt:
-            self._unread = PromptBuffer(whole)
+        padding = self._context.shared.padding.left_padding(mask)
+        self._compress(prompt.select(slice(None), slice(prompt_length)), padding)
+        self._buffer = None
+        if total == prompt_length:
             return out
-        self.entries = evicted(
-            self._layer, whole.select(slice(None), slice(prompt)), self._layer.shared.padding.left_padding(mask)
-        )
-        self._unread = PromptBuffer()
-        if total == prompt:
-            return out
-        # The rows that follow the prompt in the same pass see what was kept of it, like all rows after them.
-        late = total - prompt
-        rows = self._go_on(query[:, :, -late:], key[:, :, prompt:], value[:, :, prompt:], scale)
+        # Tokens that follow the prompt in the same pass see what was kept of it, like all later ones.
+        late = total - prompt_length
+        rows = self._extend(query[:, :, -late:], key[:, :, prompt_length:], value[:, :, prompt_length:], scale)
         return torch.cat([out[:, :-late], rows.transpose(1, 2)], 1)
 
+    def _compress(self, prompt: LayerKV, padding: list[int] | None) -> None:
+        """Evict from a whole prompt."""
+        batch, _, tokens, _ = prompt.key.shape
+        self.store = self._final_store(evict_prompt(self._context, prompt, padding))
+        self._padding = padding or [0] * batch
+        self.real_tokens = [tokens - first for first in self._padding]
+        self.prompt_length = self.base_length = tokens
+
+    def _final_store(self, store: RaggedStore) -> KVStore:
+        """`store` of the compressed prompt, quantised where that is asked for."""
+        bits = self._context.config.bits
+        return store if bits is None else QuantizedStore.quantize(store, bits)
+
+    def _stream_prompt(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attend over the kept entries and a chunk of the prompt, then keep the best of both: [B, Hq, T, d].
+
+        The chunk may go on beyond the prompt; these tokens are appended after the last eviction.
+        """
+        context, config = self._context, self._context.config
+        batch, heads, new, _ = key.shape
+        assert config.prompt_tokens is not None
+        config.check_length(config.prompt_tokens)
+        count = min(new, config.prompt_tokens - self.get_seq_length())
+        if self.store is None:
+            none = torch.zeros(batch, heads, dtype=torch.long, device="cpu")
+            self.store = RaggedStore(none, count, key, value, has_scores=True)
+            self.real_tokens, self._padding = [0] * batch, [0] * batch
+        out = self._extend(query[:, :, :count], key[:, :, :count], value[:, :, :count], scale)
+        limits, is_last = self._limits(), self.get_seq_length() >= config.prompt_tokens
+        free_slots = config.initial_slots(context.index, limits, key.device) if is_last else 0
+        store = self._evict(limits, free_slots, scale)
+        if is_last:
+            self.prompt_length = self.base_length
+            if not config.decode_eviction:
+                store.scores = store.positions = None
+            self.store = self._final_store(store)
+        if count == new:
+            return out
+        late = self._extend(query[:, :, count:], key[:, :, count:], value[:, :, count:], scale)
+        return torch.cat([out, late], 2)
+
+    def _extend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor | None = None) -> Tensor:
+        """Append k, v [B, H, T, d] and attend over everything stored: [B, Hq, T, d].
+
+        `padding` [B, n]: which of the last n tokens, appended and new ones, are padding now (about earlier ones it says
+        nothing). They are dropped, or not appended; what was padding once stays so.
+        """
+        assert self.store is not None
+        dtype, new = value.dtype, key.shape[2]
+        if padding is not None:
+            padding = self._drop_padding(padding, new)
+        scores = None
+        if self.store.scores is not None:
+            scores = self._arrival_scores(key, value, scale)
+            # A decode step does not wait for the device; the same selector was checked on the prompt.
+            if new > 1:
+                shared, selector = self._context.shared, self._context.config.method.selector
+                check_shape(selector, scores, key)
+                shared.pending_nan_checks.append(not_numbers(scores))
+                shared.check_scores(self._context.index, selector, key.device)
+        if new > self.store.free_slots:
+            self._make_space(new, scale, key.device)
+        store = self.store
+        if query.dtype != store.dtype or key.dtype != store.dtype:
+            query, key, value = (x.to(store.dtype) for x in (query, key, value))
+        appended = store.appended_tokens
+        try:
+            if padding is not None:
+                out = extend_padded(store, query, key, value, scale, padding)
+            else:
+                buffers = self._context.shared.buffers
+                out = store.extend(query, key, value, scale, scores, self.get_seq_length(), buffers)
+        except BaseException:
+            # They were appended, and perhaps counted, before attention failed: the pass may be tried again.
+            store.crop(store.appended_tokens - appended)
+            raise
+        return out.to(dtype)
+
+    def _drop_padding(self, padding: Tensor, new: int) -> Tensor | None:
+        """Drop the appended tokens that are `padding` now, see `_extend`; returns that of the `new` ones, if any."""
+        assert self.store is not None
+        if self.store.scores is not None:
+            raise CacheError(
+                "decode_eviction does not take padding after the prompt; give rows of equal length, or one row at a "
+                "time."
+            )
+        appended, padding = self.store.appended_tokens, padding.expand(len(self.real_tokens), -1)
+        earlier, fresh = padding[:, max(0, padding.shape[1] - new - appended) : -new], padding[:, -new:]
+        if bool(earlier.any()):
+            self.store = self.store.drop_padding(pad(earlier, (appended - earlier.shape[1], 0)))
+        return fresh if bool(fresh.any()) else None
+
+    def _arrival_scores(self, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """The part of the scores [B, H, T] of new tokens that is final now. Rows without padding are scored together,
+        others one by one."""
+        index, length = self._context.index, self.get_seq_length()
+        selector = self._context.config.method.selector
+        whole = LayerKV(key, value, scale, rotation=self._context.rotation)
+        if not any(self._padding):
+            return selector.score_on_arrival(index, replace(whole, start=length))
+        rows = [
+            replace(whole.select(slice(row, row + 1), slice(None)), start=length - padding)
+            for row, padding in enumerate(self._padding)
+        ]
+        return torch.cat([selector.score_on_arrival(index, row) for row in rows])
+
+    def _make_space(self, new: int, scale: float, device: torch.device) -> None:
+        """Reallocate the store for `new` tokens, after an eviction where decoding evicts."""
+        assert self.store is not None
+        config = self._context.config
+        try:
+            if config.decode_eviction and self.prompt_length:
+                limits = self._limits()
+                self._evict(limits, config.slack_for(mean(limits), device) + new, scale)
+            else:
+                # A chunk of a prompt needs no slack: the store is reallocated right after it.
+                entries = mean(self.store.lens) + self.store.appended_tokens
+                self.store = self.store.reallocate(
+                    new + (config.slack_for(entries, device) if self.prompt_length else 0)
+                )
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CacheError(
+                f"there is no memory for {new} more tokens in layer {self._context.index} ({error}); free some, or "
+                "give decode_eviction=True, a smaller slack or a lower retention. rewind() goes back to the prompt."
+            ) from error
+
+    def _limits(self) -> Tensor:
+        """How many entries each head may keep [B, H] of all tokens read, appended ones included."""
+        assert self.store is not None
+        budget, heads = self._context.config.method.budget, self.store.lens.shape[1]
+        assert isinstance(budget, FixedBudget)
+        tokens = [real + self.store.appended_tokens for real in self.real_tokens]
+        return torch.tensor([budget.limits(self._context.index, heads, real) for real in tokens], device="cpu")
+
+    def _evict(self, limits: Tensor, free_slots: int, scale: float) -> RaggedStore:
+        """Keep the best `limits` [B, H] entries of each head, by their stored scores completed."""
+        assert isinstance(self.store, RaggedStore)
+        appended = self.store.appended_tokens
+        store = evict_entries(self.store, limits, free_slots, partial(self._final_scores, self.store, scale))
+        self.real_tokens = [real + appended for real in self.real_tokens]
+        self.base_length += appended
+        self.store = store
+        return store
+
+    def _final_scores(self, store: RaggedStore, scale: float, row: int, head: int, slots: slice) -> Tensor:
+        """The scores of the entries in `slots`, completed by what depends on where the text ends now."""
+        assert store.scores is not None and store.positions is not None
+        context, (key, value) = self._context, (store.k[None, None, slots], store.v[None, None, slots])
+        # As if the row had been read alone, without its padding: keys are rotated so.
+        padding = self._padding[row]
+        prompt = LayerKV(key, value, scale, length=self.get_seq_length() - padding, rotation=context.rotation)
+        entries = ArrivedEntries(prompt, store.positions[slots] - padding, store.scores[slots])
+        return context.config.method.selector.score_at_eviction(context.index, head, entries)
+
     def fill(self, prompt: LayerKV) -> None:
-        """Evict from k and v computed before."""
+        """Evict from a prompt that was read before."""
         self.lazy_initialization(prompt.key, prompt.value)
-        self.entries = evicted(self._layer, prompt, None)
+        self._compress(prompt, None)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Cut `-tokens_to_remove` (<= 0, as in transformers >= 5.17) tokens off the tail.
+        """Cut `-tokens_to_remove` (<= 0, as in transformers >= 5.17) appended tokens off the end.
 
-        Raises CacheError where the cut would reach into what was compressed.
+        Raises CacheError where the cut would reach into the compressed prompt.
         """
-        cut, spans = -tokens_to_remove, self.store
-        tail = 0 if spans is None else spans.tail
-        if not 0 <= cut <= tail:
+        count = -tokens_to_remove
+        appended = 0 if self.store is None else self.store.appended_tokens
+        if not 0 <= count <= appended:
             raise CacheError(
-                f"{cut} tokens cannot be cut off: only the {tail} after the compressed prompt can; "
+                f"{count} tokens cannot be cut off: only the {appended} after the compressed prompt can; "
                 "give a number between minus that and 0."
             )
         self.pending_key = None
-        if spans is not None:
-            spans.cut(cut)
+        if self.store is not None:
+            self.store.crop(count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row i a copy of the row `beam_idx[i]`; rows in their place already are not copied."""
+        """Make row i a copy of the row `beam_idx[i]`; rows that stay in place are not copied."""
         rows = beam_idx.cpu()
-        if torch.equal(rows, torch.arange(self._unread.rows or len(self.kept_counts), device="cpu")):
+        if torch.equal(rows, self._row_numbers()):
             return
-        self._unread = self._unread.select(beam_idx)
-        if self.entries is not None:
-            self.entries = self.entries.select(rows)
+        if self._buffer is not None:
+            self._buffer = self._buffer.select(beam_idx, slice(None))
+        if self.store is not None:
+            self.store = self.store.select(rows, self.store.free_slots)
+            self.real_tokens = [self.real_tokens[row] for row in rows.tolist()]
+            self._padding = [self._padding[row] for row in rows.tolist()]
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` [n], in that order."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.reorder_cache(
-            torch.arange(self._unread.rows or len(self.kept_counts), device="cpu").repeat_interleave(repeats)
-        )
+        """Make `repeats` copies of each row."""
+        self.reorder_cache(self._row_numbers().repeat_interleave(repeats))
+
+    def _row_numbers(self) -> Tensor:
+        rows = len(self.kept_counts) if self._buffer is None else self._buffer.key.shape[0]
+        return torch.arange(rows, device="cpu")
 
     def offload(self) -> None:
+        """Raise CacheError: there is no offloading."""
         raise CacheError("RaggedCache does not offload; lower the retention instead.")
 
-    def fork(self, shared: Shared) -> "RaggedLayer":
-        """A copy with pools of its own, in a cache whose layers have `shared`."""
+    def fork(self, shared: SharedState) -> "RaggedLayer":
+        """A copy with its own pools, for a cache whose layers share `shared`."""
         twin = copy.copy(self)
-        twin._layer = Layer(self._layer.index, self._layer.plan, shared)
-        twin.entries = None if self.entries is None else self.entries.fork(shared)
+        twin._context = replace(self._context, shared=shared)
+        if self.store is not None:
+            twin.store = self.store.reallocate(self.store.free_slots)
         return twin
 
     def state(self) -> dict[str, Tensor]:
-        """What eviction left, see `Entries.state`."""
-        if self.entries is None:
-            raise CacheError("there is no compressed prompt to save, or its answers were evicted together with it.")
-        return self.entries.state()
+        """The compressed prompt as tensors to be saved: the store's, kept [B, H], real [B] and the length [1]."""
+        if self.store is None or not self.prompt_length or self.base_length != self.prompt_length:
+            raise CacheError("there is no compressed prompt to save, or tokens that followed it were evicted with it.")
+        counts = {"real": self.real_tokens, "length": [self.prompt_length]}
+        tensors = {name: torch.tensor(numbers, device="cpu") for name, numbers in counts.items()}
+        return {**self.store.state(), "kept": self.kept_counts, **tensors}
 
     def restore(self, state: dict[str, Tensor], like: Tensor) -> None:
-        """Take up what `state` gave, on the device and in the dtype of `like`."""
+        """Load what `state` returned, on the device and in the dtype of `like`."""
         self.lazy_initialization(like, like)
-        self.entries = Entries.restore(self._layer, state, like)
+        lens = state["kept"]
+        free_slots = self._context.config.initial_slots(self._context.index, lens, like.device)
+        if "k" in state:
+            key, value = state["k"].to(like), state["v"].to(like)
+            self.store = store = RaggedStore(lens, free_slots, key, value)
+            store.unpack(key, value)
+        else:
+            self.store = QuantizedStore.restore(state, lens, free_slots, like)
+        self.real_tokens = state["real"].tolist()
+        self._padding = [0] * len(self.real_tokens)
+        self.prompt_length = self.base_length = int(state["length"])
 
     def nbytes(self) -> int:
-        """Bytes of k and v storage really held, those of a prompt still being read included, with the
-        queries that its method reads."""
-        return self._unread.nbytes() + (0 if self.store is None else self.store.nbytes())
+        """Bytes of k and v storage; while the prompt is read also of the queries that its method reads."""
+        return self._buffer_nbytes(with_queries=True) + (0 if self.store is None else self.store.nbytes())
 
     def full_nbytes(self) -> int:
         """Bytes of k and v of all tokens, had none been evicted."""
-        return self._unread.nbytes(queries=False) if self.entries is None else self.entries.full_nbytes()
+        if self.store is None:
+            return self._buffer_nbytes(with_queries=False)
+        return self.kept_counts.numel() * self.get_seq_length() * self.store.entry_nbytes()
+
+    def _buffer_nbytes(self, with_queries: bool) -> int:
+        if self._buffer is None:
+            return 0
+        tensors = (self._buffer.key, self._buffer.value, self._buffer.queries if with_queries else None)
+        return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
+
+
+def check_state(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
+    """Check what `RaggedLayer.state` returned for one text of `tokens` tokens, before any memory is allocated by it.
+
+    Raises ValueError, KeyError or QuantizationError for anything else.
+    """
+    kept, real, length = state["kept"], state["real"], state["length"]
+    if any(counts.dtype != torch.long for counts in (kept, real, length)):
+        raise ValueError("its counts are no whole numbers")
+    if kept.shape != (1, spec.kv_heads) or int(kept.min()) < 0 or int(kept.max()) > tokens:
+        raise ValueError(f"its counts of kept entries are {tuple(kept.shape)}, or more than {tokens} tokens")
+    if real.tolist() != [tokens] or length.tolist() != [tokens]:
+        raise ValueError(f"its lengths are not the {tokens} of its text")
+    shape = (int(kept.sum()), spec.head_dim)
+    if "k" in state:
+        pools = {side: state[side] for side in "kv"}
+        if any(tuple(pool.shape) != shape or not pool.is_floating_point() for pool in pools.values()):
+            raise ValueError(f"its k and v are not {shape}")
+    else:
+        QuantizedStore.check_state(state, kept, spec.head_dim)

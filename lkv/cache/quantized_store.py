@@ -1,4 +1,4 @@
-"""RaggedStore whose settled entries are held in 8 or 4 bits a value."""
+"""A store whose compressed entries are quantised to 8 or 4 bits a value."""
 
 from typing import Any
 
@@ -6,88 +6,86 @@ import torch
 from torch import Tensor
 
 from lkv.cache.quantization import QuantizedPool
-from lkv.cache.store import RaggedStore, places
+from lkv.cache.store import RaggedStore, StoreView, slot_indices
 from lkv.kernels.ragged_attention import QuantizedKV, append, append_and_attend, can_attend_quantized, ragged_attention
 from lkv.utils import devices
 
 
 class QuantizedStore:
-    """RaggedStore whose settled entries are held in 8 or 4 bits a value, the appended ones as they are.
+    """A `KVStore` with compressed entries in 8 or 4 bits a value and appended ones as the model computes them.
 
-    k is quantised by channel within a span and v by entry: measured best at both widths. New tokens attend to the codes
-    as they are where a compiled backend runs (Triton; numba, up to its most rows), and one token everywhere; else one
-    layer's entries are restored at a time.
+    k is quantised by channel within a head and v by entry: measured best at both widths. Where a compiled backend runs
+    (Triton; numba, up to its maximum of rows), and for a single token everywhere, attention reads the quantised values
+    directly; else one layer's entries are dequantised at a time.
     """
 
     scores = None
 
-    def __init__(self, lens: Tensor, key: QuantizedPool, value: QuantizedPool, fresh: RaggedStore):
-        """`key` and `value` hold the settled entries of all spans packed; `fresh` the tails, of spans settled empty."""
-        self.lens, self.key, self.value, self.fresh = lens, key, value, fresh
+    def __init__(self, lens: Tensor, key: QuantizedPool, value: QuantizedPool, appended: RaggedStore):
+        """`key` and `value` have the compressed entries of all rows and heads, packed; `appended` has the later ones,
+        with no compressed entries of its own."""
+        self.lens, self.key, self.value, self.appended = lens, key, value, appended
         flat, groups = lens.flatten(), -(-lens.flatten() // key.group)
-        firsts, first_groups = flat.cumsum(0) - flat, groups.cumsum(0) - groups
-        device = fresh.k.device
-        # Entry i of a span is at place i + its start of the pools of the tails, if it is none of the settled ones.
-        begins = (fresh.starts - lens).flatten()
+        first_entries, first_groups = flat.cumsum(0) - flat, groups.cumsum(0) - groups
+        # Entry i of a head is in slot start + i of the pools of appended entries, if it is none of the compressed ones.
+        starts = (appended.starts - lens).flatten()
         with torch.inference_mode(False):  # see RaggedStore
-            self._tables = devices.uploaded(device, begins, flat, firsts, first_groups).view(4, *lens.shape)
+            tables = devices.uploaded(appended.k.device, starts, flat, first_entries, first_groups)
+            self._tables = tables.view(4, *lens.shape)
             self._device_lens = self._tables[1].clone()
-        if fresh.tail:
+        if appended.appended_tokens:
             self._count_on_device()
 
     @classmethod
-    def of(cls, spans: RaggedStore, bits: int) -> "QuantizedStore":
-        """The settled entries of `spans` quantised, with the same room."""
-        key, value = spans.packed()
-        fresh = RaggedStore(torch.zeros_like(spans.lens), spans.room, spans.k, spans.v)
-        lens = spans.lens.flatten()
-        return cls(spans.lens, QuantizedPool.pack(key, bits, lens=lens), QuantizedPool.pack(value, bits), fresh)
+    def quantize(cls, store: RaggedStore, bits: int) -> "QuantizedStore":
+        """The compressed entries of `store` quantised, with the same number of free slots."""
+        key, value = store.pack()
+        appended = RaggedStore(torch.zeros_like(store.lens), store.free_slots, store.k, store.v)
+        lens = store.lens.flatten()
+        return cls(store.lens, QuantizedPool.pack(key, bits, lens=lens), QuantizedPool.pack(value, bits), appended)
 
     @property
-    def tail(self) -> int:
-        """As `KVStore.tail`."""
-        return self.fresh.tail
+    def appended_tokens(self) -> int:
+        """As `KVStore.appended_tokens`."""
+        return self.appended.appended_tokens
+
+    @property
+    def free_slots(self) -> int:
+        """As `KVStore.free_slots`."""
+        return self.appended.free_slots
 
     @property
     def dtype(self) -> torch.dtype:
-        """What appended k and v are held in, and what is restored for attention."""
-        return self.fresh.dtype
+        """The dtype of appended k and v, and of dequantised ones."""
+        return self.appended.dtype
 
-    @property
-    def room(self) -> int:
-        """How many more can be appended."""
-        return self.fresh.room
-
-    def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `RaggedStore.for_attention`, over pools restored for the moment."""
-        tails = self.fresh.held
-        whole = RaggedStore(self.lens + tails, 0, self.fresh.k, self.fresh.v)
-        device = self.fresh.k.device
-        settled = places(whole.starts, self.lens, device)
-        late, fresh = (places(starts, tails, device) for starts in (whole.starts + self.lens, self.fresh.starts))
+    def attention_view(self) -> StoreView:
+        """As `KVStore.attention_view`, over pools dequantised for this call."""
+        counts = self.appended.counts
+        whole = RaggedStore(self.lens + counts, 0, self.appended.k, self.appended.v)
+        device = self.appended.k.device
+        compressed = slot_indices(whole.starts, self.lens, device)
+        late, fresh = (slot_indices(at, counts, device) for at in (whole.starts + self.lens, self.appended.starts))
         # A loaded pool has the dtype it was saved in, which need not be the model's.
-        whole.k[settled], whole.v[settled] = self.key.unpack().to(whole.k), self.value.unpack().to(whole.v)
-        whole.k[late], whole.v[late] = self.fresh.k[fresh], self.fresh.v[fresh]
-        return whole.for_attention()
+        whole.k[compressed], whole.v[compressed] = self.key.unpack().to(whole.k), self.value.unpack().to(whole.v)
+        whole.k[late], whole.v[late] = self.appended.k[fresh], self.appended.v[fresh]
+        return whole.attention_view()
 
-    def settled(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `RaggedStore.settled`, over pools restored for the moment."""
-        whole = RaggedStore(self.lens, 0, self.fresh.k, self.fresh.v)
+    def compressed_view(self) -> StoreView:
+        """As `KVStore.compressed_view`, over pools dequantised for this call."""
+        whole = RaggedStore(self.lens, 0, self.appended.k, self.appended.v)
         whole.unpack(self.key.unpack(), self.value.unpack())
-        return whole.settled()
+        return whole.compressed_view()
 
-    def for_append(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `KVStore.for_append`."""
-        return self.fresh.k, self.fresh.v, self._tables[0], self._device_lens
+    def append_view(self) -> StoreView:
+        """As `KVStore.append_view`."""
+        return self.appended.k, self.appended.v, self._tables[0], self._device_lens
 
-    def for_codes(self) -> tuple[tuple[Tensor, Tensor], QuantizedKV, Tensor, Tensor]:
-        """The pools of the tails, the codes of what is settled, starts and lengths, as
-        `ragged_attention.append_and_attend` has them."""
+    def quantized_kv(self) -> QuantizedKV:
+        """The compressed entries as `ragged_attention.append_and_attend` takes them, beside `append_view`."""
         k, v = self.key, self.value
-        codes = QuantizedKV(
-            k.codes, k.step, k.least, v.codes, v.step, v.least, self._tables[1:], k.bits, k.group
-        )  # fmt: skip
-        return (self.fresh.k, self.fresh.v), codes, self._tables[0], self._device_lens
+        tables = self._tables[1:]
+        return QuantizedKV(k.codes, k.step, k.least, v.codes, v.step, v.least, tables, k.bits, k.group)
 
     def extend(
         self,
@@ -99,104 +97,105 @@ class QuantizedStore:
         position: int = 0,
         buffers: dict[Any, Any] | None = None,
     ) -> Tensor:
-        """As `KVStore.extend`; there are no scores."""
-        pools, codes, starts, lens = self.for_codes()
-        if self._alike and can_attend_quantized(query, key, value, *pools, starts, lens, codes):
-            out = append_and_attend(query, key, value, *pools, starts, lens, scale, buffers=buffers, quantized=codes)
-            self.count(key.shape[2])
+        """As `KVStore.extend`, without scores."""
+        view, quantized = self.append_view(), self.quantized_kv()
+        if self._is_uniform and can_attend_quantized(query, key, value, *view, quantized):
+            out = append_and_attend(query, key, value, *view, scale, buffers=buffers, quantized=quantized)
+            self.count_appended(key.shape[2])
             return out
-        append(key, value, *self.for_append())
-        self.count(key.shape[2])
+        append(key, value, *view)
+        self.count_appended(key.shape[2])
         if query.shape[2] == 1 and query.device.type == "cpu":
             return self._attend_to_codes(query, scale)
-        return ragged_attention(query, *self.for_attention(), scale)
+        return ragged_attention(query, *self.attention_view(), scale)
 
     @property
-    def _alike(self) -> bool:
-        """Whether k and v are held in one way, in groups that a kernel can take as blocks; a file may hold others."""
-        ways = {(pool.bits, pool.group) for pool in (self.key, self.value)}
-        return len(ways) == 1 and self.key.group in (16, 32, 64, 128)
-
-    def count(self, tokens: int, padding: Tensor | None = None) -> None:
-        """As `KVStore.count`."""
-        self.fresh.count(tokens, padding)
+    def _is_uniform(self) -> bool:
+        """Whether k and v have one width and group size, which a kernel takes as blocks; files may contain others."""
+        layouts = {(pool.bits, pool.group) for pool in (self.key, self.value)}
+        return len(layouts) == 1 and self.key.group in (16, 32, 64, 128)
 
     def _attend_to_codes(self, query: Tensor, scale: float) -> Tensor:
-        """Attention of one token, head by head: codes are multiplied as they are, and nothing is restored."""
+        """Attention of one token, head by head: quantised values are multiplied as they are, none is dequantised."""
         batch, heads, rows, dim = query.shape
         grouped = (query.float() * scale).reshape(self.lens.numel(), -1, dim).unbind()
-        settled, starts, tails = (x.flatten().tolist() for x in (self.lens, self.fresh.starts, self.fresh.held))
-        parts, begin = [], 0
-        spans = zip(grouped, self.key.scores(grouped), settled, starts, tails, strict=True)
-        for asked, scores, count, start, appended in spans:
-            tail = slice(start, start + appended)
-            late = asked @ self.fresh.k[tail].float().t()
-            shares = torch.softmax(torch.cat([scores, late], 1), -1)
-            out = shares[:, count:] @ self.fresh.v[tail].float()
-            parts.append(out.add_(self.value.weighted(shares[:, :count], begin, begin + count)))
+        places = (x.flatten().tolist() for x in (self.lens, self.appended.starts, self.appended.counts))
+        outputs, begin = [], 0
+        for q, scores, count, start, appended in zip(grouped, self.key.scores(grouped), *places, strict=True):
+            late = slice(start, start + appended)
+            late_scores = q @ self.appended.k[late].float().t()
+            weights = torch.softmax(torch.cat([scores, late_scores], 1), -1)
+            out = weights[:, count:] @ self.appended.v[late].float()
+            outputs.append(out.add_(self.value.weighted(weights[:, :count], begin, begin + count)))
             begin += count
-        return torch.cat(parts).to(query.dtype).view(batch, heads, rows, -1)
+        return torch.cat(outputs).to(query.dtype).view(batch, heads, rows, -1)
 
-    def cut(self, tokens: int) -> None:
-        """As `KVStore.cut`."""
-        self.fresh.cut(tokens)
+    def count_appended(self, tokens: int, padding: Tensor | None = None) -> None:
+        """As `KVStore.count_appended`."""
+        self.appended.count_appended(tokens, padding)
+
+    def crop(self, tokens: int) -> None:
+        """As `KVStore.crop`."""
+        self.appended.crop(tokens)
         self._count_on_device()
 
     def _count_on_device(self) -> None:
-        (appended,) = devices.uploaded(self.fresh.k.device, self.fresh.held)
+        (appended,) = devices.uploaded(self.appended.k.device, self.appended.counts)
         torch.add(self._tables[1], appended, out=self._device_lens)
 
-    def without(self, padding: Tensor) -> "QuantizedStore":
-        """As `KVStore.without`; what is settled is never written to and shared."""
-        fresh = self.fresh.without(padding)
-        return self if fresh is self.fresh else QuantizedStore(self.lens, self.key, self.value, fresh)
+    def drop_padding(self, padding: Tensor) -> "QuantizedStore":
+        """As `KVStore.drop_padding`; the compressed entries, which are never written to, are shared."""
+        appended = self.appended.drop_padding(padding)
+        return self if appended is self.appended else QuantizedStore(self.lens, self.key, self.value, appended)
 
-    def select(self, rows: Tensor, room: int) -> "QuantizedStore":
+    def select(self, rows: Tensor, free_slots: int) -> "QuantizedStore":
         """As `KVStore.select`."""
         heads = self.lens.shape[1]
-        spans = (rows[:, None] * heads + torch.arange(heads, device="cpu")).flatten()
+        numbers = (rows[:, None] * heads + torch.arange(heads, device="cpu")).flatten()
         starts = (self.lens.flatten().cumsum(0) - self.lens.flatten()).view_as(self.lens)
-        entries = places(starts[rows], self.lens[rows], self.fresh.k.device)
-        return QuantizedStore(
-            self.lens[rows], self.key.take_spans(spans), self.value.take(entries), self.fresh.select(rows, room)
-        )
+        entries = slot_indices(starts[rows], self.lens[rows], self.appended.k.device)
+        key, value = self.key.take_spans(numbers), self.value.take(entries)
+        return QuantizedStore(self.lens[rows], key, value, self.appended.select(rows, free_slots))
 
-    def relaid(self, room: int) -> "QuantizedStore":
-        """A copy with `room` after the tails; what is settled is never written to and shared."""
-        return QuantizedStore(self.lens, self.key, self.value, self.fresh.relaid(room))
+    def reallocate(self, free_slots: int) -> "QuantizedStore":
+        """As `KVStore.reallocate`; the compressed entries are shared."""
+        return QuantizedStore(self.lens, self.key, self.value, self.appended.reallocate(free_slots))
 
     def state(self) -> dict[str, Tensor]:
-        """Settled entries as tensors to be saved; `restore` takes them up."""
+        """As `KVStore.state`; `restore` takes it."""
         pools = (("k", self.key), ("v", self.value))
         return {f"{side}_{name}": tensor for side, pool in pools for name, tensor in pool.tensors().items()}
 
     @staticmethod
     def check_state(state: dict[str, Tensor], lens: Tensor, width: int) -> None:
-        """Raise KeyError, ValueError or CacheError unless `state` holds spans of `lens` entries [B, H] with
-        `width` channels."""
-        key, value = (QuantizedPool.from_tensors(_of_side(state, side)) for side in "kv")
+        """Raise KeyError, ValueError or QuantizationError unless `state` has `lens` [B, H] entries with `width`
+        channels."""
+        key, value = _pools(state)
         if key.lens != tuple(lens.flatten().tolist()) or value.lens is not None:
-            raise ValueError("its quantised pools have other spans than its counts")
+            raise ValueError("its quantised pools have other heads than its counts")
         if len(value) != len(key) or (key.width, value.width) != (width, width):
             raise ValueError(f"its quantised pools are not {(int(lens.sum()), width)}")
 
     @classmethod
-    def restore(cls, state: dict[str, Tensor], lens: Tensor, room: int, like: Tensor) -> "QuantizedStore":
-        """What `state` gave, on the device and for a cache of the dtype of `like`."""
-        state = {name: tensor.to(like.device) for name, tensor in state.items()}
-        key, value = (QuantizedPool.from_tensors(_of_side(state, side)) for side in "kv")
-        fresh = RaggedStore(torch.zeros_like(lens), room, like.new_empty(0, key.width), like.new_empty(0, value.width))
-        return cls(lens, key, value, fresh)
+    def restore(cls, state: dict[str, Tensor], lens: Tensor, free_slots: int, like: Tensor) -> "QuantizedStore":
+        """The store that returned `state`, on the device and for a cache of the dtype of `like`."""
+        key, value = _pools({name: tensor.to(like.device) for name, tensor in state.items()})
+        empty = like.new_empty(0, key.width), like.new_empty(0, value.width)
+        return cls(lens, key, value, RaggedStore(torch.zeros_like(lens), free_slots, *empty))
 
     def nbytes(self) -> int:
-        """Bytes of storage of codes, steps, least values and tails."""
-        return self.key.nbytes() + self.value.nbytes() + self.fresh.nbytes()
+        """As `KVStore.nbytes`."""
+        return self.key.nbytes() + self.value.nbytes() + self.appended.nbytes()
 
     def entry_nbytes(self) -> int:
         """As `KVStore.entry_nbytes`."""
-        return self.fresh.entry_nbytes()
+        return self.appended.entry_nbytes()
 
 
-def _of_side(state: dict[str, Tensor], side: str) -> dict[str, Tensor]:
-    """The tensors of the quantised pool of "k" or "v"."""
-    return {name[2:]: tensor for name, tensor in state.items() if name.startswith(side + "_")}
+def _pools(state: dict[str, Tensor]) -> tuple[QuantizedPool, QuantizedPool]:
+    """The pools of k and v that `state` describes."""
+    key, value = (
+        QuantizedPool.from_tensors({name[2:]: x for name, x in state.items() if name.startswith(f"{side}_")})
+        for side in "kv"
+    )
+    return key, value

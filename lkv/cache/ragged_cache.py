@@ -1,4 +1,4 @@
-"""RaggedCache: every KV head holds a span of its own length, and what is evicted is freed."""
+"""RaggedCache: each KV head stores its own number of entries, and what is evicted is freed."""
 
 import copy
 import os
@@ -7,72 +7,106 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from lkv.cache.checks import check_attended, check_pass
-from lkv.cache.config import MOST, CacheConfig, Shared
-from lkv.cache.ids import TokenHistory
+from lkv.cache.config import MAX_COUNT, CacheConfig, LayerContext, SharedState
 from lkv.cache.layer import RaggedLayer
-from lkv.cache.windows import Windows
-from lkv.errors import CacheError
+from lkv.config import ModelSpec
+from lkv.errors import CacheError, PromptError, RetentionError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
 from lkv.integrations.transformers.fingerprint import read_adapters
+from lkv.integrations.transformers.masks import visible_keys
 from lkv.integrations.transformers.prefill import LayerKV, as_prompt_kv, query_rotations
 from lkv.integrations.transformers.spec import unwrap_model
 from lkv.kernels.ragged_attention import masked_attention, merge_attention, ragged_attention
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import REFIT
 from lkv.policy.policy import Policy
+from lkv.utils.deprecation import positional_keywords
 
 
 class RaggedCache(BaseCache):
-    """A transformers cache that evicts layer by layer while the prompt is read.
+    """A transformers cache that evicts most of a prompt's KV entries while the prompt is read.
 
-    Unless `prompt_tokens` says otherwise the prompt is the first forward pass; each layer attends over it in full, then
-    keeps what its method chooses and frees the rest. Everything after that (question, answer) is appended and kept.
-    Sliding layers, where a model has some, hold their window whole and count in `nbytes` alone.
-    Under tensor parallelism each process evicts its own KV heads; counts and bytes are those of its heads.
+    Pass it as `past_key_values` to `model.generate` or to the model itself. The prompt is the first forward pass (see
+    `prompt_tokens` for prompts in several). Each layer computes full attention over it, then keeps the entries that
+    its method chooses, a different number in each KV head, and frees the others before the next layer runs. Later
+    tokens (a question, the answer) are appended and kept.
+
+    Sliding-window layers, where a model has some, are not evicted from; they count in `nbytes`. Under tensor
+    parallelism each process evicts from its own KV heads, and counts and bytes are those of its heads.
+
+    ```python
+    cache = lkv.RaggedCache(model, retention=0.15)
+    output = model.generate(**inputs, past_key_values=cache)
+    print(cache.realised_retention(), cache.nbytes(), cache.full_nbytes())
+    ```
+
+    One cache serves one conversation. To ask several questions about one prompt, use a `fork()` for each, or `rewind()`
+    between them.
+
+    Args:
+        model: The model that the cache is used with. LKV patches its attention (`lkv.unpatch_attention` undoes it).
+        retention: The share of the prompt's entries to keep, in (0, 1]; 0.15 if neither this nor `budget_tokens` is
+            given. It is 1 - kvpress's `compression_ratio`.
+        method: A name that `lkv methods` lists, any "BUDGET+SELECTOR", or a `Method` of your own, whose budget rule
+            then says how much is kept.
+        policy: For learned methods: a `Policy`, its folder or its hub id. The default is the policy shipped for the
+            model.
+        budget_tokens: Keep this many tokens a head on average, instead of a share of the prompt.
+        slack: Free slots that each head gets for appended tokens. By default it follows from the number of entries.
+        prompt_tokens: The length of the prompt in tokens, padding included. Needed where the prompt is read in several
+            forward passes (`prefill_chunk_size`), or in one pass with what follows (assisted decoding).
+        streaming: Evict after each chunk of the prompt: a head keeps its best floor(retention * tokens read). The cache
+            then never stores more than that and one chunk; later chunks see what was kept of the earlier ones.
+        decode_eviction: Evict from generated tokens, too, whenever a layer's slack is used up.
+        bits: Quantise what is kept of the prompt to 8 or 4 bits a value (needs torchao). Appended tokens keep the
+            model's dtype.
+        pattern: DuoAttention's alphas `[L][H]`, for the budget rule "duo" (`budget.read_pattern` or
+            `estimate_pattern`).
+        compression_ratio: Not accepted; the error says which `retention` to give.
+
+    Attributes:
+        spec: The description of the model.
+        ragged_layers: The layers that are evicted from, in order; `layers` has the sliding-window ones, too.
+        target: How much is kept; None for a `Method` of your own.
+        policy: The policy that is used; None for methods without one.
+        on_layer_start: Called with the index of each layer before its attention. An exception that it raises ends the
+            forward pass.
+
+    Raises:
+        RetentionError: If the retention or the budget is out of range.
+        PolicyMismatchError: If the policy was trained for another model.
+        UnsupportedModelError: If eviction cannot work in this model.
+        BudgetError: If the pattern has another shape than the model.
+        CacheError: If the options do not go together.
+        LkvError: If the method is unknown.
     """
 
+    @positional_keywords("policy", "retention", "method", "slack")
     def __init__(
         self,
-        model: Any,
-        policy: Policy | str | os.PathLike[str] | None = None,
+        model: PreTrainedModel,
+        *,
         retention: float | None = None,
         method: str | Method = "lkv",
-        slack: int | None = None,
-        *,
+        policy: Policy | str | os.PathLike[str] | None = None,
         budget_tokens: int | None = None,
+        slack: int | None = None,
         prompt_tokens: int | None = None,
         streaming: bool = False,
         decode_eviction: bool = False,
         bits: int | None = None,
         pattern: list[list[float]] | None = None,
+        compression_ratio: None = None,
     ):
-        """`policy`, or its folder or hub id, defaults to the one shipped for the model; `retention` is the
-        share of the prompt's entries to keep, in (0, 1], 0.15 unless given; `method` is a name that `lkv methods`
-        lists, any "RULE+SELECTOR", or a `Method` of your own, whose budget rule then says how much is kept; `slack` is
-        the room in tokens that each head gets for what is appended.
-
-        `budget_tokens`: keep that many tokens a head on average, instead of a share of the prompt.
-        `prompt_tokens`: length of the prompt (padding included), for prompts that come in several forward passes
-        (`prefill_chunk_size`) or together with what follows (assisted decoding).
-        `streaming`: each head keeps its best floor(r * seen) after every pass over a part of the prompt, so that the
-        cache never holds more than that and one part; later parts see what was kept of the earlier ones.
-        `decode_eviction`: what is generated is evicted from as well, whenever a layer's slack has run out.
-        `bits`: hold what is kept of the prompt in 8 or 4 bits a value (needs torchao); what follows stays as it is.
-        `pattern`: DuoAttention's alphas `[L][H]`, for the rule "duo" (`budget.read_pattern` or `estimate_pattern`).
-
-        Raises RetentionError, PolicyMismatchError, UnsupportedModelError, CacheError, BudgetError (a pattern of another
-        shape) or LkvError (unknown method).
-        """
-        attached = patch_attention(model)
-        self.spec = attached.spec
-        # The adapters that are switched on now; k and v computed with others do not go together.
-        self.adapters = read_adapters(unwrap_model(model))
-        self._ids = TokenHistory()
-        # Called with the number of each layer before its attention; what it raises ends the pass.
-        self.on_layer_start: Callable[[int], None] | None = None
+        if compression_ratio is not None:
+            raise RetentionError(
+                "RaggedCache has no option compression_ratio: it takes the share to keep; instead of "
+                "compression_ratio=0.85 give retention=0.15."
+            )
+        patched = patch_attention(model)
         method = resolve_method(
             method, model, retention=retention, budget_tokens=budget_tokens, policy=policy, pattern=pattern
         )
@@ -83,225 +117,348 @@ class RaggedCache(BaseCache):
             )
         if method.compensation:
             query_rotations(model, REFIT)
+        self.spec: ModelSpec = patched.spec
+        # Entries computed with different adapters do not go together.
+        self.adapters = read_adapters(unwrap_model(model))
         self.target, self.policy = method.target, method.policy
-        self.plan = CacheConfig(
-            method, self.target, slack, prompt_tokens, streaming, decode_eviction, bits, attached.rotations
-        )
-        shared = Shared(self.spec.layers - 1)
-        self.ragged_layers = [RaggedLayer(index, self.plan, shared) for index in range(self.spec.layers)]
+        self.config = CacheConfig(method, slack, prompt_tokens, streaming, decode_eviction, bits)
+        self.on_layer_start: Callable[[int], None] | None = None
+        self._history = TokenHistory()
+        shared = SharedState(self.spec.layers - 1)
+        contexts = [
+            LayerContext(index, self.config, shared, rotation) for index, rotation in enumerate(patched.rotations)
+        ]
+        remaining = iter(contexts)
+        layers: list[Any] = [
+            RaggedLayer(next(remaining)) if window is None else SlidingWindowLayer(window)
+            for window in patched.sliding_windows
+        ]
+        super().__init__(layers=layers)
+        self.ragged_layers = [layer for layer in layers if isinstance(layer, RaggedLayer)]
         for layer in self.ragged_layers:
             layer.model_config = model.config.get_text_config(decoder=True)
-        self.windows = Windows(SlidingWindowLayer(window) for window in attached.sliding_windows if window is not None)
-        super().__init__(
-            layers=_in_order(self.ragged_layers, self.windows, [window is None for window in attached.sliding_windows])
-        )
 
-    def check_update(self, key_states: Tensor, layer_idx: int) -> None:
-        """As in the base class; before the first layer, the whole pass is checked."""
-        if layer_idx == 0:
-            self.is_assisted = False
-            held, new = self.get_seq_length(), key_states.shape[2]
-            check_pass(
-                self.ragged_layers, self.windows.layers, key_states.shape[0], held + new, self.spec.max_positions
-            )
-            self._ids.read(held, held + new)
-        # Of the first layer it is the last one of the pass before.
-        check_attended(self.layers[layer_idx - 1])
-        if self.on_layer_start is not None:
-            self.on_layer_start(layer_idx)
+    @property
+    def sliding_layers(self) -> list[SlidingWindowLayer]:
+        """The layers that are not evicted from, in order."""
+        return [layer for layer in self.layers if isinstance(layer, SlidingWindowLayer)]
 
-    def check_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
-        """What `generate` is about to feed, compared with what was read where both are known.
+    @property
+    def is_rewindable(self) -> bool:
+        """Whether `rewind` works: tokens after the prompt can be cut off again."""
+        return not self.config.decode_eviction and not self.sliding_layers
 
-        Raises CacheError for ids that do not begin with those read or hold nothing new, for unannounced parts, and for
-        an answer that begins before an announced prompt has ended.
-        """
-        if self._ids.goes_on(self.get_seq_length(), is_chunk):
-            self.plan.check_announced()
-        elif (held := self.get_seq_length()) and not (is_first_step or is_chunk or self.prompt_length):
-            self.plan.check_ended(held)
-        self._ids.expect(ids, self.get_seq_length(), is_full, is_first_step)
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the compressed prompt, 0 before it has ended."""
+        return self.ragged_layers[-1].prompt_length
 
     @property
     def ids(self) -> Tensor | None:
         """Ids [B, k] of the first k tokens read, where they are known."""
-        return self._ids.known
+        return self._history.ids
 
     @ids.setter
     def ids(self, ids: Tensor) -> None:
-        self._ids.known = ids
+        self._history.ids = ids
+
+    def check_update(self, key_states: Tensor, layer_idx: int) -> None:
+        """Raise CacheError or PromptError where a layer cannot take the new keys; in the first one, for all layers."""
+        if layer_idx == 0:
+            self.is_assisted = False
+            length, new = self.get_seq_length(), key_states.shape[2]
+            self._check_pass(key_states.shape[0], length + new)
+            self._history.read(length, length + new)
+        # For the first layer it is the last one of the previous pass.
+        previous = self.layers[layer_idx - 1]
+        if isinstance(previous, RaggedLayer) and previous.pending_key is not None:
+            raise CacheError(
+                "the model computed attention without LKV: it was never patched, or its attention implementation was "
+                "set anew; call lkv.patch_attention(model), then continue after cache.rewind(), or after cache.reset() "
+                "if the prompt was being read."
+            )
+        if self.on_layer_start is not None:
+            self.on_layer_start(layer_idx)
+
+    def _check_pass(self, rows: int, tokens: int) -> None:
+        """Check a forward pass with `rows` rows, after which the text has `tokens` tokens."""
+        lengths = {layer.get_seq_length() for layer in (*self.ragged_layers, *self.sliding_layers)}
+        if len(lengths) > 1 or len({layer.prompt_length for layer in self.ragged_layers}) > 1:
+            fix = "call rewind() if the prompt was complete, else reset() and read the prompt again"
+            if self.sliding_layers:
+                fix = "continue from a fork() made before, or reset() and read the prompt again"
+            raise CacheError(f"an interrupted forward pass left the layers of this cache unequal; {fix}.")
+        own_rows = len(self.ragged_layers[0].kept_counts)
+        if own_rows and rows != own_rows:
+            raise CacheError(
+                f"this cache has {own_rows} rows, but {rows} were given; call batch_repeat_interleave(n) for n "
+                "sequences from each compressed prompt, or make a new cache for other prompts."
+            )
+        if tokens > self.spec.max_positions:
+            raise PromptError(
+                f"the text would reach {tokens} tokens, but the model reads at most {self.spec.max_positions}; "
+                "shorten it, or generate fewer tokens."
+            )
+
+    def check_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
+        """Compare what `generate` is about to feed with what was read, where both are known.
+
+        Raises CacheError for ids that do not begin with those read or contain nothing new, for chunks of a prompt of
+        undeclared length, and for an answer that begins before a declared prompt has ended. For the arguments see
+        `BaseCache.check_inputs`.
+        """
+        length = self.get_seq_length()
+        if self._history.continues_chunks(length, is_chunk):
+            self.config.check_prompt_declared()
+        elif length and not (is_first_step or is_chunk or self.prompt_length):
+            self.config.check_prompt_ended(length)
+        self._history.announce(ids, length, is_full, is_first_step)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Make row i a copy of the row `beam_idx[i]`."""
         super().reorder_cache(beam_idx)
-        self._ids.take(beam_idx)
+        self._history.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` [n], in that order."""
         super().batch_select_indices(indices)
-        self._ids.take(indices)
+        self._history.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make `repeats` copies of each row. Raises CacheError for less than one."""
-        if type(repeats) is not int or not 1 <= repeats <= MOST:
+        if type(repeats) is not int or not 1 <= repeats <= MAX_COUNT:
             raise CacheError(
-                f"repeats is {repeats!r}, but it is how often each row is held: give a whole number from 1 to {MOST}."
+                f"repeats is {repeats!r}, but it is the number of copies of each row: give a whole number from 1 to "
+                f"{MAX_COUNT}."
             )
         super().batch_repeat_interleave(repeats)
-        self._ids.repeat(repeats)
+        self._history.repeat(repeats)
 
     def reset(self) -> None:
         """Forget everything, and free it."""
         super().reset()
-        self._ids = TokenHistory()
+        self._history = TokenHistory()
 
     def activate_past_recording(self) -> None:
-        """The tail can always be cut back; but where assisted decoding begins, the prompt must be told apart."""
-        if not self.prompt_length and self.plan.prompt_tokens is None:
+        """Prepare for assisted decoding, which cuts off rejected tokens.
+
+        Raises CacheError where the prompt could not be told from the first candidates.
+        """
+        if not self.prompt_length and self.config.prompt_tokens is None:
             raise CacheError(
                 "assisted decoding sends its first candidates together with the prompt: give "
                 "prompt_tokens=input_ids.shape[1] to RaggedCache, so that they are told apart."
             )
         self.is_assisted = True
-        self.windows.activate_past_recording()
+        for layer in self.sliding_layers:
+            layer.activate_past_recording()
 
     def fill(self, prompt: list[LayerKV]) -> None:
-        """Take over a prompt that was read before (`prefill.read_prompt`): one prefill serves many methods."""
+        """Evict from a prompt that was read before, so that one prefill serves many methods.
+
+        Args:
+            prompt: What `read_prompt` returned for the model of this cache.
+
+        Raises:
+            CacheError: If the prompt has other layers than the cache.
+        """
         if len(prompt) != len(self.ragged_layers):
             raise CacheError(
                 f"the prompt has {len(prompt)} layers, but this cache {len(self.ragged_layers)}; read it again."
             )
         layers = as_prompt_kv(prompt).continuation_layers(self.ragged_layers)
         if len(layers) != len(self.layers):
-            raise CacheError(
-                "the prompt was given without what the sliding layers hold; give what read_prompt returned."
-            )
+            raise CacheError("the prompt lacks the sliding-window layers; give what read_prompt returned.")
         self.layers = layers
-        self.windows = Windows(layer for layer in self.layers if isinstance(layer, SlidingWindowLayer))
-        for layer, whole in zip(self.ragged_layers, prompt, strict=True):
-            layer.fill(whole)
+        for layer, kv in zip(self.ragged_layers, prompt, strict=True):
+            layer.fill(kv)
 
     def fork(self) -> "RaggedCache":
-        """A copy that goes on independently."""
+        """Return a copy that continues independently; `copy.deepcopy` does the same."""
         twin = copy.copy(self)
-        twin._ids = copy.copy(self._ids)
-        shared = Shared(self.spec.layers - 1)
-        twin.ragged_layers = [layer.fork(shared) for layer in self.ragged_layers]
-        twin.windows = self.windows.fork()
-        twin.layers = _in_order(
-            twin.ragged_layers, twin.windows, [isinstance(layer, RaggedLayer) for layer in self.layers]
-        )
+        twin._history = copy.copy(self._history)
+        shared = SharedState(self.spec.layers - 1)
+        layers: Any = self.layers
+        twin.layers = [layer.fork(shared) if isinstance(layer, RaggedLayer) else layer.fork() for layer in layers]
+        twin.ragged_layers = [layer for layer in twin.layers if isinstance(layer, RaggedLayer)]
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedCache":
-        """`fork`: a copy serves the same model under the same policy, and neither of those is copied."""
+        # The copy serves the same model under the same policy; neither of those is copied.
         return self.fork()
 
-    @property
-    def is_rewindable(self) -> bool:
-        """Whether what follows the prompt can be cut off again."""
-        return not self.plan.decode_eviction and not self.windows
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt that was compressed (0 before it has ended)."""
-        return self.ragged_layers[-1].prompt_length
-
     def rewind(self) -> None:
-        """Forget everything appended after the prompt. Raises CacheError if some of that was evicted already, or if the
-        model has sliding layers, which have dropped what they would need."""
-        if self.windows:
-            raise CacheError("sliding layers cannot be cut back to the prompt; go on with a fork() made before.")
+        """Forget all tokens after the prompt.
+
+        Raises:
+            CacheError: If some of them were evicted, or if the model has sliding-window layers, which have dropped what
+                they would need.
+        """
+        if self.sliding_layers:
+            raise CacheError("sliding layers cannot be cut back to the prompt; continue from a fork() made before.")
         for layer in self.ragged_layers:
             layer.crop(layer.prompt_length - layer.get_seq_length())
 
     def kept_counts(self) -> list[list[int]]:
-        """Entries that eviction left to each head, `[L][H]`, summed over the batch."""
+        """Return how many entries eviction left to each head, `[L][H]`, summed over the batch."""
         return [layer.kept_counts.sum(0).tolist() for layer in self.ragged_layers]
 
     def realised_retention(self) -> float:
-        """Entries that eviction left divided by all they were chosen from (padding is none)."""
-        entries = sum(
-            layer.kept_counts.shape[1] * sum(layer.real_tokens) for layer in self.ragged_layers if layer.real_tokens
-        )
-        return sum(int(layer.kept_counts.sum()) for layer in self.ragged_layers) / entries if entries else 1.0
+        """Return the entries that eviction left divided by those it chose from (padding does not count)."""
+        kept = sum(int(layer.kept_counts.sum()) for layer in self.ragged_layers)
+        total = sum(sum(layer.real_tokens) * layer.kept_counts.shape[1] for layer in self.ragged_layers)
+        return kept / total if total else 1.0
 
     def nbytes(self) -> int:
-        """Bytes of k and v storage really held, slack included."""
-        return sum(layer.nbytes() for layer in self.ragged_layers) + self.windows.nbytes()
+        """Return the bytes of k and v storage, free slots included."""
+        return sum(layer.nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.sliding_layers)
 
     def full_nbytes(self) -> int:
-        """Bytes that an uncompressed cache would hold for the same tokens."""
-        return sum(layer.full_nbytes() for layer in self.ragged_layers) + self.windows.nbytes()
+        """Return the bytes that an uncompressed cache would need for the same tokens."""
+        return sum(layer.full_nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.sliding_layers)
+
+    def sliding_state(self) -> dict[str, Tensor]:
+        """Return k and v [B, H, T, d] of the last tokens in each sliding-window layer, to be saved."""
+        states = enumerate(layer.state() for layer in self.sliding_layers)
+        return {f"{name}.{index}": tensor for index, state in states for name, tensor in state.items()}
+
+    def restore_sliding(self, state: dict[str, Tensor], tokens: int, like: Tensor) -> None:
+        """Load what `sliding_state` returned after `tokens` tokens of one text, in the dtype and device of `like`.
+
+        Raises KeyError or ValueError for what such layers cannot have returned.
+        """
+        layers, names = self.sliding_layers, ("sliding_k", "sliding_v")
+        if len(state) != len(names) * len(layers):
+            raise ValueError(f"it has {len(state)} tensors of {len(layers)} sliding layers")
+        for index, layer in enumerate(layers):
+            shape = (1, self.spec.kv_heads, min(tokens, layer.sliding_window - 1), self.spec.head_dim)
+            window = {name: state[f"{name}.{index}"] for name in names}
+            if any(tuple(x.shape) != shape or not x.is_floating_point() for x in window.values()):
+                raise ValueError(f"k and v of its sliding layer {index} are not {shape}")
+            layer.restore(window, tokens, like)
 
 
-def _in_order(ragged: list[RaggedLayer], windows: Windows, evicting: list[bool]) -> list[Any]:
-    """The layers as the model has them; `evicting`: whether each of these is one of `ragged`."""
-    full, sliding = iter(ragged), iter(windows.layers)
-    return [next(full if evicts else sliding) for evicts in evicting]
+class TokenHistory:
+    """The ids of the tokens that a cache has read, as far as `generate` announced them."""
 
+    def __init__(self) -> None:
+        self.ids: Tensor | None = None  # [B, k] of the first k tokens
+        self._announced: Tensor | None = None
+        self._only_chunks = False  # whether all that was read came as chunks of one prompt
 
-class SharedLayer(AttentionCacheLayer):
-    """One layer's k and v of what follows, [B, H, n, d], beside the spans of the one row that `text` holds."""
+    def continues_chunks(self, length: int, is_chunk: bool) -> bool:
+        """Whether a chunk comes after others of the same prompt, which have `length` tokens together."""
+        had_chunks = self._only_chunks and length > 0
+        self._only_chunks = is_chunk and (self._only_chunks or not length)
+        return is_chunk and had_chunks
 
-    def __init__(self, text: RaggedLayer):
-        super().__init__()
-        self._text = text
-        self.model_config = text.model_config
-        self.reset()
+    def announce(self, ids: Tensor, length: int, is_full: bool, is_first_step: bool) -> None:
+        """Take the ids that come after `length` tokens; for the arguments see `BaseCache.check_inputs`.
 
-    def reset(self) -> None:
-        """Forget what follows the text."""
-        self._tail: tuple[Tensor, Tensor] | None = None
-        self.is_initialized = False
+        Raises CacheError for ids that do not begin with those read, or that contain nothing new.
+        """
+        known = self.ids
+        if not is_full:
+            is_complete = known is not None and known.shape[1] == length and len(known) == len(ids)
+            self._announced = torch.cat([known, ids.to(known.device)], 1) if known is not None and is_complete else None
+            return
+        if length and ids.shape[1] <= length:
+            raise CacheError(
+                f"this cache has read {length} tokens, but the ids given are {ids.shape[1]}: give all that it has read "
+                "followed by new ones, or make a new cache (or reset() this one) for another prompt."
+            )
+        if is_first_step and known is not None and len(known) == len(ids):
+            common = min(length, known.shape[1])
+            if not torch.equal(known[:, :common], ids[:, :common].to(known.device)):
+                raise CacheError(
+                    "the ids given do not begin with those that this cache has read; for another prompt make a new "
+                    "cache, or reset() this one."
+                )
+        self._announced = ids
 
-    def get_seq_length(self, *args: Any) -> int:
-        """Tokens of the text and of what follows."""
-        return self._text.prompt_length + self._followed
+    def read(self, length: int, tokens: int) -> None:
+        """Record the announced ids as read, from `length` tokens on up to `tokens`; ids they replace are forgotten."""
+        announced, self._announced = self._announced, None
+        if announced is not None and announced.shape[1] == tokens:
+            self.ids = announced
+        elif self.ids is not None:
+            self.ids = self.ids[:, :length]
 
-    @property
-    def _followed(self) -> int:
-        return 0 if self._tail is None else self._tail[0].shape[2]
+    def select(self, rows: Tensor) -> None:
+        """Keep the batch rows `rows` [n], in that order."""
+        if self.ids is not None:
+            self.ids = self.ids[rows.to(self.ids.device)]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask is one over what follows alone: all rows see the whole text."""
-        return self._followed + query_length, self._text.prompt_length
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        new = key_states.to(value_states.dtype), value_states
-        if self._tail is not None:
-            new = torch.cat([self._tail[0], new[0]], 2), torch.cat([self._tail[1], new[1]], 2)
-        self._tail = new
-        return key_states, value_states
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
-    ) -> Tensor:
-        assert self._tail is not None and self._text.store is not None
-        batch, _, new, _ = query.shape
-        key, value = self._tail
-        late, late_lse = masked_attention(query.to(value.dtype), key, value, _visible(mask, new, key), scale)
-        # To the text all rows are new tokens of one: it is read once for all of them.
-        rows = query.transpose(0, 1).flatten(1, 2)[None].to(value.dtype)
-        out, lse = ragged_attention(rows, *self._text.store.settled(), scale, causal=False, lse=True)
-        out, lse = (x[0].unflatten(1, (batch, new)).transpose(0, 1) for x in (out, lse))
-        return merge_attention(out, lse, late, late_lse)[0].transpose(1, 2)
+    def repeat(self, repeats: int) -> None:
+        """Make `repeats` copies of each row."""
+        if self.ids is not None:
+            self.ids = self.ids.repeat_interleave(repeats, 0)
 
 
 class SharedCache(BaseCache):
-    """For `generate` with rows of ids that begin with the text of `cache`, a compressed cache of one row.
+    """A cache for a batch whose rows all begin with one compressed prompt, which is stored once.
 
-    `cache` must have no sliding layers. It may go on being asked meanwhile; its settled entries are read alone.
+    The prompt's cache may be used on its own meanwhile: its compressed entries are only read.
+
+    Args:
+        cache: A cache of one row that has read its prompt, without sliding-window layers.
     """
 
     def __init__(self, cache: RaggedCache):
         super().__init__(layers=[SharedLayer(layer) for layer in cache.ragged_layers])
 
 
-def _visible(mask: Any, new: int, key: Tensor) -> Tensor:
-    """What the `new` last tokens see of `key` [B, H, n, d], from transformers' mask: bool [B or 1, 1, new, n]."""
-    if not isinstance(mask, Tensor):
-        return torch.ones(1, 1, new, key.shape[2], dtype=torch.bool, device=key.device).tril(key.shape[2] - new)
-    return mask if mask.dtype == torch.bool else mask == 0
+class SharedLayer(AttentionCacheLayer):
+    """One layer of a `SharedCache`: k and v [B, H, T, d] of what follows, beside the entries of the prompt."""
+
+    def __init__(self, prompt: RaggedLayer):
+        super().__init__()
+        self._prompt = prompt
+        self.model_config = prompt.model_config
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what follows the prompt."""
+        self._key: Tensor | None = None
+        self._value: Tensor | None = None
+        self.is_initialized = False
+
+    @property
+    def _appended_tokens(self) -> int:
+        return 0 if self._key is None else self._key.shape[2]
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens of the prompt and of what follows."""
+        return self._prompt.prompt_length + self._appended_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of what follows alone: all rows see the whole prompt."""
+        return self._appended_tokens + query_length, self._prompt.prompt_length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append k and v of new tokens; returns these."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        key, value = key_states.to(value_states.dtype), value_states
+        if self._key is not None and self._value is not None:
+            key, value = torch.cat([self._key, key], 2), torch.cat([self._value, value], 2)
+        self._key, self._value = key, value
+        return key_states, value_states
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        """Attention over the prompt and over what follows, merged by their log-sum-exp."""
+        assert self._key is not None and self._value is not None and self._prompt.store is not None
+        batch, _, new, _ = query.shape
+        query, key, value = query.to(self._value.dtype), self._key, self._value
+        if isinstance(mask, Tensor):
+            visible = visible_keys(mask)
+        else:
+            visible = torch.ones(1, 1, new, key.shape[2], dtype=torch.bool, device=key.device).tril(key.shape[2] - new)
+        late, late_lse = masked_attention(query, key, value, visible, scale)
+        # To the prompt all rows are new tokens of one row: it is read once for all of them.
+        rows = query.transpose(0, 1).flatten(1, 2)[None]
+        out, lse = ragged_attention(rows, *self._prompt.store.compressed_view(), scale, causal=False, lse=True)
+        out, lse = (x[0].unflatten(1, (batch, new)).transpose(0, 1) for x in (out, lse))
+        return merge_attention(out, lse, late, late_lse)[0].transpose(1, 2)

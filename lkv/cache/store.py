@@ -1,39 +1,41 @@
-"""RaggedStore: entries of unequal number a head, one after another in flat pools, each span with room at its end."""
+"""Stores of one layer's KV entries: each (batch row, KV head) has a number of entries of its own."""
 
-from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from lkv.cache.ranking import Rows, best, sources
-from lkv.cache.tail import Tail
-from lkv.kernels.ragged_attention import append_and_attend
+from lkv.kernels.ragged_attention import append, append_and_attend, ragged_attention
 from lkv.utils import devices
+
+# Pools of k [P, d] and v [P, dv], and for each row and head where its entries begin and how many there are (int32
+# [B, H], on the pools' device), as `ragged_attention` takes them.
+StoreView = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class KVStore(Protocol):
-    """What a layer holds, however it is stored: each (batch, KV head) has a span of `lens` settled entries [B, H], then
-    those appended of the `tail` tokens that followed (all but the row's padding), and `room` for more in every row."""
+    """The entries of one layer, however they are stored.
+
+    Each (row, KV head) has `lens` [B, H] compressed entries, which eviction left, then those appended since (all
+    `appended_tokens` but the row's padding), then at least `free_slots` unused ones.
+    """
 
     lens: Tensor
 
     @property
-    def tail(self) -> int: ...
+    def appended_tokens(self) -> int: ...
 
     @property
-    def room(self) -> int: ...
+    def free_slots(self) -> int: ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """What appended k and v are held in, and what attention is computed in."""
+        """The dtype of appended k and v, and of the attention over them."""
 
     @property
     def scores(self) -> Tensor | None:
-        """Those of the entries, where some are to be evicted later."""
-
-    def settled(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Pools, starts and lengths as `ragged_attention` has them, without the tails; never written to."""
+        """The scores of the entries, where some are to be evicted later."""
 
     def extend(
         self,
@@ -45,120 +47,147 @@ class KVStore(Protocol):
         position: int = 0,
         buffers: dict[Any, Any] | None = None,
     ) -> Tensor:
-        """Append new k, v [B, H, n, d], for which there must be room, and attend to everything held: [B, Hq, n, d] for
-        `query` of that shape. `scores` [B, H, n] of tokens from `position` on are kept where some are. `buffers` as in
-        `ragged_attention.append_and_attend`."""
+        """Append new k and v to the free slots, then attend over everything stored.
 
-    def for_append(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Pools, starts and lengths as `ragged_attention.append` changes them; `count` what it appended."""
+        Args:
+            query: [B, Hq, T, d].
+            key: [B, H, T, d].
+            value: [B, H, T, dv].
+            scale: What the products of queries and keys are multiplied by.
+            scores: [B, H, T], stored with the entries where `self.scores` are.
+            position: The position of the first new token, stored with the scores.
+            buffers: As in `ragged_attention.append_and_attend`.
 
-    def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Pools, starts and lengths as `ragged_attention` has them, with the tails."""
+        Returns:
+            [B, Hq, T, dv].
+        """
 
-    def count(self, tokens: int, padding: Tensor | None = None) -> None:
-        """Take notice of `tokens` more in the tail, appended but for the `padding` [B, tokens] among them."""
+    def compressed_view(self) -> StoreView:
+        """The compressed entries alone; nothing that is read through it is ever written to."""
 
-    def without(self, padding: Tensor) -> Self:
-        """The spans without what is held of the tail's tokens `padding` [B, tail]; themselves if that is nothing."""
+    def attention_view(self) -> StoreView:
+        """All entries, appended ones included."""
 
-    def cut(self, tokens: int) -> None:
-        """Forget the last `tokens` tokens of the tail."""
+    def append_view(self) -> StoreView:
+        """What `ragged_attention.append` writes to and counts on; tell `count_appended` afterwards."""
 
-    def select(self, rows: Tensor, room: int) -> Self:
-        """New spans for the batch rows `rows` [n] of these, tails included, with `room` after them."""
+    def count_appended(self, tokens: int, padding: Tensor | None = None) -> None:
+        """Count `tokens` more as appended, but for the `padding` [B, tokens] among them."""
 
-    def relaid(self, room: int) -> Self:
-        """A copy with `room` after the tails."""
+    def drop_padding(self, padding: Tensor) -> Self:
+        """A store without those appended tokens that are `padding` [B, appended]; itself if there are none."""
+
+    def crop(self, tokens: int) -> None:
+        """Drop the last `tokens` appended tokens."""
+
+    def select(self, rows: Tensor, free_slots: int) -> Self:
+        """A new store of the batch rows `rows` [n], appended entries included."""
+
+    def reallocate(self, free_slots: int) -> Self:
+        """A copy with other free slots."""
 
     def state(self) -> dict[str, Tensor]:
-        """Settled entries as tensors to be saved."""
+        """The compressed entries as tensors to be saved."""
 
     def nbytes(self) -> int:
-        """Bytes of storage held."""
+        """Bytes of storage."""
 
     def entry_nbytes(self) -> int:
         """Bytes of k and v of one entry as the model computes them."""
 
 
-class RaggedStore:
-    """Flat pools [P, d] of k and v in which each (batch, KV head) owns one contiguous span (Sec. 4.5).
+class AppendedTokens:
+    """The tokens appended after the compressed entries: equally many in all rows, but for padding.
 
-    A span is `lens` settled entries, those appended and room for more. Appends are equal for all heads, and for all
-    rows but for padding. `scores` [P] float32 and `positions` [P] go with the entries where some are to be
-    evicted later.
+    `padding` [B, k] (bool, on the CPU) marks which of the first k tokens a row does not store; None for none.
+    """
+
+    def __init__(self, tokens: int = 0, padding: Tensor | None = None):
+        self.tokens, self.padding = tokens, padding
+
+    @property
+    def counts(self) -> Tensor | int:
+        """Entries of each row [B, 1] (on the CPU), or one number where all rows have equally many."""
+        return self.tokens if self.padding is None else self.tokens - self.padding.sum(1, keepdim=True)
+
+    def add(self, tokens: int, padding: Tensor | None = None) -> None:
+        """Count `tokens` more, of which some are `padding` [B, tokens]."""
+        if padding is not None:
+            self.padding = torch.cat([self.padding_of(len(padding)), padding], 1)
+        self.tokens += tokens
+
+    def crop(self, tokens: int) -> None:
+        """Drop the last `tokens` of them."""
+        self.tokens -= tokens
+        if self.padding is not None:
+            self.padding = self.padding[:, : self.tokens]
+
+    def select(self, rows: Tensor) -> "AppendedTokens":
+        """Those of the batch rows `rows` [n]."""
+        return AppendedTokens(self.tokens, None if self.padding is None else self.padding[rows])
+
+    def padding_of(self, rows: int) -> Tensor:
+        """Which of all tokens are padding in each of `rows` rows: [B, tokens]."""
+        if self.padding is None:
+            return torch.zeros(rows, self.tokens, dtype=torch.bool, device="cpu")
+        return pad(self.padding, (0, self.tokens - self.padding.shape[1]))
+
+
+class RaggedStore:
+    """Flat pools [P, d] of k and v, of which each (batch row, KV head) has one contiguous part (Sec. 4.5).
+
+    A part is `lens` compressed entries, the appended ones, and free slots. `scores` [P] float32 and `positions` [P]
+    belong to the entries where some are to be evicted later.
     """
 
     def __init__(
-        self, lens: Tensor, room: int, key: Tensor, value: Tensor, scored: bool = False, tail: Tail | None = None
+        self,
+        lens: Tensor,
+        free_slots: int,
+        key: Tensor,
+        value: Tensor,
+        has_scores: bool = False,
+        appended: AppendedTokens | None = None,
     ):
-        """Unfilled pools for `lens` [B, H] (int64 on the CPU) entries, a `tail` and `room` for more, with dtype and
-        device of `key` and `value`."""
-        self.lens, self._tail = lens, tail or Tail()
-        self._space = self._tail.appended + room
-        counts = self.held.flatten()
-        ends = (counts + room).cumsum(0)
-        self.starts = (ends - counts - room).view_as(lens)
+        """Allocate pools for `lens` [B, H] (int64 on the CPU) entries, the `appended` ones and `free_slots` more, with
+        dtype and device of `key` and `value`."""
+        self.lens, self._appended = lens, appended or AppendedTokens()
+        self._capacity = self._appended.counts + free_slots  # for appended tokens
+        counts = self.counts.flatten()
+        ends = (counts + free_slots).cumsum(0)
+        self.starts = (ends - counts - free_slots).view_as(lens)
         size = int(ends[-1]) if len(ends) else 0
-        # A text may be compressed in inference mode and asked about outside it, where its tensors could not be written.
+        # A prompt may be read in inference mode and continued outside it, where its tensors could not be written.
         with torch.inference_mode(False):
             self.k, self.v = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
-            self.scores = key.new_empty(size, dtype=torch.float32) if scored else None
-            self.positions = key.new_empty(size, dtype=torch.int32) if scored else None
-            # The attention kernels read these where the pools are: no step waits for a copy.
-            self._device_starts, self._settled = devices.uploaded(key.device, self.starts, lens)
-            self._device_lens = self._settled.clone()  # tails included; changed where it lies
-        if self.tail:
+            self.scores = key.new_empty(size, dtype=torch.float32) if has_scores else None
+            self.positions = key.new_empty(size, dtype=torch.int32) if has_scores else None
+            # The attention kernels read these on the pools' device: no step waits for a copy.
+            self._device_starts, self._device_compressed = devices.uploaded(key.device, self.starts, lens)
+            self._device_lens = self._device_compressed.clone()  # appended entries included; changed in place
+        if self.appended_tokens:
             self._count_on_device()
 
     @property
-    def tail(self) -> int:
-        """As `KVStore.tail`."""
-        return self._tail.tokens
+    def appended_tokens(self) -> int:
+        """As `KVStore.appended_tokens`."""
+        return self._appended.tokens
 
     @property
-    def held(self) -> Tensor:
-        """Entries of each span [B, H], the tail's included."""
-        return self.lens + self._tail.appended
+    def counts(self) -> Tensor:
+        """Entries of each row and head [B, H], appended ones included."""
+        return self.lens + self._appended.counts
 
     @property
-    def room(self) -> int:
-        """As `KVStore.room`."""
-        left = self._space - self._tail.appended
+    def free_slots(self) -> int:
+        """As `KVStore.free_slots`."""
+        left = self._capacity - self._appended.counts
         return left if isinstance(left, int) else int(left.min())
 
     @property
     def dtype(self) -> torch.dtype:
-        """What k and v are held in."""
+        """The dtype of k and v."""
         return self.k.dtype
-
-    def for_attention(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Pools of k and v, starts and lengths (int32 [B, H], on the pools' device), as for `ragged_attention`."""
-        return self.k, self.v, self._device_starts, self._device_lens
-
-    def for_append(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `KVStore.for_append`."""
-        return self.for_attention()
-
-    def settled(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `for_attention`, without the tails; what is read of it never changes, whoever appends meanwhile."""
-        return self.k, self.v, self._device_starts, self._settled
-
-    @classmethod
-    def of(
-        cls, key: Tensor, value: Tensor, scores: Tensor, lens: Tensor, room: int, arrived: Tensor | None = None
-    ) -> "RaggedStore":
-        """A store of the best tokens of each head, in rising order: `lens` [B, H] of `key` and `value` [B, H, T, d]
-        by `scores` [B, H, T]. Where scores are to be kept, they are those on arrival, `arrived` [B, H, T]."""
-        kinds = [Rows.of(x) for x in (key, value, *(() if arrived is None else (arrived[..., None],)))]
-        # Ranked first: what that takes is given back before the pools are made.
-        rows = sources(scores, lens, room, *kinds)
-        new = cls(lens, room, key, value, arrived is not None)
-        for pool, kind, index in zip((new.k, new.v), kinds, rows, strict=False):
-            torch.index_select(kind.matrix, 0, index, out=pool)
-        if new.scores is not None and new.positions is not None:
-            new.scores.copy_(kinds[2].matrix[rows[2], 0])
-            torch.remainder(rows[2], scores.shape[-1], out=new.positions)
-        return new
 
     def extend(
         self,
@@ -173,117 +202,129 @@ class RaggedStore:
         """As `KVStore.extend`."""
         new = key.shape[2]
         if self.scores is not None and self.positions is not None and scores is not None:
-            ends = self._device_starts + self._device_lens
             steps = torch.arange(new, device=key.device)
-            self.scores[ends[..., None] + steps] = scores.float()
-            self.positions[ends[..., None] + steps] = (position + steps).int()
-        out = append_and_attend(query, key, value, *self.for_attention(), scale, buffers=buffers)
-        self.count(new)
+            slots = (self._device_starts + self._device_lens)[..., None] + steps
+            self.scores[slots] = scores.float()
+            self.positions[slots] = (position + steps).int()
+        out = append_and_attend(query, key, value, *self.attention_view(), scale, buffers=buffers)
+        self.count_appended(new)
         return out
 
-    def count(self, tokens: int, padding: Tensor | None = None) -> None:
-        """As `KVStore.count`."""
-        self._tail.grow(tokens, padding)
+    def attention_view(self) -> StoreView:
+        """As `KVStore.attention_view`."""
+        return self.k, self.v, self._device_starts, self._device_lens
 
-    def cut(self, tokens: int) -> None:
-        """As `KVStore.cut`."""
-        self._tail.cut(tokens)
-        # From the settled lengths: a step that was interrupted may have counted its tokens on the device alone.
+    def append_view(self) -> StoreView:
+        """As `KVStore.append_view`."""
+        return self.attention_view()
+
+    def compressed_view(self) -> StoreView:
+        """As `KVStore.compressed_view`."""
+        return self.k, self.v, self._device_starts, self._device_compressed
+
+    def count_appended(self, tokens: int, padding: Tensor | None = None) -> None:
+        """As `KVStore.count_appended`."""
+        self._appended.add(tokens, padding)
+
+    def crop(self, tokens: int) -> None:
+        """As `KVStore.crop`."""
+        self._appended.crop(tokens)
+        # From the compressed lengths: an interrupted step may have counted its tokens on the device alone.
         self._count_on_device()
 
     def _count_on_device(self) -> None:
-        appended = self._tail.appended
+        appended = self._appended.counts
         if isinstance(appended, Tensor):
             (appended,) = devices.uploaded(self.k.device, appended)
-        torch.add(self._settled, appended, out=self._device_lens)
+        torch.add(self._device_compressed, appended, out=self._device_lens)
 
-    def settle(self, limits: Tensor, room: int, completed: Callable[[int, int, slice], Tensor]) -> "RaggedStore":
-        """New spans of the best entries, at most `limits` [B, H] of each; nothing in their tail.
-
-        `completed(row, head, span)` gives the scores of the entries of that span now.
-        """
-        held = self.held
-        lens = torch.minimum(limits, held)
-        chosen = []
-        for row in range(len(held)):
-            for head, count in enumerate(lens[row].tolist()):
-                start = int(self.starts[row, head])
-                span = slice(start, start + int(held[row, head]))
-                chosen.append(best(completed(row, head, span), count) + start)
-        new = RaggedStore(lens, room, self.k, self.v, scored=True)
-        new._take(self, torch.cat(chosen))
-        return new
-
-    def settled_of(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """Views of the settled k and v [n, d] of one span."""
+    def head_entries(self, row: int, head: int) -> tuple[Tensor, Tensor]:
+        """Views of the compressed k and v [n, d] of one row and head."""
         start = int(self.starts[row, head])
-        span = slice(start, start + int(self.lens[row, head]))
-        return self.k[span], self.v[span]
+        entries = slice(start, start + int(self.lens[row, head]))
+        return self.k[entries], self.v[entries]
 
-    def select(self, rows: Tensor, room: int) -> "RaggedStore":
-        """New spans for the batch rows `rows` [n] of these, tails included, with `room` after them."""
-        new = RaggedStore(self.lens[rows], room, self.k, self.v, self.scores is not None, self._tail.select(rows))
-        new._take(self, places(self.starts[rows], new.held, self.k.device))
+    def select(self, rows: Tensor, free_slots: int) -> "RaggedStore":
+        """As `KVStore.select`."""
+        appended = self._appended.select(rows)
+        new = RaggedStore(self.lens[rows], free_slots, self.k, self.v, self.scores is not None, appended)
+        new.copy_from(self, slot_indices(self.starts[rows], new.counts, self.k.device))
         return new
 
-    def relaid(self, room: int) -> "RaggedStore":
-        """A copy with `room` after the tails."""
-        return self.select(torch.arange(len(self.lens), device="cpu"), room)
+    def reallocate(self, free_slots: int) -> "RaggedStore":
+        """As `KVStore.reallocate`."""
+        return self.select(torch.arange(len(self.lens), device="cpu"), free_slots)
 
-    def without(self, padding: Tensor) -> "RaggedStore":
-        """As `KVStore.without`."""
-        known = self._tail.marks(len(padding))
-        if not bool((padding & ~known).any()):
+    def drop_padding(self, padding: Tensor) -> "RaggedStore":
+        """As `KVStore.drop_padding`."""
+        dropped = self._appended.padding_of(len(padding))
+        if not bool((padding & ~dropped).any()):
             return self
-        new = RaggedStore(
-            self.lens, self.room, self.k, self.v, self.scores is not None, Tail(self.tail, known | padding)
-        )
-        stays = [
-            torch.cat([torch.ones(count, dtype=torch.bool, device="cpu"), ~padding[row, ~known[row]]])
+        appended = AppendedTokens(self.appended_tokens, dropped | padding)
+        new = RaggedStore(self.lens, self.free_slots, self.k, self.v, self.scores is not None, appended)
+        is_kept = [
+            torch.cat([torch.ones(count, dtype=torch.bool, device="cpu"), ~padding[row, ~dropped[row]]])
             for row, counts in enumerate(self.lens.tolist())
             for count in counts
         ]
-        entries = places(self.starts, self.held, self.k.device)
-        new._take(self, entries[torch.cat(stays).to(entries.device)])
+        entries = slot_indices(self.starts, self.counts, self.k.device)
+        new.copy_from(self, entries[torch.cat(is_kept).to(entries.device)])
         return new
 
-    def _take(self, source: "RaggedStore", entries: Tensor) -> None:
-        """Fill all spans, in order, with entries of `source`'s pools."""
-        held = places(self.starts, self.held, self.k.device)
-        self.k[held], self.v[held] = source.k[entries], source.v[entries]
+    def copy_from(self, source: "RaggedStore", entries: Tensor) -> None:
+        """Fill all entries, in order, with those at `entries` of the pools of `source`."""
+        slots = slot_indices(self.starts, self.counts, self.k.device)
+        self.k[slots], self.v[slots] = source.k[entries], source.v[entries]
         if self.scores is not None and source.scores is not None:
             assert self.positions is not None and source.positions is not None
-            self.scores[held], self.positions[held] = source.scores[entries], source.positions[entries]
+            self.scores[slots], self.positions[slots] = source.scores[entries], source.positions[entries]
 
     def state(self) -> dict[str, Tensor]:
-        """Settled entries as tensors to be saved."""
-        key, value = self.packed()
+        """As `KVStore.state`."""
+        key, value = self.pack()
         return {"k": key, "v": value}
 
-    def packed(self) -> tuple[Tensor, Tensor]:
-        """Settled k and v of all spans one after another, without room or tail: [sum of lens, d] each."""
-        settled = places(self.starts, self.lens, self.k.device)
-        return self.k[settled], self.v[settled]
+    def pack(self) -> tuple[Tensor, Tensor]:
+        """The compressed k and v of all rows and heads one after another, [sum of lens, d] each."""
+        slots = slot_indices(self.starts, self.lens, self.k.device)
+        return self.k[slots], self.v[slots]
 
     def unpack(self, key: Tensor, value: Tensor) -> None:
-        """Fill the settled entries with what `packed` gave."""
-        settled = places(self.starts, self.lens, self.k.device)
-        self.k[settled], self.v[settled] = key.to(self.k), value.to(self.v)
+        """Fill the compressed entries with what `pack` returned."""
+        slots = slot_indices(self.starts, self.lens, self.k.device)
+        self.k[slots], self.v[slots] = key.to(self.k), value.to(self.v)
 
     def nbytes(self) -> int:
-        """Bytes of storage behind the pools."""
+        """As `KVStore.nbytes`."""
         pools = (self.k, self.v, self.scores, self.positions)
         return sum(pool.untyped_storage().nbytes() for pool in pools if pool is not None)
 
     def entry_nbytes(self) -> int:
-        """Bytes of k and v of one entry."""
+        """As `KVStore.entry_nbytes`."""
         return (self.k.shape[-1] + self.v.shape[-1]) * self.k.element_size()
 
 
-def places(starts: Tensor, lens: Tensor, device: torch.device) -> Tensor:
-    """Pool indices, made on `device`, of all entries of the spans at `starts` with `lens` entries, one span after
-    another."""
-    counts = lens.flatten()
+def extend_padded(store: KVStore, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor) -> Tensor:
+    """`store.extend` row by row: new tokens that are `padding` [B, T] (on the CPU) are not appended, and their outputs
+    are 0."""
+    rows = [slice(row, row + 1) for row in range(len(padding))]
+    tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
+    k_pool, v_pool, starts, lens = store.append_view()
+    for row, real in zip(rows, tokens, strict=True):
+        append(key[row][:, :, real], value[row][:, :, real], k_pool, v_pool, starts[row], lens[row])
+    store.count_appended(padding.shape[1], padding)
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    k_pool, v_pool, starts, lens = store.attention_view()
+    for row, real in zip(rows, tokens, strict=True):
+        attended = ragged_attention(query[row][:, :, real], k_pool, v_pool, starts[row], lens[row], scale)
+        out[row] = out[row].index_copy(2, real, attended)
+    return out
+
+
+def slot_indices(starts: Tensor, counts: Tensor, device: torch.device) -> Tensor:
+    """The pool indices, on `device`, of all entries of rows and heads that begin at `starts` [B, H] and have `counts`
+    [B, H] of them, one after another."""
+    counts = counts.flatten()
     begin, count = devices.uploaded(device, starts.flatten() - (counts.cumsum(0) - counts), counts)
     total = int(counts.sum())
     return torch.arange(total, device=device) + torch.repeat_interleave(begin, count, output_size=total)

@@ -399,7 +399,7 @@ def compress_ids(
     cache.ids = tensor
     target = cache.target
     metadata = {
-        "method": cache.plan.method.name,
+        "method": cache.config.method.name,
         "retention": None if target is None or target.tokens is not None else target.retention,
         "budget_tokens": None if target is None else target.tokens,
         "bits": options.get("bits"),

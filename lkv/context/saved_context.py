@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.cache.entries import check_state
+from lkv.cache.layer import check_state
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ModelSpec, asdict, from_dict
 from lkv.errors import CacheError, ContextFileError
@@ -87,7 +87,7 @@ def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
         raise CacheError("this process holds a part of the heads only; save the context from a model in one piece.")
     states = enumerate(layer.state() for layer in cache.ragged_layers)
     tensors = {f"{name}.{index}": tensor for index, state in states for name, tensor in state.items()}
-    return tensors | cache.windows.state() | {"ids": torch.tensor(ids, dtype=torch.int32, device="cpu")}
+    return tensors | cache.sliding_state() | {"ids": torch.tensor(ids, dtype=torch.int32, device="cpu")}
 
 
 def _restored_cache(model: Any, method: str, ids: list[int], tensors: dict[str, Tensor]) -> RaggedCache:
@@ -104,7 +104,7 @@ def _restored_cache(model: Any, method: str, ids: list[int], tensors: dict[str, 
     for layer, state in zip(cache.ragged_layers, states, strict=True):
         check_state(state, len(ids), cache.spec)
         layer.restore(state, like)
-    cache.windows.restore(sliding, len(ids), cache.spec, like)
+    cache.restore_sliding(sliding, len(ids), like)
     cache.ids = torch.tensor([ids], device=input_device(model))
     return cache
 

@@ -489,7 +489,7 @@ def context_pools(context: Context) -> Callable[[int], tuple[Tensor, Tensor, Ten
         if not cache.is_rewindable:
             raise IntegrationError("a context with decode_eviction cannot be shared; compress the text without it.")
         ragged: Any = cache.ragged_layers
-        return lambda layer: ragged[layer].store.settled()
+        return lambda layer: ragged[layer].store.compressed_view()
     layers: Any = cache.layers
 
     def whole(layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -255,7 +255,7 @@ def check_size(context: Context, max_retention: float, task: str) -> None:
     for layer in cache.ragged_layers:
         kept = int(layer.kept_counts.sum())
         heads = layer.kept_counts.numel()
-        slack = heads * cache.plan.slack_for(-(-kept // heads), context.model.device)
+        slack = heads * cache.config.slack_for(-(-kept // heads), context.model.device)
         allowed_nbytes += (kept + slack) * entry_nbytes
     nbytes = sum(layer.nbytes() for layer in cache.ragged_layers)
     if nbytes > allowed_nbytes:

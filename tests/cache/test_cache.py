@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lkv.cache import rows
-from lkv.cache import store as spans
+from lkv.cache import store as stores
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import (
     CacheError,
@@ -104,7 +103,7 @@ def test_generate_equals_the_stock_model_greedy_and_sampled(model, policy):
     text = ids(PROMPT)
     for settings_ in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}):
         outs = []
-        for cache in (None, RaggedCache(model, policy, retention=1.0)):
+        for cache in (None, RaggedCache(model, policy=policy, retention=1.0)):
             torch.manual_seed(7)
             outs.append(model.generate(text, max_new_tokens=12, past_key_values=cache, **settings_))
         assert torch.equal(*outs)
@@ -112,7 +111,7 @@ def test_generate_equals_the_stock_model_greedy_and_sampled(model, policy):
 
 def test_eviction_during_generate_follows_the_policy(model, policy):
     text = ids(PROMPT)
-    cache = RaggedCache(model, policy, retention=0.4)
+    cache = RaggedCache(model, policy=policy, retention=0.4)
     out = model.generate(text, max_new_tokens=6, do_sample=False, past_key_values=cache)
     expected = (policy.inference_ratios(0.4).double() * PROMPT).floor().long()
     assert cache.kept_counts() == expected.tolist()
@@ -122,7 +121,7 @@ def test_eviction_during_generate_follows_the_policy(model, policy):
 
 
 def test_bytes_are_those_of_the_kept_entries_and_slack(model, policy):
-    cache = RaggedCache(model, policy, retention=0.25, slack=3)
+    cache = RaggedCache(model, policy=policy, retention=0.25, slack=3)
     text = ids(PROMPT)
     model(text, past_key_values=cache, use_cache=True)
     kept = sum(map(sum, cache.kept_counts()))
@@ -163,7 +162,7 @@ def test_prefill_never_holds_more_than_the_kept_part_and_one_layer():
 
 
 def test_rewind_forgets_what_came_after_the_prompt(model, policy):
-    cache = RaggedCache(model, policy, retention=0.5, slack=2)
+    cache = RaggedCache(model, policy=policy, retention=0.5, slack=2)
     text = ids()
     first = stepwise(model, cache, text, [LATER])
     cache.rewind()
@@ -180,7 +179,7 @@ def test_rewind_forgets_what_came_after_the_prompt(model, policy):
 
 def test_a_deep_copy_is_a_fork(model, policy):
     """The documented way to use one prompt's cache several times."""
-    cache = RaggedCache(model, policy, retention=0.5)
+    cache = RaggedCache(model, policy=policy, retention=0.5)
     text = ids()
     model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
     twin = copy.deepcopy(cache)
@@ -196,7 +195,7 @@ def test_a_deep_copy_is_a_fork(model, policy):
 def test_a_prompt_read_in_inference_mode_goes_on_outside_it(model, policy, options):
     text, outs = ids(), []
     for mode in (torch.inference_mode, torch.no_grad):
-        cache = RaggedCache(model, policy, retention=0.5, slack=2, **options)
+        cache = RaggedCache(model, policy=policy, retention=0.5, slack=2, **options)
         with mode():
             model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
         steps = [text[:, PROMPT : PROMPT + 1], text[:, PROMPT + 1 :]]
@@ -205,7 +204,7 @@ def test_a_prompt_read_in_inference_mode_goes_on_outside_it(model, policy, optio
 
 
 def test_reset_frees_everything(model, policy):
-    cache = RaggedCache(model, policy, retention=0.5)
+    cache = RaggedCache(model, policy=policy, retention=0.5)
     model(ids(PROMPT), past_key_values=cache, use_cache=True)
     assert cache.nbytes() > 0
     cache.reset()
@@ -214,14 +213,14 @@ def test_reset_frees_everything(model, policy):
 
 def test_bad_use_is_named(model, policy):
     with pytest.raises(RetentionError):
-        RaggedCache(model, policy, retention=0)
+        RaggedCache(model, policy=policy, retention=0)
     with pytest.raises(LkvError, match="no method"):
-        RaggedCache(model, policy, method="lvk")
+        RaggedCache(model, policy=policy, method="lvk")
     with pytest.raises(PolicyMismatchError):
-        RaggedCache(tiny_llama(seed=9), policy)
+        RaggedCache(tiny_llama(seed=9), policy=policy)
     with pytest.raises(PromptError, match=r"has 5 tokens: at retention 0\.15 nothing of it would be kept"):
-        model.generate(ids(5), past_key_values=RaggedCache(model, policy), max_new_tokens=2)
-    cache = RaggedCache(model, policy)
+        model.generate(ids(5), past_key_values=RaggedCache(model, policy=policy), max_new_tokens=2)
+    cache = RaggedCache(model, policy=policy)
     with pytest.raises(PromptError, match="600 tokens, but the model reads at most 512"):
         model(ids(600), past_key_values=cache, use_cache=True)
 
@@ -229,24 +228,26 @@ def test_bad_use_is_named(model, policy):
 def test_what_cannot_work_is_refused(model, policy):
     prompt = ids(PROMPT)
     with pytest.raises(CacheError, match="assisted decoding"):
-        model.generate(prompt, past_key_values=RaggedCache(model, policy), prompt_lookup_num_tokens=3, max_new_tokens=4)
+        model.generate(
+            prompt, past_key_values=RaggedCache(model, policy=policy), prompt_lookup_num_tokens=3, max_new_tokens=4
+        )
     with pytest.raises(CacheError, match="slack is -1"):
-        RaggedCache(model, policy, slack=-1)
+        RaggedCache(model, policy=policy, slack=-1)
     with pytest.raises(CacheError, match="prompt_tokens is 0"):
-        RaggedCache(model, policy, prompt_tokens=0)
-    with pytest.raises(CacheError, match="must be announced"):
-        RaggedCache(model, policy, streaming=True)
+        RaggedCache(model, policy=policy, prompt_tokens=0)
+    with pytest.raises(CacheError, match="needs its length"):
+        RaggedCache(model, policy=policy, streaming=True)
     with pytest.raises(RetentionError, match="budget_tokens is 0"):
-        RaggedCache(model, policy, budget_tokens=0)
+        RaggedCache(model, policy=policy, budget_tokens=0)
     with pytest.raises(RetentionError, match=r"retention 0\.5 and budget_tokens 9 both say how much to keep"):
-        RaggedCache(model, policy, 0.5, budget_tokens=9)
+        RaggedCache(model, policy=policy, retention=0.5, budget_tokens=9)
     for amount in ({"retention": 0.1}, {"budget_tokens": 3}):
         with pytest.raises(RetentionError, match="'half' has a budget of its own: leave retention and"):
             RaggedCache(model, method=Method("half", Uniform(0.5), RandomScores()), **amount)
     for option in ({"streaming": True, "prompt_tokens": 9}, {"decode_eviction": True}):
         with pytest.raises(CacheError, match="does not work with 'snapkv'"):
             RaggedCache(model, method="snapkv", **option)
-    cache = RaggedCache(model, policy)
+    cache = RaggedCache(model, policy=policy)
     model(ids(PROMPT, 2), past_key_values=cache, use_cache=True)
     padding = torch.ones(2, PROMPT + 4, dtype=torch.long)
     padding[1, PROMPT:] = 0
@@ -255,21 +256,21 @@ def test_what_cannot_work_is_refused(model, policy):
     right = torch.ones(2, PROMPT, dtype=torch.long)
     right[0, -5:] = 0
     with pytest.raises(PromptError, match="pad it on the left"):
-        model(ids(PROMPT, 2), attention_mask=right, past_key_values=RaggedCache(model, policy), use_cache=True)
+        model(ids(PROMPT, 2), attention_mask=right, past_key_values=RaggedCache(model, policy=policy), use_cache=True)
     right[0] = 0
     with pytest.raises(PromptError, match="a row of the batch is nothing but padding"):
-        model(ids(PROMPT, 2), attention_mask=right, past_key_values=RaggedCache(model, policy), use_cache=True)
-    cache = RaggedCache(model, policy)
+        model(ids(PROMPT, 2), attention_mask=right, past_key_values=RaggedCache(model, policy=policy), use_cache=True)
+    cache = RaggedCache(model, policy=policy)
     model(prompt, past_key_values=cache, use_cache=True)
-    with pytest.raises(CacheError, match="this cache holds 1 rows, but 2 were given"):
+    with pytest.raises(CacheError, match="this cache has 1 rows, but 2 were given"):
         model(ids(4, 2), past_key_values=cache, use_cache=True)
     with pytest.raises(PolicyFileError, match=r"policy is 0\.5; give a Policy, .* how much is kept as retention=0\.15"):
-        RaggedCache(model, 0.5, method="snapkv")
+        RaggedCache(model, policy=0.5, method="snapkv")
 
 
 def test_interrupted_forward_is_noticed_and_mended(model, policy):
     text = ids()
-    cache = RaggedCache(model, policy, retention=0.5)
+    cache = RaggedCache(model, policy=policy, retention=0.5)
     model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
     expected = model(text[:, PROMPT:], past_key_values=cache, use_cache=True).logits
     cache.rewind()
@@ -291,23 +292,22 @@ def test_interrupted_forward_is_noticed_and_mended(model, policy):
 def test_a_pass_whose_attention_failed_in_the_first_layer_can_be_made_again(model, policy, monkeypatch, new, padded):
     """k and v were appended, and counted on their device, before it failed."""
     text = ids(PROMPT + new, 2)
-    cache = RaggedCache(model, policy, retention=0.5)
+    cache = RaggedCache(model, policy=policy, retention=0.5)
     model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
     mask = torch.ones(2, PROMPT + new)
     mask[1, PROMPT + 2 :] = 0 if padded else 1
     options = {"past_key_values": cache, "use_cache": True, "attention_mask": mask}
     expected = model(text[:, PROMPT:], **options).logits
     cache.rewind()
-    where = rows if padded else spans
     name = "ragged_attention" if padded else "append_and_attend"
-    compute = getattr(where, name)
+    compute = getattr(stores, name)
 
     def failing(*args, **kwargs):
         compute(*args, **kwargs)
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(where, name, failing)
+        patch.setattr(stores, name, failing)
         with pytest.raises(MemoryError):
             model(text[:, PROMPT:], **options)
     assert cache.get_seq_length() == PROMPT
@@ -360,7 +360,7 @@ def test_unsupported_architectures_are_refused():
 
 
 def test_a_cache_serves_its_own_model_alone(model, policy):
-    cache = RaggedCache(model, policy, retention=0.5)
+    cache = RaggedCache(model, policy=policy, retention=0.5)
     other = tiny_llama(seed=4)
     patch_attention(other)
     with pytest.raises(CacheError, match="made for another model"):
@@ -369,7 +369,7 @@ def test_a_cache_serves_its_own_model_alone(model, policy):
 
 def test_running_out_of_memory_leaves_the_prompt(model, policy, monkeypatch):
     text = ids()
-    cache = RaggedCache(model, policy, retention=0.5, slack=1)
+    cache = RaggedCache(model, policy=policy, retention=0.5, slack=1)
     model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
     expected = model(text[:, PROMPT:], past_key_values=cache.fork(), use_cache=True).logits
 
@@ -377,7 +377,7 @@ def test_running_out_of_memory_leaves_the_prompt(model, policy, monkeypatch):
         raise RuntimeError("can't allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache.ragged_layers[1].store, "relaid", full)
+        patch.setattr(cache.ragged_layers[1].store, "reallocate", full)
         with pytest.raises(CacheError, match=r"no memory for 9 more tokens in layer 1 \(can't allocate memory\)"):
             model(text[:, PROMPT:], past_key_values=cache, use_cache=True)
     cache.rewind()

@@ -119,7 +119,7 @@ def test_generate_at_full_retention_equals_the_stock_model(how, policy):
     model = tiny_llama()
     batch = padded([ids(1, 30), ids(1, 22, 1)])
     outs = []
-    for cache in (None, RaggedCache(model, policy, retention=1.0, slack=3)):
+    for cache in (None, RaggedCache(model, policy=policy, retention=1.0, slack=3)):
         torch.manual_seed(3)
         outs.append(model.generate(**batch, past_key_values=cache, max_new_tokens=9, **how))
     assert torch.equal(*outs)
@@ -168,7 +168,7 @@ def test_a_prompt_in_parts_is_evicted_when_it_has_ended(parts, seed, batch, quer
     assert cache.get_seq_length() == cache.prompt_length == tokens
     for mine, theirs in zip(cache.ragged_layers, whole.ragged_layers, strict=True):
         assert torch.equal(mine.kept_counts, theirs.kept_counts)
-        torch.testing.assert_close(mine.store.packed(), theirs.store.packed(), atol=1e-11, rtol=1e-11)
+        torch.testing.assert_close(mine.store.pack(), theirs.store.pack(), atol=1e-11, rtol=1e-11)
     after = [model(text[:, tokens:], past_key_values=c, use_cache=True).logits for c in (cache, whole)]
     torch.testing.assert_close(*after, atol=1e-10, rtol=1e-10)
 
@@ -186,8 +186,10 @@ def stock_chunks() -> None:
 def test_generate_reads_a_padded_prompt_in_chunks(policy, stock_chunks):
     model = tiny_llama()
     batch = padded([ids(1, 30), ids(1, 22, 1)])
-    plain = model.generate(**batch, past_key_values=RaggedCache(model, policy, 0.4), max_new_tokens=6, do_sample=False)
-    cache = RaggedCache(model, policy, 0.4, prompt_tokens=30)
+    plain = model.generate(
+        **batch, past_key_values=RaggedCache(model, policy=policy, retention=0.4), max_new_tokens=6, do_sample=False
+    )
+    cache = RaggedCache(model, policy=policy, retention=0.4, prompt_tokens=30)
     parts = model.generate(**batch, past_key_values=cache, max_new_tokens=6, do_sample=False, prefill_chunk_size=7)
     assert torch.equal(parts, plain)
 
@@ -196,25 +198,25 @@ def test_generate_reads_no_unannounced_prompt_in_parts(policy):
     """The first part would be taken for the whole prompt, and nothing evicted of the rest."""
     model, text = tiny_llama(), ids(1, 30)
     how = {"max_new_tokens": 4, "do_sample": False, "prefill_chunk_size": 8}
-    cache = RaggedCache(model, policy, 0.4)
-    with pytest.raises(CacheError, match=r"must be announced: give prompt_tokens=input_ids\.shape\[1\]"):
+    cache = RaggedCache(model, policy=policy, retention=0.4)
+    with pytest.raises(CacheError, match=r"needs its length: give prompt_tokens=input_ids\.shape\[1\]"):
         model.generate(text, past_key_values=cache, **how)
     cache.reset()
     plain = model.generate(text[:, :8], past_key_values=cache, max_new_tokens=4, do_sample=False)
-    one = RaggedCache(model, policy, 0.4)
+    one = RaggedCache(model, policy=policy, retention=0.4)
     assert torch.equal(model.generate(text[:, :8], past_key_values=one, **how), plain)
     assert one.realised_retention() < 0.5 and one.prompt_length == 8
 
 
 def test_a_turn_in_parts_goes_on_from_a_compressed_prompt(policy):
     model, text = tiny_llama(), ids(1, 30)
-    caches = [RaggedCache(model, policy, 0.4) for _ in range(2)]
+    caches = [RaggedCache(model, policy=policy, retention=0.4) for _ in range(2)]
     for cache in caches:
         model(text[:, :12], past_key_values=cache, use_cache=True)
     plain = model.generate(text, past_key_values=caches[0], max_new_tokens=4, do_sample=False)
     how = {"past_key_values": caches[1], "max_new_tokens": 4, "do_sample": False, "prefill_chunk_size": 7}
     if Version(transformers.__version__) < Version("5.4"):
-        with pytest.raises(CacheError, match="would read a text in parts from its first token on"):
+        with pytest.raises(CacheError, match="would read a text in chunks from its first token on"):
             model.generate(text, **how)
         return
     assert torch.equal(model.generate(text, **how), plain)
@@ -226,7 +228,7 @@ def test_generate_without_the_cache_that_it_is_given_is_refused(policy):
     without = {"use_cache": False, "max_new_tokens": 4}
     for how in (without, {"generation_config": GenerationConfig(**without)}):
         with pytest.raises(CacheError, match="use_cache=False"):
-            model.generate(text, past_key_values=RaggedCache(model, policy, 0.4), **how)
+            model.generate(text, past_key_values=RaggedCache(model, policy=policy, retention=0.4), **how)
 
 
 @settings(max_examples=12)
@@ -251,10 +253,10 @@ def test_streaming_equals_the_model_that_evicts_between_chunks(chunk, tokens, ba
 def test_streaming_in_generate(policy, stock_chunks):
     model = tiny_llama()
     text = ids(1, 40)
-    cache = RaggedCache(model, policy, 0.4, prompt_tokens=40, streaming=True)
+    cache = RaggedCache(model, policy=policy, retention=0.4, prompt_tokens=40, streaming=True)
     out = model.generate(text, past_key_values=cache, max_new_tokens=5, do_sample=False, prefill_chunk_size=9)
     assert out.shape == (1, 45) and cache.prompt_length == 40
-    exact = RaggedCache(model, policy, 0.4)
+    exact = RaggedCache(model, policy=policy, retention=0.4)
     model(text, past_key_values=exact, use_cache=True)
     assert cache.kept_counts() == exact.kept_counts()
 
@@ -262,7 +264,10 @@ def test_streaming_in_generate(policy, stock_chunks):
 def test_one_streamed_part_is_the_exact_mode(policy):
     model = tiny_llama()
     text = ids(2, 40)
-    exact, streamed = RaggedCache(model, policy, 0.4), RaggedCache(model, policy, 0.4, prompt_tokens=36, streaming=True)
+    exact, streamed = (
+        RaggedCache(model, policy=policy, retention=0.4),
+        RaggedCache(model, policy=policy, retention=0.4, prompt_tokens=36, streaming=True),
+    )
     model(text[:, :36], past_key_values=exact, use_cache=True)
     expected = model(text[:, 36:], past_key_values=exact, use_cache=True).logits
     # Prompt and what follows in one pass.
@@ -285,7 +290,7 @@ def test_long_answers_are_evicted_from_when_the_slack_runs_out(slack, answer, se
         room -= 1
         logits.append(model(text[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
         # Never more than each head's share, the slack and one token.
-        held = sum(int((layer.store.lens + layer.store.tail).sum()) for layer in cache.ragged_layers)
+        held = sum(int((layer.store.lens + layer.store.appended_tokens).sum()) for layer in cache.ragged_layers)
         assert held <= sum(int(r * (place + 1) + 1e-6) + slack + 1 for row in RATIOS for r in row)
     with evicting_at(model, places, score, RATIOS):
         expected = model(text).logits
@@ -299,10 +304,10 @@ def test_several_turns_on_one_cache(policy):
     """What was said is fed again as ids; only what is new reaches the model."""
     model = tiny_llama()
     text, later = ids(1, 30), ids(1, 7, 5)
-    cache = RaggedCache(model, policy, 0.5)
+    cache = RaggedCache(model, policy=policy, retention=0.5)
     first = model.generate(text, past_key_values=cache, max_new_tokens=5, do_sample=False)
     second = model.generate(torch.cat([first, later], 1), past_key_values=cache, max_new_tokens=5, do_sample=False)
-    step = RaggedCache(model, policy, 0.5)
+    step = RaggedCache(model, policy=policy, retention=0.5)
     model(text, past_key_values=step, use_cache=True)
     logits = model(second[:, 30:-1], past_key_values=step, use_cache=True).logits
     assert torch.equal(logits[0, -5:].argmax(-1), second[0, -5:])
@@ -314,7 +319,9 @@ def test_assisted_decoding_equals_greedy_decoding(policy):
     patch_attention(model := tiny_llama())
     # A repeating text, so that prompt lookup finds candidates, right and wrong ones.
     text = ids(1, 8).repeat(1, 5)
-    greedy = model.generate(text, past_key_values=RaggedCache(model, policy, 0.5), max_new_tokens=15, do_sample=False)
+    greedy = model.generate(
+        text, past_key_values=RaggedCache(model, policy=policy, retention=0.5), max_new_tokens=15, do_sample=False
+    )
     lengths = []
 
     def note(module, args, kwargs):
@@ -322,7 +329,7 @@ def test_assisted_decoding_equals_greedy_decoding(policy):
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     for how in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": tiny_llama(seed=1)}):
-        cache = RaggedCache(model, policy, 0.5, prompt_tokens=40)
+        cache = RaggedCache(model, policy=policy, retention=0.5, prompt_tokens=40)
         lengths.clear()
         out = model.generate(text, past_key_values=cache, max_new_tokens=15, do_sample=False, **how)
         assert torch.equal(out, greedy)
@@ -393,15 +400,15 @@ def test_any_order_of_operations_equals_a_dense_model_of_the_cache(operations, s
 def test_budget_in_tokens(policy):
     model = tiny_llama()
     for tokens in (40, 60):
-        cache = RaggedCache(model, policy, budget_tokens=10)
+        cache = RaggedCache(model, policy=policy, budget_tokens=10)
         model(ids(1, tokens), past_key_values=cache, use_cache=True)
         kept = sum(map(sum, cache.kept_counts()))
         assert 54 <= kept <= 60  # 6 heads; each count is rounded down
-        other = RaggedCache(model, policy, retention=10 / tokens)
+        other = RaggedCache(model, policy=policy, retention=10 / tokens)
         model(ids(1, tokens), past_key_values=other, use_cache=True)
         assert cache.kept_counts() == other.kept_counts()
     assert RetentionTarget(tokens=10).share(5) == 1.0
-    everything = RaggedCache(model, policy, budget_tokens=1000)
+    everything = RaggedCache(model, policy=policy, budget_tokens=1000)
     model(ids(1, 40), past_key_values=everything, use_cache=True)
     assert everything.realised_retention() == 1.0
 
@@ -429,10 +436,14 @@ def test_no_step_of_decoding_copies_the_cache():
 def test_a_compiled_model_gives_the_same(policy):
     model = tiny_llama(dtype=torch.float32)
     text = ids(1, 30)
-    expected = model.generate(text, past_key_values=RaggedCache(model, policy, 0.5), max_new_tokens=3, do_sample=False)
+    expected = model.generate(
+        text, past_key_values=RaggedCache(model, policy=policy, retention=0.5), max_new_tokens=3, do_sample=False
+    )
     torch._dynamo.reset()
     model.forward = torch.compile(model.forward, backend="eager")
-    out = model.generate(text, past_key_values=RaggedCache(model, policy, 0.5), max_new_tokens=3, do_sample=False)
+    out = model.generate(
+        text, past_key_values=RaggedCache(model, policy=policy, retention=0.5), max_new_tokens=3, do_sample=False
+    )
     assert torch.equal(out, expected)
 
 

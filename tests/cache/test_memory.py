@@ -86,7 +86,7 @@ def test_an_eviction_of_a_long_prompt_takes_little_beside_what_it_keeps(dtype):
     """3 layers of 50,000 tokens, made one at a time: never more than one of them whole, what was kept, and a little."""
     tokens, heads, width = 50_000, 2, 8
     model = tiny_llama(dtype=dtype, max_position_embeddings=2 * tokens)
-    cache = RaggedCache(model, random_policy(patch_attention(model).spec), 0.15)
+    cache = RaggedCache(model, policy=random_policy(patch_attention(model).spec), retention=0.15)
     whole = 2 * heads * tokens * width * dtype.itemsize
     peaks = []
     gc.collect()

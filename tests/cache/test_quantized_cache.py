@@ -25,8 +25,8 @@ def plain_twin(cache: RaggedCache) -> RaggedCache:
         held = layer.store
         assert isinstance(held, QuantizedStore)
         key, value = held.key.unpack(), held.value.unpack()
-        layer.entries.store = RaggedStore(held.lens, 64, key, value)
-        layer.entries.store.unpack(key, value)
+        layer.store = RaggedStore(held.lens, 64, key, value)
+        layer.store.unpack(key, value)
     return twin
 
 

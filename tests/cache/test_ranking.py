@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.cache.ranking import Rows, best, kept
-from lkv.cache.store import RaggedStore
+from lkv.cache.eviction import EntryRows, best_mask, gather_best
 
 
 def chosen(scores: list[float], count: int) -> list[int]:
@@ -40,7 +39,7 @@ def test_spans_hold_the_best_of_each_head(data, batch, heads, tokens, room, k_la
     lens = torch.tensor(counts).view(batch, heads)
     key, value = (torch.randn(batch, heads, tokens, size) for size in (4, 6))
     arrived = torch.randn(batch, heads, tokens)
-    spans = RaggedStore.of(laid_out(key, k_layout), laid_out(value, v_layout), scores, lens, room, arrived)
+    spans = gather_best(laid_out(key, k_layout), laid_out(value, v_layout), scores, lens, room, arrived)
     assert len(spans.k) == len(spans.v) == int(lens.sum()) + batch * heads * room
     for b in range(batch):
         for h in range(heads):
@@ -49,15 +48,14 @@ def test_spans_hold_the_best_of_each_head(data, batch, heads, tokens, room, k_la
             assert torch.equal(spans.k[own], key[b, h, right]) and torch.equal(spans.v[own], value[b, h, right])
             assert spans.positions[own].tolist() == right
             assert torch.equal(spans.scores[own], arrived[b, h, right])
-            assert best(scores[b, h], int(lens[b, h])).tolist() == right
 
 
 def test_a_prompt_repeated_for_many_rows_is_not_copied():
     """Evaluations give every row the same k and v."""
     key = torch.randn(1, 2, 5, 4).expand(3, -1, -1, -1)
-    rows = Rows.of(key)
+    rows = EntryRows.of(key)
     assert rows.matrix.data_ptr() == key.data_ptr() and rows.matrix.shape == (10, 4) and rows.batch == 0
-    spans = RaggedStore.of(key, key, torch.arange(30.0).view(3, 2, 5) % 7, torch.full((3, 2), 2), 0)
+    spans = gather_best(key, key, torch.arange(30.0).view(3, 2, 5) % 7, torch.full((3, 2), 2), 0)
     expected = [key[b, h, chosen([(10 * b + 5 * h + t) % 7 for t in range(5)], 2)] for b in range(3) for h in range(2)]
     assert torch.equal(spans.k, torch.cat(expected))
 
@@ -66,12 +64,12 @@ def test_a_prompt_repeated_for_many_rows_is_not_copied():
 def test_scores_of_any_precision(dtype):
     scores = torch.tensor([[3, 1, 3, 2, 3, 0]], dtype=dtype)
     for count in range(7):
-        found = kept(scores, torch.tensor([count], dtype=torch.int32), count)[0].nonzero()[:, 0].tolist()
+        found = best_mask(scores, torch.tensor([count], dtype=torch.int32), count)[0].nonzero()[:, 0].tolist()
         assert found == chosen(scores[0].tolist(), count)
 
 
 def test_scores_that_are_no_numbers_read_nothing_outside():
     """On a GPU they are refused after the last layer alone."""
     key = torch.randn(2, 2, 4, 4)
-    spans = RaggedStore.of(key, key, torch.full((2, 2, 4), torch.nan), torch.tensor([[4, 0], [1, 3]]), 1)
+    spans = gather_best(key, key, torch.full((2, 2, 4), torch.nan), torch.tensor([[4, 0], [1, 3]]), 1)
     assert torch.isfinite(spans.k).all()

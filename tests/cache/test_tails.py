@@ -102,7 +102,7 @@ def test_each_row_goes_on_as_if_alone(lengths, turns, side, slack, seed):
             for step in range(2):
                 batch.feed(ids(len(lengths), 1, seed + 90 + step), torch.ones(len(lengths), 1, dtype=torch.bool))
     for layer in batch.cache.ragged_layers:
-        assert (layer.store.held - layer.store.lens).tolist() == [[count] * 2 for count in batch.entries()]
+        assert (layer.store.counts - layer.store.lens).tolist() == [[count] * 2 for count in batch.entries()]
         assert layer.get_seq_length() == batch.mask.shape[1]
 
 
@@ -131,7 +131,7 @@ def test_what_a_later_mask_hides_is_let_go(implementation):
     batch.feed(ids(3, 2, 6), reals([2, 1, 2], "left"))
     assert [len(text) for text in batch.texts] == [20 + 2 + 3 + 1 + 2, 12 + 6 + 5 + 1 + 1, 15 + 4 + 2 + 1 + 2]
     for layer in batch.cache.ragged_layers:
-        assert (layer.store.held - layer.store.lens).tolist() == [[count] * 2 for count in batch.entries()]
+        assert (layer.store.counts - layer.store.lens).tolist() == [[count] * 2 for count in batch.entries()]
 
 
 @torch.no_grad()
@@ -222,8 +222,8 @@ def test_padding_that_cannot_be_served_is_refused():
         model(ids(2, 1), attention_mask=mask[:, :21], past_key_values=cache)
     mask[1, 22:] = 1
     for options, message in (
-        ({"decode_eviction": True}, "padding in what follows a prompt under decode_eviction"),
-        ({"streaming": True, "prompt_tokens": 24}, "padding in a prompt read in streaming mode"),
+        ({"decode_eviction": True}, "decode_eviction does not take padding"),
+        ({"streaming": True, "prompt_tokens": 24}, "streaming does not take padding"),
     ):
         cache = RaggedCache(model, method=METHOD, **options)
         model(**batch, past_key_values=cache)
@@ -251,7 +251,7 @@ def test_decode_eviction_of_a_padded_row_is_that_of_the_row_alone(padding):
     steps = torch.randint(3, 60, (40, 1, 1))
 
     def answers(ids, mask):
-        cache = RaggedCache(model, policy, retention=0.3, decode_eviction=True, slack=4)
+        cache = RaggedCache(model, policy=policy, retention=0.3, decode_eviction=True, slack=4)
         at = (mask.cumsum(1) - 1).clamp(min=0)
         out = [model(ids, attention_mask=mask, position_ids=at, past_key_values=cache).logits[0, -1]]
         for number, step in enumerate(steps, 1):

@@ -266,7 +266,7 @@ def test_a_saved_context_answers_as_before(dtype, tmp_path):
     assert again.metadata == context.metadata and again.cache.kept_counts() == context.cache.kept_counts()
     assert again.cache.realised_retention() == context.cache.realised_retention()
     for mine, theirs in zip(again.cache.ragged_layers, context.cache.ragged_layers, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine.store.packed(), theirs.store.packed(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(mine.store.pack(), theirs.store.pack(), strict=True))
     # No bytes of the evicted entries are in the file.
     entries = sum(map(sum, context.cache.kept_counts()))
     size = (tmp_path / "deep" / "context.kv").stat().st_size

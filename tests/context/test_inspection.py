@@ -47,7 +47,7 @@ def test_a_head_keeps_on_the_page_what_it_keeps_in_the_cache(folder, method):
     model, tokenizer = load_model(str(folder / "model"))
     policy = Policy.from_pretrained(folder / "policy") if method == "lkv" else None
     found = inspect_text(model, tokenizer, TEXT, method, policy, retentions=(0.3, 1.0))
-    cache = RaggedCache(model, policy, retention=0.3, method=method)
+    cache = RaggedCache(model, policy=policy, retention=0.3, method=method)
     ids = torch.tensor([encode_context(tokenizer, TEXT)])
     model(ids, past_key_values=cache, use_cache=True)
     assert cache.kept_counts() == found.counts[0].reshape(found.layers, found.heads).tolist()

@@ -52,7 +52,12 @@ def test_every_row_answers_as_its_method_alone(model, policy, tmp_path):
                     method = kvzip(model, Letters(), given.context, prompt, retention, name, policy)
                     cache = RaggedCache(model, method=method)
                 else:
-                    cache = RaggedCache(model, policy if parse_method(name).needs_policy else None, retention, name)
+                    cache = RaggedCache(
+                        model,
+                        policy=policy if parse_method(name).needs_policy else None,
+                        retention=retention,
+                        method=name,
+                    )
                 cache.fill(prompt)
                 held = sum(map(sum, cache.kept_counts()))
             out = model.generate(whole, past_key_values=cache, do_sample=False, max_new_tokens=6)
@@ -72,7 +77,7 @@ def test_fidelity_is_that_of_teacher_forcing_the_right_answer(model, policy, tmp
     target = Letters()(" " + example.answers[0])["input_ids"][: example.max_new_tokens]
     rest = torch.tensor([given.question + target])
     found = []
-    for cache in (DynamicCache(), RaggedCache(model, policy, 0.3)):
+    for cache in (DynamicCache(), RaggedCache(model, policy=policy, retention=0.3)):
         model(torch.tensor([given.context]), past_key_values=cache, use_cache=True)
         out = model(rest, past_key_values=cache, use_cache=True, output_hidden_states=True)
         rows = slice(len(given.question) - 1, -1)
@@ -244,7 +249,7 @@ def test_rows_that_end_early_do_not_change_the_others(model, policy):
     assert len({len(answer) for answer in alone}) > 1
     assert generate_greedily(model, rows, 16, [stop]) == alone
     for methods in (4, 3):
-        cache = RaggedCache(model, policy, 1.0)
+        cache = RaggedCache(model, policy=policy, retention=1.0)
         patch_attention(model)
         with torch.no_grad():
             model(torch.tensor(rows[:methods])[:, :-1], past_key_values=cache, use_cache=True)

@@ -40,7 +40,7 @@ def test_every_method_under_another_default_device(small, method):
     text, question, found = ids(1, 140), ids(1, 3), []
     for device in (CPU, ELSEWHERE):
         with device:
-            cache = RaggedCache(small, policy, 0.4, method)
+            cache = RaggedCache(small, policy=policy, retention=0.4, method=method)
             small(text, past_key_values=cache)
             found.append((cache.kept_counts(), small(question, past_key_values=cache).logits))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
@@ -79,7 +79,7 @@ def test_a_policy_with_every_term_under_another_default_device(small, options):
     prompt, question, found = ids(2, 40), ids(2, 3), []
     for device in (CPU, ELSEWHERE):
         with device:
-            cache = RaggedCache(small, policy, 0.4, **options)
+            cache = RaggedCache(small, policy=policy, retention=0.4, **options)
             small(prompt, past_key_values=cache)
             found.append(small(question, past_key_values=cache).logits)
     assert torch.equal(*found)
@@ -122,7 +122,11 @@ def test_a_cache_under_autocast_is_as_good_as_the_stock_one(small):
     text = ids(1, 48)
     exact = small(text).logits[:, 40:]
     errors = []
-    for cache in (DynamicCache(), RaggedCache(small, method=METHOD), RaggedCache(small, random_policy_of(small), 1.0)):
+    for cache in (
+        DynamicCache(),
+        RaggedCache(small, method=METHOD),
+        RaggedCache(small, policy=random_policy_of(small), retention=1.0),
+    ):
         with torch.autocast("cpu", torch.bfloat16):
             small(text[:, :40], past_key_values=cache)
             parts = [small(part, past_key_values=cache).logits for part in text[:, 40:].split([1, 7], 1)]

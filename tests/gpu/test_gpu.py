@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lkv.cache.entries import Entries
+from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.context.context import compress
@@ -136,10 +136,10 @@ def test_every_way_to_read_gives_what_a_cpu_gives(base, on_fake, options):
 
 def test_a_policy_stays_where_its_owner_put_it(base, on_fake):
     policy = policy_of(base)
-    cache = RaggedCache(on_fake, policy, 0.4)
+    cache = RaggedCache(on_fake, policy=policy, retention=0.4)
     assert {x.device.type for x in policy.parameters()} == {"cpu"}
     assert {x.device.type for x in cache.policy.parameters()} == {"fake"}
-    assert RaggedCache(base, policy, 0.4).policy is policy
+    assert RaggedCache(base, policy=policy, retention=0.4).policy is policy
 
 
 def test_an_evaluation_takes_a_policy_from_wherever_it_lies(base, on_fake, tmp_path):
@@ -215,7 +215,7 @@ def test_other_errors_than_memory_keep_their_name(on_fake, monkeypatch):
     def broken(*_):
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(cache.ragged_layers[0].store, "relaid", broken)
+    monkeypatch.setattr(cache.ragged_layers[0].store, "reallocate", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         on_fake(ids(3).to("fake"), past_key_values=cache)
 
@@ -223,18 +223,17 @@ def test_other_errors_than_memory_keep_their_name(on_fake, monkeypatch):
 def test_memory_that_runs_out_while_room_is_made_is_named(on_fake):
     cache = RaggedCache(on_fake, method=KNORM, slack=0)
     on_fake(ids().to("fake"), past_key_values=cache)
-    entries = cache.ragged_layers[0].entries
     with (
         memory_limit(load().fake_gpu_held(0) + 1000),
         pytest.raises(CacheError, match="no memory for 60 more tokens in layer 0") as caught,
     ):
-        entries._make_room(60, 1.0, torch.device("fake:0"))
+        cache.ragged_layers[0]._make_space(60, 1.0, torch.device("fake:0"))
     assert devices.is_out_of_memory(caught.value)
 
 
 def test_slack_does_not_outweigh_a_short_context(on_fake):
     text = ids(64).to("fake")
-    cache = RaggedCache(on_fake, policy_of(on_fake), 0.15)
+    cache = RaggedCache(on_fake, policy=policy_of(on_fake), retention=0.15)
     on_fake.base_model(text, past_key_values=cache)
     assert cache.nbytes() < cache.full_nbytes() / 2
 
@@ -298,15 +297,15 @@ def test_a_step_that_is_replayed_is_another_step(on_fake):
         cache = RaggedCache(on_fake, method=KNORM)
         on_fake.base_model(ids().to("fake"), past_key_values=cache)
         spans = cache.ragged_layers[0].store
-        pools = [x.clone() for x in spans.for_attention()]
+        pools = [x.clone() for x in spans.attention_view()]
         query, key, value = (torch.randn(1, heads, 1, 8).to("fake") for heads in (4, 2, 2))
         buffers = {}
-        append_and_attend(query, key, value, *spans.for_attention(), 0.3, buffers=buffers)
+        append_and_attend(query, key, value, *spans.attention_view(), 0.3, buffers=buffers)
         (step,) = [launches[-2:]]
         for launch in step:
             launch.run()
         fresh = [append_and_attend(query, key, value, *pools, 0.3, buffers={}) for _ in range(2)]
-    after, expected = spans.for_attention(), pools
+    after, expected = spans.attention_view(), pools
     assert (after[3] - 2).tolist() == spans.lens.tolist()
     for own, other in zip(after, expected, strict=True):
         torch.testing.assert_close(own.cpu(), other.cpu(), atol=0, rtol=0, equal_nan=True)
@@ -380,20 +379,20 @@ def test_the_full_cache_that_finds_no_memory_is_not_timed(on_fake, tmp_path, mon
 
 def test_memory_that_runs_out_in_any_layer_of_a_step_means_fewer_rows(on_fake, tmp_path, monkeypatch):
     """Out of memory as a cache reports it while it makes room, not as PyTorch does."""
-    expected, plain, rows = evaluated(on_fake, tmp_path / "a.jsonl"), Entries._make_room, []
+    expected, plain, rows = evaluated(on_fake, tmp_path / "a.jsonl"), RaggedLayer._make_space, []
 
     def make_room(self, *given):
-        rows.append(len(self.kept))
-        if len(self.kept) > 2 and self._layer.index == 1:
-            monkeypatch.setattr(self.store, "relaid", out_of_memory)
+        rows.append(len(self.kept_counts))
+        if len(self.kept_counts) > 2 and self._context.index == 1:
+            monkeypatch.setattr(self.store, "reallocate", out_of_memory)
         return plain(self, *given)
 
     def out_of_memory(room):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(Entries, "_make_room", make_room)
-    monkeypatch.setattr("lkv.cache.config._GPU_SLACK", 4)
-    monkeypatch.setattr("lkv.cache.config._LEAST_SLACK", 4)
+    monkeypatch.setattr(RaggedLayer, "_make_space", make_room)
+    monkeypatch.setattr("lkv.cache.config._MAX_SLACK_GPU", 4)
+    monkeypatch.setattr("lkv.cache.config._MIN_SLACK", 4)
     assert evaluated(on_fake, tmp_path / "b.jsonl") == expected
     assert max(rows) > 2 and min(rows) <= 2
 
@@ -411,7 +410,7 @@ def test_a_prompt_is_read_with_one_wait(on_fake):
 
 @torch.no_grad()
 def test_a_learned_policy_waits_for_its_budgets_alone(on_fake):
-    cache = RaggedCache(on_fake, policy_of(on_fake).to("fake:0"), 0.4)
+    cache = RaggedCache(on_fake, policy=policy_of(on_fake).to("fake:0"), retention=0.4)
     with fake_gpus(stubbed=True), watched() as log:
         on_fake(ids(60, 2).to("fake"), past_key_values=cache)
     # Once for all layers: the budgets (twice), and whether scores are numbers.

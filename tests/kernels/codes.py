@@ -16,18 +16,18 @@ def quantised(lengths, room, dim, value_dim, dtype, bits, group=32, device="cpu"
     draw[0] *= torch.linspace(0.2, 5, dim, device=device).to(dtype)
     spans = RaggedStore(lens, room, *draw)
     spans.unpack(*draw)
-    held = QuantizedStore.of(spans, bits)
+    held = QuantizedStore.quantize(spans, bits)
     if group == held.key.group:
         return held
     key, value = (pool.unpack() for pool in (held.key, held.value))
     key = QuantizedPool.pack(key, bits, group, lens.flatten())
-    return QuantizedStore(lens, key, QuantizedPool.pack(value, bits, group), held.fresh)
+    return QuantizedStore(lens, key, QuantizedPool.pack(value, bits, group), held.appended)
 
 
 def exact(held, query, new, scale):
     """Attention in float64 over what the codes stand for, the tails and the `new` k, v [B, H, n, .]."""
-    whole = [pool.double() for pool in held.for_attention()[:2]]
-    lens = held.lens + held.tail
+    whole = [pool.double() for pool in held.attention_view()[:2]]
+    lens = held.lens + held.appended_tokens
     starts = (lens.flatten().cumsum(0) - lens.flatten()).view_as(lens)
     pools = []
     for side, entries in zip(whole, new, strict=True):
@@ -44,16 +44,16 @@ def exact(held, query, new, scale):
 
 def assert_exact(held, group, rows, scale, backend):
     """One step of `extend` over the codes of `held` against `exact`; it counts what was appended."""
-    dtype, device, (batch, heads) = held.dtype, held.fresh.k.device, held.lens.shape
+    dtype, device, (batch, heads) = held.dtype, held.appended.k.device, held.lens.shape
     query = torch.randn(batch, rows, heads * group, held.key.width, device=device).to(dtype).transpose(1, 2)
     new = [torch.randn(batch, rows, heads, n, device=device).to(dtype).transpose(1, 2) for n in
            (held.key.width, held.value.width)]  # fmt: skip
     right = exact(held, query, new, scale)
-    pools, codes, starts, lens = held.for_codes()
+    (*pools, starts, lens), codes = held.append_view(), held.quantized_kv()
     before = lens.clone()
     out = append_and_attend(query, *new, *pools, starts, lens, scale, backend, quantized=codes)
     assert torch.equal(lens, before + rows)
-    held.count(rows)
+    held.count_appended(rows)
     # Restored values are rounded to the dtype once more than the oracle's; bfloat16 is cut in the interpreter.
     allowed = 12 * torch.finfo(dtype).eps * right.abs().max().clamp(min=1)
     assert out.dtype == dtype and (out - right).abs().max() <= allowed

@@ -78,7 +78,7 @@ def test_slices_that_begin_within_a_group(bits, monkeypatch):
 
 def test_a_backend_without_codes_says_so():
     held = quantised([[5]], 1, 8, 8, torch.float32, 8)
-    pools, codes, starts, lens = held.for_codes()
+    (*pools, starts, lens), codes = held.append_view(), held.quantized_kv()
     new = [torch.zeros(1, 1, 1, 8, device=DEVICE)] * 2
     with pytest.raises(BackendError, match="'loop' cannot run: it reads no codes"):
         append_and_attend(new[0], *new, *pools, starts, lens, 1.0, "loop", quantized=codes)
@@ -91,7 +91,7 @@ def test_groups_that_the_kernel_cannot_take_are_restored(groups, monkeypatch):
     held = quantised([[40, 3]], 2, 8, 8, torch.float32, 8)
     pools = [pool.unpack() for pool in (held.key, held.value)]
     key = QuantizedPool.pack(pools[0], 8, groups[0], [40, 3])
-    held = QuantizedStore(held.lens, key, QuantizedPool.pack(pools[1], 8, groups[1]), held.fresh)
+    held = QuantizedStore(held.lens, key, QuantizedPool.pack(pools[1], 8, groups[1]), held.appended)
     monkeypatch.setattr("lkv.cache.quantized_store.can_attend_quantized", lambda *args: True)
     query, *new = (torch.randn(1, 2, 2, 8, device=DEVICE) for _ in range(3))
     right = exact(held, query, new, 0.3)

@@ -62,11 +62,11 @@ def test_the_spans_of_a_cache_take_it(bits, rows, threads, monkeypatch):
         query, key, value = (torch.randn(2, heads, rows, 64) for heads in (6, 2, 2))
         right = exact(held, query, (key, value), 0.125)
         with monkeypatch.context() as patch:
-            patch.setattr(type(held), "for_attention", None)
+            patch.setattr(type(held), "attention_view", None)
             patch.setattr(type(held), "_attend_to_codes", None)
             out = held.extend(query, key, value, 0.125)
         torch.testing.assert_close(out.double(), right, atol=1e-5, rtol=1e-5)
-    assert held.tail == 2 * rows
+    assert held.appended_tokens == 2 * rows
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_spans_of_a_cache_take_it(bits, rows, threads, monkeypatch):
 )
 def test_tables_that_point_beyond_the_codes_are_refused(field, number):
     held = quantised([[8]], 1, 64, 64, torch.float32, 8)
-    pools, codes, starts, lens = held.for_codes()
+    (*pools, starts, lens), codes = held.append_view(), held.quantized_kv()
     tables = codes.tables.clone()
     tables[field] = number
     new = [torch.zeros(1, 1, 1, 64)] * 2
@@ -94,6 +94,7 @@ def test_tables_that_point_beyond_the_codes_are_refused(field, number):
 )
 def test_codes_that_it_cannot_read_are_named(bits, dim, change, reason):
     new = [torch.zeros(1, 1, 1, dim)] * 2
-    pools, codes, starts, lens = quantised([[8]], 1, dim, dim, torch.float32, bits).for_codes()
+    held = quantised([[8]], 1, dim, dim, torch.float32, bits)
+    (*pools, starts, lens), codes = held.append_view(), held.quantized_kv()
     with pytest.raises(BackendError, match=reason):
         append_and_attend(new[0], *new, *pools, starts, lens, 1.0, "numba", quantized=codes._replace(**change))

@@ -199,12 +199,15 @@ def test_streaming_in_one_part_keeps_what_is_kept_of_the_whole():
     model = tiny_llama(dtype=torch.float64)
     policy = filled(patch_attention(model).spec)
     text = torch.arange(3, 51)[None]
-    caches = [RaggedCache(model, policy, 0.3), RaggedCache(model, policy, 0.3, prompt_tokens=48, streaming=True)]
+    caches = [
+        RaggedCache(model, policy=policy, retention=0.3),
+        RaggedCache(model, policy=policy, retention=0.3, prompt_tokens=48, streaming=True),
+    ]
     for cache in caches:
         model(text, past_key_values=cache, use_cache=True)
     for whole, streamed in zip(caches[0].ragged_layers, caches[1].ragged_layers, strict=True):
         assert torch.equal(whole.kept_counts, streamed.kept_counts)
-        torch.testing.assert_close(whole.store.packed(), streamed.store.packed(), atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(whole.store.pack(), streamed.store.pack(), atol=1e-10, rtol=1e-10)
 
 
 def test_completed_scores_are_the_scores_of_the_whole_text():
@@ -235,7 +238,7 @@ def test_decode_eviction_gives_up_generated_tokens_too():
         policy.tokens.start.zero_()
         for name in ("output", "attention_weight"):
             getattr(policy.tokens, name).zero_()
-    cache = RaggedCache(model, policy, 0.5, decode_eviction=True, slack=4)
+    cache = RaggedCache(model, policy=policy, retention=0.5, decode_eviction=True, slack=4)
     model(torch.arange(3, 23)[None], past_key_values=cache, use_cache=True)
     for token in range(30, 46):
         model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
@@ -244,5 +247,5 @@ def test_decode_eviction_gives_up_generated_tokens_too():
             start, count = int(layer.store.starts[0, head]), int(layer.store.lens[0, head])
             positions = layer.store.positions[start : start + count].tolist()
             # Beyond the last knot (16 tokens back) the term is flat; nearer ones are all there.
-            newest = [p for p in range(layer.entries.settled) if layer.entries.settled - p < 16]
+            newest = [p for p in range(layer.base_length) if layer.base_length - p < 16]
             assert set(newest[-min(count, len(newest)) :]) <= set(positions)

@@ -162,11 +162,11 @@ def test_the_cache_holds_what_refitting_gives():
         assert torch.equal(before.kept_counts, after.kept_counts)
         queries = refit.reference_queries(prompt[layer])[0]
         for number in range(2):
-            k, v = before.store.settled_of(0, number)
+            k, v = before.store.head_entries(0, number)
             if 0 < len(k) < 40:
                 whole = prompt[layer].key[0, number], prompt[layer].value[0, number]
                 k, v = refit.compensate(queries[number], *whole, k, v, prompt[layer].scale)
-            for mine, expected in zip(after.store.settled_of(0, number), (k, v), strict=True):
+            for mine, expected in zip(after.store.head_entries(0, number), (k, v), strict=True):
                 torch.testing.assert_close(mine, expected, atol=1e-9, rtol=0)
     assert cache.nbytes() == plain.nbytes()
 
@@ -250,8 +250,10 @@ def test_names_and_rows(policy):
 def test_what_it_cannot_do_is_said(policy):
     model = tiny_llama()
     for options in ({"streaming": True, "prompt_tokens": 20}, {"decode_eviction": True}):
-        with pytest.raises(CacheError, match=r"refitted is not evicted from again; use the method without '\+refit'"):
-            RaggedCache(model, policy, method="lkv+refit", **options)
+        with pytest.raises(
+            CacheError, match=r"compensated entries cannot be evicted from again; use the method without '\+refit'"
+        ):
+            RaggedCache(model, policy=policy, method="lkv+refit", **options)
     (unturned,) = [family for family in SERVED if family.name == "OPT"]
     model = unturned.build()
     with pytest.raises(UnsupportedModelError, match="no rotary embedding that LKV can undo"):

@@ -121,7 +121,7 @@ def test_scoring_a_long_prompt_takes_no_more_memory_than_a_block(policy):
 def test_a_policy_works_in_any_dtype(model, policy, dtype):
     rough = copy.deepcopy(policy).to(dtype)
     text = torch.arange(3, 43)[None]
-    caches = [RaggedCache(model, given, 0.4) for given in (rough, policy)]
+    caches = [RaggedCache(model, policy=given, retention=0.4) for given in (rough, policy)]
     for cache in caches:
         model(text, past_key_values=cache, use_cache=True)
     kept = [sum(map(sum, cache.kept_counts())) for cache in caches]

@@ -112,7 +112,7 @@ def test_student_equals_inference_through_the_cache(model, policy):
     out = run.run(hard_mask(policy, run.scores(policy), 0.3, 2))
     rows = []
     for ids, skip in item.continuations:
-        cache = RaggedCache(model, policy, retention=0.3)
+        cache = RaggedCache(model, policy=policy, retention=0.3)
         model(torch.tensor([item.context]), past_key_values=cache, use_cache=True)
         logits = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0]
         rows.append(torch.log_softmax(logits[max(0, skip - 1) : -1].float(), -1))

@@ -173,9 +173,9 @@ class Profiler:
             pattern = torch.rand(self._spec.layers, self._spec.kv_heads, generator=generator, device="cpu").tolist()
         return RaggedCache(
             self._model,
-            self._policy,
-            settings.retention,
-            method,
+            policy=self._policy,
+            retention=settings.retention,
+            method=method,
             prompt_tokens=tokens if settings.chunk else None,
             streaming=settings.streaming,
             pattern=pattern,

@@ -35,7 +35,7 @@ def model_of(**changes) -> LlamaForCausalLM:
 def test_bytes_of_k_and_v_are_those_that_a_cache_holds(policy, model):
     shape = Shape.of(model.config)
     ids = torch.randint(3, 60, (2, 200))
-    cache = RaggedCache(model, policy, retention=0.3)
+    cache = RaggedCache(model, policy=policy, retention=0.3)
     model(ids, past_key_values=cache, use_cache=True)
     found = predict_memory(shape, 200, 0.3, element=8, batch=2)
     assert found.kv_full == cache.full_nbytes()

@@ -53,16 +53,20 @@ def test_a_block_patches_and_nested_blocks_stay_patched(policy):
         with attention_patched(model):
             pass
         assert patched.spec.layers == 3
-        out = model.generate(IDS, past_key_values=RaggedCache(model, policy, 0.5), max_new_tokens=3, do_sample=False)
+        out = model.generate(
+            IDS, past_key_values=RaggedCache(model, policy=policy, retention=0.5), max_new_tokens=3, do_sample=False
+        )
     unpatch_attention(model)
     assert state_of(model) == before
-    again = model.generate(IDS, past_key_values=RaggedCache(model, policy, 0.5), max_new_tokens=3, do_sample=False)
+    again = model.generate(
+        IDS, past_key_values=RaggedCache(model, policy=policy, retention=0.5), max_new_tokens=3, do_sample=False
+    )
     assert torch.equal(out, again)
 
 
 def test_a_cache_of_an_unpatched_model_is_refused(policy):
     model = tiny_llama()
-    cache = RaggedCache(model, policy, 0.5)
+    cache = RaggedCache(model, policy=policy, retention=0.5)
     unpatch_attention(model)
     with pytest.raises(CacheError, match=r"without LKV.*call lkv\.patch_attention\(model\)"):
         model(IDS, past_key_values=cache)
@@ -77,7 +81,7 @@ def test_a_cache_of_an_unpatched_model_is_refused(policy):
 def test_a_pass_that_failed_leaves_nothing_to_other_caches(policy, monkeypatch, error, where):
     """Between the cache's update and its attention, or within the attention."""
     model = tiny_llama()
-    cache = RaggedCache(model, policy, 0.5)
+    cache = RaggedCache(model, policy=policy, retention=0.5)
     expected = model(IDS, past_key_values=DynamicCache()).logits
 
     def fail(*args, **kwargs):
@@ -108,7 +112,7 @@ def test_threads_do_not_see_each_other(policy):
     model, expected = tiny_llama(), {}
 
     def run(number: int, results: dict) -> None:
-        cache = RaggedCache(model, policy, 0.5) if number % 2 else DynamicCache()
+        cache = RaggedCache(model, policy=policy, retention=0.5) if number % 2 else DynamicCache()
         text = IDS + number
         with torch.no_grad():
             model(text, past_key_values=cache)
@@ -127,15 +131,19 @@ def test_threads_do_not_see_each_other(policy):
 
 def test_a_copy_of_a_patched_model_works_and_refuses_the_originals_cache(policy):
     model = tiny_llama()
-    cache = RaggedCache(model, policy, 0.5)
+    cache = RaggedCache(model, policy=policy, retention=0.5)
     twin = copy.deepcopy(model)
     with pytest.raises(CacheError, match="made for another model"):
         twin(IDS, past_key_values=cache)
     how = {"max_new_tokens": 3, "do_sample": False}
-    expected = model.generate(IDS, past_key_values=RaggedCache(model, policy, 0.5), **how)
-    assert torch.equal(twin.generate(IDS, past_key_values=RaggedCache(twin, policy, 0.5), **how), expected)
+    expected = model.generate(IDS, past_key_values=RaggedCache(model, policy=policy, retention=0.5), **how)
+    assert torch.equal(
+        twin.generate(IDS, past_key_values=RaggedCache(twin, policy=policy, retention=0.5), **how), expected
+    )
     unpatch_attention(twin)
-    assert torch.equal(model.generate(IDS, past_key_values=RaggedCache(model, policy, 0.5), **how), expected)
+    assert torch.equal(
+        model.generate(IDS, past_key_values=RaggedCache(model, policy=policy, retention=0.5), **how), expected
+    )
 
 
 class LoraLinear(nn.Module):
@@ -241,10 +249,12 @@ def test_peft_models_check_what_a_used_cache_is_given(policy, patched_first):
         patch_attention(base)
     model = PeftModel(base)
     assert unwrap_model(model) is base
-    cache = RaggedCache(model, policy, 0.5)
+    cache = RaggedCache(model, policy=policy, retention=0.5)
     how = {"max_new_tokens": 3, "do_sample": False, "past_key_values": cache}
     out = model.generate(IDS, **how)
-    alone = base.generate(IDS, past_key_values=RaggedCache(base, policy, 0.5), max_new_tokens=3, do_sample=False)
+    alone = base.generate(
+        IDS, past_key_values=RaggedCache(base, policy=policy, retention=0.5), max_new_tokens=3, do_sample=False
+    )
     assert torch.equal(out, alone)
     with pytest.raises(CacheError, match="do not begin with those that this cache has read"):
         model.generate(torch.cat([IDS + 1, IDS], 1), **how)

@@ -71,7 +71,7 @@ def check_rotations(model, rotation: str) -> None:
 
 
 def check_streaming(model, policy: Policy) -> None:
-    cache = RaggedCache(model, policy, retention=0.3, streaming=True, prompt_tokens=PROMPT)
+    cache = RaggedCache(model, policy=policy, retention=0.3, streaming=True, prompt_tokens=PROMPT)
     for part in ids(2, PROMPT).split(10, 1):
         out = model(part, past_key_values=cache, use_cache=True)
     assert cache.realised_retention() == pytest.approx(0.3, abs=0.03) and out.logits.isfinite().all()

@@ -59,7 +59,7 @@ def test_full_retention_equals_the_stock_model(family, dtype, tolerance):
             **batch, past_key_values=cache, max_new_tokens=8, do_sample=False, output_logits=True,
             return_dict_in_generate=True,
         )
-        for cache in (DynamicCache(config=model.config), RaggedCache(model, policy, retention=1.0, slack=3))
+        for cache in (DynamicCache(config=model.config), RaggedCache(model, policy=policy, retention=1.0, slack=3))
     ]  # fmt: skip
     assert torch.equal(outs[0].sequences, outs[1].sequences)
     for stock, ours in zip(outs[0].logits, outs[1].logits, strict=True):
@@ -107,10 +107,10 @@ def test_sliding_layers_hold_their_window_and_answers_start_afresh():
     assert context.ask("what is one ?", max_new_tokens=20, eos_token_id=None) == first
     held = sum(layer.nbytes() for layer in context.cache.ragged_layers)
     assert context.nbytes() - held == 2 * 2 * 2 * 11 * 8 * 8  # 2 layers, k and v, 2 heads, the window but one token
-    with pytest.raises(CacheError, match="go on with a fork"):
+    with pytest.raises(CacheError, match="continue from a fork"):
         context.cache.rewind()
     with pytest.raises(CacheError, match="without what the sliding layers hold"):
-        RaggedCache(model, policy).fill(list(read_prompt(model, ids(1, 20))))
+        RaggedCache(model, policy=policy).fill(list(read_prompt(model, ids(1, 20))))
 
 
 @torch.no_grad()
@@ -129,7 +129,7 @@ def test_an_interrupted_pass_over_sliding_layers_is_noticed():
     with pytest.raises(KeyboardInterrupt):
         model(text[:, 40:], past_key_values=cache, use_cache=True)
     cache.on_layer_start = None
-    with pytest.raises(CacheError, match=r"unequal; go on with a fork\(\) made before"):
+    with pytest.raises(CacheError, match=r"unequal; continue from a fork\(\) made before"):
         model(text[:, 40:], past_key_values=cache, use_cache=True)
     assert torch.equal(model(text[:, 40:], past_key_values=before, use_cache=True).logits, expected)
 
@@ -185,7 +185,7 @@ def test_teacher_and_student_of_a_model_with_sliding_layers(tokens):
     student = run.run(hard_mask(policy, run.scores(policy), 0.5, 2))
     cached = []
     for (row, _), start in zip(continuations, starts, strict=True):
-        cache = RaggedCache(model, policy, retention=0.5)
+        cache = RaggedCache(model, policy=policy, retention=0.5)
         model(text, past_key_values=cache, use_cache=True)
         logits = model(torch.tensor([row]), past_key_values=cache, use_cache=True).logits[0]
         cached.append(logits[start - tokens : -1])

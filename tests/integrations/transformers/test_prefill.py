@@ -68,7 +68,7 @@ def test_a_training_step_leaves_no_tensor_behind(model, policy: Policy, no_colle
 
 
 def test_a_ragged_cache_dies_with_its_last_reference(model, policy, no_collector):
-    cache = RaggedCache(model, policy, 0.5)
+    cache = RaggedCache(model, policy=policy, retention=0.5)
     with torch.no_grad():
         model(torch.randint(3, 67, (1, 20)), past_key_values=cache)
     pools = [weakref.ref(layer.store.k) for layer in cache.ragged_layers]

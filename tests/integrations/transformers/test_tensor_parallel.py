@@ -104,7 +104,7 @@ def test_each_process_has_its_share_of_the_heads_and_the_spec_of_the_whole_model
     with torch.no_grad():
         expected = model(text)
         generated = model.generate(text, max_new_tokens=8, do_sample=False)
-        cache = RaggedCache(model, policy, 0.4)
+        cache = RaggedCache(model, policy=policy, retention=0.4)
         model(text[:, :30], past_key_values=cache, use_cache=True)
         kept, size = torch.tensor(cache.kept_counts()), cache.nbytes()
         compressed = model(text[:, 30:], past_key_values=cache, use_cache=True).logits
