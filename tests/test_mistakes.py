@@ -132,15 +132,21 @@ def test_a_model_is_no_policy(model_folder, tmp_path, capsys):
     ("words", "message"),
     [
         (["inspect", "bok.txt"], "there is no file or folder 'bok.txt'"),
-        (["inspect", "--question", "who?"], "questions and pages are of a text, but none was given"),
+        (["inspect", "--question", "who?"], "--question and --out need a text, but none was given"),
         (["inspect", "--model", "MODEL"], "no policy is shipped for this model (LlamaForCausalLM"),
-        (["inspect", DEFAULT, "--model", "MODEL"], f"the policy shipped for it, but '{DEFAULT}' is named"),
+        (
+            ["inspect", DEFAULT, "--model", "MODEL"],
+            f"but '{DEFAULT}' is given too; leave one",
+        ),
         (["inspect", "--policy-revision", "v1"], "--policy-revision without --policy"),
-        (["ask", "book.txt", "who?", "--no-strict"], "--no-strict without --policy, which it says more of"),
-        (["eval", "ruler", "--no-strict", "--policy-revision", "v1", "--out", "x.jsonl"], "which these say more of"),
+        (["ask", "book.txt", "who?", "--no-strict"], "--no-strict without --policy"),
+        (
+            ["eval", "ruler", "--no-strict", "--policy-revision", "v1", "--out", "x.jsonl"],
+            "--policy-revision without --policy",
+        ),
         (["profile", "--policy-revision", "v1", "--out", "x.json"], "--policy-revision without --policy"),
         (["serve", "--no-strict"], "--no-strict without --policy"),
-        (["serve", "--method", "duo"], "'duo' needs a pattern of retrieval heads, which a server takes none of"),
+        (["serve", "--method", "duo"], "'duo' needs a pattern of retrieval heads, which this command does not take"),
         (["serve", "--method", "snapvk"], "there is no method 'snapvk'"),
     ],
 )

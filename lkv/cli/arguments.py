@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> No
     usage = [parser.prog, "[options]"]  # instead of argparse's list of all options
     parser.set_defaults(command=command)
     for name, field in command.model_fields.items():
+        name = field.alias or name
         kind, rules = unwrap(field)
         argument = next((rule for rule in rules if isinstance(rule, Argument)), Argument())
         if argument.group not in groups:
@@ -57,8 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> No
         if argument.append:
             settings["action"] = "append"
         elif nargs := argument.nargs or ("+" if _is_sequence(field) else None):
+            settings["metavar"] = settings["metavar"] or name.removesuffix("s").upper()
             settings |= {"nargs": nargs} | ({"const": argument.const} if argument.const else {})
         if argument.positional:
+            if argument.nargs == "*":
+                settings["default"] = []  # argparse consumes such words before and after options separately
             group.add_argument(name, **settings | ({"choices": choices} if choices else {}))
             usage.append(settings["metavar"] or name.upper())
         else:
@@ -70,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> No
 
 def build_command(options: argparse.Namespace) -> Command:
     """Validate parsed arguments and return the command. Raises LkvError, one sentence, for a wrong value."""
-    values = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
+    values = {name: value for name, value in vars(options).items() if name != "command"}
     try:
         return options.command.model_validate(values)
     except ValidationError as error:

@@ -1,205 +1,199 @@
-"""lkv ask: questions about a document, answered from a compressed cache."""
+"""lkv ask: answer questions about a document from a compressed cache."""
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os.path import isfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lkv.cli.options import add_device, add_dtype, add_model, add_policy, add_revision, check_policy, positive
-from lkv.errors import LkvError, check_retention
+from pydantic import Field
+
+from lkv.cli.arguments import Argument, Command
+from lkv.cli.options import (
+    DeviceOptions,
+    ModelOptions,
+    PolicyOptions,
+    PositiveInt,
+    Retention,
+    check_methods,
+    check_policy_options,
+    find_needs,
+    load_pattern,
+)
+from lkv.errors import CacheError, LkvError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from lkv.context.chat import Chat
     from lkv.context.context import Context
 
-_PART = 1024  # tokens that streaming reads at a time, unless --chunk says otherwise
+_STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
+_COMPRESSION_OPTIONS = ("retention", "method", "policy", "pattern", "chunk", "bits", "streaming")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="FILE QUESTION",
-        help="text, Markdown, HTML or PDF, or - for stdin (none with --load); then questions, or none for a chat",
+class Ask(PolicyOptions, ModelOptions, DeviceOptions, Command):
+    """Ask questions about a document from a compressed cache."""
+
+    words: Annotated[list[str], Argument(positional=True, nargs="*", metavar="[FILE] [QUESTION ...]")] = Field(
+        default=[],
+        description="text, Markdown, HTML or PDF, or - for stdin (none with --load); then questions, or none to chat",
     )
-    parser.add_argument("--retention", type=float, default=None, help="share of the cache to keep (default: 0.15)")
-    parser.add_argument("--method", default=None, help="a name that `lkv methods` lists, or full (default: lkv)")
-    add_model(parser)
-    add_revision(parser)
-    add_policy(parser)
-    add_dtype(parser)
-    add_device(parser)
-    parser.add_argument("--pattern", type=Path, default=None, help="DuoAttention's full_attention_heads.tsv (rule duo)")
-    parser.add_argument("--chunk", type=positive, default=None, help="read the text in parts of that many tokens")
-    parser.add_argument("--streaming", action="store_true", help="evict after every part: for texts too long to hold")
-    parser.add_argument("--bits", type=int, choices=(4, 8), default=None, help="hold what is kept in so many bits")
-    parser.add_argument("--save", type=Path, default=None, help="write the compressed text to this file")
-    parser.add_argument("--load", type=Path, default=None, help="go on from a file of --save, instead of FILE")
-    parser.add_argument("--max-new-tokens", type=positive, default=None, help="(default: 128 at most)")
+    retention: Retention = Field(default=0.15, description="fraction of the KV cache to keep")
+    method: str = Field(default="lkv", description="a name from `lkv methods`, or full")
+    pattern: Path | None = Field(
+        default=None, description="for duo: full_attention_heads.tsv, or a long text to estimate it from"
+    )
+    chunk: PositiveInt | None = Field(default=None, description="read the text in chunks of this many tokens")
+    streaming: bool = Field(default=False, description="evict after every chunk: for texts too long for memory")
+    bits: Literal["4", "8"] | None = Field(default=None, description="quantise the kept KV entries to 4 or 8 bits")
+    save: Path | None = Field(default=None, description="write the compressed text to this file")
+    load: Path | None = Field(default=None, description="resume from a file written by --save, instead of FILE")
+    max_new_tokens: PositiveInt | None = Field(default=None, description="tokens of an answer (default: up to 128)")
 
+    def run(self) -> None:
+        """Read and compress the document, or load it, then answer."""
+        self._check()
+        from lkv.context.context import check_text
+        from lkv.utils.files import check_writable_file
 
-def run(options: argparse.Namespace) -> None:
-    """Read and compress the document, or load it, then answer; raises LkvError for what the user can mend."""
-    from lkv.context.context import check_text
-    from lkv.utils.files import check_writable_file
+        questions = self.words[0 if self.load else 1 :]
+        for question in questions:
+            check_text(question, "the question", "ask something about the text")
+        if self.save:
+            check_writable_file(self.save, LkvError, "the compressed text")
+        context = self._load_context() if self.load else self._compress()
+        if self.save:
+            context.save(self.save)
+            print(f"[saved to {self.save}, {self.save.stat().st_size / 1e6:.1f} MB]", file=sys.stderr)
+        for question in questions:
+            if len(questions) > 1:
+                print(f"\n> {question}", flush=True)
+            context.ask(question, self.max_new_tokens, stream=True)
+            _warn_if_truncated(context)
+        if not questions and (not self.save or sys.stdin.isatty()):
+            _chat(context, self.max_new_tokens)
 
-    _check(options)
-    questions = options.words[0 if options.load else 1 :]
-    for question in questions:
-        check_text(question, "the question", "ask something about the text")
-    if options.save:
-        check_writable_file(options.save, LkvError, "the compressed text")
-    context = _loaded(options) if options.load else _compressed(options)
-    if options.save:
-        context.save(options.save)
-        print(f"[saved to {options.save}, {options.save.stat().st_size / 1e6:.1f} MB]", file=sys.stderr)
-    for question in questions:
-        if len(questions) > 1:
-            print(f"\n> {question}", flush=True)
-        context.ask(question, options.max_new_tokens, stream=True)
-        _tell_if_cut_off(context)
-    if not questions and (not options.save or sys.stdin.isatty()):
-        _talk(context, options.max_new_tokens)
+    def _check(self) -> None:
+        from lkv.methods.registry import FULL, PATTERN
 
+        compressing = [f"--{name}" for name in _COMPRESSION_OPTIONS if name in self.model_fields_set]
+        check_policy_options(self)
+        if self.load and self.words and isfile(self.words[0]):
+            raise LkvError(f"--load reads the saved text instead of FILE; leave {self.words[0]} out.")
+        if self.load and compressing:
+            raise LkvError(f"the text that --load reads is already compressed; leave {' and '.join(compressing)} out.")
+        if not self.load and not self.words:
+            raise LkvError("give a file to read (or - for stdin), or --load with a file written by --save.")
+        if self.words == ["-"] and not self.load and not self.save:
+            raise LkvError("a chat cannot be typed while the text comes from stdin; give the question as well.")
+        if self.load:
+            return
+        if self.save and self.method == FULL:
+            raise LkvError(f"the uncompressed cache of {FULL!r} cannot be saved; leave --save out, or use a method.")
+        if self.pattern and PATTERN not in find_needs(self.method):
+            raise LkvError(f"the method {self.method!r} takes no --pattern; leave it out, or use duo.")
+        check_methods([self.method], self.pattern)
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise LkvError for options that do not go together, before anything is loaded."""
-    from lkv.methods.registry import FULL, parse_method
+    def _load_model(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+        from lkv.models.loading import DEFAULT, load_model
+        from lkv.utils.devices import on_device, torch_dtype
 
-    compressing = ("retention", "method", "policy", "pattern", "chunk", "bits")
-    given = [f"--{name}" for name in compressing if getattr(options, name) is not None] + [
-        "--streaming"
-    ] * options.streaming
-    check_policy(options)
-    if options.load and options.words and isfile(options.words[0]):
-        raise LkvError(f"--load reads the text that was saved, instead of FILE; leave {options.words[0]} out.")
-    if options.load and given:
-        raise LkvError(f"what --load reads is compressed already; leave {' and '.join(given)} out.")
-    if not options.load and not options.words:
-        raise LkvError("give a file to read (or - for stdin), or --load with one that --save wrote.")
-    if options.words[:1] == ["-"] and not options.load and not options.words[1:] and not options.save:
-        raise LkvError("with the text on stdin there is no room for a chat there; give the question too.")
-    if options.save and options.method == FULL:
-        raise LkvError(f"the uncompressed cache of {FULL!r} is not saved; leave --save out, or use another method.")
-    if options.retention is not None:
-        check_retention(options.retention)
-    duo = options.method not in (None, FULL) and parse_method(options.method).needs_pattern
-    if duo != (options.pattern is not None):
-        wanted = "needs --pattern FILE" if duo else "takes no --pattern, which is for the rule duo"
-        raise LkvError(f"the method {options.method or 'lkv'!r} {wanted}; `lkv methods` says what each method needs.")
+        model, tokenizer = load_model(self.model or DEFAULT, torch_dtype(self.dtype), self.revision)
+        return on_device(model, self.device), tokenizer
 
+    def _load_context(self) -> "Context":
+        from lkv.context.context import Context
 
-def _model(options: argparse.Namespace) -> tuple[Any, Any]:
-    from lkv.models.loading import DEFAULT, load_model
-    from lkv.utils.devices import on_device, torch_dtype
+        assert self.load is not None
+        context = Context.load(self.load, *self._load_model())
+        print(f"[{context.tokens:,} tokens loaded; {_describe_size(context)}]", file=sys.stderr)
+        return context
 
-    model, tokenizer = load_model(options.model or DEFAULT, torch_dtype(options.dtype), options.revision)
-    return on_device(model, options.device), tokenizer
+    def _compress(self) -> "Context":
+        from lkv.context.documents import read_document
 
+        text = read_document(self.words[0])
+        from lkv.context.context import compress
+        from lkv.methods.registry import FULL
+        from lkv.policy.lookup import load_policy
+        from lkv.utils.prompts import encode_context
 
-def _loaded(options: argparse.Namespace) -> "Context":
-    from lkv.context.context import Context
-
-    context = Context.load(options.load, *_model(options))
-    print(f"[{context.tokens:,} tokens loaded; {_held(context)}]", file=sys.stderr)
-    return context
-
-
-def _compressed(options: argparse.Namespace) -> "Context":
-    from lkv.context.context import compress
-    from lkv.context.documents import read_document
-    from lkv.integrations.transformers.attention import patch_attention
-    from lkv.methods.budgets import read_pattern
-    from lkv.methods.registry import FULL
-    from lkv.policy.lookup import load_policy
-    from lkv.utils.prompts import encode_context
-
-    text = read_document(options.words[0])
-    policy = load_policy(options.policy, options.strict, options.policy_revision) if options.policy else None
-    model, tokenizer = _model(options)
-    spec = patch_attention(model).spec
-    extra: dict[str, Any] = {"bits": options.bits} if options.bits else {}
-    if options.pattern:
-        extra["pattern"] = read_pattern(options.pattern, spec.layers, spec.kv_heads)
-    if options.streaming:
-        extra["streaming"] = True
-    method = options.method or "lkv"
-    retention = None if method == FULL else options.retention or 0.15
-    chunk = options.chunk or (_PART if options.streaming else None)
-    started = time.perf_counter()
-    with _progress(model, len(encode_context(tokenizer, text))):
-        context = compress(
-            model, tokenizer, text, method=method, retention=retention, policy=policy, chunk=chunk, **extra
+        policy = load_policy(self.policy, self.strict, self.policy_revision) if self.policy else None
+        model, tokenizer = self._load_model()
+        options: dict[str, Any] = {"bits": int(self.bits)} if self.bits else {}
+        if self.pattern:
+            options["pattern"] = load_pattern(self.pattern, model, tokenizer)
+        if self.streaming:
+            options["streaming"] = True
+        retention = None if self.method == FULL else self.retention
+        chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
+        started = time.perf_counter()
+        with _show_progress(model, len(encode_context(tokenizer, text))):
+            context = compress(
+                model, tokenizer, text, method=self.method, retention=retention, policy=policy, chunk=chunk, **options
+            )
+        seconds = time.perf_counter() - started
+        print(
+            f"[{context.tokens:,} tokens read in {seconds:.1f} s ({context.tokens / seconds:,.0f} tokens/s); "
+            f"{context.realised_retention():.4f} of the KV entries kept, {retention or 1.0:g} requested; "
+            f"{_describe_size(context)}]",
+            file=sys.stderr,
         )
-    seconds = time.perf_counter() - started
-    print(
-        f"[{context.tokens:,} tokens read in {seconds:.1f} s, {context.tokens / seconds:,.0f} a second; "
-        f"{context.realised_retention():.4f} of the entries kept, {retention or 1.0:g} asked for; {_held(context)}]",
-        file=sys.stderr,
-    )
-    return context
+        return context
 
 
-def _held(context: "Context") -> str:
-    """Bytes of k and v held of those of the full cache, slack included."""
-    held, full = context.nbytes(), context.full_nbytes()
-    return f"held {held / 1e6:.1f} of {full / 1e6:.1f} MB ({held / full:.3f})"
+def _describe_size(context: "Context") -> str:
+    size, full = context.nbytes(), context.full_nbytes()
+    return f"KV cache {size / 1e6:.1f} of {full / 1e6:.1f} MB ({size / full:.3f})"
 
 
 @contextmanager
-def _progress(model: Any, tokens: int) -> Iterator[None]:
-    """A bar of the tokens read, a second and left, while the block reads them; none where stderr is no terminal."""
+def _show_progress(model: "PreTrainedModel", tokens: int) -> Iterator[None]:
+    """Show a bar of the tokens read while the block runs, if stderr is a terminal."""
     from tqdm import tqdm
 
     from lkv.integrations.transformers.progress import report_progress
 
     form = "{desc} {percentage:3.0f}% |{bar}| {n:,.0f} of {total:,} tokens, {rate_fmt}, {remaining} left"
-    with tqdm(total=tokens, desc="reading", unit=" tokens", bar_format=form, leave=False, disable=None) as bar:
-
-        def passed(count: float) -> None:
-            bar.update(min(count, tokens - bar.n))  # a second pass over the text counts no more
-
-        with report_progress(model, passed):
-            yield
+    bar = tqdm(total=tokens, desc="reading", unit=" tokens", bar_format=form, leave=False, disable=None)
+    # A second pass over the text does not count.
+    with bar, report_progress(model, lambda count: bar.update(min(count, tokens - bar.n))):
+        yield
 
 
-def _tell_if_cut_off(answers: "Context | Chat") -> None:
+def _warn_if_truncated(answers: "Context | Chat") -> None:
     if answers.is_truncated:
         print(f"[cut off after {answers.answer_tokens:,} tokens; --max-new-tokens allows more]", file=sys.stderr)
 
 
-def _talk(context: "Context", max_new_tokens: int | None) -> None:
-    """A chat: each question follows those before it, where the cache can hold turns."""
+def _chat(context: "Context", max_new_tokens: int | None) -> None:
+    """Answer typed questions; each follows those before it where the cache can append turns."""
     from lkv.context.chat import Chat
-    from lkv.errors import CacheError
 
     try:
         answers: Chat | Context = Chat(context)
     except CacheError:
         answers = context
-        print("[each question starts from the text alone: this cache holds no turns]", file=sys.stderr)
-    for question in _typed():
+        print("[no chat history: with this cache, each question is answered from the text alone]", file=sys.stderr)
+    for question in _read_questions():
         try:
             for piece in answers.stream(question, max_new_tokens):
                 print(piece, end="", flush=True)
             print()
-            _tell_if_cut_off(answers)
-        except LkvError as problem:
+            _warn_if_truncated(answers)
+        except LkvError as error:
             if not sys.stdin.isatty():
                 raise
-            print(f"lkv: {problem}", file=sys.stderr)  # the turns so far are as they were
+            print(f"lkv: {error}", file=sys.stderr)  # the chat continues without this turn
 
 
-def _typed() -> Iterator[str]:
-    """Questions typed one after another, until the input ends or an empty line comes from a terminal."""
+def _read_questions() -> Iterator[str]:
     prompt = ""
     if sys.stdin.isatty():
-        import readline  # noqa: F401 - the arrow keys edit and recall lines
+        import readline  # noqa: F401 - arrow keys edit and recall lines
 
         print("Ask about the text; Ctrl-D ends.", file=sys.stderr)
         prompt = "> "
@@ -210,3 +204,6 @@ def _typed() -> Iterator[str]:
             return
         if question.strip():
             yield question
+
+
+COMMAND = Ask

@@ -1,4 +1,4 @@
-"""The command line. Only the module of the command that is asked for is imported, so that help is there at once."""
+"""Entry point of the command line. It imports the module of the requested command alone, so that help is fast."""
 
 import argparse
 import logging
@@ -6,82 +6,102 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from lkv.errors import LkvError, TrainingStoppedError
 from lkv.version import __version__
 
-# Each is a module of this package, with `add_arguments(parser)` and `run(options)`.
+if TYPE_CHECKING:
+    from lkv.cli.arguments import Command
+
+# Each is a module of this package; its COMMAND is a class derived from `Command`, or several of them by name.
 COMMANDS = {
     "ask": "ask questions about a document from a compressed cache",
     "serve": "serve contexts and chats over an OpenAI-compatible API",
-    "doctor": "say what there is to work with, whether it works, and the mend",
-    "methods": "list the methods: what they keep, whose they are, what they need",
-    "policies": "list the shipped policies: for which models, how trained, how faithful",
-    "inspect": "show what a policy learned, or what is kept of a text",
+    "doctor": "check the installation and suggest fixes",
+    "methods": "list the methods with paper and requirements",
+    "policies": "list the shipped policies: models, training, fidelity",
+    "inspect": "show a policy's budgets, or what is kept of a text",
     "data": "build training data, the paper's or your own, and show what was built",
     "train": "train a policy for a model, or resume the training",
     "eval": "measure methods on RULER or LongBench, or resume a measurement",
     "report": "make tables and figures from result files",
-    "profile": "measure prefill and decode latency, peak memory and bytes of k and v",
+    "profile": "measure prefill and decode latency, peak memory and KV cache size",
 }
+_EPILOG = "Sizes: 1 MB is 10^6 and 1 GB 10^9 bytes; options in MiB and GiB count 2^20 and 2^30 bytes."
 
-
-# What a user can mend ends as argparse's own complaints do; 1 is left to what Python ends with a traceback.
-_REFUSED = 2
-_INTERRUPTED = 130  # as a shell tells of a program that Ctrl-C ended
-# transformers imports torchao where it is installed, and these warn of kernels and types that no command uses.
-_OFF_TOPIC = ("torchao", "torch.utils._pytree")
+_USER_ERROR = 2  # as argparse exits; 1 is left to tracebacks
+_INTERRUPTED = 130  # as shells report Ctrl-C
+_CLOSED_PIPE = 141  # as shells report SIGPIPE
+# Loggers whose warnings concern kernels and types that LKV does not use; transformers imports torchao if installed.
+_IRRELEVANT_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 2 for errors a user can mend, each one sentence on stderr."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Run the command line.
+
+    Args:
+        arguments: The words after `lkv` (default: those of this process).
+
+    Returns:
+        The exit status: 0, 2 for errors that the user can fix (one sentence on stderr), 130 after Ctrl-C.
+    """
     try:
         try:
-            options = parse_arguments(words)
+            command = parse_arguments(sys.argv[1:] if arguments is None else arguments)
             if not sys.stderr.isatty():
-                # A log would have every step of each bar that transformers draws.
-                os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-            for name in _OFF_TOPIC:
+                os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # keep progress bars out of logs
+            for name in _IRRELEVANT_LOGGERS:
                 logging.getLogger(name).setLevel(logging.ERROR)
-            options.run(options)
+            command.run()
         finally:
-            # Nothing may be left to be written when the interpreter ends: it would print a traceback of its own.
-            sys.stdout.flush()
+            sys.stdout.flush()  # the interpreter would print a traceback if flushing failed at its exit
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as a shell tells of a program that a closed pipe ended
+        return _CLOSED_PIPE
     except KeyboardInterrupt:
         print("lkv: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except LkvError as error:
         print(f"lkv: {error}", file=sys.stderr)
-        return _INTERRUPTED if isinstance(error, TrainingStoppedError) else _REFUSED
+        return _INTERRUPTED if isinstance(error, TrainingStoppedError) else _USER_ERROR
     return 0
 
 
-def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line; words may stand on both sides of options where a command takes many."""
+def parse_arguments(words: Sequence[str]) -> "Command":
+    """Return the command that a command line describes, validated. Raises LkvError for a wrong value."""
     parser = build_parser(words)
     options, rest = parser.parse_known_args(words)
+    # argparse splits positional words around options; `ask` takes its questions on both sides of them.
     if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.words += rest
-    return options
+    from lkv.cli.arguments import build_command
+
+    return build_command(options)
 
 
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser for these arguments; the other commands are there by name and line alone."""
-    parser = argparse.ArgumentParser(prog="lkv", description="Learned KV cache eviction for transformers models.")
+    """Return the parser for a command line; it has the options of the commands that occur in `words` alone."""
+    parser = argparse.ArgumentParser(
+        prog="lkv", description="Learned KV cache eviction for transformers models.", epilog=_EPILOG
+    )
     parser.add_argument("--version", action="version", version=f"lkv {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, line in COMMANDS.items():
-        command = commands.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".")
-        if name in words:
-            module = import_module(f"lkv.cli.{name}")
-            module.add_arguments(command)
-            command.set_defaults(run=module.run)
+        subparser = commands.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".", epilog=_EPILOG)
+        if name not in words:
+            continue
+        from lkv.cli.arguments import add_arguments
+
+        command = import_module(f"lkv.cli.{name}").COMMAND
+        if isinstance(command, dict):
+            actions = subparser.add_subparsers(required=True, metavar="ACTION")
+            for action, part in command.items():
+                add_arguments(actions.add_parser(action, help=part.__doc__, description=part.__doc__), part)
+        else:
+            add_arguments(subparser, command)
     return parser
 
 

@@ -1,19 +1,82 @@
-"""lkv methods: the methods by name."""
+"""lkv methods: list the methods, or describe one."""
 
-import argparse
+import json
+import shutil
+import textwrap
+from typing import Annotated, Any
 
-from lkv.methods.registry import REFIT, budgets, methods, selectors
+from pydantic import Field
+
+from lkv.cli.arguments import Argument, Command
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command has no options."""
+class Methods(Command):
+    """List the methods with paper and requirements."""
+
+    name: Annotated[str | None, Argument(positional=True, nargs="?", metavar="[NAME]")] = Field(
+        default=None, description="describe this method in full; BUDGET+SELECTOR and METHOD+refit work as well"
+    )
+    json_: bool = Field(default=False, alias="json", description="print all that is known, as JSON")
+
+    def run(self) -> None:
+        """Print a table that fits the terminal, one method in full, or JSON."""
+        from lkv.methods.registry import methods
+
+        entries = [_describe(name) for name in ([self.name] if self.name else methods())]
+        width = max(60, shutil.get_terminal_size().columns)
+        if self.json_:
+            print(json.dumps(entries[0] if self.name else entries, indent=1))
+        elif self.name:
+            print("\n".join(_wrap(key, value, 12, width) for key, value in entries[0].items() if value))
+        else:
+            _print_table(entries, width)
 
 
-def run(options: argparse.Namespace) -> None:
-    """One line a method, then the budgets and selectors that make others."""
-    for name, spec in methods().items():
-        print(f"{name:18} {spec.description}")
-    print(f"\nMETHOD{REFIT} adjusts the kept keys and values by least squares, at no extra memory.")
-    print(f"Any budget goes with any selector, as BUDGET+SELECTOR.\nbudgets: {', '.join(budgets())}")
-    print(f"selectors: {', '.join(selectors())}")
-    print("Queries and a second pass come from the text itself; a policy and a pattern are given, or shipped.")
+def _describe(name: str) -> dict[str, Any]:
+    from lkv.methods.registry import parse_method
+
+    spec = parse_method(name)
+    budget, selector = spec.components
+    return {
+        "name": name,
+        "label": spec.label,
+        "budget": f"{budget.name}: {budget.description}",
+        "selector": f"{selector.name}: {selector.description}",
+        "needs": list(spec.needs),
+        "variants": list(spec.variants),
+        "paper": spec.paper,
+        "link": spec.link,
+    }
+
+
+def _print_table(entries: list[dict[str, Any]], width: int) -> None:
+    from lkv.methods.registry import REFIT, budgets, selectors
+
+    rows = [("method", "budget", "selector", "needs", "paper")]
+    for entry in entries:
+        budget, selector = (entry[part].split(":")[0] for part in ("budget", "selector"))
+        needs = ", ".join(need.removeprefix("a ").split(" of ")[0] for need in entry["needs"])
+        rows.append((entry["name"], budget, selector, needs, entry["paper"]))
+    widths = [max(len(row[column]) for row in rows) + 2 for column in range(4)]
+    for row in rows:
+        line = "".join(cell.ljust(size) for cell, size in zip(row, widths, strict=False)) + row[4]
+        print((line if len(line) <= width else line[: width - 1] + "…").rstrip())
+    for title, components in (("budgets", budgets()), ("selectors", selectors())):
+        print(f"\n{title}:")
+        for name, component in components.items():
+            print(_wrap(f"  {name}", component.description, 20, width))
+    notes = (
+        f"`lkv methods NAME` describes a method in full. Any budget goes with any selector, as BUDGET+SELECTOR; "
+        f"METHOD{REFIT} adjusts the kept keys and values by least squares, in the same memory. Queries and a second "
+        "pass come from the text itself; give --policy or --pattern, or use the shipped policy."
+    )
+    print("\n" + textwrap.fill(notes, width))
+
+
+def _wrap(key: str, value: str | list[str], indent: int, width: int) -> str:
+    text = value if isinstance(value, str) else ", ".join(value)
+    start = f"{key:{indent}}" if len(key) < indent else f"{key}  "
+    return textwrap.fill(text, width, initial_indent=start, subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
+COMMAND = Methods

@@ -1,126 +1,113 @@
-"""lkv profile: what methods cost in time and memory, by context length."""
+"""lkv profile: measure time and memory of methods by context length."""
 
-import argparse
 import shlex
 from pathlib import Path
 from typing import Any
 
-from lkv.cli.options import add_model, add_policy_revision, add_revision, check_policy, positive
-from lkv.errors import LkvError, PolicyMismatchError, check_retention
+from pydantic import Field
+
+from lkv.cli.arguments import Command
+from lkv.cli.options import Dtype, ModelOptions, PositiveInt, Retention, check_policy_options, find_needs
+from lkv.errors import LkvError, PolicyMismatchError
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
 
-_MOST_TOKENS = 2**22  # no context beyond this is tried
-_DTYPES = ("float32", "bfloat16", "float16")
+_MAX_TOKENS = 2**22  # limit of the search for the largest context
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    source = parser.add_mutually_exclusive_group()
-    add_model(source)
-    source.add_argument("--config", default=None, help="random weights: llama-3.1-8b, qwen3-8b, ... or a config.json")
-    parser.add_argument("--policy", default=None, help="folder or hub id (default: random where none is shipped)")
-    add_revision(parser)
-    add_policy_revision(parser)
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=positive,
-        default=[1024, 2048, 4096, 8192],
-        help="context lengths (default: 1024 2048 4096 8192)",
+class Profile(ModelOptions, Command):
+    """Measure prefill and decode latency, peak memory and KV cache size."""
+
+    config: str | None = Field(
+        default=None, description="random weights instead of --model: llama-3.1-8b, qwen3-8b, ... or a config.json"
     )
-    parser.add_argument(
-        "--methods", nargs="+", default=["full", "lkv", "snapkv"], help="of `lkv methods` (default: full lkv snapkv)"
+    policy: str | None = Field(
+        default=None, description="folder or Hub id of a policy (default: the shipped one, else random weights)"
     )
-    parser.add_argument("--retention", type=float, default=0.15, help="share to keep, in (0, 1] (default: %(default)g)")
-    parser.add_argument("--batch", type=positive, default=1, help="rows read at once (default: %(default)s)")
-    parser.add_argument(
-        "--new-tokens", type=positive, default=16, help="tokens generated after each context (default: %(default)s)"
+    policy_revision: str | None = Field(default=None, description="commit, tag or branch of a --policy on the Hub")
+    tokens: list[PositiveInt] = Field(default=[1024, 2048, 4096, 8192], description="context lengths")
+    methods: list[str] = Field(default=["full", "lkv", "snapkv"], description="names from `lkv methods`, or full")
+    retention: Retention = Field(default=0.15, description="fraction of the KV cache to keep")
+    batch: PositiveInt = Field(default=1, description="sequences per batch")
+    new_tokens: PositiveInt = Field(default=16, description="tokens generated after each context")
+    repeats: PositiveInt = Field(default=3, description="timed rounds, after a warm-up round")
+    dtype: Dtype | None = Field(
+        default=None, description="dtype of the model (default: bfloat16 on CUDA, else float32)"
     )
-    parser.add_argument(
-        "--repeats", type=positive, default=3, help="timed rounds, after one that warms up (default: %(default)s)"
+    device: str | None = Field(
+        default=None, description="device the model runs on, such as cpu, cuda, cuda:1 or mps (default: a GPU if any)"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, default=None, help="(default: bfloat16 on CUDA, else float32)")
-    parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: CUDA where there is one)")
-    parser.add_argument("--chunk", type=positive, default=None, help="read the context in parts of so many tokens")
-    parser.add_argument("--streaming", action="store_true", help="evict after every part (needs --chunk)")
-    parser.add_argument("--seed", type=int, default=0, help="of tokens and random weights (default: %(default)s)")
-    parser.add_argument(
-        "--until-out-of-memory", action="store_true", help="also find the largest context each method has room for"
+    chunk: PositiveInt | None = Field(default=None, description="read the context in chunks of this many tokens")
+    streaming: bool = Field(default=False, description="evict after every chunk (needs --chunk)")
+    seed: int = Field(default=0, description="seed of tokens and random weights")
+    until_out_of_memory: bool = Field(
+        default=False, description="also search for the largest context that fits, for each method"
     )
-    parser.add_argument(
-        "--memory-limit", type=float, default=None, help="GiB allowed beside the weights (default: what there is)"
+    memory_limit: float | None = Field(
+        default=None, gt=0, description="GiB available besides the weights (default: all of the device)"
     )
-    parser.add_argument("--out", type=Path, default=None, help="JSON file; a run that was interrupted goes on")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="measure nothing: tell the bytes that follow from the model's shape"
-    )
-    parser.add_argument(
-        "--memory", type=float, default=80.0, help="--dry-run: GiB of the device (default: %(default)g)"
-    )
+    out: Path | None = Field(default=None, description="JSON result file; an interrupted run resumes")
+    dry_run: bool = Field(default=False, description="measure nothing: predict memory from the model's shape")
+    memory: float = Field(default=80.0, gt=0, description="--dry-run: GiB of the device")
+
+    def run(self) -> None:
+        """Measure each length, resuming an earlier run, and write the result."""
+        check_policy_options(self)
+        if self.config and self.model:
+            raise LkvError("--config and --model both name a model; leave one of them out.")
+        if self.dry_run:
+            _predict(self)
+            return
+        if self.out is None:
+            raise LkvError("--out is missing; give --out FILE.json, or --dry-run to measure nothing.")
+        for method in self.methods:
+            find_needs(method)
+        if self.out.suffix != ".json":
+            raise LkvError(f"--out is {self.out}, but the result is a JSON file; use a name that ends with .json.")
+        if self.streaming and self.chunk is None:
+            raise LkvError("--streaming reads the context in chunks; give their size, for example --chunk 4096.")
+        device = self.device or _default_device()
+        if self.until_out_of_memory and self.memory_limit is None and not device.startswith("cuda"):
+            raise LkvError(
+                f"on {device} the operating system would end the process when memory runs out; give --memory-limit."
+            )
+        dtype = self.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+        _measure(self.model_copy(update={"device": device, "dtype": dtype}), self.out)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure each length, going on where an earlier run stopped, and write the result."""
-    from lkv.methods.registry import FULL, parse_method
-
-    # What is wrong with the command is told before a model is made.
-    check_retention(options.retention)
-    check_policy(options)
-    if options.dry_run:
-        return _predict(options)
-    if options.out is None:
-        raise LkvError("the result needs a place: give --out FILE.json, or --dry-run to measure nothing.")
-    for name in options.methods:
-        if name != FULL:
-            parse_method(name)
-    if options.out.suffix != ".json":
-        raise LkvError(f"--out is {options.out}, but the result is a JSON file: give a name that ends with .json.")
-    if options.streaming and options.chunk is None:
-        raise LkvError("streaming reads the context in parts: give their size in tokens, for example --chunk 4096.")
-    if options.memory_limit is not None and options.memory_limit <= 0:
-        raise LkvError(f"--memory-limit is {options.memory_limit}, but it is a size in GiB above 0.")
-    if options.device is None:
-        options.device = _default_device()
-    if options.until_out_of_memory and options.memory_limit is None and not options.device.startswith("cuda"):
-        raise LkvError(
-            f"on {options.device} the system would stop everything when its memory is used up: give --memory-limit."
-        )
-    options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
-    profiler = _profiler(options)
+def _measure(options: Profile, out: Path) -> None:
+    profiler = _make_profiler(options)
     rows: list[dict[str, Any]] = []
-    settings = {key: str(value) for key, value in vars(options).items() if key not in ("run", "out")}
-    with open_journal(options.out.with_suffix(".jsonl"), settings) as done:
+    settings = {name: str(value) for name, value in options.model_dump(exclude={"out"}).items()}
+    with open_journal(out.with_suffix(".jsonl"), settings) as done:
         for tokens in dict.fromkeys(options.tokens):
             if str(tokens) not in done:
                 done.add(str(tokens), {"rows": profiler.rows(tokens, options.methods)})
-            rows += _shown(done[str(tokens)]["rows"])
+            rows += _print_rows(done[str(tokens)]["rows"])
         for method in dict.fromkeys(options.methods if options.until_out_of_memory else ()):
             key = f"largest-{method}"
             if key not in done:
-                done.add(key, {"rows": [profiler.largest(method, min(options.tokens), _MOST_TOKENS)]})
-            rows += _shown(done[key]["rows"])
+                done.add(key, {"rows": [profiler.largest(method, min(options.tokens), _MAX_TOKENS)]})
+            rows += _print_rows(done[key]["rows"])
         _compare_contexts([row for row in rows if row.get("largest")])
-        write_results(options.out, "profile", rows, options.seed, _command(options))
-    print(f"written to {options.out}")
+        write_results(out, "profile", rows, options.seed, _command_line(options))
+    print(f"written to {out}")
 
 
-def _predict(options: argparse.Namespace) -> None:
-    """Tell what each length needs by the model's shape, and the longest prompt that the memory has room for."""
+def _predict(options: Profile) -> None:
+    """Print the memory that each length needs by the model's shape, and the longest prompt that fits."""
     from lkv.evaluation.profiling.predict import longest_prompt, predict_memory
     from lkv.evaluation.profiling.random_models import read_config
     from lkv.models.loading import DEFAULT, load_config
     from lkv.models.shapes import Shape
 
-    if options.memory <= 0:
-        raise LkvError(f"--memory is {options.memory:g}, but it is a size in GiB above 0; give another.")
     config = read_config(options.config) if options.config else load_config(options.model or DEFAULT, options.revision)
     Shape.check_plain(config)
     shape, element = Shape.of(config), 4 if options.dtype == "float32" else 2
     settings: dict[str, Any] = {
         "retention": options.retention, "element": element, "batch": options.batch, "chunk": options.chunk,
     }  # fmt: skip
-    print(f"{shape.parameters:,} weights of {element} bytes; GiB, predicted from the shape, nothing measured")
+    print(f"{shape.parameters:,} weights of {element} bytes; GiB predicted from the shape, not measured")
     heads = ("tokens", "weights", "k, v full", "k, v kept", "activations", "peak full", "peak kept")
     print("".join(f"{head:>13}" for head in heads))
     for tokens in dict.fromkeys(options.tokens):
@@ -130,7 +117,7 @@ def _predict(options: argparse.Namespace) -> None:
     most = [longest_prompt(shape, options.memory * 2**30, kept, **settings) for kept in (False, True)]
     print(
         f"in {options.memory:g} GiB: {most[0]:,} tokens with the full cache, {most[1]:,} at R = {options.retention:g} "
-        "evicting layer by layer, by tensors alone: the gaps of PyTorch's caching allocator come on top"
+        "evicting layer by layer; tensors only, without the gaps of PyTorch's caching allocator"
     )
 
 
@@ -140,18 +127,18 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _profiler(options: argparse.Namespace) -> Any:
+def _make_profiler(options: Profile) -> Any:
     import torch
 
     from lkv.evaluation.profiling.measure import Profiler, ProfileSettings
     from lkv.evaluation.profiling.random_models import extend_positions, random_model, random_policy, read_config
     from lkv.integrations.transformers.attention import patch_attention
-    from lkv.methods.registry import FULL, parse_method
+    from lkv.methods.registry import POLICY
     from lkv.models.loading import DEFAULT, load_model
     from lkv.policy.lookup import load_policy, policy_for
 
     try:
-        device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+        device, dtype = torch.device(str(options.device)), getattr(torch, str(options.dtype))
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise LkvError(f"there is no device {options.device!r} here; give --device cpu.") from error
@@ -163,7 +150,7 @@ def _profiler(options: argparse.Namespace) -> Any:
     else:
         name = Path(chosen).name
         model = load_model(chosen, dtype, options.revision)[0].to(device)
-    extend_positions(model, _MOST_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
+    extend_positions(model, _MAX_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
     spec = patch_attention(model).spec
     if options.policy:
         policy = load_policy(options.policy, revision=options.policy_revision)
@@ -172,7 +159,7 @@ def _profiler(options: argparse.Namespace) -> Any:
             policy = policy_for(spec)
         except PolicyMismatchError:
             policy = random_policy(spec, options.seed)
-    if any(parse_method(method).needs_policy for method in options.methods if method != FULL):
+    if any(POLICY in find_needs(method) for method in options.methods):
         policy.check_model(spec)
     settings = ProfileSettings(
         retention=options.retention,
@@ -188,7 +175,7 @@ def _profiler(options: argparse.Namespace) -> Any:
 
 
 def _compare_contexts(largest: list[dict[str, Any]]) -> None:
-    """Set how many times the full cache's largest context each method's is, where both were found."""
+    """Set the ratio of each method's largest context to the full cache's, where both were found."""
     full = next((row for row in largest if row["method"] == "full" and row["n"]), None)
     for row in largest if full else ():
         row["context_ratio"] = row["tokens"] / full["tokens"] if full and row["n"] else None
@@ -196,32 +183,34 @@ def _compare_contexts(largest: list[dict[str, Any]]) -> None:
             print(f"{row['method']}: {row['context_ratio']:.2f} times the context of the full cache")
 
 
-def _command(options: argparse.Namespace) -> str:
-    """The command that makes the file again."""
+def _command_line(options: Profile) -> str:
+    """Return the command that repeats the measurement."""
     words = ["lkv", "profile"]
-    for key, value in vars(options).items():
-        if key == "run" or value is None or value is False:
-            continue
-        words.append("--" + key.replace("_", "-"))
-        if value is not True:
-            words += map(str, value) if isinstance(value, list) else [str(value)]
+    for key, value in options.model_dump().items():
+        if value is not None and value is not False:
+            words.append("--" + key.replace("_", "-"))
+            if value is not True:
+                words += map(str, value) if isinstance(value, list) else [str(value)]
     return shlex.join(words)
 
 
-def _shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _print_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         start = f"{row['tokens']:8,} {row['method']:16}"
         if row["kv_bytes"] is None:
             print(f"{start} {row['reason']}", flush=True)
             continue
         parts = [
-            f"{row['realised']:.3f} kept, {row['kv_bytes'] / 2**20:9,.1f} MiB of k and v",
-            f"{row['peak_bytes'] / 2**20:10,.1f} MiB at most",
+            f"{row['realised']:.3f} kept, KV cache {row['kv_bytes'] / 1e6:9,.1f} MB",
+            f"peak {row['peak_bytes'] / 1e6:10,.1f} MB",
         ]
         if row["prefill_seconds"] is not None:
-            parts += [f"prefill {row['prefill_seconds']:8.3f} s", f"decode {row['decode_ms']:8.2f} ms a token"]
+            parts += [f"prefill {row['prefill_seconds']:8.3f} s", f"decode {row['decode_ms']:8.2f} ms per token"]
         if row["prefill_ratio"] is not None:
             parts.append(f"({row['prefill_ratio']:.3f} and {row['decode_ratio']:.3f} of full)")
         largest = "largest context: " if row.get("largest") else ""
         print(f"{start} {largest}{', '.join(parts)}", flush=True)
     return rows
+
+
+COMMAND = Profile

@@ -1,10 +1,13 @@
-"""`lkv report`."""
+"""lkv report: make tables and figures from result files."""
 
-import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import Field
+
+from lkv.cli.arguments import Argument, Command
+from lkv.cli.options import Retention
 from lkv.errors import ReportError
 from lkv.evaluation.report.names import FORMATS, TABLES, paper_model_like, paper_models
 from lkv.utils.extras import require
@@ -14,88 +17,89 @@ if TYPE_CHECKING:
     from lkv.evaluation.report.tables import Table
 
 _MATCHING = "matching"
+_Table = Literal[tuple(TABLES)]  # type: ignore[valid-type]
+_Format = Literal[tuple(FORMATS)]  # type: ignore[valid-type]
+_Model = Literal[(*paper_models(), _MATCHING)]  # type: ignore[valid-type]
 
 
-def add_arguments(report: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    report.add_argument("files", type=Path, nargs="*", help="what `lkv eval` wrote")
-    report.add_argument(
-        "--weights", action="store_true", help="memory figure: with the weights in the peak, as in Fig. 5"
+class Report(Command):
+    """Make tables and figures from result files."""
+
+    files: Annotated[list[Path], Argument(positional=True, nargs="*", metavar="[FILE ...]")] = Field(
+        default=[], description="result files of `lkv eval`"
     )
-    report.add_argument("--profile", type=Path, help="what `lkv profile` wrote: prefill table and memory figure")
-    report.add_argument("--training", type=Path, nargs="+", help="folders of `lkv train`: their curves, side by side")
-    report.add_argument("--table", choices=TABLES, default="main")
-    report.add_argument("--format", choices=FORMATS, default="terminal")
-    report.add_argument("--out", type=Path, help="write the table here instead of printing it")
-    report.add_argument("--figure", type=Path, help="write the figure here, as .png, .pdf or .svg")
-    report.add_argument("--methods", nargs="+", default=(), help="only these (and the full cache)")
-    report.add_argument("--retention", nargs="+", type=float, default=(), help="only these")
-    report.add_argument("--against", default="", help="the method that differences are taken to (default: lkv)")
-    report.add_argument("--min-full", type=float, default=0.0, help="only tasks where the full cache scores this much")
-    report.add_argument(
-        "--published",
-        nargs="?",
-        const=_MATCHING,
-        choices=[*paper_models(), _MATCHING],
-        help="add the paper's numbers, by default of the model that the results are of",
+    profile: Path | None = Field(
+        default=None, description="result file of `lkv profile`: prefill table and memory figure"
+    )
+    training: tuple[Path, ...] = Field(default=(), description="folders of `lkv train`: their curves side by side")
+    table: _Table = Field(default="main", description="which table")  # type: ignore[valid-type]
+    format: _Format = Field(default="terminal", description="format of the table")  # type: ignore[valid-type]
+    out: Path | None = Field(default=None, description="write the table to this file instead of printing it")
+    figure: Path | None = Field(default=None, description="draw the figure into this file (.png, .pdf or .svg)")
+    weights: bool = Field(default=False, description="memory figure: include the weights in the peak, as in Fig. 5")
+    methods: tuple[str, ...] = Field(default=(), description="only these methods (and the full cache)")
+    retention: tuple[Retention, ...] = Field(default=(), description="only these retentions")
+    against: str = Field(default="", description="method that differences are computed against (default: lkv)")
+    min_full: float = Field(default=0.0, description="only tasks where the full cache scores at least this much")
+    published: Annotated[_Model | None, Argument(nargs="?", const=_MATCHING)] = Field(  # type: ignore[valid-type]
+        default=None, description="add the paper's numbers, by default those of the results' model"
     )
 
+    def run(self) -> None:
+        """Print or write the table, and draw the figure if requested."""
+        if bool(self.profile) + bool(self.files) + bool(self.training) != 1:
+            raise ReportError(
+                "give either result files of `lkv eval`, or --profile with a result file of `lkv profile`, or "
+                "--training with folders of `lkv train`."
+            )
+        require("plots", "lkv report", ["pandas", "scipy"])
+        from lkv.evaluation.report.figures import save_figure
+        from lkv.evaluation.report.tables import WRITERS
 
-def run(options: argparse.Namespace) -> None:
-    """Print or write the table, and draw the figure where one is asked for."""
-    if bool(options.profile) + bool(options.files) + bool(options.training) != 1:
-        raise ReportError(
-            "give either result files of `lkv eval`, or --profile with one file of `lkv profile`, or --training with "
-            "folders of `lkv train`."
-        )
-    require("plots", "lkv report", ["pandas", "scipy"])
-    from lkv.evaluation.report.figures import save_figure
-    from lkv.evaluation.report.tables import WRITERS
+        make = self._report_profile if self.profile else self._report_training if self.training else self._report_eval
+        table, figure = make()
+        text = WRITERS[self.format](table)
+        if self.out:
+            write_text(self.out, text, ReportError, "the table")
+        else:
+            print(text, end="")
+        if figure and self.figure:
+            save_figure(figure, self.figure)
+            print(f"the figure is in {self.figure}", file=sys.stderr)
 
-    make = _from_profile if options.profile else _from_training if options.training else _from_evaluation
-    table, figure = make(options)
-    text = WRITERS[options.format](table)
-    if options.out:
-        write_text(options.out, text, ReportError, "the table")
-    else:
-        print(text, end="")
-    if figure:
-        save_figure(figure, options.figure)
-        print(f"the figure is in {options.figure}", file=sys.stderr)
+    def _report_eval(self) -> tuple["Table", Any]:
+        from lkv.evaluation.report.builders import TableRequest, build_table
+        from lkv.evaluation.report.plots import plot_table
+        from lkv.evaluation.report.published import with_published
+        from lkv.evaluation.report.results import read_results
 
+        results = read_results(self.files)
+        request = TableRequest(self.methods, self.retention, self.min_full, self.against)
+        table = build_table(self.table, results, request)
+        if self.published:
+            model = str(results.header["model"])
+            table = with_published(table, self._published_model(model), str(results.header["suite"]), model)
+        return table, plot_table(table) if self.figure else None
 
-def _from_evaluation(options: argparse.Namespace) -> tuple["Table", Any]:
-    from lkv.evaluation.report.builders import TableRequest, build_table
-    from lkv.evaluation.report.plots import plot_table
-    from lkv.evaluation.report.published import with_published
-    from lkv.evaluation.report.results import read_results
+    def _report_profile(self) -> tuple["Table", Any]:
+        from lkv.evaluation.report.profiles import build_prefill, plot_memory, published_prefill, read_profile
 
-    results = read_results(options.files)
-    request = TableRequest(tuple(options.methods), tuple(options.retention), options.min_full, options.against)
-    table = build_table(options.table, results, request)
-    if options.published:
-        measured = str(results.header["model"])
-        table = with_published(table, _paper_model(options, measured), str(results.header["suite"]), measured)
-    return table, plot_table(table) if options.figure else None
+        assert self.profile is not None
+        profile = read_profile(self.profile)
+        model = self._published_model(profile.model) if self.published else ""
+        table = build_prefill(profile)
+        if model:
+            table = published_prefill(table, model)
+        return table, plot_memory(profile, model, self.weights) if self.figure else None
 
+    def _report_training(self) -> tuple["Table", Any]:
+        from lkv.evaluation.report.training_curves import build_training, plot_training, read_curves
 
-def _from_profile(options: argparse.Namespace) -> tuple["Table", Any]:
-    from lkv.evaluation.report.profiles import build_prefill, plot_memory, published_prefill, read_profile
+        curves = read_curves(list(self.training))
+        return build_training(curves), plot_training(curves) if self.figure else None
 
-    profile = read_profile(options.profile)
-    model = _paper_model(options, profile.model) if options.published else ""
-    table = build_prefill(profile)
-    if model:
-        table = published_prefill(table, model)
-    return table, plot_memory(profile, model, options.weights) if options.figure else None
+    def _published_model(self, measured: str) -> str:
+        return paper_model_like(measured) if self.published == _MATCHING else str(self.published)
 
 
-def _from_training(options: argparse.Namespace) -> tuple["Table", Any]:
-    from lkv.evaluation.report.training_curves import build_training, plot_training, read_curves
-
-    curves = read_curves(options.training)
-    return build_training(curves), plot_training(curves) if options.figure else None
-
-
-def _paper_model(options: argparse.Namespace, evaluated: str) -> str:
-    return paper_model_like(evaluated) if options.published == _MATCHING else options.published
+COMMAND = Report

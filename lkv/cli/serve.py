@@ -1,100 +1,108 @@
-"""lkv serve: contexts compressed once and asked by many, over an OpenAI-compatible API."""
+"""lkv serve: serve compressed contexts and chats over an OpenAI-compatible API."""
 
-import argparse
+import errno
 import os
+import socket
 
-from lkv.cli.options import add_device, add_dtype, add_model, add_policy, add_revision, check_policy, positive
-from lkv.errors import LkvError, ServerError, check_retention
+from pydantic import Field
 
-_KEY = "LKV_API_KEY"
+from lkv.cli.arguments import Command
+from lkv.cli.options import (
+    DeviceOptions,
+    ModelOptions,
+    PolicyOptions,
+    PositiveInt,
+    Retention,
+    check_methods,
+    check_policy_options,
+)
+from lkv.errors import LkvError, ServerError
+
+_KEY_VARIABLE = "LKV_API_KEY"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    add_model(parser)
-    add_revision(parser)
-    add_dtype(parser)
-    add_device(parser)
-    add_policy(parser)
-    parser.add_argument("--name", default=None, help="what clients call the model (default: from --model)")
-    parser.add_argument("--method", default="lkv", help="a name that `lkv methods` lists, but not full")
-    parser.add_argument("--retention", type=float, default=0.15, help="share of the cache to keep, in (0, 1]")
-    parser.add_argument("--host", default="127.0.0.1", help=f"other than this machine's own needs ${_KEY}")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--store", default=None, help="folder or fsspec URL of contexts (default: the cache folder)")
-    parser.add_argument("--memory", type=float, default=1024, help="MiB of contexts in memory (default 1024)")
-    parser.add_argument(
-        "--pages", type=positive, default=512, help="of 32 tokens, of questions and answers (default 512)"
+class Serve(PolicyOptions, DeviceOptions, ModelOptions, Command):
+    """Serve contexts and chats over an OpenAI-compatible API."""
+
+    name: str | None = Field(default=None, description="the model's name for clients (default: from --model)")
+    method: str = Field(default="lkv", description="a name from `lkv methods`, except full")
+    retention: Retention = Field(default=0.15, description="fraction of the KV cache to keep")
+    host: str = Field(
+        default="127.0.0.1", description=f"address to listen on; other than localhost needs ${_KEY_VARIABLE}"
     )
-    parser.add_argument("--max-requests", type=positive, default=64, help="at once; further ones get 429 (default 64)")
-    parser.add_argument("--max-texts", type=positive, default=16, help="that wait to be compressed (default 16)")
-    parser.add_argument("--max-upload", type=positive, default=16, help="MiB of one request (default 16)")
-    parser.add_argument("--max-tokens", type=positive, default=1024, help="of one answer (default 1024)")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds of one answer (default 300)")
-    parser.add_argument("--grace", type=float, default=30.0, help="seconds for answers at hand at the end (default 30)")
-    parser.add_argument("--ray", action="store_true", help="replicas behind one address, by Ray Serve (extra ray)")
-    parser.add_argument("--replicas", type=positive, default=2, help="of --ray")
+    port: int = Field(default=8000, ge=1, le=65535, description="port to listen on")
+    store: str | None = Field(
+        default=None, description="folder or fsspec URL of the saved contexts (default: in the cache folder)"
+    )
+    memory: float = Field(default=1024, ge=0, description="MiB of contexts in memory")
+    pages: PositiveInt = Field(default=512, description="pages of 32 tokens for questions and answers")
+    max_requests: PositiveInt = Field(default=64, description="requests in flight; further ones get status 429")
+    max_texts: PositiveInt = Field(default=16, description="texts that wait to be compressed")
+    max_upload: PositiveInt = Field(default=16, description="MiB per request")
+    max_tokens: PositiveInt = Field(default=1024, description="tokens per answer")
+    timeout: float = Field(default=300.0, gt=0, description="seconds per answer")
+    grace: float = Field(default=30.0, ge=0, description="seconds that a shutdown waits for answers in flight")
+    ray: bool = Field(default=False, description="replicas behind one address, by Ray Serve (extra ray)")
+    replicas: PositiveInt = Field(default=2, description="replicas with --ray")
+
+    def run(self) -> None:
+        """Serve until interrupted."""
+        from lkv.methods.registry import FULL
+        from lkv.utils.extras import require
+
+        require("ray" if self.ray else "serve", "lkv serve")
+        key = read_api_key(self.host)
+        if self.method == FULL:
+            raise LkvError("uncompressed contexts cannot be stored; use a method that compresses, such as lkv.")
+        check_methods([self.method], takes_pattern=False)
+        check_policy_options(self)
+        check_port(self.host, self.port)
+        if self.ray:
+            from lkv.serving.ray import serve_replicas
+
+            serve_replicas(self.model_dump(), key)
+            return
+        import uvicorn
+
+        from lkv.serving.app import make_app
+        from lkv.serving.middleware import LOOPBACK
+        from lkv.serving.service import make_service
+
+        service = make_service(self.model_dump())
+        app = make_app(service, key, self.host in LOOPBACK, self.grace)
+        print(f"lkv serves {service.name!r} on http://{self.host}:{self.port} (Ctrl-C ends it)", flush=True)
+        uvicorn.run(
+            app,
+            host=self.host,
+            port=self.port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=int(self.grace) + 1,
+        )
 
 
-def run(options: argparse.Namespace) -> None:
-    """Serve until interrupted; raises LkvError for what the user can mend."""
-    from lkv.methods.registry import FULL, parse_method
-    from lkv.utils.extras import require
-
-    require("ray" if options.ray else "serve", "lkv serve")
-    key = checked_key(options.host)
-    check_retention(options.retention)
-    if options.method == FULL:
-        raise LkvError("uncompressed contexts cannot be stored; give a method that compresses, such as lkv.")
-    if parse_method(options.method).needs_pattern:
-        raise LkvError(f"{options.method!r} needs a pattern of retrieval heads, which a server takes none of.")
-    check_policy(options)
-    if not 0 < options.port < 65536:
-        raise ServerError(f"port is {options.port}; give one from 1 to 65535.")
-    if options.ray:
-        from lkv.serving.ray import serve_replicas
-
-        check_port(options.host, options.port)
-        serve_replicas(vars(options), key)
-        return
-    _serve(options, key)
-
-
-def checked_key(host: str) -> str | None:
-    """The key that clients must send. Raises ServerError where there must be one and is none."""
-    key = os.environ.get(_KEY) or None
+def read_api_key(host: str) -> str | None:
+    """Return the key that clients must send. Raises ServerError if `host` needs one and none is set."""
+    key = os.environ.get(_KEY_VARIABLE) or None
     if host not in ("localhost", "127.0.0.1", "::1") and key is None:
         raise ServerError(
-            f"{host} can be reached by others: set {_KEY} to a key that clients must send, or leave --host out."
+            f"{host} can be reached by others: set {_KEY_VARIABLE} to a key that clients must send, or leave --host "
+            "out."
         )
     return key
 
 
-def _serve(options: argparse.Namespace, key: str | None) -> None:
-    import uvicorn
-
-    from lkv.serving.app import make_app
-    from lkv.serving.middleware import LOOPBACK
-    from lkv.serving.service import make_service
-
-    check_port(options.host, options.port)
-    service = make_service(vars(options))
-    app = make_app(service, key, options.host in LOOPBACK, options.grace)
-    print(f"lkv serves {service.name!r} on http://{options.host}:{options.port} (Ctrl-C ends it)", flush=True)
-    uvicorn.run(
-        app, host=options.host, port=options.port, log_level="warning", access_log=False,
-        timeout_graceful_shutdown=int(options.grace) + 1,
-    )  # fmt: skip
-
-
 def check_port(host: str, port: int) -> None:
-    """Raise ServerError where nothing can listen, before a model is loaded."""
-    import socket
-
+    """Raise ServerError, before a model is loaded, if nothing can listen on this address."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind((host, port))
     except OSError as error:
-        raise ServerError(f"{host}:{port} cannot be listened on ({error.strerror}); give another --port.") from error
+        in_use = error.errno == errno.EADDRINUSE
+        problem = f"port {port} is already in use" if in_use else f"cannot listen on {host}:{port} ({error.strerror})"
+        raise ServerError(f"{problem}; give another --port{'' if in_use else ' or --host'}.") from error
+
+
+COMMAND = Serve

@@ -1,6 +1,5 @@
 """lkv train: train a policy for a model."""
 
-import argparse
 import os
 import tomllib
 from pathlib import Path
@@ -8,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from lkv.cli import arguments
 from lkv.cli.arguments import Argument, Command
+from lkv.cli.options import ModelOptions
 from lkv.config import PRESETS, SETTINGS, describe_error
 from lkv.errors import TrainingError
 
@@ -39,11 +38,8 @@ class _File(_Settings):
     preset: _Preset | None = None  # type: ignore[valid-type]
 
 
-class Train(_Settings, Command):
+class Train(_Settings, ModelOptions, Command):
     """Train a policy for a model, or resume the training."""
-
-    model: str | None = Field(default=None, description="folder, GGUF file or hub id (default: embedded SmolLM2-135M)")
-    revision: str | None = Field(default=None, description="commit, tag or branch of a --model on the hub")
 
     preset: _Preset | None = Field(  # type: ignore[valid-type]
         default=None,
@@ -101,11 +97,4 @@ def _chosen(model: BaseModel, names: Any) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(model, name)) is not None}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    arguments.add_arguments(parser, Train)
-
-
-def run(options: argparse.Namespace) -> None:
-    """Train."""
-    arguments.build_command(options).run()
+COMMAND = Train

@@ -64,11 +64,11 @@ def test_questions_may_stand_behind_options(folder, asked):
 
 def test_bytes_are_told_beside_those_of_the_full_cache(folder, asked):
     _, _, said = asked(folder / "text.md", "When?", "--retention", "0.5")
-    held, full, share = map(float, re.search(r"held ([\d.]+) of ([\d.]+) MB \(([\d.]+)\)", said).groups())
+    held, full, share = map(float, re.search(r"KV cache ([\d.]+) of ([\d.]+) MB \(([\d.]+)\)", said).groups())
     # 3 layers x 2 heads x 2 x 8 float32 values a token.
     assert full == pytest.approx(len(TEXT) * 3 * 2 * 2 * 8 * 4 / 1e6, abs=0.06)
     assert 0.5 <= share < 0.6 and held == pytest.approx(share * full, abs=0.06)
-    assert "0.5000 of the entries kept, 0.5 asked for" in said
+    assert "0.5000 of the KV entries kept, 0.5 requested" in said
 
 
 def test_an_answer_that_ends_at_its_limit_says_so(folder, asked):
@@ -112,7 +112,7 @@ def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, monke
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_read(folder, asked, tmp_path):
     status, _, said = asked(folder / "text.md", "When?", "--save", tmp_path / "text.kv", method="full")
-    assert status == 2 and "the uncompressed cache of 'full' is not saved" in said and "tokens read" not in said
+    assert status == 2 and "the uncompressed cache of 'full' cannot be saved" in said and "tokens read" not in said
 
 
 def test_what_is_saved_answers_as_what_was_read(folder, asked, tmp_path):
@@ -120,7 +120,7 @@ def test_what_is_saved_answers_as_what_was_read(folder, asked, tmp_path):
     _, out, said = asked(folder / "text.md", "When?", "--save", saved)
     assert f"saved to {saved}" in said and saved.is_file()
     status, again, said = asked("--load", saved, "When?", method="")
-    assert status == 0 and again == out and f"[{len(TEXT)} tokens loaded; held" in said
+    assert status == 0 and again == out and f"[{len(TEXT)} tokens loaded; KV cache" in said
 
 
 def test_a_text_comes_from_stdin_and_questions_are_typed(folder, asked, monkeypatch, tmp_path):
@@ -138,7 +138,7 @@ def test_a_text_comes_from_stdin_and_questions_are_typed(folder, asked, monkeypa
     assert out.split() == " ".join(turns).split()
     monkeypatch.setattr(sys, "stdin", io.StringIO("When?\n"))
     status, out, said = asked(folder / "text.md", method="full")
-    assert status == 0 and out.strip() and "each question starts from the text alone" in said
+    assert status == 0 and out.strip() and "no chat history" in said
 
 
 def test_parts_streaming_and_types_reach_the_cache(folder, asked):
@@ -152,11 +152,11 @@ def test_parts_streaming_and_types_reach_the_cache(folder, asked):
     ("words", "message"),
     [
         ((), "give a file to read"),
-        (("-",), "there is no room for a chat"),
+        (("-",), "a chat cannot be typed"),
         (("why?", "--load", "x.kv"), "leave --method out"),
         (("text", "why?", "--device", "nowhere"), "the model cannot be put on the device 'nowhere'"),
         (("text", " "), "the question is empty"),
-        (("--load", "x.kv", "book.txt", "who?"), "--load reads the text that was saved"),
+        (("--load", "x.kv", "book.txt", "who?"), "--load reads the saved text"),
         (("text", "why?", "--save", "text"), "is a folder"),
     ],
 )

@@ -146,8 +146,8 @@ def test_ask_mistakes_are_one_sentence(tmp_path, capsys, change, message):
     ("change", "message"),
     [
         (["--method", "snapvk"], "there is no method 'snapvk'"),
-        (["--method", "duo"], "the method 'duo' needs --pattern FILE"),
-        (["--method", "duo", "--pattern", "nowhere.tsv"], "nowhere.tsv cannot be read"),
+        (["--method", "duo"], "'duo' needs the retrieval heads of the model; give --pattern with"),
+        (["--method", "duo", "--pattern", "nowhere.tsv"], "nowhere.tsv does not exist"),
         (["--method", "knorm", "--pattern", "nowhere.tsv"], "takes no --pattern"),
         ([], "no policy is shipped for this model (LlamaForCausalLM, 3 layers of 2 KV heads);"),
     ],
@@ -174,7 +174,7 @@ def test_ask_says_what_was_really_kept(tmp_path, model_folder, capsys):
     ]:
         assert main([*ask, retention, *how]) == 0
         asked = "1" if "full" in how else retention
-        assert f"; {realised:.4f} of the entries kept, {asked} asked for;" in capsys.readouterr().err
+        assert f"; {realised:.4f} of the KV entries kept, {asked} requested;" in capsys.readouterr().err
 
 
 def test_unreadable_files_are_named(tmp_path, capsys, model_folder):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lkv
-from lkv.cli import installation as doctor
+from lkv.cli import diagnostics as doctor
 from lkv.cli.main import main
 from lkv.kernels.ragged_attention import loop
 
@@ -27,7 +27,7 @@ def test_findings_name_versions_devices_and_kernels(capsys):
         assert by["ragged attention, varlen"]["detail"].endswith("variable-length flash attention needs a CUDA device.")
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(told["findings"]) + 1 and lines[-1].startswith("ok: works here; -: ")
+    assert len(lines) == len(told["findings"]) + 1 and lines[-1].startswith("ok: works; -: ")
     assert any(line.startswith("ok  torch") for line in lines)
 
 
@@ -36,8 +36,8 @@ def test_a_kernel_that_computes_wrongly_is_found(monkeypatch, capsys):
     monkeypatch.setattr(loop, "attend", lambda *given: right(*given) + 0.01)
     assert main(["doctor"]) == 2
     said = capsys.readouterr()
-    assert "BAD ragged attention, loop" in said.out and "1.0e-02 off the reference" in said.out
-    assert "ragged attention, loop must be mended first" in said.err
+    assert "BAD ragged attention, loop" in said.out and "1.0e-02 from the reference" in said.out
+    assert "ragged attention, loop must be fixed first" in said.err
 
     def broken(*given):
         raise RuntimeError("illegal instruction\nand more")
@@ -46,16 +46,16 @@ def test_a_kernel_that_computes_wrongly_is_found(monkeypatch, capsys):
     assert found("ragged attention, loop").detail == "fails on cpu (illegal instruction)"
 
 
-def test_what_is_missing_comes_with_its_mend(monkeypatch, tmp_path):
+def test_what_is_missing_comes_with_its_fix(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "rouge", None)
     extra = found("extra evals")
-    assert extra.status == "off" and extra.detail == "without rouge" and extra.mend == "pip install 'lkv-cache[evals]'"
+    assert extra.status == "off" and extra.detail == "missing rouge" and extra.fix == "pip install -e '.[evals]'"
     monkeypatch.setattr(doctor.metadata, "version", lambda name: {"transformers": "5.1.0"}.get(name, "2.13.0+cpu"))
     assert (found("transformers").status, found("torch").status) == ("bad", "ok")
     monkeypatch.setenv("LKV_CACHE", str(tmp_path / "not" / "yet"))
     assert found("default model").status == "off"
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1e6}))
-    assert found("cache folder").status == "bad" and "LKV_CACHE" in found("cache folder").mend
+    assert found("cache folder").status == "bad" and "LKV_CACHE" in found("cache folder").fix
 
 
 @pytest.mark.parametrize("op", ["ragged attention", "soft-masked attention"])

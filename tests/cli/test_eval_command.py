@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lkv.cli.eval import PRESETS, _of_each, _policies
+from lkv.cli.eval import _name_policies, _parse_policies
 from lkv.cli.main import main, parse_arguments
 from tests.conftest import save_model
 
@@ -59,25 +59,26 @@ def test_longbench_from_local_files_to_a_report(model_folder, tmp_path, capsys):
 
 
 def test_policies_have_names_of_their_own(capsys, tmp_path):
-    assert _policies(None) == {} and _policies(["runs/mine"]) == {"": "runs/mine"}
-    assert _policies(["a=x/y", "b=hub/id"]) == {"a": "x/y", "b": "hub/id"}
+    assert _parse_policies(()) == {} and _parse_policies(["runs/mine"]) == {"": "runs/mine"}
+    assert _parse_policies(["a=x/y", "b=hub/id"]) == {"a": "x/y", "b": "hub/id"}
     (tmp_path / "odd=name").mkdir()
-    assert _policies([str(tmp_path / "odd=name")]) == {"": str(tmp_path / "odd=name")}
-    assert _of_each(["lkv", "knorm", "full", "lkv-h+knorm"], ["a", "b"]) == [
+    assert _parse_policies([str(tmp_path / "odd=name")]) == {"": str(tmp_path / "odd=name")}
+    assert _name_policies(["lkv", "knorm", "full", "lkv-h+knorm"], ["a", "b"]) == [
         "lkv@a", "lkv@b", "knorm", "full", "lkv-h+knorm@a", "lkv-h+knorm@b",
     ]  # fmt: skip
     for given in (["a=x", "y"], ["a=x", "a=y"], ["a+b=x", "c=y"]):
         command = ["eval", "ruler", "--policy", *given, "--out", str(tmp_path / "x.jsonl")]
         assert main(command) == 2
-        assert "policies are told apart" in (said := capsys.readouterr().err) or "give another" in said
+        assert "several policies need different names" in (error := capsys.readouterr().err) or "use another" in error
 
 
 def test_ladder_and_preset_stand_for_retentions(tmp_path, capsys):
     base = ["eval", "ruler", "--out", str(tmp_path / "x.jsonl")]
-    assert parse_arguments([*base, "--ladder"]).retention == [0.5, 0.25, 0.125, 0.0625]
-    # kvpress's leaderboard names what is evicted.
-    assert [round(1 - kept, 2) for kept in PRESETS["kvpress"]] == [0.1, 0.25, 0.5, 0.75, 0.9]
-    assert parse_arguments([*base, "--preset", "kvpress"]).preset == "kvpress"
+    assert parse_arguments([*base, "--ladder"]).retentions == (0.5, 0.25, 0.125, 0.0625)
+    assert parse_arguments(base).retentions == (0.15,)
+    # The leaderboard states compression ratios.
+    evicted = [round(1 - kept, 2) for kept in parse_arguments([*base, "--preset", "kvpress"]).retentions]
+    assert evicted == [0.1, 0.25, 0.5, 0.75, 0.9]
 
 
 def test_ruler_at_two_lengths(model_folder, tmp_path):
@@ -101,13 +102,17 @@ def test_ruler_at_two_lengths(model_folder, tmp_path):
         ("longbench", ["--tasks", "hotpotq"], "did you mean 'hotpotqa'"),
         ("ruler", ["--methods", "snapvk"], "did you mean 'snapkv'"),
         ("ruler", ["--retention", "15"], "must lie in (0, 1]"),
-        ("ruler", ["--lengths", "1500", "4096"], "a length of 4096 is asked for, but"),
+        ("ruler", ["--lengths", "1500", "4096"], "--lengths has 4096, but"),
         ("ruler", ["--methods", "duo"], "give --pattern"),
+        ("ruler", ["--device", "nowhere"], "cannot be put on the device 'nowhere'"),
+        ("ruler", ["--lengths", "0"], "--lengths is 0, but must be a whole number of at least 1"),
+        ("ruler", ["--dtype", "int8"], "--dtype is int8, but must be 'float32', 'bfloat16' or 'float16'"),
+        ("ruler", ["--ladder", "--retention", "0.3"], "--ladder sets the retentions"),
         ("ruler", ["--tasks", "vt", "niah_multivalue"], "name a text file or such a folder with --haystack"),
-        ("ruler", ["--haystack", "nowhere"], "there is no nowhere; give a text file"),
+        ("ruler", ["--haystack", "nowhere"], "nowhere does not exist; give --haystack a text file"),
         ("ruler", ["--out", "."], "is a folder; give a file"),
         ("ruler", ["--methods", "lkv"], "no policy is shipped for this model"),
-        ("ruler", ["--methods", "duo", "--pattern", "nowhere.txt"], "cannot be read as text"),
+        ("ruler", ["--methods", "duo", "--pattern", "nowhere.txt"], "nowhere.txt does not exist"),
         ("longbench", ["--data", "nowhere", "--tasks", "qasper"], "nowhere"),
         ("ruler", ["--policy", "nowhere", "--methods", "lkv"], "there is no policy folder 'nowhere'"),
         ("ruler", ["--preset", "kvpress", "--retention", "0.3"], "leave --retention and --protocol out"),

@@ -95,4 +95,4 @@ def test_policies_say_what_is_shipped_and_what_else_there_is(capsys):
     assert "texts of up to 4,096 tokens, at R 0.15" in said
     assert "KL 0.079, top-1 agreement 0.886 to the full cache at R 0.15, 1,000 to 2,000 tokens" in said
     assert "`lkv methods` lists the methods that need no policy" in said
-    assert "`lkv train --preset cpu --model NAME" in said and "`lkv policies --model NAME` tells how long" in said
+    assert "`lkv train --preset cpu --model NAME" in said and "`lkv policies --model NAME` estimates how long" in said

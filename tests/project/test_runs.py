@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from lkv.cli.main import build_parser
+from lkv.cli.eval import Eval
 from lkv.cli.main import main as lkv
+from lkv.cli.main import parse_arguments
 from lkv.evaluation.report.names import RULES, SELECTORS, budget_and_selector
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import Ada
@@ -112,9 +113,9 @@ def test_the_scripts_ask_for_what_they_need(script, tmp_path):
         subprocess.run([script, model], env=environment, check=True, cwd=tmp_path)
         said = log.read_text()
         commands = [item.split() for item in said.splitlines()]
-        understood = [build_parser(words[2:]).parse_args(words[2:]) for words in commands if words[1] == "lkv"]
+        understood = [parse_arguments(words[2:]) for words in commands if words[1] == "lkv"]
         for options in understood:
-            if options.run.__module__ == "lkv.cli.eval":
+            if isinstance(options, Eval):
                 assert set(options.methods) <= set(METHODS) | {f"{r}+{s}" for r in RULES for s in SELECTORS}
                 assert (options.pattern is not None) == ("duo-kvpress" in options.methods)
         assert understood or f"--text {tmp_path / 'a.txt'}" in said  # a path of the caller's folder

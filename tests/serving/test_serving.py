@@ -11,7 +11,7 @@ import time
 import pytest
 
 from lkv.cli.main import main
-from lkv.cli.serve import check_port, checked_key
+from lkv.cli.serve import check_port, read_api_key
 from lkv.context.context import compress
 from lkv.errors import ServerError
 from lkv.serving.service import Limits, Service
@@ -409,15 +409,15 @@ def test_a_stop_lets_answers_end(parts, tmp_path):
 
 def test_a_key_is_needed_where_others_can_reach_it(monkeypatch):
     monkeypatch.delenv("LKV_API_KEY", raising=False)
-    assert checked_key("127.0.0.1") is checked_key("localhost") is None
+    assert read_api_key("127.0.0.1") is read_api_key("localhost") is None
     with pytest.raises(ServerError, match=r"0.0.0.0 can be reached by others: set LKV_API_KEY"):
-        checked_key("0.0.0.0")
+        read_api_key("0.0.0.0")
     monkeypatch.setenv("LKV_API_KEY", "x")
-    assert checked_key("0.0.0.0") == "x"
+    assert read_api_key("0.0.0.0") == "x"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ServerError, match="cannot be listened on"):
+        with pytest.raises(ServerError, match="is already in use"):
             check_port("127.0.0.1", taken.getsockname()[1])
 
 
@@ -425,7 +425,7 @@ def test_a_key_is_needed_where_others_can_reach_it(monkeypatch):
     ("words", "says"),
     [
         (["--host", "0.0.0.0"], "set LKV_API_KEY"), (["--method", "full"], "cannot be stored"),
-        (["--port", "70000"], "give one from 1 to 65535"), (["--retention", "2"], "must lie in (0, 1]"),
+        (["--port", "70000"], "from 1 to 65,535"), (["--retention", "2"], "must lie in (0, 1]"),
         (["--store", "nosuch://place", "--method", "knorm", "--model", "{model}"], "Protocol not known"),
         (["--model", "nothing/here"], "no model could be loaded"),
     ],

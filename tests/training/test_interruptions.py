@@ -196,7 +196,7 @@ def test_an_interrupted_command_prints_no_traceback(monkeypatch, capsys):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lkv.cli.methods.run", interrupt)
+    monkeypatch.setattr("lkv.cli.methods.Methods.run", interrupt)
     assert main(["methods"]) == 130
     assert capsys.readouterr().err == "lkv: interrupted\n"
 

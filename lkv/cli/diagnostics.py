@@ -1,4 +1,4 @@
-"""What there is to work with, and whether it computes what it should: each finding one line, with its mend."""
+"""Checks of the installation: versions, extras, devices, kernels against their references, disk."""
 
 import os
 import platform
@@ -19,35 +19,41 @@ from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
 from lkv.kernels.token_scores import ContentWeights, content_scores, reference
 from lkv.models.loading import DEFAULT, cache_folder
-from lkv.utils.extras import EXTRAS
+from lkv.utils.extras import EXTRAS, install_command
 from lkv.version import __version__
 
 OK, OFF, BAD = "ok", "off", "bad"
-_LEAST = {"torch": (2, 8), "transformers": (5, 2)}
-_ROOM = 2e9  # bytes: the converted default model, and room to convert it
+_MIN_VERSIONS = {"torch": (2, 8), "transformers": (5, 2)}
+_MIN_FREE_BYTES = 2e9  # for the converted default model, and to convert it
 _TOLERANCE = 1e-4  # of float32 kernels, against the reference in float64
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, `status` ("ok", "off": optional and not there, "bad"), and how to mend it."""
+    """One line of `lkv doctor`.
+
+    Args:
+        name: What was checked.
+        status: "ok", "off" (optional and not available) or "bad".
+        detail: What was found.
+        fix: How to fix it, if needed.
+    """
 
     name: str
     status: str
     detail: str
-    mend: str = ""
+    fix: str = ""
 
 
 def examine() -> list[Finding]:
-    """Everything there is to say of this installation; computes for seconds, loads no model, writes nothing but
-    what numba compiled."""
-    return [*_versions(), *_extras(), *_devices(), *_kernels(_best_device()), *_disk()]
+    """Run all checks; takes seconds, loads no model and writes nothing but what numba compiled."""
+    return [*_versions(), *_extras(), *_devices(), *_kernels(_default_device()), *_disk()]
 
 
 def _versions() -> Iterator[Finding]:
     yield Finding("lkv", OK, f"{__version__}, {Path(__file__).parent}")
     yield Finding("python", OK, f"{platform.python_version()}, {platform.platform()}")
-    for name, least in _LEAST.items():
+    for name, least in _MIN_VERSIONS.items():
         installed = metadata.version(name)
         fits = tuple(int(part) for part in installed.split("+")[0].split(".")[:2]) >= least
         wanted = ".".join(map(str, least))
@@ -57,9 +63,8 @@ def _versions() -> Iterator[Finding]:
 def _extras() -> Iterator[Finding]:
     for extra, packages in EXTRAS.items():
         missing = [name for name in packages if find_spec(name) is None]
-        mend = f"pip install 'lkv-cache[{extra}]'" if missing else ""
-        detail = f"without {', '.join(missing)}" if missing else ", ".join(packages)
-        yield Finding(f"extra {extra}", OFF if missing else OK, detail, mend)
+        detail = f"missing {', '.join(missing)}" if missing else ", ".join(packages)
+        yield Finding(f"extra {extra}", OFF if missing else OK, detail, install_command(extra) if missing else "")
 
 
 def _devices() -> Iterator[Finding]:
@@ -69,42 +74,49 @@ def _devices() -> Iterator[Finding]:
         about = torch.cuda.get_device_properties(index)
         old = about.major < 8
         detail = f"{about.name}, compute capability {about.major}.{about.minor}, {about.total_memory / 2**30:.0f} GiB"
-        mend = "LKV runs on it, but its Triton kernels need compute capability 8.0" if old else ""
-        yield Finding(f"device cuda:{index}", OK, detail, mend)
+        fix = "LKV runs on it, but its Triton kernels need compute capability 8.0" if old else ""
+        yield Finding(f"device cuda:{index}", OK, detail, fix)
     if not torch.cuda.device_count():
         built = torch.version.cuda or torch.version.hip
-        why = f"this PyTorch is built for {built}, but the driver shows no GPU" if built else "this PyTorch has no CUDA"
+        why = (
+            f"this PyTorch is built for {built}, but the driver reports no GPU" if built else "this PyTorch has no CUDA"
+        )
         yield Finding("device cuda", OFF, why, "install a PyTorch built for your GPU" if not built else "nvidia-smi")
     if torch.backends.mps.is_available():
         yield Finding("device mps", OK, "no float64 there: Soft-TopK is computed on the CPU")
 
 
-def _best_device() -> torch.device:
+def _default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _kernels(device: torch.device) -> Iterator[Finding]:
-    """Every backend of every operator, against the operator's oracle on the same random numbers."""
+    """Compare every backend of every operator with the operator's reference on the same random numbers."""
     for name in ("loop", "numba", "varlen", "triton"):
-        yield _tested(f"ragged attention, {name}", device, partial(_ragged_error, name, device))
+        yield _check_kernel(f"ragged attention, {name}", device, partial(_ragged_error, name, device))
     for name in ("sdpa", "triton"):
-        yield _tested(f"soft-masked attention, {name}", device, partial(_soft_mask_error, name, device))
-    yield _tested("LKV-T scores", device, partial(_scores_error, device))
-    yield _tested("Soft-TopK", device, partial(_topk_error, device))
+        yield _check_kernel(f"soft-masked attention, {name}", device, partial(_soft_mask_error, name, device))
+    yield _check_kernel("LKV-T scores", device, partial(_scores_error, device))
+    yield _check_kernel("Soft-TopK", device, partial(_topk_error, device))
 
 
-def _tested(name: str, device: torch.device, error_of: Callable[[], float]) -> Finding:
+def _check_kernel(name: str, device: torch.device, measure_error: Callable[[], float]) -> Finding:
     try:
-        error = error_of()
+        error = measure_error()
     except BackendError as problem:
         return Finding(name, OFF, problem.reason)
     # A kernel that does not compile or launch raises anything.
     except Exception as problem:
         first = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-        return Finding(name, BAD, f"fails on {device} ({first})", "report it with all that `lkv doctor` prints")
+        return Finding(name, BAD, f"fails on {device} ({first})", "report it with the output of `lkv doctor --json`")
     if error <= _TOLERANCE:
         return Finding(name, OK, f"on {device}, within {error:.0e} of the reference")
-    return Finding(name, BAD, f"on {device}, {error:.1e} off the reference", "report it with what `lkv doctor` prints")
+    return Finding(
+        name,
+        BAD,
+        f"on {device}, differs by {error:.1e} from the reference",
+        "report it with the output of `lkv doctor --json`",
+    )
 
 
 def _random(*shape: int, device: torch.device) -> Tensor:
@@ -117,7 +129,7 @@ def _distance(computed: Tensor, wanted: Tensor) -> float:
 
 
 def _ragged_error(backend: str, device: torch.device) -> float:
-    """Two KV heads of 40 and 90 entries with room behind them, two query heads each."""
+    """Two KV heads of 40 and 90 entries with free slots after them, two query heads each."""
     half = backend == "varlen"  # flash attention takes half precision alone: its own error is taken off
     dtype = torch.float16 if half else torch.float32
     q, keys, values = (_random(*shape, device=device).to(dtype) for shape in ((1, 4, 1, 64), (200, 64), (200, 64)))
@@ -138,11 +150,11 @@ def _soft_mask_error(backend: str, device: torch.device) -> float:
 
 def _scores_error(device: torch.device) -> float:
     shapes = ((1, 2, 300, 8), (1, 2, 300, 8), (2, 16), (2, 16), (2, 16, 8), (2, 8), (2, 8))
-    given = [_random(*shape, device=device) for shape in shapes]
-    given[3] = given[3].abs() + 0.5  # a deviation
-    key, value, *weights = given
+    tensors = [_random(*shape, device=device) for shape in shapes]
+    tensors[3] = tensors[3].abs() + 0.5  # a standard deviation
+    key, value, *weights = tensors
     computed = content_scores(ContentWeights(*weights), key, value)
-    return _distance(computed, reference.content(*(x.cpu().double() for x in given)))
+    return _distance(computed, reference.content(*(x.cpu().double() for x in tensors)))
 
 
 def _topk_error(device: torch.device) -> float:
@@ -156,8 +168,8 @@ def _disk() -> Iterator[Finding]:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     writable = os.access(existing, os.W_OK)
-    mend = "" if writable and free > _ROOM else "set LKV_CACHE to a folder with 2 GB of room that can be written to"
-    yield Finding("cache folder", OK if not mend else BAD, f"{folder}, {free / 1e9:.0f} GB free", mend)
+    fix = "" if writable and free > _MIN_FREE_BYTES else "set LKV_CACHE to a folder that is writable and has 2 GB free"
+    yield Finding("cache folder", OK if not fix else BAD, f"{folder}, {free / 1e9:.0f} GB free", fix)
     ready = (folder / DEFAULT / "config.json").is_file()
-    yield Finding("default model", OK if ready else OFF, "converted" if ready else "not fetched yet",
-                  "" if ready else "lkv ask fetches it at its first use")  # fmt: skip
+    yield Finding("default model", OK if ready else OFF, "converted" if ready else "not downloaded yet",
+                  "" if ready else "`lkv ask` downloads it at its first use")  # fmt: skip
