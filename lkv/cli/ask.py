@@ -159,8 +159,11 @@ def _show_progress(model: "PreTrainedModel", tokens: int) -> Iterator[None]:
 
     form = "{desc} {percentage:3.0f}% |{bar}| {n:,.0f} of {total:,} tokens, {rate_fmt}, {remaining} left"
     bar = tqdm(total=tokens, desc="reading", unit=" tokens", bar_format=form, leave=False, disable=None)
-    # A second pass over the text does not count.
-    with bar, report_progress(model, lambda count: bar.update(min(count, tokens - bar.n))):
+
+    def advance(count: float) -> None:
+        bar.update(min(count, tokens - bar.n))  # a second pass over the text does not count
+
+    with bar, report_progress(model, advance):
         yield
 
 

@@ -15,20 +15,18 @@ from lkv.errors import TrainingError
 _GROUP = Argument(group="settings: keys of --config as well; an option takes precedence")
 _Preset = Literal[tuple(sorted(PRESETS))]  # type: ignore[valid-type]
 # Every setting of a training is optional here: what is not set is the preset's.
-_Settings: Any = create_model(
-    "_Settings",
-    **{
-        name: (
-            Annotated[field.annotation, *field.metadata, _GROUP] | None,  # type: ignore[valid-type]
-            Field(
-                default=None,
-                description=f"{field.description} (paper: {field.default})",
-                validation_alias=field.validation_alias,
-            ),
-        )
-        for name, field in SETTINGS.items()
-    },
-)
+_FIELDS: dict[str, Any] = {
+    name: (
+        Annotated[field.annotation, *field.metadata, _GROUP] | None,
+        Field(
+            default=None,
+            description=f"{field.description} (paper: {field.default})",
+            validation_alias=field.validation_alias,
+        ),
+    )
+    for name, field in SETTINGS.items()
+}
+_Settings: Any = create_model("_Settings", **_FIELDS)
 
 
 class _File(_Settings):

@@ -108,11 +108,11 @@ def test_the_page_holds_text_numbers_and_answers_and_needs_nothing_else(folder, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--method", "full"], "'full' keeps everything; look at a method that goes by layers"),
-        (["--method", "kvzip"], "'kvzip' sees all layers before it keeps anything"),
+        (["--method", "full"], "'full' keeps everything"),
+        (["--method", "kvzip"], "'kvzip' needs a second pass"),
         (["--method", "duo"], "'duo' needs a pattern of retrieval heads"),
         (["--question", "why?", "--against", "duo"], "'duo' needs a pattern of retrieval heads"),
-        (["--json"], "--json and --figure are of a policy, but a text was given"),
+        (["--json"], "--json and --figure show a policy, but a text was given"),
     ],
 )
 def test_what_a_page_cannot_show_is_told_before_a_model_is_loaded(tmp_path, capsys, words, said):
@@ -123,7 +123,7 @@ def test_what_a_page_cannot_show_is_told_before_a_model_is_loaded(tmp_path, caps
 
 def test_what_cannot_be_looked_at_is_one_sentence(folder, capsys, monkeypatch, tmp_path):
     model, tokenizer = load_model(str(folder / "model"))
-    with pytest.raises(LkvError, match="'kvzip' sees all layers before it keeps anything"):
+    with pytest.raises(LkvError, match="'kvzip' needs a second pass"):
         inspect_text(model, tokenizer, TEXT, "kvzip")
     with pytest.raises(LkvError, match="shorten it"):
         inspect_text(model, tokenizer, TEXT * 9, "knorm")
