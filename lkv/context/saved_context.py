@@ -21,9 +21,11 @@ from lkv.methods.selectors import Selector
 from lkv.policy.model_match import model_difference
 from lkv.policy.policy import Policy
 from lkv.utils import tensor_file
-from lkv.utils.tensor_file import Kind
+from lkv.utils.tensor_file import FileKind
 
-_KIND = Kind("lkv-context", 2, "context", ContextFileError, "give a file that Context.save wrote, or compress again")
+_KIND = FileKind(
+    "lkv-context", 2, "context", ContextFileError, "give a file that Context.save wrote, or compress again"
+)
 _NUMBER = (int, float, type(None))
 # The fields that say how a text was compressed, and their types.
 _METADATA: dict[str, tuple[type, ...]] = {

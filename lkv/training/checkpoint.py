@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from lkv.config import ModelSpec, TrainingConfig, asdict, from_dict, replace
@@ -17,6 +16,7 @@ from lkv.errors import PolicyMismatchError, TrainingError
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
 from lkv.utils.files import atomic_write, write_text
+from lkv.utils.tensor_file import parse_tensors
 
 CHECKPOINT = "checkpoint.safetensors"
 CURVE = "curve.jsonl"
@@ -126,8 +126,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         if not metadata["step"].isdecimal() or not isinstance(json.loads(metadata["config"]), dict):
             raise ValueError("its metadata is not that of a run")
-        return Checkpoint(path, load(data), metadata)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        return Checkpoint(path, parse_tensors(data), metadata)
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise TrainingError(f"{path} cannot be read ({error}); give the folder of a training run.") from error
 
 

@@ -1,4 +1,4 @@
-"""Tensors and JSON as one safetensors file: written whole or not at all, with one checksum over all of it."""
+"""Tensors and JSON in one safetensors file: written whole or not at all, with one checksum over all of it."""
 
 import hashlib
 import json
@@ -7,27 +7,35 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import _TYPES, load, save
 from torch import Tensor
 
 from lkv.errors import LkvError
 from lkv.utils.files import atomic_write, error_reason
 
 _DIGEST = "sha256"
+_MAX_HEADER = 16 * 2**20  # bytes; LKV's own headers are thousands of times smaller
 
 
-class Kind(NamedTuple):
-    """A kind of file: the name of its JSON in the file's header, its format number, its noun, the error for what is
-    wrong with one, and what to do then."""
+class FileKind(NamedTuple):
+    """A kind of file.
+
+    Attributes:
+        header: the key of its JSON in the file's header.
+        version: its format number.
+        noun: what messages call it.
+        error: the error to raise for a missing, foreign or damaged file.
+        remedy: what to do then, as the end of a sentence.
+    """
 
     header: str
     version: int
     noun: str
     error: type[LkvError]
-    mend: str
+    remedy: str
 
 
-def write(path: Path, kind: Kind, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+def write(path: Path, kind: FileKind, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
     """Write `tensors` and the JSON `about`; a failed save leaves an older file at `path` as it was."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps({"format": kind.version, **about})
@@ -35,7 +43,7 @@ def write(path: Path, kind: Kind, tensors: dict[str, Tensor], about: dict[str, A
         temporary.write_bytes(save(tensors, {kind.header: text, _DIGEST: _digest(tensors, text)}))
 
 
-def read(path: Path, kind: Kind) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and the JSON written with them. Raises the kind's error for a missing, foreign or damaged file.
 
     The tensors are copies: what happens to the file afterwards does not touch them.
@@ -43,49 +51,65 @@ def read(path: Path, kind: Kind) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         # A mapped file would change under the tensors, and take the process with it when it is cut short.
         data = path.read_bytes()
-        metadata = _metadata(data)
+        metadata = _header(data)["__metadata__"]
         text, digest = metadata[kind.header], metadata.get(_DIGEST)
         about = json.loads(text)
         version = about["format"]
     except FileNotFoundError:
-        raise kind.error(f"there is no file {path}; {kind.mend}.") from None
+        raise kind.error(f"there is no file {path}; {kind.remedy}.") from None
     except OSError as error:
-        raise kind.error(f"{path} cannot be read ({error_reason(error)}); {kind.mend}.") from error
+        raise kind.error(f"{path} cannot be read ({error_reason(error)}); {kind.remedy}.") from error
     except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise kind.error(f"{path} is no saved {kind.noun} ({error}); {kind.mend}.") from error
+        raise kind.error(f"{path} is no saved {kind.noun} ({error}); {kind.remedy}.") from error
     if version != kind.version:
         raise kind.error(
             f"{path} has format {version!r}, but this version reads {kind.version}; use the lkv-cache version that "
-            f"wrote it, or {kind.mend}."
+            f"wrote it, or {kind.remedy}."
         )
     try:
-        tensors = load(data)
-    except (SafetensorError, ValueError, TypeError) as error:
-        raise kind.error(f"{path} is no saved {kind.noun} ({error}); {kind.mend}.") from error
+        tensors = parse_tensors(data)
+    except ValueError as error:
+        raise kind.error(f"{path} is no saved {kind.noun} ({error}); {kind.remedy}.") from error
     if digest != _digest(tensors, text):
-        raise kind.error(f"{path} was damaged or changed after it was saved; {kind.mend}.")
+        raise kind.error(f"{path} was damaged or changed after it was saved; {kind.remedy}.")
     return tensors, about
 
 
-def holds(path: Path, kind: Kind) -> bool:
+def parse_tensors(data: bytes) -> dict[str, Tensor]:
+    """The tensors of a safetensors file's bytes. Raises ValueError, saying what is wrong, for whatever is no such file.
+
+    Dtypes that torch does not have, such as 4-bit floats, are refused.
+    """
+    try:
+        for name, entry in _header(data).items():
+            if name != "__metadata__" and entry["dtype"] not in _TYPES:
+                raise ValueError(f"its tensor {name!r} has the dtype {entry['dtype']!r}, which torch cannot hold")
+        return load(data)
+    except (SafetensorError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError, RecursionError) as error:
+        raise ValueError(str(error).strip() or type(error).__name__) from error
+
+
+def has_kind(path: Path, kind: FileKind) -> bool:
     """Whether the file at `path` says that it is of this kind."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            return kind.header in json.loads(file.read(min(size, _LONGEST_HEADER)))["__metadata__"]
+            return kind.header in json.loads(file.read(min(size, _MAX_HEADER)))["__metadata__"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
-_LONGEST_HEADER = 100_000_000  # as safetensors itself has it
-
-
-def _metadata(data: bytes) -> dict[str, str]:
-    """The texts in the header of a safetensors file. Raises ValueError, KeyError or TypeError where there are none."""
+def _header(data: bytes) -> dict[str, Any]:
+    """The JSON at the beginning of a safetensors file. Raises ValueError where there is none."""
     size = int.from_bytes(data[:8], "little")
     if size > len(data) - 8:
         raise ValueError("its header is cut short")
-    return json.loads(data[8 : 8 + size])["__metadata__"]
+    if size > _MAX_HEADER:
+        raise ValueError(f"its header has {size:,} bytes, more than the {_MAX_HEADER:,} that are read")
+    header = json.loads(data[8 : 8 + size])
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    return header
 
 
 def _digest(tensors: dict[str, Tensor], about: str) -> str:

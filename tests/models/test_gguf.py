@@ -85,7 +85,8 @@ def folders(cache: Path) -> list[str]:
 def test_a_gguf_file_is_converted_once_and_is_the_model_it_was_made_of(tmp_path, cache, capsys):
     path = write_gguf(tmp_path / "tiny.gguf")
     model, _ = load_model(str(path), torch.float32)
-    assert "converting tiny.gguf to safetensors" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "converting tiny.gguf to safetensors" in said and "takes 0 MB of disk" in said
     text = torch.randint(3, 67, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         mine, original = model(text).logits, tiny_llama(dtype=torch.float32, **SHAPE)(text).logits
@@ -95,6 +96,15 @@ def test_a_gguf_file_is_converted_once_and_is_the_model_it_was_made_of(tmp_path,
     # A file that was moved stays converted; the weights are kept in bfloat16.
     assert load_model(str(path.rename(tmp_path / "tiny.GGUF")))[0].dtype == torch.bfloat16
     assert "converting" not in capsys.readouterr().err and folders(cache) == [name]
+    # One that was changed after it was written is converted again, even if its size is the same.
+    weights = cache / name / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    load_model(str(tmp_path / "tiny.GGUF"))
+    assert "converting" in capsys.readouterr().err and weights.read_bytes() == whole
+    os.utime(weights)  # touched, with the same content
+    load_model(str(tmp_path / "tiny.GGUF"))
+    assert "converting" not in capsys.readouterr().err
 
 
 def test_two_processes_at_once_convert_once(tmp_path, cache):
@@ -146,4 +156,14 @@ def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LKV_CACHE", str(tmp_path / "file" / "below"))
     with pytest.raises(ModelLoadError, match=r"cannot be kept in .* or name another folder in LKV_CACHE"):
+        load_model(str(path))
+
+
+def test_a_cache_folder_of_another_user_is_named(tmp_path, cache, monkeypatch):
+    def refuse(*args, **options):
+        raise PermissionError(13, "Permission denied", str(cache / ".tiny.lock"))
+
+    path = write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr("lkv.models.conversion._locked", refuse)
+    with pytest.raises(ModelLoadError, match=r"belongs to another user or is read-only; name .* LKV_CACHE"):
         load_model(str(path))

@@ -68,7 +68,7 @@ def test_what_is_not_on_the_hub_has_no_revision(tmp_path, policy):
         with pytest.raises(PolicyFileError, match=r"has no revision 'v1'; leave the revision out"):
             load_policy(name, revision="v1")
     for name in (DEFAULT, str(tmp_path), "tiny.gguf"):
-        with pytest.raises(ModelLoadError, match=r"is no model on the hub and has no revision 'v1'"):
+        with pytest.raises(ModelLoadError, match=r"is not a model on the hub and has no revision 'v1'"):
             load_model(name, revision="v1")
 
 
