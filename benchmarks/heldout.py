@@ -20,6 +20,7 @@ from lkv.training.data.packing import (
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils import data_files
 from lkv.utils.prompts import encode, encode_context, encode_question
+from lkv.utils.qa_readers import read_squad
 
 CONTINUATIONS = 4
 LONGEST = 160
@@ -38,10 +39,10 @@ Case = tuple[str, list[Continuation]]
 
 def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
     """One function a task: (random source, tokens) to a context and its continuations."""
-    paragraphs = list(documents.read_squad(folder / "xquad.en.json.gz"))
-    puzzles = list(documents.read_hotpot(folder / "hotpot_dev_400.jsonl.gz"))
-    tales = list(documents.read_tales(folder / "fairytaleqa_val.jsonl.gz"))
-    meetings = documents.read_meetings(folder, "qmsum_val.jsonl.gz")
+    paragraphs = list(documents.squad_passages(read_squad(folder / "xquad.en.json.gz")))
+    puzzles = list(documents.hotpot(data_files.read_records(folder / "hotpot_dev_400.jsonl.gz")))
+    tales = list(documents.fairytale(data_files.read_records(folder / "fairytaleqa_val.jsonl.gz")))
+    meetings = list(documents.qmsum(data_files.read_records(folder / "qmsum_val.jsonl.gz")))
     sample = folder / "longbench_sample"
     code = [
         documents.Passage("", row["context"] + row["input"])
@@ -151,7 +152,9 @@ class HeldOut:
     def __init__(self, folder: Path, tokenizer: Any, seed: int):
         """`folder` is the evaluation folder; nothing in it is trained on."""
         self._build = builders(folder)
-        self._prose = [p.text for p in documents.read_tales(folder / "fairytaleqa_val.jsonl.gz")]
+        self._prose = [
+            p.text for p in documents.fairytale(data_files.read_records(folder / "fairytaleqa_val.jsonl.gz"))
+        ]
         self._tokenizer, self._seed = tokenizer, seed
 
     def _after_others(self, context: str, task: str, rng: random.Random, tokens: int) -> str:

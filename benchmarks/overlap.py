@@ -33,8 +33,8 @@ def trained_on(folder: Path) -> dict[str, list[Any]]:
             found[name] = items
         return items
 
-    mixture = Mixture(folder, 500, 8000, checked=seen)
-    rows = [pair for path in mixture.survey.taken.get(_TEST_TOO, ()) for pair in read_records(path)]
+    mixture = Mixture(folder, 500, 8000, filter_items=seen)
+    rows = [pair for path in mixture.index.used.get(_TEST_TOO, ()) for pair in read_records(path)]
     found[_TEST_TOO] = list(mmlu((place, {**row, "split": "dev"}) for place, row in rows))
     return found | {"python": read_standard_library()}
 

@@ -218,14 +218,13 @@ def test_long_contexts_are_made_of_several_texts(monkeypatch):
 
 def test_a_longbench_text_always_has_something_to_ask(monkeypatch):
     """Whole texts without a question, of which nothing is left to go on with, are passed over."""
-    none = SimpleNamespace(**dict.fromkeys(("read_squad", "read_hotpot", "read_tales", "read_meetings"), lambda *_: []))
-    none.Passage = lambda title, text: text
     texts = [
         {"context": "a report. " * 50, "input": "", "answers": ["none"]},
         {"context": "a story. " * 50, "input": "Who?", "answers": ["The keeper."]},
     ]
-    monkeypatch.setattr(heldout, "documents", none)
-    monkeypatch.setattr(heldout, "data_files", SimpleNamespace(read_json_lines=lambda path: texts))
+    monkeypatch.setattr(heldout, "read_squad", lambda path: [])
+    readers = SimpleNamespace(read_json_lines=lambda path: texts, read_records=lambda path: [])
+    monkeypatch.setattr(heldout, "data_files", readers)
     build = heldout.builders(Path())["LongBench text"]
     for seed in range(10):
         text, asked = build(random.Random(seed), 5000)

@@ -206,17 +206,21 @@ def test_every_file_is_named_taken_or_left(folder):
         '{"context": "The key is in the well.", "question": "Where?", "answer": "there"}\n'
     )
     found = index_folder(folder, ["squad", "hotpotqa", "own", "text", "code"])
-    assert found.taken["own"] == [folder / "mine.jsonl"] and len(found.taken["text"]) == len(found.taken["code"]) == 40
-    assert {path.name: why for path, why in found.left.items()} == {
-        "README.md": "no data",
-        "dev-v1.1.json": "not of a training split",
+    assert found.used["own"] == [folder / "mine.jsonl"] and len(found.used["text"]) == len(found.used["code"]) == 40
+    assert {path.name: why for path, why in found.skipped.items()} == {
+        "README.md": "not data",
+        "dev-v1.1.json": "not a training split",
         "picture.png": "neither text nor code",
-        "trec_train_5500.label.gz": "of no set that is asked for",
+        "trec_train_5500.label.gz": "not used by this recipe",
     }
     said = "\n".join(found.lines())
     every = {path for path in folder.rglob("*") if path.is_file()}
-    assert {*found.left, *(path for paths in found.taken.values() for path in paths)} == every
-    assert "squad: squad_train_subset.jsonl.gz" in said and "left, no data: README.md" in said and "and 32 more" in said
+    assert {*found.skipped, *(path for paths in found.used.values() for path in paths)} == every
+    assert (
+        "squad: squad_train_subset.jsonl.gz" in said
+        and "skipped (not data): README.md" in said
+        and "and 32 more" in said
+    )
 
 
 @pytest.mark.parametrize("name", ["strange.parquet", "questions.json.gz", "rows.jsonl", "all.zip"])
@@ -233,7 +237,7 @@ def test_a_map_of_names_says_what_each_file_is(folder, tmp_path_factory):
     mixture = Mixture(folder, 100, 400, names=read_name_map(names))
     assert set(mixture.names) == {"squad", "python", "facts"}
     for text, message in (
-        ('["squad"]', "is no map of names"),
+        ('["squad"]', "is not a map of names"),
         ('{"squid": "x"}', "names the set 'squid'; give one of hotpotqa, "),
         ('{"squad": 3}', "the files of 'squad' must be a name or a list of names"),
     ):

@@ -13,10 +13,10 @@ from lkv.training.data import build as building
 from lkv.training.data.build import (
     BuiltDataset,
     DatasetBuilder,
-    _wanted,
     build_dataset,
     describe_dataset,
     read_manifest,
+    split_samples,
 )
 from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import Passage
@@ -40,7 +40,7 @@ def test_ratios_are_the_paper_s():
     assert sum(LOOM_RATIOS.values()) == 100
     for samples in (2000, 23_000, 37):
         loom = Loom({name: [] for name in LOOM_RATIOS}, {}, (2000, 16_000), 0)
-        found = _wanted(loom.shares(), samples)
+        found = split_samples(loom.shares(), samples)
         assert sum(found.values()) == samples
         assert all(abs(found[name] - samples * ratio / 100) < 1 for name, ratio in LOOM_RATIOS.items())
 
@@ -110,7 +110,7 @@ class Counted:
     def shares(self):
         return {"a": 0.5, "b": 0.5}
 
-    def candidates(self, source, wanted):
+    def num_candidates(self, source, wanted):
         return 10 * wanted
 
     def candidate(self, source, number):
@@ -121,7 +121,7 @@ class Counted:
 
 
 def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(building, "_SHARD", 8)
+    monkeypatch.setattr(building, "_SHARD_SAMPLES", 8)
     plan = {"recipe": "counted", "seed": 0}
     bounds = (8, 12)
     DatasetBuilder(tmp_path / "whole", plan, Tokens(), bounds).build({"train": (Counted(), 50)})
@@ -144,12 +144,12 @@ def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     (tmp_path / "stopped1" / "progress.json").write_text(
         json.dumps({"plan": plan, "streams": {"x": {"next": 1, "odd": 2}}})
     )
-    with pytest.raises(DataError, match="is no progress of a build; delete it"):
+    with pytest.raises(DataError, match="is not the progress of a build; delete it"):
         DatasetBuilder(tmp_path / "stopped1", plan, Tokens(), bounds)
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(building, "_SHARD", 8)
+    monkeypatch.setattr(building, "_SHARD_SAMPLES", 8)
     written = building.write_text
     plan = {"recipe": "counted", "seed": 0}
 

@@ -6,7 +6,7 @@ import pytest
 
 from lkv.errors import DataError
 from lkv.training.data.build import build_dataset
-from lkv.training.data.documents import READERS, MultiHopQuestion, ShortQuestion, read_dataset
+from lkv.training.data.documents import ROW_READERS, MultiHopQuestion, ShortQuestion, read_dataset
 from lkv.training.data.public_datasets import PUBLIC_DATASETS, download_rows, match_dataset
 from lkv.training.data.recipes import LOOM_RATIOS
 from lkv.utils.data_files import read_records
@@ -18,7 +18,7 @@ def test_the_hub_s_rows_and_the_official_files_are_the_same_items(name, folder):
     every = [path for path in folder.rglob("*") if path.is_file()]
     found = [path for path in every if match_dataset(path.relative_to(folder)) == name]
     local = read_dataset(name, found, folder)
-    streamed = list(READERS[name]((str(i), row) for i, row in enumerate(rows_of(name))))
+    streamed = list(ROW_READERS[name]((str(i), row) for i, row in enumerate(rows_of(name))))
     assert local[: len(streamed)] == streamed and len(streamed) == (15 if name == "narrativeqa" else 30)
     if name == "trec":
         assert local[-1] == ShortQuestion("café ?", "DESC:def", "TREC") and len(local) == 31
@@ -55,7 +55,7 @@ def test_a_fetch_goes_on_where_it_broke_and_takes_named_splits_alone(tmp_path):
 
     with pytest.raises(
         DataError,
-        match=r"MMLU auxiliary_train and dev cannot be fetched from cais/mmlu .* went dead.* all/auxiliary_train",
+        match=r"MMLU auxiliary_train and dev cannot be downloaded from cais/mmlu .* went dead.* all/auxiliary_train",
     ):
         download_rows("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=25, **o))
     path, commit = download_rows("mmlu", tmp_path, 60, load=load)

@@ -1,4 +1,4 @@
-"""Cutting and packing real text to a length: windows, splits, questions, reconstruction requests."""
+"""Real texts cut and packed to a length, and what is asked of them."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -10,68 +10,70 @@ from lkv.training.data.samples import Continuation
 T = TypeVar("T")
 CHARS_PER_TOKEN = 3.9
 CODE_CHARS_PER_TOKEN = 2.9
-_NEXT_CHARS = 340
-_REPEAT_WORDS = 54
-_PACKED = 256  # items at most in one context
+COMPLETION_CHARS = 340  # of a text to continue
+_REPEATED_WORDS = 54
+_MAX_ITEMS = 256  # in one context
 
 
-def pack(rng: random.Random, items: Sequence[T], room: float, size: Callable[[T], int]) -> list[T]:
-    """Random items until `room` characters are full; at least one."""
+def pack(rng: random.Random, items: Sequence[T], max_chars: float, size: Callable[[T], int]) -> list[T]:
+    """Draw items until `max_chars` characters are full; at least one."""
     packed: list[T] = []
-    for item in rng.sample(items, min(len(items), _PACKED)):
-        if packed and room < size(item):
+    for item in rng.sample(items, min(len(items), _MAX_ITEMS)):
+        if packed and max_chars < size(item):
             break
         packed.append(item)
-        room -= size(item)
+        max_chars -= size(item)
     return packed
 
 
-def gather(rng: random.Random, items: Sequence[Passage], size: float, least: int = 1) -> list[str]:
-    """Texts of random items, at least `least` of them, until they hold `size` characters."""
+def gather(rng: random.Random, items: Sequence[Passage], chars: float, min_items: int = 1) -> list[str]:
+    """Draw texts, at least `min_items`, until they have `chars` characters."""
     texts: list[str] = []
-    for item in rng.sample(items, min(len(items), _PACKED)):
-        if len(texts) >= least and sum(map(len, texts)) >= size:
+    for item in rng.sample(items, min(len(items), _MAX_ITEMS)):
+        if len(texts) >= min_items and sum(map(len, texts)) >= chars:
             break
         texts.append(item.text)
     return texts
 
 
-def surround_with_texts(rng: random.Random, text: str, items: Sequence[Passage], size: float) -> str:
-    """`text` with texts of other items before and after it, about `size` characters in all."""
-    room = int(size) - len(text)
-    if room < 400:
+def surround_with_texts(rng: random.Random, text: str, items: Sequence[Passage], chars: float) -> str:
+    """Put texts of other items before and after `text`, about `chars` characters in all."""
+    missing = int(chars) - len(text)
+    if missing < 400:
         return text
-    around = "\n\n".join(gather(rng, items, room))[:room]
-    before = rng.randint(0, len(around))
-    return "\n\n".join(part for part in (around[:before], text, around[before:]) if part)
+    others = "\n\n".join(gather(rng, items, missing))[:missing]
+    before = rng.randint(0, len(others))
+    return "\n\n".join(part for part in (others[:before], text, others[before:]) if part)
 
 
-def draw_questions(rng: random.Random, packed: Sequence[Passage], count: int) -> list[Continuation]:
-    questions = [qa for passage in packed for qa in passage.questions]
-    return [Continuation(q, a) for q, a in rng.sample(questions, min(count, len(questions)))]
+def draw_questions(rng: random.Random, passages: Sequence[Passage], count: int) -> list[Continuation]:
+    """Draw up to `count` questions about the passages."""
+    pairs = [pair for passage in passages for pair in passage.questions]
+    return [Continuation(question, answer) for question, answer in rng.sample(pairs, min(count, len(pairs)))]
 
 
 def window_start_around(rng: random.Random, text: str, size: int, anchor: int) -> int:
-    """A random start such that text[start:start + size] holds the place `anchor` (-1: the text's beginning)."""
+    """A random start such that text[start:start + size] holds the position `anchor` (-1: the text's beginning)."""
     if anchor < 0 or len(text) <= size:
         return 0
     last = min(anchor, len(text) - size)
     return rng.randint(min(last, max(0, anchor - size + 200)), last)
 
 
-def random_window(rng: random.Random, text: str, size: float) -> str:
-    start = rng.randint(0, max(0, len(text) - int(size)))
-    return text[start : start + int(size)]
+def random_window(rng: random.Random, text: str, chars: float) -> str:
+    """A random part of `text` of `chars` characters."""
+    start = rng.randint(0, max(0, len(text) - int(chars)))
+    return text[start : start + int(chars)]
 
 
 def split_to_continue(rng: random.Random, texts: Sequence[str], size: int) -> tuple[str, list[Continuation]]:
-    """Several texts one after another, cut at a line or word; the continuation is what comes next."""
+    """Join texts and cut the last at a line or word; the continuation is what comes next."""
     text = "\n\n".join(text[: size // len(texts)] for text in texts[:-1])
     last = texts[-1]
-    room = max(400, size - len(text))
-    start = rng.randint(0, max(0, len(last) - room - _NEXT_CHARS))
-    part = last[start : start + room + _NEXT_CHARS]
-    cut = max(1, len(part) - _NEXT_CHARS)
+    length = max(400, size - len(text))
+    start = rng.randint(0, max(0, len(last) - length - COMPLETION_CHARS))
+    part = last[start : start + length + COMPLETION_CHARS]
+    cut = max(1, len(part) - COMPLETION_CHARS)
     break_at = max(part.rfind("\n", 0, cut), part.rfind(" ", max(0, cut - 40), cut))
     cut = break_at if break_at > 0 else cut
     context = f"{text}\n\n{part[:cut]}" if text else part[:cut]
@@ -79,9 +81,9 @@ def split_to_continue(rng: random.Random, texts: Sequence[str], size: int) -> tu
 
 
 def ask_to_repeat(rng: random.Random, context: str) -> Continuation:
-    """Reconstruction: a strong signal that asks for no particular fact."""
+    """Ask for a part of the context: a strong signal that needs no particular fact."""
     words = context.split(" ")
-    start = rng.randint(0, max(0, len(words) - _REPEAT_WORDS))
-    opening, rest = words[start : start + 8], words[start + 8 : start + _REPEAT_WORDS]
+    start = rng.randint(0, max(0, len(words) - _REPEATED_WORDS))
+    opening, rest = words[start : start + 8], words[start + 8 : start + _REPEATED_WORDS]
     question = f'Repeat the part of the text that starts with: "{" ".join(opening)}"'
     return Continuation(question, " ".join(rest) or " ".join(opening))

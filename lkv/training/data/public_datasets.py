@@ -1,36 +1,43 @@
-"""Public data sets."""
+"""The public data sets behind the recipes: licences, official file names, where on the hub they are; no torch here.
+
+`index_folder` says of every file of a folder what it is used for, or why it is skipped. A data file that is not
+recognised is refused: training on a part of what was meant would show nowhere.
+"""
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from shutil import copyfileobj
-from typing import Any
 
 from lkv.errors import DataError
 from lkv.utils.data_files import Row, read_json, read_json_lines
 from lkv.utils.extras import require
 from lkv.utils.files import atomic_write, check_writable_folder, write_text
 
-CODE_ENDINGS = frozenset({".py", ".java", ".cpp", ".cc", ".c", ".h", ".cs", ".js", ".ts", ".go", ".rs"})
-TEXT_ENDINGS = frozenset({".txt", ".md", ".rst"})
-_DATA_ENDINGS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".label", ".zip", ".arrow", ".cleaned", ".tgt")
+_CODE_SUFFIXES = frozenset({".py", ".java", ".cpp", ".cc", ".c", ".h", ".cs", ".js", ".ts", ".go", ".rs"})
+_TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst"})
+_DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".label", ".zip", ".arrow", ".cleaned", ".tgt")
 _OTHER_SPLIT = re.compile(r"(^|[-_./])(dev|val|valid|validation|test)([-_.\d]|$)")
 
-
-NameMap = Mapping[str, str | list[str]]  # of a set, its file or files
+NameMap = Mapping[str, str | list[str]]  # from a set to its file or files
+LoadDataset = Callable[..., Iterable[Row]]  # `datasets.load_dataset`
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """A data set on the hub: one loading for each of `parts` (config or data folder), of the splits named alone.
+    """A data set on the hub.
 
-    `revision` is a commit. "refs/convert/parquet" stands for the hub's own conversion of a set that has no commit to
-    pin: the first build looks up its commit, which every later one can be given.
+    Args:
+        repository: Its id.
+        parts: Arguments of `load_dataset` for each part (config or data folder).
+        splits: The splits that are read.
+        revision: A commit; "refs/convert/parquet" is the hub's own conversion of a set that has no commit to pin: the
+            first build looks up its commit, which later ones can be given.
+        gated: Whether its terms must be accepted.
     """
 
     repository: str
@@ -42,7 +49,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class PublicDataset:
-    """A public set: `files` are patterns of its official names, matched from the right; `own` is the user's."""
+    """A public set; `files` are patterns of its official names, matched from the right."""
 
     title: str
     licence: str
@@ -129,250 +136,219 @@ PUBLIC_DATASETS: dict[str, PublicDataset] = {
 
 @dataclass(frozen=True)
 class DatasetIndex:
-    """What a folder holds: the files taken for each set, and of every other file why it is left."""
+    """The files of a folder: those used for each set, and why each of the others is skipped."""
 
     folder: Path
-    taken: dict[str, list[Path]]
-    left: dict[Path, str]
+    used: dict[str, list[Path]]
+    skipped: dict[Path, str]
 
     def lines(self) -> list[str]:
-        """A line a set with its files, then a line a reason with the files left for it."""
-        said = [f"{name}: {_names(self.folder, paths)}" for name, paths in self.taken.items()]
-        for why in dict.fromkeys(self.left.values()):
-            said.append(f"left, {why}: {_names(self.folder, [p for p, reason in self.left.items() if reason == why])}")
-        return said
-
-
-def sha256_of(path: Path) -> str:
-    """Of what a file holds, 64 hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def digest_of(paths: Iterable[Path]) -> str:
-    """16 hexadecimal digits of what all of the files hold."""
-    return hashlib.sha256(b"".join(bytes.fromhex(sha256_of(path)) for path in paths)).hexdigest()[:16]
+        """A line for each set with its files, then a line for each reason with the files skipped for it."""
+        lines = [f"used as {name}: {_join_names(self.folder, paths)}" for name, paths in self.used.items()]
+        for reason in dict.fromkeys(self.skipped.values()):
+            paths = [path for path, own in self.skipped.items() if own == reason]
+            lines.append(f"skipped ({reason}): {_join_names(self.folder, paths)}")
+        return lines
 
 
 def index_folder(
     folder: Path, wanted: Iterable[str] = tuple(PUBLIC_DATASETS), names: NameMap | None = None
 ) -> DatasetIndex:
-    """Look at every file below `folder`, for the sets `wanted`; `names` gives a set's files in place of its patterns.
+    """Classify every file below `folder`.
 
-    Raises DataError for a folder that is not there, and for data files that nothing is known of.
+    Args:
+        folder: The data folder.
+        wanted: The sets that are used.
+        names: The files of each set, in place of the official names.
+
+    Raises:
+        DataError: If there is no such folder, or it holds data files that are not recognised.
     """
     if not folder.is_dir():
         raise DataError(f"there is no data folder {folder}; give --data a folder with text, code or data sets.")
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    used: dict[str, list[Path]] = {}
+    skipped: dict[Path, str] = {}
     if names:
-        return _named(folder, names)
-    taken: dict[str, list[Path]] = {}
-    left: dict[Path, str] = {}
-    strange = []
-    for path in sorted(folder.rglob("*")):
-        if not path.is_file() or any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue
-        kind = _kind(path, folder)
-        if kind in PUBLIC_DATASETS and kind not in wanted:
-            left[path] = "of no set that is asked for"
-        elif kind in PUBLIC_DATASETS:
-            taken.setdefault(kind, []).append(path)
-        elif kind:
-            left[path] = kind
-        else:
-            strange.append(path)
-    if strange:
-        raise DataError(
-            f"{folder} holds data that is not recognised: {_names(folder, strange)}; give the files their official "
-            "names, write own data as JSON lines {context, question, answer} or {text}, name each in --map, or move "
-            "what should not be trained on elsewhere."
-        )
-    return DatasetIndex(folder, {name: taken[name] for name in PUBLIC_DATASETS if name in taken}, left)
+        for name, listed in names.items():
+            used[name] = [folder / file for file in ([listed] if isinstance(listed, str) else listed)]
+            if missing := [path for path in used[name] if not path.is_file()]:
+                raise DataError(f"{missing[0]}, named for the set {name!r}, is not there; correct the map of names.")
+        mapped = {path for paths in used.values() for path in paths}
+        skipped = {path: "not in the map" for path in files if path not in mapped}
+    else:
+        unknown = []
+        for path in files:
+            relative = path.relative_to(folder)
+            if any(part.startswith(".") for part in relative.parts):
+                continue
+            name, reason = _classify(path, relative)
+            if name and name in wanted:
+                used.setdefault(name, []).append(path)
+            elif name or reason:
+                skipped[path] = reason or "not used by this recipe"
+            else:
+                unknown.append(path)
+        if unknown:
+            raise DataError(
+                f"{folder} holds data that is not recognised: {_join_names(folder, unknown)}; give the files their "
+                "official names, write own data as JSON lines {context, question, answer} or {text}, name each in "
+                "--map, or move what should not be trained on elsewhere."
+            )
+    return DatasetIndex(folder, {name: used[name] for name in PUBLIC_DATASETS if name in used}, skipped)
 
 
-def read_name_map(path: Path) -> NameMap:
-    """A map of names: a JSON object from sets to a file or a list of files. Raises DataError for another."""
-    mapping = read_json(path)
-    if not isinstance(mapping, dict) or not mapping:
-        raise DataError(f'{path} is no map of names; write a JSON object such as {{"squad": "my_squad.jsonl.gz"}}.')
-    for name, files in mapping.items():
-        if name not in PUBLIC_DATASETS or name in ("text", "code"):
-            known = ", ".join(known_name for known_name in PUBLIC_DATASETS if known_name not in ("text", "code"))
-            raise DataError(f"{path} names the set {name!r}; give one of {known}.")
-        if not (
-            isinstance(files, str) or (isinstance(files, list) and all(isinstance(f, str) for f in files) and files)
-        ):
-            raise DataError(f"{path}: the files of {name!r} must be a name or a list of names.")
-    return mapping
-
-
-def _named(folder: Path, names: NameMap) -> DatasetIndex:
-    taken = {
-        name: [folder / f for f in ([files] if isinstance(files, str) else files)] for name, files in names.items()
-    }
-    for name, paths in taken.items():
-        if missing := [path for path in paths if not path.is_file()]:
-            raise DataError(f"{missing[0]}, named for the set {name!r}, is not there; mend the map of names.")
-    used = {path for paths in taken.values() for path in paths}
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in used]
-    return DatasetIndex(
-        folder, {name: taken[name] for name in PUBLIC_DATASETS if name in taken}, dict.fromkeys(files, "not in the map")
-    )
-
-
-def _kind(path: Path, folder: Path) -> str:
-    """The set of a file; else why it is left; "" for data that is not recognised."""
-    relative = path.relative_to(folder)
+def _classify(path: Path, relative: Path) -> tuple[str, str]:
+    """The set of a file, else the reason to skip it; both empty for data that is not recognised."""
     if name := match_dataset(relative):
-        return name
+        return name, ""
     if path.name.startswith(("README", "LICENSE", "LICENCE")):
-        return "no data"
-    bare = path.name.removesuffix(".gz")
-    if bare.endswith(".tgt") and path.with_name(bare.replace(".tgt", ".src.cleaned")).exists():
-        return "read with its source file"
-    if bare.endswith(_DATA_ENDINGS) or path.name.endswith(".gz"):
+        return "", "not data"
+    plain_name = path.name.removesuffix(".gz")
+    if plain_name.endswith(".tgt") and path.with_name(plain_name.replace(".tgt", ".src.cleaned")).exists():
+        return "", "read with its source file"
+    if plain_name.endswith(_DATA_SUFFIXES) or path.name.endswith(".gz"):
         if _OTHER_SPLIT.search(relative.as_posix()):
-            return "not of a training split"
-        return _of_user(path) if bare.endswith(".jsonl") else ""
-    if path.suffix in CODE_ENDINGS:
-        return "code"
-    return "text" if path.suffix in TEXT_ENDINGS else "neither text nor code"
+            return "", "not a training split"
+        if plain_name.endswith(".jsonl"):
+            first = next(iter(read_json_lines(path)), None)
+            if isinstance(first, dict) and ({"context", "question", "answer"} <= set(first) or "text" in first):
+                return "own", ""
+        return "", ""
+    if path.suffix in _CODE_SUFFIXES:
+        return "code", ""
+    return ("text", "") if path.suffix in _TEXT_SUFFIXES else ("", "neither text nor code")
 
 
 def match_dataset(path: Path) -> str:
     """The public set whose official names `path` matches; "" for none."""
-    return next(
-        (name for name, data_set in PUBLIC_DATASETS.items() if any(path.match(pattern) for pattern in data_set.files)),
-        "",
-    )
+    matches = (name for name, own in PUBLIC_DATASETS.items() if any(path.match(pattern) for pattern in own.files))
+    return next(matches, "")
 
 
-def _of_user(path: Path) -> str:
-    """Whether JSON lines are in the user's own form."""
-    first = next(iter(read_json_lines(path)), None)
-    known = isinstance(first, dict) and ({"context", "question", "answer"} <= set(first) or "text" in first)
-    return "own" if known else ""
+def read_name_map(path: Path) -> NameMap:
+    """Read a map of names: a JSON object from sets to a file or a list of files. Raises DataError for another."""
+    mapping = read_json(path)
+    if not isinstance(mapping, dict) or not mapping:
+        raise DataError(f'{path} is not a map of names; write a JSON object such as {{"squad": "my_squad.jsonl.gz"}}.')
+    allowed = [name for name in PUBLIC_DATASETS if name not in ("text", "code")]
+    for name, files in mapping.items():
+        if name not in allowed:
+            raise DataError(f"{path} names the set {name!r}; give one of {', '.join(allowed)}.")
+        names = [files] if isinstance(files, str) else files
+        if not isinstance(names, list) or not names or not all(isinstance(file, str) for file in names):
+            raise DataError(f"{path}: the files of {name!r} must be a name or a list of names.")
+    return mapping
 
 
-def _names(folder: Path, paths: Iterable[Path]) -> str:
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of(paths: Iterable[Path]) -> str:
+    """16 hexadecimal digits over the contents of all files."""
+    return hashlib.sha256(b"".join(bytes.fromhex(sha256_of(path)) for path in paths)).hexdigest()[:16]
+
+
+def _join_names(folder: Path, paths: Iterable[Path]) -> str:
     names = [path.relative_to(folder).as_posix() for path in paths]
-    shown = ", ".join(names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
-# What is kept of a row, where it has more than is read.
+# The columns stored of a row that has more than are read.
 _COLUMNS = {"the_stack": ("content", "max_stars_repo_path", "max_stars_repo_licenses", "lang")}
-_FLUSH = 200  # rows between two writes that a stopped fetch can go on from
-
-LoadDataset = Callable[..., Iterable[Row]]
 
 
 def download_rows(
     name: str, folder: Path, rows: int, revision: str | None = None, load: LoadDataset | None = None
 ) -> tuple[Path, str]:
-    """(file, commit) of the first `rows` rows of the set `name`, fetched into `folder` unless they are there already.
+    """Stream the first `rows` rows of the set `name` from the hub into a file in `folder`, unless they are there.
 
-    A fetch that stops goes on where it was. `revision` takes the place of the pinned one; `load` is
-    `datasets.load_dataset`. Raises DataError naming the local files that would do, and MissingPackageError.
+    A download that breaks keeps the splits that are complete.
+
+    Args:
+        name: Key of `PUBLIC_DATASETS`.
+        folder: Where the file goes.
+        rows: Number of rows, over all splits.
+        revision: A commit in place of the pinned one.
+        load: In place of `datasets.load_dataset`.
+
+    Returns:
+        The file and the commit.
+
+    Raises:
+        DataError: If the set cannot be downloaded, naming the local files that would do.
+        MissingPackageError: Without `datasets`.
     """
-    hub = PUBLIC_DATASETS[name].hub
-    assert hub is not None
-    check_writable_folder(folder, DataError, "what is fetched")
-    done, about = folder / f"{name}.jsonl", folder / f"{name}.about.json"
-    if about.is_file() and done.is_file():
-        known = read_json(about)
-        # Of the commit that is asked for, enough of every split.
-        if revision in (None, known["revision"]) and (known.get("asked", known["rows"]) >= rows or known["all"]):
-            return done, known["revision"]
-    commit = revision or _commit(name, hub)
+    source = PUBLIC_DATASETS[name].hub
+    assert source is not None
+    check_writable_folder(folder, DataError, "the download")
+    path, about_path = folder / f"{name}.jsonl", folder / f"{name}.about.json"
+    if about_path.is_file() and path.is_file():
+        about = read_json(about_path)
+        has_rows = about.get("asked", about["rows"]) >= rows or about["all"]
+        if has_rows and revision in (None, about["revision"]):
+            return path, about["revision"]
+    if load is None:
+        require("data", "downloading data sets from the hub")
+        from datasets import load_dataset as load
+    count = -(-rows // (len(source.parts) * len(source.splits)))
+    parts, written = [], []
     try:
-        parts, ended = _streamed(name, hub, commit, rows, load or _load(), folder)
+        commit = revision or _pinned_commit(source)
+        for number, (options, split) in enumerate(product(source.parts, source.splits)):
+            part = folder / f"{name}.{commit[:12]}.{number}.{count}.part"
+            if not part.is_file():
+                stream = load(source.repository, split=split, revision=commit, streaming=True, **options)
+                temporary = part.with_suffix(".part.tmp")
+                with temporary.open("wb") as file:
+                    for row in islice(_trim_rows(name, stream), count):
+                        file.write(json.dumps(row, ensure_ascii=False, sort_keys=True).encode() + b"\n")
+                temporary.replace(part)
+            with part.open("rb") as file:
+                written.append(sum(1 for _ in file))
+            parts.append(part)
     except DataError:
         raise
-    # Whatever stopped it (no network, no right to it, a set that has moved), the way out is the same.
+    # Whatever stopped it (no network, no permission, a set that has moved), the way out is the same.
     except Exception as error:
-        raise _unreachable(name, error) from error
-    with atomic_write(done, DataError, "what is fetched") as temporary, temporary.open("wb") as whole:
+        own, first = PUBLIC_DATASETS[name], (str(error).strip() or type(error).__name__).splitlines()[0]
+        terms = " its terms must be accepted there first (`hf auth login`);" if source.gated else ""
+        raise DataError(
+            f"{own.title} cannot be downloaded from {source.repository} ({type(error).__name__}: {first:.200});{terms} "
+            f"run the same command again to continue, or put one of {', '.join(own.files)} into the --data folder."
+        ) from error
+    with atomic_write(path, DataError, "the download") as temporary, temporary.open("wb") as whole:
         for part in parts:
-            with part.open("rb") as fetched:
-                copyfileobj(fetched, whole)
-    told = {"revision": commit, "rows": _whole_lines(done), "asked": rows, "all": ended}
-    write_text(about, json.dumps(told), DataError, "what is fetched")
-    for part in parts:
+            with part.open("rb") as file:
+                copyfileobj(file, whole)
+    about = {"revision": commit, "rows": sum(written), "asked": rows, "all": all(n < count for n in written)}
+    write_text(about_path, json.dumps(about), DataError, "the download")
+    for part in folder.glob(f"{name}.*.part*"):
         part.unlink()
-    return done, commit
+    return path, commit
 
 
-def _streamed(
-    name: str, hub: HubSource, commit: str, rows: int, load: LoadDataset, folder: Path
-) -> tuple[list[Path], bool]:
-    """A file of rows for each split, with what it lacks appended, and whether none of the splits has more."""
-    share = -(-rows // (len(hub.parts) * len(hub.splits)))
-    parts, ended = [], True
-    for number, (options, split) in enumerate((options, split) for options in hub.parts for split in hub.splits):
-        part = folder / f"{name}.{commit[:12]}.{number}.part"
-        have = _whole_lines(part)
-        stream: Any = load(hub.repository, split=split, revision=commit, streaming=True, **options)
-        unread = iter(stream.skip(have)) if have and hasattr(stream, "skip") else islice(iter(stream), have, None)
-        with part.open("ab") as file:
-            for count, row in enumerate(islice(_thin(name, unread), max(0, share - have)), have + 1):
-                file.write(json.dumps(row, ensure_ascii=False, sort_keys=True).encode() + b"\n")
-                if count % _FLUSH == 0:
-                    file.flush()
-        parts.append(part)
-        ended = ended and _whole_lines(part) < share
-    return parts, ended
-
-
-def _whole_lines(part: Path) -> int:
-    """How many whole rows a stopped fetch left; half a row is cut off."""
-    if not part.is_file():
-        return 0
-    data = part.read_bytes()
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
-        os.truncate(part, end)
-    return data.count(b"\n", 0, end)
-
-
-def _thin(name: str, rows: Iterator[Row]) -> Iterator[Row]:
+def _trim_rows(name: str, rows: Iterable[Row]) -> Iterator[Row]:
     """Rows without what is not read; a story of NarrativeQA comes with its first question alone."""
-    told: set[str] = set()
+    stories: set[str] = set()
     for row in rows:
         if columns := _COLUMNS.get(name):
             row = {key: row[key] for key in columns if key in row}
         if name == "narrativeqa" and isinstance(row.get("document"), dict):
-            whole = row["document"]
-            text = "" if whole.get("id") in told else whole.get("text")
-            told.add(whole.get("id"))
-            row = {**row, "document": {"id": whole.get("id"), "text": text}}
+            story = row["document"]
+            text = "" if story.get("id") in stories else story.get("text")
+            stories.add(story.get("id"))
+            row = {**row, "document": {"id": story.get("id"), "text": text}}
         yield row
 
 
-def _commit(name: str, hub: HubSource) -> str:
+def _pinned_commit(source: HubSource) -> str:
     """The pinned commit, or that of the hub's own conversion as it is now."""
-    if "/" not in hub.revision:
-        return hub.revision
+    if "/" not in source.revision:
+        return source.revision
     from huggingface_hub import HfApi
 
-    try:
-        return str(HfApi().dataset_info(hub.repository, revision=hub.revision).sha)
-    except Exception as error:
-        raise _unreachable(name, error) from error
-
-
-def _unreachable(name: str, error: Exception) -> DataError:
-    known = PUBLIC_DATASETS[name]
-    assert known.hub is not None
-    terms = " its terms must be accepted there first (`hf auth login`);" if known.hub.gated else ""
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return DataError(
-        f"{known.title} cannot be fetched from {known.hub.repository} ({type(error).__name__}: {first:.200});{terms} "
-        f"run the same command again to go on, or put one of {', '.join(known.files)} into the --data folder."
-    )
-
-
-def _load() -> LoadDataset:
-    require("data", "fetching data sets from the hub")
-    from datasets import load_dataset
-
-    return load_dataset
+    return str(HfApi().dataset_info(source.repository, revision=source.revision).sha)

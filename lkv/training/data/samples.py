@@ -1,14 +1,17 @@
-"""The one type that training and fidelity measurements read."""
+"""Samples of training and fidelity measurements, and how they become token ids."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lkv.utils.prompts import encode, encode_context, encode_question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What comes after the context. `question` None means that `target` follows the context directly."""
+    """What comes after the context: the answer to a question or, where `question` is None, what follows directly."""
 
     question: str | None
     target: str
@@ -16,7 +19,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Sample:
-    """A context and what may follow it; `source` names the data set, `task` the kind of question."""
+    """A context from the data set `source`, with its continuations."""
 
     source: str
     context: str
@@ -32,16 +35,24 @@ class TokenizedSample:
     continuations: list[tuple[list[int], int]]
 
 
-def tokenize_sample(sample: Sample, tokenizer: Any, max_context: int, max_continuation: int) -> TokenizedSample:
-    """Turn text into ids; the context is cut to `max_context` tokens, a continuation to `max_continuation`.
+def tokenize_sample(
+    sample: Sample, tokenizer: "PreTrainedTokenizerBase", max_context: int, max_continuation: int
+) -> TokenizedSample:
+    """Turn a sample into ids, in the chat template of the tokenizer.
 
     The end-of-turn token is part of a target that answers a question: knowing when to stop is part of the answer.
+
+    Args:
+        sample: The sample.
+        tokenizer: The model's tokenizer.
+        max_context: The context is cut to so many tokens.
+        max_continuation: A continuation is cut to so many tokens; one that then has no target is left out.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     continuations = []
     for item in sample.continuations:
         if item.question is None:
-            # The token that the target begins with is predicted from the context's last one, which is not scored.
+            # The target's first token is predicted from the context's last one, which is not scored.
             ids, skip = encode(tokenizer, item.target), 0
         else:
             prefix = encode_question(tokenizer, item.question)
