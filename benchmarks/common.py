@@ -41,6 +41,35 @@ class Subject:
         return RESULTS / (f"{kind}.json" if short == DEFAULT else f"{kind}-{short}.json")
 
 
+def parse_options(doc: str, name: str, data: str = "", **defaults: Any) -> argparse.Namespace:
+    """The options of a benchmark: one for every keyword, with its default, then --out.
+
+    Args:
+        doc: The script's docstring, shown as help.
+        name: Of the result file.
+        data: What --data is a folder of; empty for none.
+        defaults: By option; a list takes several values, False makes a flag, None is a path.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if data:
+        parser.add_argument("--data", type=Path, required=True, help=f"folder {data}")
+    for key, default in {**defaults, "out": RESULTS / f"{name}.json"}.items():
+        option, is_list = "--" + key.replace("_", "-"), isinstance(default, list)
+        if default is False:
+            parser.add_argument(option, action="store_true")
+        else:
+            kind = Path if default is None else type(default[0] if is_list else default)
+            parser.add_argument(option, type=kind, default=default, nargs="+" if is_list else None)
+    return parser.parse_args()
+
+
+def save_rows(
+    options: argparse.Namespace, name: str, rows: Sequence[dict[str, Any]], seed: int = 0, data: str = "EVAL_FOLDER"
+) -> None:
+    """Write a benchmark's result with the command that makes it again; `data` stands for the folder of --data."""
+    write_results(options.out, name, rows, seed, command_of(f"benchmarks.{name}", options, data))
+
+
 def add_subject(parser: argparse.ArgumentParser) -> None:
     """--model, --policy and --dtype, as every benchmark of several models takes them."""
     parser.add_argument("--model", default=None, help="folder, GGUF file or hub id (default: the embedded model)")
@@ -116,10 +145,11 @@ def settings_of(options: argparse.Namespace, growing: Sequence[str] = ()) -> dic
     return {key: str(value) for key, value in vars(options).items() if key not in apart and value is not None}
 
 
-def command_of(module: str, options: argparse.Namespace) -> str:
+def command_of(module: str, options: argparse.Namespace, data: str = "EVAL_FOLDER") -> str:
     """The command that makes a result again."""
-    words = ["python", "-m", module, *(["--data", "EVAL_FOLDER"] if "data" in options else [])]
+    words = ["python", "-m", module, *(["--data", data] if "data" in options else [])]
     for key, value in vars(options).items():
-        if key not in _FOLDERS and value is not None:
-            words += [f"--{key.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+        if key not in _FOLDERS and value is not None and value is not False:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{key.replace('_', '-')}", *map(str, values)]
     return shlex.join(words)

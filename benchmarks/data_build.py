@@ -6,23 +6,22 @@ The folder holds other sets than the paper's: a map of names says which file sta
 other company where a set has fewer than are wanted.
 """
 
-import argparse
 import json
 import signal
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, command_of
+from benchmarks.common import parse_options, save_rows
 from lkv.models.loading import DEFAULT, load_tokenizer
 from lkv.training.data.build import MANIFEST, DataBuildConfig, build_dataset
 from lkv.training.data.recipes import LOOM_RATIOS
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
-from lkv.utils.results import write_results
 
 STAND_INS = {
     "hotpotqa": "hotpotqa_train_200.jsonl.gz",
@@ -37,7 +36,7 @@ BOUNDS = (2000, 16_000)  # tokens
 _HELD_OUT, _RECOUNTED = 64, 500
 
 
-def measured(folder: Path, options: argparse.Namespace, samples: int) -> list[dict[str, Any]]:
+def measured(folder: Path, options: Namespace, samples: int) -> list[dict[str, Any]]:
     """Rows of one number of samples: built once, and again where that is few."""
     outs = [folder / f"{samples}-{turn}" for turn in range(2 if samples <= options.twice_up_to else 1)]
     seconds = [built(out, options, samples) for out in outs]
@@ -66,7 +65,7 @@ def measured(folder: Path, options: argparse.Namespace, samples: int) -> list[di
     return rows + [_lengths(first, samples, name) for name in LOOM_RATIOS]
 
 
-def built(out: Path, options: argparse.Namespace, samples: int) -> dict[str, float]:
+def built(out: Path, options: Namespace, samples: int) -> dict[str, float]:
     """Build into `out`, going on where an earlier run was stopped; the seconds of all runs together."""
     told, names = out.with_suffix(".seconds"), out.with_suffix(".map.json")
     spent = json.loads(told.read_text()) if told.is_file() else {"wall": 0.0, "processor": 0.0}
@@ -110,16 +109,10 @@ def _differing(first: Path, second: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder with the files of STAND_INS")
-    parser.add_argument("--samples", type=int, nargs="+", default=[2000, 23_000])
-    parser.add_argument("--twice-up-to", type=int, default=2000, help="samples up to which a second build is compared")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--busy", action="store_true", help="other programs run: seconds of the clock are a bound")
-    parser.add_argument("--work", type=Path, default=None, help="folder for the builds (default: a temporary one)")
-    parser.add_argument("--minutes", type=int, default=0, help="stop after so many; run again, it goes on in --work")
-    parser.add_argument("--out", type=Path, default=RESULTS / "data_build.json")
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__ or "", "data_build", "with the files of STAND_INS", samples=[2000, 23_000], twice_up_to=2000, seed=0,
+        busy=False, work=None, minutes=0,
+    )  # fmt: skip
     rows = []
     if options.out.is_file():  # of other numbers of samples
         rows = [row for row in json.loads(options.out.read_text())["rows"] if row["asked"] not in options.samples]
@@ -130,17 +123,12 @@ def main() -> None:
         for samples in options.samples:
             rows = sorted([*rows, *measured(Path(folder), options, samples)], key=lambda row: row["asked"])
             print("\n".join(f"{row['asked']:7,} {row['measure']:30} {row['value']:.5g}" for row in rows), flush=True)
-            write_results(options.out, "data_build", rows, options.seed, _command(options, rows))
+            changed = {"busy": None, "work": None, "minutes": None, "samples": sorted({row["asked"] for row in rows})}
+            save_rows(Namespace(**vars(options) | changed), "data_build", rows, options.seed, "TRAIN_FOLDER")
 
 
 def _stop(*_: Any) -> None:
-    raise SystemExit("stopped; run the same command to go on")
-
-
-def _command(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
-    counts = sorted({row["asked"] for row in rows})
-    shown = {**vars(options), "busy": None, "work": None, "minutes": None, "samples": counts}
-    return command_of("benchmarks.data_build", argparse.Namespace(**shown)).replace("EVAL_FOLDER", "TRAIN_FOLDER")
+    raise SystemExit("stopped; run the same command again with the same --work to continue")
 
 
 if __name__ == "__main__":

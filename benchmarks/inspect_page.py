@@ -5,7 +5,6 @@ python -m benchmarks.inspect_page    (writes inspect_page.json; needs Chromium)
 Each time runs from the event to the next frame that has been drawn, the wait for that frame included.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -19,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import RESULTS, command_of
+from benchmarks.common import parse_options, save_rows
 from lkv.context.inspection import RETENTIONS, InspectionResult, render_page
 from lkv.policy.lookup import default_policy
-from lkv.utils.results import write_results
 
 OPENED = """new Promise((done) => {
   const drawn = () => requestAnimationFrame(() => setTimeout(() => done(performance.now())));
@@ -125,12 +123,7 @@ def measure(browser: Browser, file: Path) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2000, 8000])
-    parser.add_argument("--size", default="1280,900", help="of the window, in CSS pixels")
-    parser.add_argument("--browser", default="chromium")
-    parser.add_argument("--out", type=Path, default=RESULTS / "inspect_page.json")
-    options = parser.parse_args()
+    options = parse_options(__doc__ or "", "inspect_page", tokens=[2000, 8000], size="1280,900", browser="chromium")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for tokens in options.tokens:
@@ -143,7 +136,7 @@ def main() -> None:
                     row = {"action": action, "tokens": tokens, "n": len(times), "unit": "ms to the drawn frame"}
                     rows.append(row | {"value": statistics.median(times), "low": min(times), "high": max(times)})
                     print(f"{tokens:6} {action:7} {rows[-1]['value']:7.1f} at most {max(times):7.1f} ms", flush=True)
-    write_results(options.out, "inspect_page", rows, 0, command_of("benchmarks.inspect_page", options))
+    save_rows(options, "inspect_page", rows)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ device is full: the rules of PyTorch's CUDACachingAllocator with its default set
 older ones cannot run on the meta device.
 """
 
-import argparse
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +20,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from benchmarks.common import RESULTS, command_of
+from benchmarks.common import parse_options, save_rows
 from lkv.evaluation.profiling.predict import longest_prompt
 from lkv.evaluation.profiling.random_models import read_config
 from lkv.models.shapes import Shape
-from lkv.utils.results import write_results
 
 _ATTENTION = "lkv_sizes_alone"
 _SMALL, _STEP, _ROUND = 2**20, 2 * 2**20, 512  # up to _SMALL bytes: blocks of other segments, too few to matter
@@ -228,12 +225,7 @@ def most(trace: Trace, memory: float, allocated: bool, step: int = 1024) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", default="llama-3.1-8b")
-    parser.add_argument("--memory", type=float, nargs="+", default=[80.0, 79.0], help="GiB")
-    parser.add_argument("--retention", type=float, default=0.15)
-    parser.add_argument("--out", type=Path, default=RESULTS / "prompt_memory.json")
-    options = parser.parse_args()
+    options = parse_options(__doc__ or "", "prompt_memory", config="llama-3.1-8b", memory=[80.0, 79.0], retention=0.15)
     rows = []
     for memory in options.memory:
         for method, kept in (("full", None), ("lkv", options.retention)):
@@ -252,7 +244,7 @@ def main() -> None:
                     row = {"method": method, "logits": logits, "gib": memory, "how": how}
                     rows.append(row | {"value": value, "unit": "tokens of the longest prompt"})
                     print(f"{memory:g} GiB {method:5} logits of {logits:4} {how:36} {value:>9,}", flush=True)
-    write_results(options.out, "prompt_memory", rows, 0, command_of("benchmarks.prompt_memory", options))
+    save_rows(options, "prompt_memory", rows)
 
 
 if __name__ == "__main__":

@@ -3,34 +3,27 @@
 python -m benchmarks.selection_cost    (writes selection_cost.json)
 """
 
-import argparse
 import time
-from pathlib import Path
 
 import torch
 from transformers import DynamicCache
 
-from benchmarks.common import RESULTS, command_of
+from benchmarks.common import parse_options, save_rows
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.method import resolve_method
 from lkv.methods.registry import METHODS, parse_method
 from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
-from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16_384])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kvzip-up-to", type=int, default=4096, help="longest prompt that is read a second time")
-    parser.add_argument("--retention", type=float, default=0.15)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--out", type=Path, default=RESULTS / "selection_cost.json")
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__ or "", "selection_cost", tokens=[4096, 16_384], repeats=3, kvzip_up_to=4096, retention=0.15,
+        dtype="bfloat16",
+    )  # fmt: skip
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = default_policy()
     rows = []
@@ -65,7 +58,7 @@ def main() -> None:
             row |= {"unit": "time of the choice by that of plain prefill, mean of pairs", "baseline": "full"}
             rows.append(row | {"seconds": sorted(seconds[name])[len(seconds[name]) // 2]})
             print(f"{tokens:6} {name:15} {ratio.value:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]", flush=True)
-    write_results(options.out, "selection_cost", rows, 0, command_of("benchmarks.selection_cost", options))
+    save_rows(options, "selection_cost", rows)
 
 
 if __name__ == "__main__":

@@ -7,24 +7,21 @@ Rows by `what`: "throughput" (16 requests at once by one after another), "latenc
 where memory holds little more than one full cache, by those of full caches).
 """
 
-import argparse
 import random
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS
+from benchmarks.common import parse_options, save_rows
 from lkv.context.context import Context, compress
 from lkv.integrations.continuous import ContinuousEngine
 from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.serving.store import ContextStore, Settings, entry_of, name_of
 from lkv.utils.prompts import encode_context, encode_question
-from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 
 _BUILDINGS = "harbour mill quarry library station market orchard tower bridge school chapel archive".split()
@@ -160,15 +157,10 @@ class Shelf:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4000)
-    parser.add_argument("--retention", type=float, default=0.15)
-    parser.add_argument("--contexts", type=int, default=4)
-    parser.add_argument("--length", type=int, default=32, help="tokens of an answer at most")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS / "serving.json")
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__ or "", "serving", tokens=4000, retention=0.15, contexts=4, length=32, concurrency=[1, 4, 16, 64],
+        repeats=3,
+    )  # fmt: skip
     model, tokenizer = load_default()
     policy = default_policy()
     texts = [make_text(tokenizer, options.tokens, seed) for seed in range(options.contexts)]
@@ -208,7 +200,7 @@ def main() -> None:
         unit = "requests a second by those of full caches in the same memory, mean of pairs"
         rows.append(about | {"what": "same memory", "unit": unit, "baseline": "full"} | bootstrap(ratios)._asdict())
     engine.stop()
-    write_results(options.out, "serving", rows, 0, "python -m benchmarks.serving")
+    save_rows(options, "serving", rows)
 
 
 if __name__ == "__main__":

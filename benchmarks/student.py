@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS, command_of
+from benchmarks.common import parse_options, save_rows
 from lkv.config import TrainingConfig
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import load_default
@@ -25,7 +25,6 @@ from lkv.training.data.recipes import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
 from lkv.training.trainer import Trainer
-from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 
 _TARGET = 120  # tokens of a continuation
@@ -101,15 +100,10 @@ def fidelity(model: Any, tokenizer: Any, options: argparse.Namespace) -> list[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder of training data")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=16, help="of two contexts each, by either student")
-    parser.add_argument("--context-tokens", type=int, default=800, help="of these contexts, at most")
-    parser.add_argument("--held-out", type=int, default=16, help="contexts that fidelity is measured on")
-    parser.add_argument("--out", type=Path, default=RESULTS / "student.json")
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__ or "", "student", "of training data", tokens=[1024, 2048, 4096], repeats=3, steps=16,
+        context_tokens=800, held_out=16,
+    )  # fmt: skip
     model, tokenizer = load_default(torch.float32)
     patch_attention(model.requires_grad_(False))
     rows = []
@@ -120,8 +114,7 @@ def main() -> None:
         rows.append(row)
         against = f" minus {row['baseline']}" if "baseline" in row else ""
         print(f"{row['method']}{against}: KL {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", flush=True)
-    command = command_of("benchmarks.student", options).replace("EVAL_FOLDER", "TRAIN_FOLDER")
-    write_results(options.out, "student", rows, 0, command)
+    save_rows(options, "student", rows, data="TRAIN_FOLDER")
 
 
 if __name__ == "__main__":
