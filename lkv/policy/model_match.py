@@ -9,7 +9,7 @@ import math
 from array import array
 from collections.abc import Sequence
 
-from lkv.config import ModelSpec
+from lkv.config import ModelSpec, rope_text
 
 # Mean cosine of the sampled stretches from which two models are one: what moved further has lost more than 4 bits take.
 ONE_MODEL = 0.9
@@ -74,7 +74,7 @@ def _values_agree(mine: Sequence[float], theirs: Sequence[float]) -> bool:
 
 def _settings(rope: str) -> dict[str, float | str]:
     """RoPE's settings by name; a number is the same number however a config spells it (100000 and 100000.0)."""
-    pairs = (setting.partition(" ") for setting in rope.split(", ") if setting)
+    pairs = (setting.partition(" ") for setting in rope_text(rope).split(", ") if setting)
     return {name: _number(value) for name, _, value in pairs}
 
 

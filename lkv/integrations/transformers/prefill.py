@@ -1,4 +1,4 @@
-"""A prompt read once with the full cache: its k and v (and q) serve the distillation and every method compared."""
+"""A prompt that was read once with the full cache: its k, v and queries serve training and every method compared."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lkv.errors import CacheError, UnsupportedModelError
 from lkv.integrations.transformers.attention import evaluation_mode, patch_attention
@@ -18,11 +19,16 @@ _PROBE_TOLERANCE = 0.2
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer of a prompt, for selectors to read: k and v [B, H, T, d] after RoPE, the attention scale and, where
-    they were asked for, the `queries` [B, Hq, T, d] or the last of them.
+    """One full-attention layer of a prompt, as selectors read it.
 
-    The tokens stand at positions `start` to `start + T - 1` of a text of `length` tokens (it ends with them unless
-    given); `rotation` is the model's RoPE, None where it cannot be undone.
+    Attributes:
+        key: k after RoPE, [B, H, T, d].
+        value: v, [B, H, T, dv].
+        scale: What the products of queries and keys are multiplied by.
+        queries: q after RoPE, [B, Hq, T, d], or of the last tokens alone; None where they were not asked for.
+        start: The position of the first token.
+        length: The number of tokens of the text; by default it ends with these tokens.
+        rotation: The layer's RoPE; None where LKV cannot undo it.
     """
 
     key: Tensor
@@ -35,16 +41,16 @@ class LayerKV:
 
     @property
     def end(self) -> int:
-        """The position that follows the text."""
+        """The position after the text."""
         return self.start + self.key.shape[2] if self.length is None else self.length
 
     @property
     def query(self) -> Tensor:
-        """`queries`. Raises CacheError where they were not recorded."""
+        """`queries`. Raises CacheError where there are none."""
         if self.queries is None:
             raise CacheError(
-                "the prompt's queries were not recorded: declare reads_queries = True in the class of a selector that "
-                "reads them, or call read_prompt with queries=True."
+                "this method reads the queries, which are not here: call read_prompt with queries=True, or declare "
+                "reads_queries = True in the class of a selector of your own."
             )
         return self.queries
 
@@ -55,7 +61,7 @@ class LayerKV:
 
     @property
     def required_rotation(self) -> Rotation:
-        """`rotation`. Raises UnsupportedModelError where it is not known."""
+        """`rotation`. Raises UnsupportedModelError where it is None."""
         if self.rotation is None:
             raise UnsupportedModelError(
                 "this policy or method undoes the model's rotary embedding, which LKV cannot do here; use a model such "
@@ -64,16 +70,17 @@ class LayerKV:
         return self.rotation
 
     def select(self, rows: slice | Tensor, tokens: slice) -> "LayerKV":
-        """The rows and tokens of it alone, as if they had been read by themselves from position 0 on."""
+        """Some rows and tokens, as if they had been read alone from position 0 on."""
         queries = None if self.queries is None else self.queries[rows, :, tokens]
         return replace(self, key=self.key[rows, :, tokens], value=self.value[rows, :, tokens], queries=queries)
 
 
 class PromptKV(list[LayerKV]):
-    """The full-attention layers of a prompt that was read, in their order.
+    """The full-attention layers of a prompt, in order.
 
-    `windows`: what the sliding layers hold of it, an entry a layer of the model with None for the others; empty where
-    the model has none.
+    Attributes:
+        windows: What the sliding-window layers store of it: one entry a layer of the model, None for the others; empty
+            for a model without such layers.
     """
 
     def __init__(self, layers: Iterable[LayerKV] = (), windows: Sequence[SlidingWindowLayer | None] = ()):
@@ -81,14 +88,14 @@ class PromptKV(list[LayerKV]):
         self.windows = tuple(windows)
 
     def continuation_layers(self, layers: Sequence[AttentionCacheLayer]) -> list[Any]:
-        """The layers of a cache for what comes after it: `layers` for those of full attention, and copies of windows
-        that any number of rows may go on from."""
+        """The layers of a cache that continues the prompt: `layers` for full attention, and copies of the windows, from
+        which any number of rows may continue."""
         full = iter(layers)
         return [next(full) if window is None else window.fork() for window in self.windows or [None] * len(layers)]
 
 
 def as_prompt_kv(prompt: Sequence[LayerKV]) -> PromptKV:
-    """`prompt`, which may be a plain list where there are no sliding layers."""
+    """`prompt` as a `PromptKV`; a plain list means a model without sliding-window layers."""
     return prompt if isinstance(prompt, PromptKV) else PromptKV(prompt)
 
 
@@ -98,10 +105,17 @@ def to_fp32(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def read_prompt(model: Any, ids: Tensor, queries: bool | int = False) -> PromptKV:
-    """What the layers of `model` hold after reading `ids` [B, T]; the output head is not computed.
+def read_prompt(model: PreTrainedModel, ids: Tensor, queries: bool | int = False) -> PromptKV:
+    """Read a prompt with the full cache; the output head is not computed.
 
-    `queries`: whether to keep them, or how many of the last ones (all of a long prompt outweigh its k and v).
+    Args:
+        model: The model.
+        ids: Token ids, [B, T].
+        queries: Whether to keep the queries, or how many of the last ones (those of a long prompt are larger than its k
+            and v).
+
+    Returns:
+        k, v and queries of every full-attention layer.
     """
     patched = patch_attention(model)
     layers = [
@@ -110,19 +124,19 @@ def read_prompt(model: Any, ids: Tensor, queries: bool | int = False) -> PromptK
     unwrap_model(model).base_model(input_ids=ids, past_key_values=BaseCache(layers=[*layers]), use_cache=True)
     full = [layer.captured for layer in layers if isinstance(layer, _CapturingLayer)]
     sliding = [layer if isinstance(layer, SlidingWindowLayer) else None for layer in layers]
-    turned = (replace(layer, rotation=turn) for layer, turn in zip(full, patched.rotations, strict=True))
-    return PromptKV(turned, sliding if any(sliding) else ())
+    rotated = (replace(layer, rotation=rotation) for layer, rotation in zip(full, patched.rotations, strict=True))
+    return PromptKV(rotated, sliding if any(sliding) else ())
 
 
-def query_rotations(model: Any, wanted_by: str) -> list[Rotation]:
-    """The rotation of each full-attention layer, by which its queries can be turned back too.
+def query_rotations(model: PreTrainedModel, wanted_by: str) -> list[Rotation]:
+    """The rotation of each full-attention layer, verified for its queries.
 
-    One token over and over has the same query everywhere before RoPE, in every layer: turned back it must too. Layers
-    with another kind of RoPE than the model's module says, or that change q after it, would give wrong scores in
-    silence. Seen once a model. Raises UnsupportedModelError, which names what it is `wanted_by`.
+    A model may rotate the queries of some layers differently, or change them after RoPE; their scores would be wrong
+    without an error. So the model reads one token repeated, whose queries are all equal before RoPE: undoing it must
+    make them equal. This is done once a model. Raises UnsupportedModelError that names what wants it, `wanted_by`.
     """
     rotations = [rotation or Rotation(model) for rotation in patch_attention(model).rotations]
-    if all(rotation.probed for rotation in rotations):
+    if all(rotation.is_verified for rotation in rotations):
         return rotations
     token = model.config.get_text_config(decoder=True).vocab_size // 2
     with evaluation_mode(model):
@@ -138,25 +152,29 @@ def query_rotations(model: Any, wanted_by: str) -> list[Rotation]:
                 "a model with RoPE, such as Llama or Qwen3, or another method."
             )
     for rotation in rotations:
-        rotation.probed = True
+        rotation.is_verified = True
     return rotations
 
 
 class FrozenPromptLayer(AttentionCacheLayer):
-    """Behind one layer of a prompt already read: what a forward pass appends is not stored."""
+    """A layer that continues a prompt read before, and stores nothing of what follows."""
 
     def __init__(self, prompt: LayerKV):
         super().__init__()
         self._prompt = prompt
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The new k and v alone."""
         return key_states, value_states
 
     def get_seq_length(self, *args: Any) -> int:
+        """Tokens of the prompt."""
         return self._prompt.key.shape[2]
 
 
 class _CapturingLayer(AttentionCacheLayer):
+    """Keeps k, v and queries of one forward pass."""
+
     captured: LayerKV
 
     def __init__(self, queries: bool | int):
@@ -164,7 +182,6 @@ class _CapturingLayer(AttentionCacheLayer):
         self._queries = queries
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self._key = key_states
         return key_states, value_states
 
     def get_seq_length(self, *args: Any) -> int:
@@ -173,8 +190,8 @@ class _CapturingLayer(AttentionCacheLayer):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        kept = query if self._queries else None
-        if kept is not None and self._queries is not True:
-            kept = query[:, :, -self._queries :].clone()  # a view would hold them all
-        self.captured = LayerKV(self._key, value, scale, kept)
+        queries = query if self._queries else None
+        if queries is not None and self._queries is not True:
+            queries = queries[:, :, -self._queries :].clone()  # a view would keep them all
+        self.captured = LayerKV(key, value, scale, queries)
         return stock()

@@ -1,4 +1,4 @@
-"""How far a text has been read: decoder layers tell of the tokens that pass through them."""
+"""Progress of a forward pass, counted as the decoder layers run."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,21 +6,28 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 
 @contextmanager
-def report_progress(model: Any, passed: Callable[[float], None]) -> Iterator[None]:
-    """In the block, `passed` is given the tokens that a layer has read, in tokens of the whole model.
+def report_progress(model: PreTrainedModel, on_tokens: Callable[[float], None]) -> Iterator[None]:
+    """Call `on_tokens` whenever a decoder layer has run in this thread.
 
-    One pass over T tokens calls it L times with T / L each. A model whose layers cannot be told apart calls it never.
+    Args:
+        model: The model that reads a text within the block.
+        on_tokens: Called L times in a pass over T tokens, with T / L each. What it raises ends the pass. It is never
+            called for a model whose decoder layers cannot be found.
     """
-    layers, thread = _decoder_layers(model), threading.get_ident()
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
+    layers: list[nn.Module] = next((list(modules) for modules in lists if len(modules) == count), [])
+    thread = threading.get_ident()
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if threading.get_ident() != thread:
-            return  # another use of the model, which an exception of `passed` must not end
+            return  # another use of the model, which an exception of `on_tokens` must not end
         states = args[0] if args else kwargs["hidden_states"]
-        passed(states.shape[0] * states.shape[1] / len(layers))
+        on_tokens(states.shape[0] * states.shape[1] / len(layers))
 
     handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
     try:
@@ -28,9 +35,3 @@ def report_progress(model: Any, passed: Callable[[float], None]) -> Iterator[Non
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _decoder_layers(model: Any) -> list[nn.Module]:
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
-    return next((list(layers) for layers in lists if len(layers) == count), [])

@@ -1,5 +1,6 @@
 """What LKV must know of a transformers model: its shape, which layers it evicts from, a fingerprint of its weights."""
 
+import json
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ def inspect_model(model: Any) -> ModelSpec:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        rope=", ".join(f"{key} {rope[key]}" for key in sorted(rope) if rope[key] is not None),
+        rope=json.dumps({key: rope[key] for key in sorted(rope) if rope[key] is not None}),
         max_positions=limit,
         weights=read_values(weights, depth),
         directions=read_directions(

@@ -131,9 +131,9 @@ def test_the_fast_rotation_is_taken_only_where_it_is_the_models_own(name: str, h
     model = next(family for family in SERVED if family.name == name).build()
     turning = Rotation(model)
     x = torch.randn(2, 3, 20, patch_attention(model).spec.head_dim, dtype=torch.float64)
-    cos, sin = turning._computed(x, torch.arange(5, 25))
-    torch.testing.assert_close(turning.rotate(x, 5), turning._models(x, cos, sin), rtol=1e-12, atol=1e-12)
+    cos, sin = turning._compute(x, torch.arange(5, 25))
+    torch.testing.assert_close(turning.rotate(x, 5), turning._turn_by_model(x, cos, sin), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(turning.unrotate(turning.rotate(x, 5), 5), x, rtol=1e-5, atol=1e-5)
-    assert turning._by_halves is halves
+    assert turning._rotates_halves is halves
     half = x.bfloat16()
     assert turning.unrotate(half).dtype == turning.rotate(half).dtype == torch.bfloat16

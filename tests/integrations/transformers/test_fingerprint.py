@@ -239,6 +239,10 @@ def test_numbers_of_rope_are_one_however_they_are_spelled(model):
         spec, replace(spec, rope="rope_theta 10000, rope_type default")
     )
     assert "rope" in model_difference(spec, replace(spec, rope="rope_theta 100000, rope_type yarn"))
+    # JSON since; files of both kinds describe one model, and so do their digests.
+    later = replace(spec, rope='{"rope_theta": 100000.0, "rope_type": "default"}')
+    assert model_difference(spec, later) is model_difference(later, spec) is None and later.digest() == spec.digest()
+    assert "rope" in model_difference(later, replace(later, rope='{"rope_theta": 5.0, "rope_type": "default"}'))
 
 
 def test_without_strict_other_weights_are_warned_of_and_other_heads_refused(model, policy, tmp_path):
