@@ -17,8 +17,8 @@ from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import ragged_attention
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
-from lkv.kernels.token_scores import ContentWeights, content_scores, reference
 from lkv.models.loading import DEFAULT, cache_folder
+from lkv.policy.token_score_formula import ContentWeights, content_formula, content_scores
 from lkv.utils.extras import EXTRAS, install_command
 from lkv.version import __version__
 
@@ -154,7 +154,7 @@ def _scores_error(device: torch.device) -> float:
     tensors[3] = tensors[3].abs() + 0.5  # a standard deviation
     key, value, *weights = tensors
     computed = content_scores(ContentWeights(*weights), key, value)
-    return _distance(computed, reference.content(*(x.cpu().double() for x in tensors)))
+    return _distance(computed, content_formula(*(x.cpu().double() for x in tensors)))
 
 
 def _topk_error(device: torch.device) -> float:

@@ -9,10 +9,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
-from lkv.kernels.token_scores import expected_attention_scores
 from lkv.methods.budgets.global_topk import GlobalTopKBudget
 from lkv.methods.selectors.kvzip import replay_scores
-from lkv.policy.policy import FUTURE, HeadScores, Policy
+from lkv.policy.head_scores import HeadScores
+from lkv.policy.policy import Policy
+from lkv.policy.token_score_formula import expected_attention_scores
+from lkv.policy.token_scores import FUTURE
 from lkv.training.cost import WARM_START_TOKENS, WARM_START_UPDATES
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.processes import all_reduce, average_gradients
@@ -109,7 +111,7 @@ def _scale_attention_term(model: "PreTrainedModel", policy: Policy, texts: Seque
     sums, deviations = torch.zeros_like(tokens.normaliser), torch.zeros_like(tokens.attention_weight)
     for prompt in _read_prompts(model, policy, texts):
         for layer, part in enumerate(prompt):
-            term = tokens.scorer(layer, device=part.key.device).attention
+            term = tokens.weights(layer, device=part.key.device).attention
             assert term is not None
             future = part.required_rotation.mean_rotation(to_fp32(part.key), part.end, part.end + FUTURE)
             mean = term.mean @ future * part.scale
@@ -120,7 +122,7 @@ def _scale_attention_term(model: "PreTrainedModel", policy: Policy, texts: Seque
     tokens.normaliser.copy_(sums)
     for prompt in _read_prompts(model, policy, texts):
         for layer, part in enumerate(prompt):
-            term = tokens.scorer(layer, device=part.key.device).attention
+            term = tokens.weights(layer, device=part.key.device).attention
             assert term is not None
             future = part.required_rotation.mean_rotation(to_fp32(part.key), part.end, part.end + FUTURE)
             scores = expected_attention_scores(term, part.key, part.value, future, part.scale)

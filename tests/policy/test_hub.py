@@ -6,7 +6,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-import yaml
 
 import lkv
 from lkv.cache.ragged_cache import RaggedCache
@@ -36,7 +35,7 @@ def test_what_is_pushed_loads_again_with_its_page(policy, tmp_path, monkeypatch)
     hub = Hub(tmp_path)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     policy.card.update({"trained_tokens": 4096, "data": {"prose": "WikiText-2 (CC BY-SA 3.0)"}})
-    assert lkv.push_to_hub(policy, "owner/mine", private=True) == "https://example.org/owner/mine"
+    assert policy.push_to_hub("owner/mine", private=True) == "https://example.org/owner/mine"
     assert hub.made == [("owner/mine", True, True)]
     again = Policy.from_pretrained(tmp_path / "owner" / "mine")
     for name, tensor in policy.state_dict().items():
@@ -47,9 +46,9 @@ def test_what_is_pushed_loads_again_with_its_page(policy, tmp_path, monkeypatch)
 
 
 def test_the_page_of_the_shipped_policy_has_its_figures():
-    page = model_card(lkv.default_policy(), "owner/mine")
-    front = yaml.safe_load(page.split("---")[1])
-    assert front["base_model"] == ["HuggingFaceTB/SmolLM2-135M-Instruct"] and "lkv" in front["tags"]
+    card = model_card(lkv.default_policy(), "owner/mine")
+    assert card.data.base_model == ["HuggingFaceTB/SmolLM2-135M-Instruct"] and "lkv" in card.data.tags
+    page = card.text
     assert "evaluation files: " in page and "13-grams" in page
     for row in lkv.default_policy().card["fidelity"]:
         assert f"| {row['retention']:g} | {row['kl']:.3f} | {row['agreement']:.3f} |" in page
@@ -72,5 +71,4 @@ def test_the_custom_generate_folder_is_the_cache_in_one_argument():
     out = model.generate(ids, **folder, retention=0.3, method="knorm", **given)
     cache = RaggedCache(model, retention=0.3, method="knorm")
     assert torch.equal(out, model.generate(ids, past_key_values=cache, **given))
-    unlike = model.generate(ids, **given)
-    assert not torch.equal(out, unlike) or cache.realised_retention() < 1
+    assert 0 < cache.realised_retention() <= 0.3

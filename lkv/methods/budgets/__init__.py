@@ -11,7 +11,7 @@ from lkv.methods.budgets.duo import (
     read_pattern,
 )
 from lkv.methods.budgets.global_topk import GlobalTopKBudget
-from lkv.methods.budgets.learned import LearnedBudget
+from lkv.methods.budgets.lkv_h import LearnedBudget
 from lkv.methods.budgets.pyramid import Pyramid, PyramidOfKvpress
 
 __all__ = [

@@ -14,7 +14,7 @@ from lkv.methods.selectors.h2o import H2O
 from lkv.methods.selectors.keydiff import KeyDiff
 from lkv.methods.selectors.knorm import Knorm
 from lkv.methods.selectors.kvzip import KVzip
-from lkv.methods.selectors.learned import LearnedScores
+from lkv.methods.selectors.lkv_t import LearnedScores
 from lkv.methods.selectors.random import Random
 from lkv.methods.selectors.snapkv import SnapKV
 from lkv.methods.selectors.streaming_llm import DuoWindow, StreamingLLM

@@ -13,18 +13,19 @@ from lkv.config import ScorerInputs
 from lkv.errors import UnsupportedModelError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
-from lkv.kernels.token_scores import (
+from lkv.policy.policy import Policy
+from lkv.policy.token_score_formula import (
     ContentWeights,
     ExpectedAttentionWeights,
     PositionWeights,
     TokenScoreWeights,
     content_scores,
     expected_attention_scores,
-    fast,
     scores_at_eviction,
     scores_on_arrival,
+    split_blocks,
 )
-from lkv.policy.policy import FUTURE, Policy
+from lkv.policy.token_scores import FUTURE
 from tests.conftest import tiny_llama
 
 EVERYTHING = ScorerInputs("unrotated", "learned", 5)
@@ -151,15 +152,15 @@ def test_the_attention_term_misses_no_rotation_in_silence():
     key = torch.randn(1, 2, 5, 8)
     with pytest.raises(UnsupportedModelError, match="undoes the model's rotary embedding"):
         policy.tokens(LayerKV(key, key, 1.0), 0)
-    term = policy.tokens.scorer(0).attention
+    term = policy.tokens.weights(0).attention
     assert expected_attention_scores(term, key, key, torch.eye(8), 1.0).shape == (1, 2, 5)
     with pytest.raises(ValueError, match="needs the mean rotation"):
-        scores_at_eviction(policy.tokens.scorer(0), key, key, torch.arange(5), 5, None, 1.0)
+        scores_at_eviction(policy.tokens.weights(0), key, key, torch.arange(5), 5, None, 1.0)
 
 
 def test_content_in_blocks_equals_content_with_gradients():
     policy = filled(patch_attention(tiny_llama()).spec)
-    content = policy.tokens.scorer(0).content
+    content = policy.tokens.weights(0).content
     key, value = torch.randn(2, 2, 4500, 8), torch.randn(2, 2, 4500, 8)
     blocks = content_scores(content, key, value)
     weights = (content.mean, content.std, content.hidden, content.bias, content.output)
@@ -170,7 +171,7 @@ def test_content_in_blocks_equals_content_with_gradients():
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("tokens", [0, 1, 2048, 40_001])
 def test_blocks_hold_every_token_once(tokens, device):
-    blocks = list(fast.blocks(tokens, torch.device(device)))
+    blocks = list(split_blocks(tokens, torch.device(device)))
     assert blocks and [t for block in blocks for t in range(block.start, block.stop)] == list(range(tokens))
 
 
