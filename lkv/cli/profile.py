@@ -82,12 +82,12 @@ def _measure(options: Profile, out: Path) -> None:
     with open_journal(out.with_suffix(".jsonl"), settings) as done:
         for tokens in dict.fromkeys(options.tokens):
             if str(tokens) not in done:
-                done.add(str(tokens), {"rows": profiler.rows(tokens, options.methods)})
+                done.add(str(tokens), {"rows": profiler.measure(tokens, options.methods)})
             rows += _print_rows(done[str(tokens)]["rows"])
         for method in dict.fromkeys(options.methods if options.until_out_of_memory else ()):
             key = f"largest-{method}"
             if key not in done:
-                done.add(key, {"rows": [profiler.largest(method, min(options.tokens), _MAX_TOKENS)]})
+                done.add(key, {"rows": [profiler.measure_largest(method, min(options.tokens), _MAX_TOKENS)]})
             rows += _print_rows(done[key]["rows"])
         _compare_contexts([row for row in rows if row.get("largest")])
         write_results(out, "profile", rows, options.seed, _command_line(options))

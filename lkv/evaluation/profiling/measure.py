@@ -3,16 +3,16 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import LkvError
-from lkv.evaluation.profiling.memory import measure_peak
+from lkv.evaluation.profiling.memory import Peak, measure_peak
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_layers import kv_nbytes
 from lkv.methods.registry import FULL, parse_method
@@ -23,12 +23,26 @@ from lkv.utils.statistics import bootstrap
 
 OUT_OF_MEMORY = "out of memory"
 _PRECISION = 1 / 16  # how closely the largest context is found, as a share of it
+_NUMBERS = (
+    "realised", "prefill_seconds", "prefill_ratio", "prefill_low", "prefill_high", "decode_ms", "decode_ratio",
+    "peak_bytes", "kv_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """How to measure. `chunk`: tokens read at a time (None: all at once); `streaming`: evict after every chunk;
-    `limit`: bytes allowed beside the weights (None: what the device has)."""
+    """How to measure.
+
+    Attributes:
+        retention: Share of the KV entries to keep.
+        batch: Rows read at once.
+        new_tokens: Tokens generated after each context.
+        repeats: Timed rounds, after one that warms up.
+        chunk: Tokens read at a time; None reads all at once.
+        streaming: Whether to evict after every chunk.
+        seed: Of the random tokens and of DuoAttention's random pattern.
+        limit: Bytes allowed beside the weights; None allows what the device has.
+    """
 
     retention: float = 0.15
     batch: int = 1
@@ -52,121 +66,119 @@ class ProfileRun:
 
 
 class Profiler:
-    """Measures methods on one model; every row it gives is flat JSON."""
+    """Measures methods on one model; its rows are flat JSON."""
 
-    def __init__(self, model: Any, name: str, policy: Policy | None = None, settings: ProfileSettings | None = None):
-        """`name`: what the rows call the model. `policy` is needed by the methods that read one.
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str,
+        policy: Policy | None = None,
+        settings: ProfileSettings | None = None,
+    ):
+        """Prepare the model.
 
-        Raises LkvError for settings that cannot be measured.
+        Args:
+            model: A causal language model.
+            name: What the rows call it.
+            policy: For the methods that read one.
+            settings: How to measure.
+
+        Raises:
+            LkvError: For streaming without a chunk.
         """
         self._model, self._name, self._settings = model, name, settings or ProfileSettings()
-        self._device: torch.device = model.device
+        self._device = model.device
         self._spec = patch_attention(model).spec
         self._policy = policy.on(self._device) if policy is not None else None
         if self._settings.streaming and self._settings.chunk is None:
             raise LkvError("streaming reads the prompt in parts: give their size in tokens as chunk, for example 4096.")
 
-    def rows(self, tokens: int, methods: Sequence[str]) -> list[dict[str, Any]]:
+    def measure(self, tokens: int, methods: Sequence[str]) -> list[dict[str, Any]]:
         """One row a method for a context of `tokens` tokens.
 
-        The methods take turns, so that a noisy moment falls on all alike; the first round warms up and is the one whose
-        memory is watched. A method that cannot run has a `reason` in its row instead of numbers.
+        The methods take turns, so that a noisy moment affects all alike; the first round warms up, and the peak memory
+        is that of this round. A method that cannot run has a `reason` in its row instead of numbers.
         """
-        first = {method: self.attempt(method, tokens, watched=True) for method in dict.fromkeys(methods)}
+        first = {method: self.try_run(method, tokens, with_peak=True) for method in dict.fromkeys(methods)}
         runs: dict[str, list[ProfileRun]] = {method: [] for method, run in first.items() if isinstance(run, ProfileRun)}
         for _ in range(self._settings.repeats):
             for method in list(runs):
-                run = self.attempt(method, tokens)
+                run = self.try_run(method, tokens)
                 if isinstance(run, ProfileRun):
                     runs[method].append(run)
                 else:
                     first[method] = run
                     del runs[method]
-        full = runs.get(FULL)
-        return [
-            self._row(method, tokens, run, runs[method], full)
-            if isinstance(run, ProfileRun)
-            else self._refused(method, tokens, run)
-            for method, run in first.items()
-        ]
+        return [self._row(method, tokens, run, runs.get(method, []), runs.get(FULL)) for method, run in first.items()]
 
-    def largest(self, method: str, start: int, most: int) -> dict[str, Any]:
-        """The row of the largest context that the device has room for, found between `start` and `most` tokens to
-        within 1/16; `failed_at` is the smallest that it had no room for (None where all fitted)."""
-        held: dict[int, ProfileRun] = {}
-        reasons: list[str] = []
+    def measure_largest(self, method: str, start: int, most: int) -> dict[str, Any]:
+        """The row of the largest context that fits into the memory, between `start` and `most` tokens, to within 1/16.
+
+        Its `failed_at` is the smallest length that did not fit, None where all did.
+        """
+        runs: dict[int, ProfileRun] = {}
+        reason = None
 
         def fits(tokens: int) -> bool:
-            run = self.attempt(method, tokens, watched=True)
+            nonlocal reason
+            run = self.try_run(method, tokens, with_peak=True)
             if isinstance(run, ProfileRun):
-                held[tokens] = run
-            else:
-                reasons.append(run)
-            return isinstance(run, ProfileRun)
+                runs[tokens] = run
+                return True
+            reason = run
+            return False
 
         good, bad = find_largest(fits, start, most)
         if good is None:
-            return self._refused(method, start, reasons[-1]) | {"largest": True, "failed_at": bad}
-        row = self._row(method, good, held[good], [held[good]], None)
-        # Watched runs are slowed down by the counting on a CPU: their times are no result.
-        timeless = dict.fromkeys(("prefill_seconds", "decode_ms")) if self._device.type == "cpu" else {}
-        return row | timeless | {"largest": True, "failed_at": bad, "reason": reasons[-1] if reasons else None}
+            return self._row(method, start, str(reason), []) | {"largest": True, "failed_at": bad}
+        row = self._row(method, good, runs[good], [runs[good]])
+        if self._device.type == "cpu":  # where counting the memory slows a run down
+            row |= {"prefill_seconds": None, "decode_ms": None}
+        return row | {"largest": True, "failed_at": bad, "reason": reason}
 
-    def attempt(self, method: str, tokens: int, watched: bool = False) -> ProfileRun | str:
-        """Read a prompt of `tokens` random tokens and generate, or the reason why that cannot be done.
+    def try_run(self, method: str, tokens: int, with_peak: bool = False) -> ProfileRun | str:
+        """Read a prompt of `tokens` random tokens and generate, or return the reason why that is impossible.
 
-        `watched`: with the peak memory, which costs time on a CPU.
+        Args:
+            method: The method, or "full".
+            tokens: The prompt's length.
+            with_peak: Whether to measure the peak memory, which costs time on a CPU.
         """
         try:
-            return self._run(method, tokens, watched)
+            return self._run(method, tokens, with_peak)
         except LkvError as error:
             reason = OUT_OF_MEMORY if devices.is_out_of_memory(error) else str(error)
         except (MemoryError, RuntimeError) as error:
             if not devices.is_out_of_memory(error):
                 raise
             reason = OUT_OF_MEMORY
-        # Out of the handler, where the traceback still held the tensors.
+        # Outside the handler, whose traceback keeps the tensors alive.
         devices.release(self._device)
         return reason
 
     @torch.no_grad()
-    def _run(self, method: str, tokens: int, watched: bool) -> ProfileRun:
-        settings = self._settings
+    def _run(self, method: str, tokens: int, with_peak: bool) -> ProfileRun:
+        settings, model = self._settings, self._model
         generator = torch.Generator("cpu").manual_seed(settings.seed)
-        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        vocabulary = model.get_input_embeddings().weight.shape[0]
         shape = (settings.batch, tokens + settings.new_tokens)
-        ids = torch.randint(vocabulary, shape, generator=generator, device="cpu")
-        ids = ids.to(self._device)
-        cache = self._cache(method, tokens)
-        if not watched:
-            return self._timed(cache, ids, tokens)
-        with measure_peak(self._device, settings.limit) as peak:
-            run = self._timed(cache, ids, tokens)
-        return ProfileRun(run.prefill_seconds, run.decode_seconds, run.kv_bytes, run.realised, peak.nbytes)
+        ids = torch.randint(vocabulary, shape, generator=generator, device="cpu").to(self._device)
+        cache: Any = DynamicCache() if method == FULL else self._make_cache(method, tokens)
+        with measure_peak(self._device, settings.limit) if with_peak else nullcontext(Peak()) as peak:
+            started = self._now()
+            # The base model: logits of a whole prompt would be larger than its cache.
+            for part in ids[:, :tokens].split(settings.chunk or tokens, 1):
+                model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+            prefill_seconds = self._now() - started
+            is_full = method == FULL
+            kv_bytes, realised = (kv_nbytes(cache), 1.0) if is_full else (cache.nbytes(), cache.realised_retention())
+            started = self._now()
+            for step in ids[:, tokens:].split(1, 1):
+                model(input_ids=step, past_key_values=cache, use_cache=True)
+            decode_seconds = (self._now() - started) / settings.new_tokens
+        return ProfileRun(prefill_seconds, decode_seconds, kv_bytes, realised, peak.nbytes)
 
-    def _timed(self, cache: Any, ids: Tensor, tokens: int) -> ProfileRun:
-        started = self._now()
-        # The base model: logits of a whole prompt would be larger than its cache.
-        for part in ids[:, :tokens].split(self._settings.chunk or tokens, 1):
-            self._model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
-        read = self._now()
-        ragged = isinstance(cache, RaggedCache)
-        held = cache.nbytes() if ragged else kv_nbytes(cache)
-        realised = cache.realised_retention() if ragged else 1.0
-        resumed = self._now()
-        for step in ids[:, tokens:].split(1, 1):
-            self._model(input_ids=step, past_key_values=cache, use_cache=True)
-        decoded = (self._now() - resumed) / self._settings.new_tokens
-        return ProfileRun(read - started, decoded, held, realised, 0)
-
-    def _now(self) -> float:
-        if devices.is_gpu(self._device):
-            devices.runtime(self._device).synchronize(self._device)
-        return time.perf_counter()
-
-    def _cache(self, method: str, tokens: int) -> Any:
-        if method == FULL:
-            return DynamicCache()
+    def _make_cache(self, method: str, tokens: int) -> RaggedCache:
         settings, pattern = self._settings, None
         if parse_method(method).needs_pattern:
             generator = torch.Generator("cpu").manual_seed(settings.seed)
@@ -181,42 +193,24 @@ class Profiler:
             pattern=pattern,
         )
 
+    def _now(self) -> float:
+        if devices.is_gpu(self._device):
+            devices.runtime(self._device).synchronize(self._device)
+        return time.perf_counter()
+
     def _row(
-        self, method: str, tokens: int, first: ProfileRun, runs: list[ProfileRun], full: list[ProfileRun] | None
+        self,
+        method: str,
+        tokens: int,
+        first: ProfileRun | str,
+        runs: Sequence[ProfileRun],
+        full: Sequence[ProfileRun] | None = None,
     ) -> dict[str, Any]:
-        row = self._frame(method, tokens) | {
-            "realised": first.realised,
-            "prefill_seconds": statistics.median(run.prefill_seconds for run in runs),
-            "decode_ms": 1e3 * statistics.median(run.decode_seconds for run in runs),
-            "peak_bytes": first.peak_bytes,
-            "kv_bytes": first.kv_bytes,
-            "n": len(runs),
-        }
-        if full is None:
-            return row
-        pairs = list(zip(runs, full, strict=True))
-        prefill = bootstrap([[run.prefill_seconds / alone.prefill_seconds] for run, alone in pairs])
-        decode = bootstrap([[run.decode_seconds / alone.decode_seconds] for run, alone in pairs])
-        return row | {
-            "prefill_ratio": prefill.value,
-            "prefill_low": prefill.low,
-            "prefill_high": prefill.high,
-            "decode_ratio": decode.value,
-        }
-
-    def _refused(self, method: str, tokens: int, reason: str) -> dict[str, Any]:
-        return self._frame(method, tokens) | {"n": 0, "reason": reason}
-
-    def _machine(self) -> str:
-        gpu = devices.is_gpu(self._device)
-        return devices.runtime(self._device).get_device_name(self._device) if gpu else describe_machine()
-
-    def _frame(self, method: str, tokens: int) -> dict[str, Any]:
-        """What the rows of a method share, measured or not; a number that was not taken is None."""
-        settings = self._settings
-        shared = {
+        """The row of a method from its `first` run, or its reason, and its timed `runs`; a missing number is None."""
+        settings, is_gpu = self._settings, devices.is_gpu(self._device)
+        row: dict[str, Any] = {
             "model": self._name,
-            "device": self._machine(),
+            "device": devices.runtime(self._device).get_device_name(self._device) if is_gpu else describe_machine(),
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "method": method,
             "tokens": tokens,
@@ -226,19 +220,34 @@ class Profiler:
             "chunk": settings.chunk,
             "streaming": settings.streaming and method != FULL,
             "weight_bytes": sum(p.numel() * p.element_size() for p in self._model.parameters()),
+            **dict.fromkeys(_NUMBERS),
+            "n": len(runs),
         }
-        numbers = (
-            "realised", "prefill_seconds", "prefill_ratio", "prefill_low", "prefill_high", "decode_ms", "decode_ratio",
-            "peak_bytes", "kv_bytes",
-        )  # fmt: skip
-        return shared | dict.fromkeys(numbers)
+        if isinstance(first, str):
+            return row | {"n": 0, "reason": first}
+        row |= {name: value for name, value in asdict(first).items() if name in ("realised", "peak_bytes", "kv_bytes")}
+        row["prefill_seconds"] = statistics.median(run.prefill_seconds for run in runs)
+        row["decode_ms"] = 1e3 * statistics.median(run.decode_seconds for run in runs)
+        if full:
+            pairs = list(zip(runs, full, strict=True))
+            prefill = bootstrap([[run.prefill_seconds / other.prefill_seconds] for run, other in pairs])
+            decode = bootstrap([[run.decode_seconds / other.decode_seconds] for run, other in pairs])
+            row |= {"prefill_ratio": prefill.value, "prefill_low": prefill.low, "prefill_high": prefill.high}
+            row["decode_ratio"] = decode.value
+        return row
 
 
 def find_largest(fits: Callable[[int], bool], start: int, most: int) -> tuple[int | None, int | None]:
-    """The largest length that fits and the smallest that does not, no further apart than 1/16 of the former, between
-    `start` and `most`: doubling, then halving the gap.
+    """Find the largest length that fits, and the smallest that does not, by doubling, then halving the gap.
 
-    (None, start) where not even `start` fits; (most, None) where everything does.
+    Args:
+        fits: Whether a length fits.
+        start: The first length to try.
+        most: The last length to try.
+
+    Returns:
+        Both lengths, no further apart than 1/16 of the former: (None, start) where not even `start` fits, (most, None)
+        where everything does.
     """
     good, bad = None, None
     tokens = min(start, most)

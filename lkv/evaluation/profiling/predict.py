@@ -1,14 +1,23 @@
-"""What a prompt will need of a memory, from the model's shape alone: nothing is made or run; no torch here."""
+"""How much memory a prompt needs, from the model's shape alone. Nothing is run; does not import torch."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from lkv.models.shapes import Shape
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Bytes while and after a prompt of `tokens` tokens is read: the weights, k and v of all of it, what a method keeps
-    of them, and the activations of the layer that needs most."""
+class MemoryPrediction:
+    """Bytes while and after a prompt is read.
+
+    Attributes:
+        tokens: The prompt's length.
+        weights: The model's.
+        kv_full: k and v of all of the prompt.
+        kv_kept: What a method keeps of them.
+        activations: Of the layer that needs most.
+        layers: The model's number of layers.
+    """
 
     tokens: int
     weights: int
@@ -30,33 +39,40 @@ class Prediction:
 
 def predict_memory(
     shape: Shape, tokens: int, retention: float = 0.15, element: int = 2, batch: int = 1, chunk: int | None = None
-) -> Prediction:
-    """The bytes that `batch` prompts of `tokens` tokens need, with `element` bytes a number.
+) -> MemoryPrediction:
+    """Predict the bytes that prompts need.
 
-    `chunk`: tokens that are read at a time (None: all at once). Tensors are counted: what kernels take for themselves
-    and a method's scores are not in it, a few percent on long prompts, and neither are the gaps that PyTorch's caching
-    allocator leaves on a GPU (`benchmarks/prompt_memory.py` plays them through).
+    Tensors are counted. Not counted are what kernels allocate for themselves and a method's scores, a few percent on
+    long prompts, and the gaps of PyTorch's caching allocator on a GPU (`benchmarks/prompt_memory.py` simulates them).
+
+    Args:
+        shape: The model's shape.
+        tokens: Tokens of a prompt.
+        retention: Share of the KV entries to keep.
+        element: Bytes of a number.
+        batch: Prompts read together.
+        chunk: Tokens that are read at a time (None: all at once).
     """
     together = batch * min(tokens, chunk or tokens)
-    # The model's code holds the embeddings and each layer's input to the end. Beside them: the residual stream and what
-    # its norm gives, with the MLP's gate, its other half and their product;
+    # The model's code holds the embeddings and each layer's input to the end. Beside them: the residual stream and the
+    # output of its norm, with the MLP's gate, its other half and their product;
     mlp = 4 * shape.hidden + 3 * shape.intermediate
-    # or what the norm gives, queries before and after rotation, keys and values with their copies, and the result.
+    # or the output of the norm, queries before and after rotation, keys and values with their copies, and the result.
     attention = 3 * shape.hidden + 3 * shape.heads * shape.head_dim + 4 * shape.kv_heads * shape.head_dim
     full = shape.kv_bytes(batch * tokens, element)
-    return Prediction(
-        tokens=tokens,
-        weights=shape.parameters * element,
-        kv_full=full,
-        kv_kept=full * retention,
-        activations=float(max(mlp, attention) * together * element),
-        layers=shape.layers,
-    )
+    activations = float(max(mlp, attention) * together * element)
+    return MemoryPrediction(tokens, shape.parameters * element, full, full * retention, activations, shape.layers)
 
 
 def longest_prompt(shape: Shape, memory: float, kept: bool, **settings: float) -> int:
-    """The most tokens of a prompt for which `memory` bytes suffice, evicting layer by layer where `kept`; 0 where the
-    weights alone are more. `settings` are those of `predict`."""
+    """The most tokens of a prompt that fit into `memory` bytes; 0 where the weights alone are more.
+
+    Args:
+        shape: The model's shape.
+        memory: Bytes.
+        kept: Whether to evict layer by layer.
+        settings: Those of `predict_memory`.
+    """
 
     def fits(tokens: int) -> bool:
         predicted = predict_memory(shape, tokens, **settings)  # type: ignore[arg-type]
@@ -64,10 +80,7 @@ def longest_prompt(shape: Shape, memory: float, kept: bool, **settings: float) -
 
     if not fits(1):
         return 0
-    good, bad = 1, 2
-    while fits(bad):
-        good, bad = bad, 2 * bad
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+    limit = 2
+    while fits(limit):
+        limit *= 2
+    return bisect_left(range(limit), True, lo=limit // 2, key=lambda tokens: not fits(tokens)) - 1

@@ -1,4 +1,4 @@
-"""Models by their shape alone: configurations as published, random weights, and a random policy. Nothing is fetched."""
+"""Models with random weights from published configurations, and random policies. Nothing is downloaded."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lkv.config import ModelSpec
 from lkv.errors import UnsupportedModelError
@@ -61,10 +61,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def read_config(name: str) -> Any:
-    """The configuration `name`: one of SHAPES, or a path to a config.json of transformers.
+def read_config(name: str) -> PretrainedConfig:
+    """The configuration `name`: one of CONFIGS, or a path to a config.json of transformers.
 
-    Raises UnsupportedModelError for any other name and a file that is none.
+    Raises:
+        UnsupportedModelError: For any other name and a malformed file.
     """
     if name in CONFIGS:
         return AutoConfig.for_model(**CONFIGS[name])
@@ -75,22 +76,21 @@ def read_config(name: str) -> Any:
         )
     try:
         return AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
-    # What a file says may lead transformers' own checks to anything.
-    except Exception as error:
+    except Exception as error:  # transformers' own checks raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise UnsupportedModelError(
-            f"{path} is no model configuration ({reason}); give the config.json of a transformers model."
+            f"{path} is not a model configuration ({reason}); give the config.json of a transformers model."
         ) from error
 
 
-def random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
-    """A causal language model of the shape `config` with random weights, made on `device` in `dtype`; in eval mode."""
+def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
+    """A causal language model of this configuration with random weights, made on `device`, in eval mode."""
     with _seeded(seed, device), device:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def random_policy(spec: ModelSpec, seed: int = 0) -> Policy:
-    """A policy that learned nothing, with budgets as unequal as after training: what it decides costs the same."""
+    """An untrained policy with budgets as unequal as after training, so that its decisions cost the same."""
     with _seeded(seed, torch.device("cpu")), torch.device("cpu"), torch.no_grad():
         policy = Policy(spec, {"random": seed})
         torch.nn.init.normal_(policy.heads.embeddings)
@@ -98,15 +98,15 @@ def random_policy(spec: ModelSpec, seed: int = 0) -> Policy:
     return policy.eval().requires_grad_(False)
 
 
-def extend_positions(model: Any, tokens: int) -> None:
-    """Let `model` read texts of `tokens` tokens; beyond its own limit what it says means nothing but costs the same."""
+def extend_positions(model: PreTrainedModel, tokens: int) -> None:
+    """Let `model` read texts of `tokens` tokens; beyond its own limit the output means nothing but costs the same."""
     text = model.config.get_text_config(decoder=True)
     text.max_position_embeddings = max(text.max_position_embeddings, tokens)
 
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    gpu = devices.is_gpu(device)
-    with torch.random.fork_rng([device] if gpu else [], device_type=device.type if gpu else "cuda"):
+    is_gpu = devices.is_gpu(device)
+    with torch.random.fork_rng([device] if is_gpu else [], device_type=device.type if is_gpu else "cuda"):
         torch.manual_seed(seed)
         yield

@@ -48,8 +48,8 @@ def test_bytes_of_k_and_v_are_those_that_a_cache_holds(policy, model):
 def test_the_peak_is_the_measured_one_within_a_fifth(method, tokens):
     model = model_of()
     policy = random_policy(patch_attention(model).spec)
-    run = Profiler(model, "tiny", policy, ProfileSettings(new_tokens=1, repeats=1)).attempt(
-        method, tokens, watched=True
+    run = Profiler(model, "tiny", policy, ProfileSettings(new_tokens=1, repeats=1)).try_run(
+        method, tokens, with_peak=True
     )
     assert isinstance(run, ProfileRun)
     found = predict_memory(Shape.of(model.config), tokens, 0.15, element=4)

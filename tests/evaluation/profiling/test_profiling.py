@@ -42,7 +42,7 @@ def profiler(tmp_path, *, layers=LAYERS, **settings):
 
 def test_bytes_and_retention_follow_their_formulas(tmp_path):
     tokens, batch = 1000, 2
-    full, lkv, snapkv = profiler(tmp_path, batch=batch, repeats=2).rows(tokens, ["full", "lkv", "snapkv"])
+    full, lkv, snapkv = profiler(tmp_path, batch=batch, repeats=2).measure(tokens, ["full", "lkv", "snapkv"])
     whole = batch * tokens * LAYERS * HEADS * ENTRY
     assert full["kv_bytes"] == whole and (full["realised"], full["retention"]) == (1.0, 1.0)
     assert (full["prefill_ratio"], full["prefill_low"], full["prefill_high"], full["decode_ratio"]) == (1, 1, 1, 1)
@@ -62,7 +62,7 @@ def test_each_layer_adds_to_the_peak_what_it_holds(tmp_path):
     """Everything else that a prefill takes is given back before the next layer begins."""
     tokens, peaks, held = 800, {}, {}
     for layers in (3, 6):
-        for row in profiler(tmp_path, layers=layers).rows(tokens, ["full", "knorm"]):
+        for row in profiler(tmp_path, layers=layers).measure(tokens, ["full", "knorm"]):
             peaks[row["method"], layers], held[row["method"], layers] = row["peak_bytes"], row["kv_bytes"]
     for method in ("full", "knorm"):
         grown = held[method, 6] - held[method, 3]
@@ -71,7 +71,7 @@ def test_each_layer_adds_to_the_peak_what_it_holds(tmp_path):
 
 
 def test_a_method_that_cannot_run_says_why_and_the_others_go_on(tmp_path):
-    full, kvzip, snapkv, duo, lkv = profiler(tmp_path).rows(60, ["full", "kvzip", "snapkv", "duo", "lkv"])
+    full, kvzip, snapkv, duo, lkv = profiler(tmp_path).measure(60, ["full", "kvzip", "snapkv", "duo", "lkv"])
     assert "reads the text a second time" in kvzip["reason"]
     assert "SnapKV observes the last 64" in snapkv["reason"]
     assert "smallest retention that DuoAttention can reach" in duo["reason"]
@@ -83,8 +83,8 @@ def test_a_method_that_cannot_run_says_why_and_the_others_go_on(tmp_path):
 
 def test_streaming_lowers_the_peak_where_a_method_can(tmp_path):
     shape = {"layers": 12, "chunk": 50}
-    exact = profiler(tmp_path, **shape).rows(600, ["full", "lkv"])
-    streamed = profiler(tmp_path, **shape, streaming=True).rows(600, ["full", "lkv", "snapkv"])
+    exact = profiler(tmp_path, **shape).measure(600, ["full", "lkv"])
+    streamed = profiler(tmp_path, **shape, streaming=True).measure(600, ["full", "lkv", "snapkv"])
     # Read in parts but evicted at the end, the prompt is held whole for a moment.
     whole = 600 * 12 * HEADS * ENTRY
     assert exact[1]["peak_bytes"] > whole > streamed[1]["peak_bytes"]
@@ -108,17 +108,17 @@ class Device:
 def test_out_of_memory_is_a_row_and_bounds_the_largest_context(tmp_path):
     measured = profiler(tmp_path)
     measured._model.base_model.register_forward_pre_hook(Device(350, 550), with_kwargs=True)
-    full, lkv = measured.rows(500, ["full", "lkv"])
+    full, lkv = measured.measure(500, ["full", "lkv"])
     assert full["reason"] == OUT_OF_MEMORY and full["kv_bytes"] is None
     assert lkv["n"] == 1 and lkv["prefill_ratio"] is None and lkv["prefill_seconds"] > 0
     for method, room in (("full", 350), ("lkv", 550)):
-        row = measured.largest(method, 128, 10_000)
+        row = measured.measure_largest(method, 128, 10_000)
         assert room * 15 / 16 < row["tokens"] <= room < row["failed_at"]
         assert row["largest"] and row["n"] == 1 and row["reason"] == OUT_OF_MEMORY
         assert row["prefill_seconds"] is None and row["peak_bytes"] > row["kv_bytes"]
-    none = measured.largest("full", 400, 10_000)
+    none = measured.measure_largest("full", 400, 10_000)
     assert (none["n"], none["tokens"], none["failed_at"], none["reason"]) == (0, 400, 400, OUT_OF_MEMORY)
-    every = measured.largest("lkv", 128, 300)
+    every = measured.measure_largest("lkv", 128, 300)
     assert (every["tokens"], every["failed_at"], every["reason"]) == (300, None, None)
 
 
@@ -130,19 +130,19 @@ def test_other_errors_are_not_hidden(tmp_path):
 
     measured._model.base_model.register_forward_pre_hook(broken)
     with pytest.raises(RuntimeError, match="on fire"):
-        measured.rows(100, ["full"])
+        measured.measure(100, ["full"])
 
 
 def test_the_same_memory_holds_more_of_a_compressed_context(tmp_path):
     free = profiler(tmp_path, layers=8)
-    full, lkv = (row["peak_bytes"] for row in free.rows(1200, ["full", "lkv"]))
+    full, lkv = (row["peak_bytes"] for row in free.measure(1200, ["full", "lkv"]))
     assert lkv < full
     limit = (full + lkv) // 2
     tight = profiler(tmp_path, layers=8, limit=limit)
-    refused, measured = tight.rows(1200, ["full", "lkv"])
+    refused, measured = tight.measure(1200, ["full", "lkv"])
     assert refused["reason"] == OUT_OF_MEMORY and measured["peak_bytes"] == lkv <= limit
     # What failed is gone: it takes no room from what comes after.
-    assert [row["tokens"] for row in tight.rows(500, ["full"]) if row["n"]] == [500]
+    assert [row["tokens"] for row in tight.measure(500, ["full"]) if row["n"]] == [500]
 
 
 @given(st.integers(0, 5000), st.integers(1, 3000), st.integers(1, 5000))
@@ -171,17 +171,17 @@ def command(tmp_path, *more):
 
 def test_an_interrupted_run_goes_on_from_the_rows_it_has(tmp_path, monkeypatch, capsys):
     arguments = command(tmp_path, "--tokens", "128", "192", "256")
-    taken, rows = [], Profiler.rows
+    taken, measure = [], Profiler.measure
 
     def counted(self, tokens, methods):
         if tokens == 192 and not stopped:
             stopped.append(tokens)
             raise KeyboardInterrupt
         taken.append(tokens)
-        return rows(self, tokens, methods)
+        return measure(self, tokens, methods)
 
     stopped: list[int] = []
-    monkeypatch.setattr(Profiler, "rows", counted)
+    monkeypatch.setattr(Profiler, "measure", counted)
     assert main(arguments) == 130
     assert taken == [128] and not (tmp_path / "p.json").exists()
     assert main([*arguments, "--batch", "2"]) == 2
@@ -235,7 +235,7 @@ def test_files_that_are_no_configuration_are_refused(tmp_path):
     path = tmp_path / "config.json"
     for text in ("{", "[]", "{}", '{"model_type": "abacus"}'):
         path.write_text(text)
-        with pytest.raises(UnsupportedModelError, match="is no model configuration"):
+        with pytest.raises(UnsupportedModelError, match="is not a model configuration"):
             read_config(str(path))
 
 
