@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from os.path import isfile
+from os.path import exists, isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,11 +18,12 @@ from lkv.cli.options import (
     PositiveInt,
     Retention,
     check_methods,
+    check_names,
     check_policy_options,
     find_needs,
     load_pattern,
 )
-from lkv.errors import CacheError, LkvError
+from lkv.errors import CacheError, DocumentError, LkvError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,6 +82,7 @@ class Ask(PolicyOptions, ModelOptions, DeviceOptions, Command):
 
         compressing = [f"--{name}" for name in _COMPRESSION_OPTIONS if name in self.model_fields_set]
         check_policy_options(self)
+        check_names([self.method])
         if self.load and self.words and isfile(self.words[0]):
             raise LkvError(f"--load reads the saved text instead of FILE; leave {self.words[0]} out.")
         if self.load and compressing:
@@ -91,6 +93,8 @@ class Ask(PolicyOptions, ModelOptions, DeviceOptions, Command):
             raise LkvError("a chat cannot be typed while the text comes from stdin; give the question as well.")
         if self.load:
             return
+        if self.words[0] != "-" and not exists(self.words[0]):
+            raise DocumentError(f"{self.words[0]} does not exist; give a file, or - for stdin.")
         if self.save and self.method == FULL:
             raise LkvError(f"the uncompressed cache of {FULL!r} cannot be saved; leave --save out, or use a method.")
         if self.pattern and PATTERN not in find_needs(self.method):

@@ -16,6 +16,8 @@ from lkv.cli.options import (
     Retention,
     check_choice,
     check_methods,
+    check_names,
+    check_policy_exists,
     check_policy_options,
     find_needs,
     load_pattern,
@@ -90,10 +92,13 @@ class Eval(PolicyOptions, ModelOptions, Command):
         if self.preset and (self.retention or self.protocol):
             raise LkvError("--preset sets retentions and protocol; leave --retention and --protocol out.")
         check_policy_options(self)
+        check_names(self.methods)
         paths = _parse_policies(self.policy)
+        for path in paths.values():
+            check_policy_exists(path)
+        tasks = _check_tasks(self.suite, self.tasks)
         methods = _name_policies(self.methods, [name for name in paths if name])
         check_methods(methods, self.pattern)
-        tasks = _check_tasks(self.suite, self.tasks)
         make_examples = _read_longbench(self, tasks) if self.suite == "longbench" else _read_ruler(self, tasks)
         _evaluate(self, methods, paths, make_examples)
 

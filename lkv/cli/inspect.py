@@ -16,6 +16,7 @@ from lkv.cli.options import (
     PositiveInt,
     Retention,
     check_methods,
+    check_names,
     check_policy_options,
     find_needs,
 )
@@ -121,6 +122,7 @@ def _check_page(options: Inspect) -> None:
     from lkv.methods.registry import FULL, SECOND_PASS
 
     check_policy_options(options)
+    check_names([options.method, *options.against])
     if options.json_ or options.figure:
         raise LkvError("--json and --figure show a policy, but a text was given; leave out either.")
     if options.method == FULL or SECOND_PASS in find_needs(options.method):

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from os.path import exists
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from lkv.errors import LkvError, check_retention
+from lkv.errors import LkvError, PolicyFileError, check_retention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,7 +47,7 @@ class PolicyOptions(BaseModel):
 
 
 def check_policy_options(options: BaseModel) -> None:
-    """Raise LkvError for --no-strict or --policy-revision without --policy."""
+    """Raise LkvError for --no-strict or --policy-revision without --policy, and for a policy that does not exist."""
     fields = options.model_dump(include={"policy", "policy_revision", "strict"})
     extra = ["--no-strict"] * (not fields.get("strict", True))
     extra += ["--policy-revision"] * (fields["policy_revision"] is not None)
@@ -54,6 +55,20 @@ def check_policy_options(options: BaseModel) -> None:
         raise LkvError(
             f"{' and '.join(extra)} without --policy; add the policy that is meant (`lkv policies` lists the shipped "
             "ones)."
+        )
+    if isinstance(fields["policy"], str):
+        check_policy_exists(fields["policy"])
+
+
+def check_policy_exists(name: str) -> None:
+    """Raise PolicyFileError, without importing torch, if `name` is no folder, Hub id or shipped policy."""
+    from lkv.policy.shipped import shipped
+
+    known = [known.lower() for policy in shipped() for known in (policy.name, *policy.hub_names)]
+    if "/" not in name and not exists(name) and name.lower() not in known:
+        raise PolicyFileError(
+            f"there is no policy folder {name!r}; give a folder, a Hub id such as 'owner/name', or the name of a "
+            "shipped policy (`lkv policies` lists them)."
         )
 
 
@@ -64,6 +79,15 @@ def find_needs(method: str) -> tuple[str, ...]:
     return () if method == FULL else parse_method(method).needs
 
 
+def check_names(methods: Iterable[str]) -> None:
+    """Raise LkvError for an unknown method, without importing torch where the name is that of a listed method."""
+    from lkv.methods.registry import FULL, parse_method
+
+    for method in methods:
+        if method != FULL:
+            parse_method(method)
+
+
 def check_methods(methods: Iterable[str], pattern: Path | None = None, takes_pattern: bool = True) -> None:
     """Raise LkvError for an unknown method, or one that lacks DuoAttention's pattern of retrieval heads.
 
@@ -72,12 +96,8 @@ def check_methods(methods: Iterable[str], pattern: Path | None = None, takes_pat
         pattern: The file of --pattern, if any.
         takes_pattern: Whether the command has an option --pattern.
     """
-    from lkv.methods.registry import FULL, PATTERN, parse_method
+    from lkv.methods.registry import PATTERN
 
-    methods = list(methods)
-    for method in methods:  # before anything that imports torch
-        if method != FULL:
-            parse_method(method)
     with_pattern = [method for method in methods if PATTERN in find_needs(method)]
     if with_pattern and not takes_pattern:
         raise LkvError(

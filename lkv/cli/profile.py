@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from lkv.cli.arguments import Command
-from lkv.cli.options import Dtype, ModelOptions, PositiveInt, Retention, check_policy_options, find_needs
+from lkv.cli.options import Dtype, ModelOptions, PositiveInt, Retention, check_names, check_policy_options, find_needs
 from lkv.errors import LkvError, PolicyMismatchError
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
@@ -60,8 +60,7 @@ class Profile(ModelOptions, Command):
             return
         if self.out is None:
             raise LkvError("--out is missing; give --out FILE.json, or --dry-run to measure nothing.")
-        for method in self.methods:
-            find_needs(method)
+        check_names(self.methods)
         if self.out.suffix != ".json":
             raise LkvError(f"--out is {self.out}, but the result is a JSON file; use a name that ends with .json.")
         if self.streaming and self.chunk is None:

@@ -14,6 +14,7 @@ from lkv.cli.options import (
     PositiveInt,
     Retention,
     check_methods,
+    check_names,
     check_policy_options,
 )
 from lkv.errors import LkvError, ServerError
@@ -54,9 +55,10 @@ class Serve(PolicyOptions, DeviceOptions, ModelOptions, Command):
         key = read_api_key(self.host)
         if self.method == FULL:
             raise LkvError("uncompressed contexts cannot be stored; use a method that compresses, such as lkv.")
-        check_methods([self.method], takes_pattern=False)
+        check_names([self.method])
         check_policy_options(self)
         check_port(self.host, self.port)
+        check_methods([self.method], takes_pattern=False)
         if self.ray:
             from lkv.serving.ray import serve_replicas
 

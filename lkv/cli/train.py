@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from lkv.cli.arguments import Argument, Command
 from lkv.cli.options import ModelOptions
 from lkv.config import PRESETS, SETTINGS, describe_error
-from lkv.errors import TrainingError
+from lkv.errors import DataError, TrainingError
 
 _GROUP = Argument(group="settings: keys of --config as well; an option takes precedence")
 _Preset = Literal[tuple(sorted(PRESETS))]  # type: ignore[valid-type]
@@ -66,6 +66,8 @@ class Train(_Settings, ModelOptions, Command):
         settings |= _chosen(self, SETTINGS)
         preset = self.preset or settings.pop("preset", None)
         settings.pop("preset", None)
+        if not self.data.is_dir():
+            raise DataError(f"there is no data folder {self.data}; give --data a folder with text, code or data sets.")
         from lkv.training.pipeline import train_policy
         from lkv.utils.devices import on_device
 

@@ -20,6 +20,8 @@ def read_document(name: str) -> str:
     """
     try:
         data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+    except FileNotFoundError:
+        raise DocumentError(f"{name} does not exist; give a file, or - for stdin.") from None
     except OSError as error:
         raise DocumentError(
             f"{name} cannot be read as text ({error_reason(error)}); give a file, or - for stdin."

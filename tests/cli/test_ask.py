@@ -110,11 +110,6 @@ def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, monke
     assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
 
 
-def test_what_cannot_be_saved_is_refused_before_anything_is_read(folder, asked, tmp_path):
-    status, _, said = asked(folder / "text.md", "When?", "--save", tmp_path / "text.kv", method="full")
-    assert status == 2 and "the uncompressed cache of 'full' cannot be saved" in said and "tokens read" not in said
-
-
 def test_what_is_saved_answers_as_what_was_read(folder, asked, tmp_path):
     saved = tmp_path / "text.kv"
     _, out, said = asked(folder / "text.md", "When?", "--save", saved)
@@ -148,26 +143,60 @@ def test_parts_streaming_and_types_reach_the_cache(folder, asked):
     assert status == 0
 
 
+def test_the_retention_reached_is_reported(folder, asked):
+    (folder / "heads.tsv").write_text("0.9\t0.1\n" * 3)
+    tokens = len(TEXT)
+    for retention, how, method, reached in [
+        ("0.5", (), "knorm", 0.5),
+        ("0.333", (), "knorm", int(0.333 * tokens) / tokens),
+        ("0.95", ("--pattern", folder / "heads.tsv"), "duo", (4 * tokens + 2 * 384) / (6 * tokens)),
+        ("0.2", (), "full", 1.0),
+    ]:
+        status, _, log = asked(folder / "text.md", "why?", "--retention", retention, *how, method=method)
+        requested = "1" if method == "full" else retention
+        assert status == 0 and f"; {reached:.4f} of the KV entries kept, {requested} requested;" in log
+
+
+def test_a_pattern_is_estimated_on_a_text(folder, asked):
+    (folder / "long.txt").write_text("words to estimate a pattern from " * 20)
+    status, out, _ = asked(
+        folder / "text.md", "why?", "--retention", "0.95", "--pattern", folder / "long.txt", method="duo"
+    )
+    assert status == 0 and out
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "method", "message"),
     [
-        ((), "give a file to read"),
-        (("-",), "a chat cannot be typed"),
-        (("why?", "--load", "x.kv"), "leave --method out"),
-        (("text", "why?", "--device", "nowhere"), "the model cannot be put on the device 'nowhere'"),
-        (("text", " "), "the question is empty"),
-        (("--load", "x.kv", "book.txt", "who?"), "--load reads the saved text"),
-        (("text", "why?", "--save", "text"), "is a folder"),
+        ((), "knorm", "give a file to read"),
+        (("-",), "knorm", "a chat cannot be typed"),
+        (("why?", "--load", "x.kv"), "knorm", "leave --method out"),
+        (("--load", "book.txt"), None, "book.txt"),
+        (("text", "why?", "--device", "nowhere"), "knorm", "the model cannot be put on the device 'nowhere'"),
+        (("text", " "), "knorm", "the question is empty"),
+        (("--load", "x.kv", "book.txt", "who?"), "knorm", "--load reads the saved text"),
+        (("text", "why?", "--save", "text"), "knorm", "is a folder"),
+        (("text", "why?", "--save", "x.kv"), "full", "the uncompressed cache of 'full' cannot be saved"),
+        (("text", "why?"), "snapvk", "there is no method 'snapvk'"),
+        (("text", "why?"), "duo", "'duo' needs the retrieval heads of the model; give --pattern with"),
+        (("text", "why?", "--pattern", "nowhere.tsv"), "duo", "nowhere.tsv does not exist"),
+        (("text", "why?", "--pattern", "nowhere.tsv"), "knorm", "takes no --pattern"),
+        (("text", "why?"), None, "no policy is shipped for this model (LlamaForCausalLM, 3 layers of 2 KV heads);"),
+        (("text", "why?", "--retention", "1.5"), "knorm", "must lie in (0, 1]"),
+        (("text", "why?", "--policy", "nowhere"), None, "there is no policy folder 'nowhere'"),
+        (("nowhere.txt", "why?"), "knorm", "nowhere.txt does not exist"),
+        (("binary", "why?"), "knorm", "cannot be read as text"),
     ],
 )
-def test_mistakes_are_one_sentence(folder, asked, words, message, tmp_path, monkeypatch):
+def test_mistakes_are_one_sentence(folder, asked, words, method, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
     (tmp_path / "book.txt").write_text("A book.")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     names = [folder / "text.md" if word == "text" and i == 0 else word for i, word in enumerate(words)]
-    status, _, said = asked(*names)
-    lines = [line for line in said.splitlines() if line.startswith("lkv: ")]
-    assert status == 2 and len(lines) == 1 and message in lines[0]
+    status, _, log = asked(*names, method=method)
+    lines = [line for line in log.splitlines() if line.startswith("lkv: ")]
+    assert status == 2 and len(lines) == 1 and message in lines[0] and "tokens read" not in log
 
 
 def test_layers_tell_of_every_token_once():

@@ -180,4 +180,4 @@ def test_budget_policies_refuse_the_policy_of_another_model(tmp_path, monkeypatc
 
 def test_budget_policies_refuse_a_text_that_cannot_be_read(tmp_path, capsys):
     assert budget_policies.main(["--text", str(tmp_path / "none")]) == 1
-    assert "cannot be read as text" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""Options derived from the fields of the commands, and the listings of methods and policies."""
+
+import json
+from importlib import import_module
+
+import pytest
+
+from lkv.cli.arguments import Command
+from lkv.cli.main import COMMANDS, build_parser, main, parse_arguments
+from lkv.config import SETTINGS
+from lkv.errors import LkvError
+from lkv.methods import registry
+from lkv.methods.registry import METHODS
+
+LOADING = ("ask", "eval", "inspect", "profile", "serve", "train")  # commands that load a model
+
+
+def commands() -> list[tuple[str, type[Command]]]:
+    found = []
+    for name in COMMANDS:
+        command = import_module(f"lkv.cli.{name}").COMMAND
+        parts = command.items() if isinstance(command, dict) else [("", command)]
+        found += [(f"{name} {action}".strip(), part) for action, part in parts]
+    return found
+
+
+@pytest.mark.parametrize(("name", "command"), commands(), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_field_is_an_option_with_help(name, command, capsys):
+    with pytest.raises(SystemExit):
+        build_parser([*name.split(), "--help"]).parse_args([*name.split(), "--help"])
+    output = capsys.readouterr().out
+    for key, field in command.model_fields.items():
+        assert field.description, key
+        option = (field.alias or key).replace("_", "-")
+        is_positional = any(getattr(rule, "positional", False) for rule in field.metadata)
+        assert is_positional or f"--{option}" in output or f"--no-{option}" in output, key
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_commands_that_load_a_model_take_its_device(name):
+    required = {"eval": ["ruler", "--out", "x"], "train": ["--data", "x", "--out", "x"]}.get(name, [])
+    assert parse_arguments([name, *required]).device is None
+    assert parse_arguments([name, *required, "--device", "cuda:1", "--dtype", "bfloat16"]).device == "cuda:1"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train --data x --out x --lr nan", "--lr is nan, but must be a number above 0 and at most 1,000,000"),
+        ("train --data x --out x --seed -1", "--seed is -1, but must be a whole number from 0 to 4,294,967,295"),
+        ("train --data x --out x --preset big", "--preset is big, but must be 'cpu'"),
+        ("serve --port 70000", "--port is 70000, but must be a whole number from 1 to 65,535"),
+        ("ask x --chunk 1.5", "--chunk is 1.5, but must be a whole number of at least 1"),
+        ("ask x --dtype int8", "--dtype is int8, but must be 'float32', 'bfloat16' or 'float16'"),
+        ("profile --tokens 64 x", "--tokens is x, but must be a whole number"),
+        ("inspect --retention 0", "must lie in (0, 1]"),
+        ("report x --retention 1 2", "must lie in (0, 1]"),
+    ],
+)
+def test_wrong_values_name_the_option_and_what_it_takes(words, message):
+    with pytest.raises(LkvError) as error:
+        parse_arguments(words.split())
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_training_options_are_the_settings():
+    options = parse_arguments("train --data x --out x --imitated 3 --no-position --lr 1e-2 --key unrotated".split())
+    changed = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
+    assert changed == {"warmup_contexts": 3, "position": False, "lr": 0.01, "key": "unrotated"}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_methods_fit_the_terminal(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["methods"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= width
+
+
+def test_one_method_is_described_in_full(capsys):
+    assert main(["methods", "duo+refit"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "a pattern of retrieval heads, queries" in output and "https://arxiv.org/abs/2410.10819" in output
+    assert main(["methods", "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert [method["name"] for method in described] == list(METHODS) and described[0]["needs"] == ["a policy"]
+    assert main(["methods", "snapvk"]) == 2 and "did you mean 'snapkv'" in capsys.readouterr().err
+
+
+def test_methods_of_plugins_are_listed(monkeypatch, capsys):
+    """Listing loads the plugins, which add to the dictionary of methods."""
+    monkeypatch.setattr(registry, "METHODS", dict(METHODS))
+    plugin = type("Plugin", (), {"name": "p", "value": "p", "load": lambda self: add})()
+
+    def add() -> None:
+        registry.register_method("from-a-plugin", "knorm")
+
+    monkeypatch.setattr(registry, "entry_points", lambda group: [plugin])
+    registry.load_plugins.cache_clear()
+    try:
+        assert main(["methods"]) == 0 and "from-a-plugin" in capsys.readouterr().out
+    finally:
+        registry.load_plugins.cache_clear()
