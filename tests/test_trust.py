@@ -196,7 +196,7 @@ class Wrong(Selector):
 @pytest.mark.parametrize("how", ["short", "no rows", "nan", "one nan", "no tensor"])
 def test_scores_that_cannot_rank_the_tokens_are_refused(model, how):
     cache = RaggedCache(model, method=Method("own", Uniform(0.15), Wrong(how)))
-    with pytest.raises(CacheError, match="the selector Wrong gave scores"):
+    with pytest.raises(CacheError, match="selector Wrong"):
         model(ids(40), past_key_values=cache, use_cache=True)
 
 

@@ -101,8 +101,10 @@ class CacheConfig:
         return min(most, max(_MIN_SLACK, entries // 4))
 
     def initial_slots(self, layer: int, lens: Tensor, device: torch.device) -> int:
-        """Free slots after an eviction that left `lens` [B, H] entries to `layer`: a different number in each layer, so
-        that they do not all reallocate at one step."""
+        """Free slots after an eviction that left `lens` [B, H] entries to `layer`.
+
+        They differ from layer to layer, so that not all layers reallocate at one step.
+        """
         slack = self.slack_for(mean(lens), device)
         return slack if self.slack is not None else slack // 2 + layer % (slack // 2)
 
@@ -133,8 +135,10 @@ class SharedState:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What one layer needs to know beside its entries: its index among the evicting layers, and its RoPE (None where
-    LKV cannot undo it)."""
+    """What one layer needs beside its entries: its index among the evicting layers, and its RoPE.
+
+    `rotation` is None where LKV cannot undo it.
+    """
 
     index: int
     config: CacheConfig

@@ -103,8 +103,10 @@ def gather_best(
 
 
 class EntryRows(NamedTuple):
-    """All entries of a tensor [B, H, T, d] as rows of one matrix: entry (b, h, t) is row b * batch + h * head + t *
-    token of `matrix` [R, d], a view."""
+    """All entries of a tensor [B, H, T, d] as rows of one matrix.
+
+    Entry (b, h, t) is row b * batch + h * head + t * token of `matrix` [R, d], a view of the tensor.
+    """
 
     matrix: Tensor
     batch: int
@@ -122,8 +124,10 @@ class EntryRows(NamedTuple):
 
 
 def best_mask(scores: Tensor, counts: Tensor, max_count: int) -> Tensor:
-    """Whether each of `scores` [N, T] is one of the `counts` [N] (at most `max_count`) highest of its row; of equal
-    ones the earlier is. What a row keeps does not depend on the others."""
+    """Whether each of `scores` [N, T] is one of the `counts` [N] (at most `max_count`) highest of its row.
+
+    Of equal ones the earlier is. What a row keeps does not depend on the others.
+    """
     if not scores.shape[1]:
         return scores.bool()
     places = (counts - 1).clamp(min=0).long()
@@ -134,10 +138,10 @@ def best_mask(scores: Tensor, counts: Tensor, max_count: int) -> Tensor:
 
 
 def best_rows(scores: Tensor, lens: Tensor, free_slots: int, *sources: EntryRows) -> list[Tensor]:
-    """For each of `sources` the row (int32 [P]) of what goes to each slot of pools in which every head has its best
-    `lens` [B, H] (on the CPU) entries by `scores` [B, H, T], in order, and `free_slots` more, with anything in them.
+    """For each of `sources`, the row (int32 [P]) of the entry that goes to each slot of the pools.
 
-    Nothing is sorted but the best scores; beside these it takes 6 bytes a token.
+    In the pools every head has its best `lens` [B, H] (on the CPU) entries by `scores` [B, H, T], in order, then
+    `free_slots` with anything in them. Nothing is sorted but the best scores; beside these it takes 6 bytes a token.
     """
     heads, tokens = scores.shape[1:]
     sizes = lens.flatten() + free_slots

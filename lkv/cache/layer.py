@@ -224,8 +224,10 @@ class RaggedLayer(AttentionCacheLayer):
         return fresh if bool(fresh.any()) else None
 
     def _arrival_scores(self, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """The part of the scores [B, H, T] of new tokens that is final now. Rows without padding are scored together,
-        others one by one."""
+        """The part of the scores [B, H, T] of new tokens that is final now.
+
+        Rows without padding are scored together, others one by one.
+        """
         index, length = self._context.index, self.get_seq_length()
         selector = self._context.config.method.selector
         whole = LayerKV(key, value, scale, rotation=self._context.rotation)

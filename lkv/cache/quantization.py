@@ -223,7 +223,7 @@ def require_library() -> None:
 
 
 def _torchao() -> Any:
-    """torchao's primitives, imported only where they are needed. Raises CacheError if they are missing."""
+    """The primitives of torchao, imported only where they are needed. Raises CacheError if they are missing."""
     try:
         from torchao.quantization import quant_primitives
     except ImportError as error:

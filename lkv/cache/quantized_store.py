@@ -22,8 +22,7 @@ class QuantizedStore:
     scores = None
 
     def __init__(self, lens: Tensor, key: QuantizedPool, value: QuantizedPool, appended: RaggedStore):
-        """`key` and `value` have the compressed entries of all rows and heads, packed; `appended` has the later ones,
-        with no compressed entries of its own."""
+        """Combine packed pools of compressed entries with a store of appended ones, whose own `lens` are 0."""
         self.lens, self.key, self.value, self.appended = lens, key, value, appended
         flat, groups = lens.flatten(), -(-lens.flatten() // key.group)
         first_entries, first_groups = flat.cumsum(0) - flat, groups.cumsum(0) - groups
@@ -168,8 +167,10 @@ class QuantizedStore:
 
     @staticmethod
     def check_state(state: dict[str, Tensor], lens: Tensor, width: int) -> None:
-        """Raise KeyError, ValueError or QuantizationError unless `state` has `lens` [B, H] entries with `width`
-        channels."""
+        """Check that `state` has `lens` [B, H] entries with `width` channels.
+
+        Raises KeyError, ValueError or QuantizationError otherwise.
+        """
         key, value = _pools(state)
         if key.lens != tuple(lens.flatten().tolist()) or value.lens is not None:
             raise ValueError("its quantised pools have other heads than its counts")

@@ -24,10 +24,12 @@ class KVStore(Protocol):
     lens: Tensor
 
     @property
-    def appended_tokens(self) -> int: ...
+    def appended_tokens(self) -> int:
+        """Tokens appended since the last eviction."""
 
     @property
-    def free_slots(self) -> int: ...
+    def free_slots(self) -> int:
+        """How many tokens can be appended before a reallocation."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -149,8 +151,10 @@ class RaggedStore:
         has_scores: bool = False,
         appended: AppendedTokens | None = None,
     ):
-        """Allocate pools for `lens` [B, H] (int64 on the CPU) entries, the `appended` ones and `free_slots` more, with
-        dtype and device of `key` and `value`."""
+        """Allocate pools for `lens` [B, H] (int64 on the CPU) entries, the `appended` ones and `free_slots` more.
+
+        Dtype, device and width are those of `key` [., d] and `value` [., dv].
+        """
         self.lens, self._appended = lens, appended or AppendedTokens()
         self._capacity = self._appended.counts + free_slots  # for appended tokens
         counts = self.counts.flatten()
@@ -305,8 +309,10 @@ class RaggedStore:
 
 
 def extend_padded(store: KVStore, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor) -> Tensor:
-    """`store.extend` row by row: new tokens that are `padding` [B, T] (on the CPU) are not appended, and their outputs
-    are 0."""
+    """Append and attend as `store.extend`, row by row.
+
+    New tokens that are `padding` [B, T] (on the CPU) are not appended, and their outputs are 0.
+    """
     rows = [slice(row, row + 1) for row in range(len(padding))]
     tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
     k_pool, v_pool, starts, lens = store.append_view()
@@ -322,8 +328,7 @@ def extend_padded(store: KVStore, query: Tensor, key: Tensor, value: Tensor, sca
 
 
 def slot_indices(starts: Tensor, counts: Tensor, device: torch.device) -> Tensor:
-    """The pool indices, on `device`, of all entries of rows and heads that begin at `starts` [B, H] and have `counts`
-    [B, H] of them, one after another."""
+    """The pool indices, on `device`, of `counts` [B, H] entries from `starts` [B, H] on, head after head."""
     counts = counts.flatten()
     begin, count = devices.uploaded(device, starts.flatten() - (counts.cumsum(0) - counts), counts)
     total = int(counts.sum())

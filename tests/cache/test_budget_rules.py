@@ -37,7 +37,7 @@ def test_counts_that_cannot_be_kept_are_refused(counts):
 def test_ratios_that_are_none_are_refused(ratio):
     model = tiny_llama()
     cache = RaggedCache(model, method=Method("mine", PerHead([[0.5, ratio]] * 3), Knorm()))
-    with pytest.raises(CacheError, match="a ratio is a number from 0 to 1"):
+    with pytest.raises(CacheError, match="give numbers from 0 to 1"):
         model(IDS, past_key_values=cache)
 
 

@@ -173,8 +173,8 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """The registered attention function. Models name the dropout and some the mask; libraries that wrap every attention
-    function pass both by position."""
+    """Compute the attention of one layer: the registered attention function."""
+    # Models name the dropout and some the mask; libraries that wrap every attention function pass both by position.
     stock = partial(_stock(base, module), module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     if has_pending_layer():
         return _attend(module, query, key, value, attention_mask, kwargs.get("scaling"), stock)

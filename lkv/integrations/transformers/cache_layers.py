@@ -144,6 +144,7 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
     """transformers' own layer for sliding attention: the last tokens, whole, beside layers that are evicted from."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append k and v; returns all that the new tokens may see."""
         rows = key_states.shape[0]
         if self.keys is not None and self.values is not None and len(self.keys) == 1 < rows:
             # One text that goes on in several rows.
@@ -155,6 +156,7 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         return seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of the keys that `update` returns."""
         held = min(self.cumulative_length, self.sliding_window - 1)
         return held + query_length, self.cumulative_length - held
 
@@ -163,7 +165,7 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         return copy.copy(self)
 
     def state(self) -> dict[str, Tensor]:
-        """k and v [B, H, T, d] of the last tokens."""
+        """The last tokens: k and v [B, H, T, d]."""
         if self.keys is None or self.values is None:
             raise CacheError("there is no text in a sliding layer to save; read one first.")
         return {"sliding_k": self.keys, "sliding_v": self.values}

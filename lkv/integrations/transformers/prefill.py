@@ -88,8 +88,10 @@ class PromptKV(list[LayerKV]):
         self.windows = tuple(windows)
 
     def continuation_layers(self, layers: Sequence[AttentionCacheLayer]) -> list[Any]:
-        """The layers of a cache that continues the prompt: `layers` for full attention, and copies of the windows, from
-        which any number of rows may continue."""
+        """The layers of a cache that continues the prompt.
+
+        These are `layers` for full attention, and copies of the windows, from which any number of rows may continue.
+        """
         full = iter(layers)
         return [next(full) if window is None else window.fork() for window in self.windows or [None] * len(layers)]
 

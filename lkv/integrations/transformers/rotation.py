@@ -49,16 +49,16 @@ class Rotation:
         self.is_verified = False  # whether the model's own queries were seen to be rotated like this in every layer
 
     def rotate(self, x: Tensor, start: int = 0) -> Tensor:
-        """x [B, H, T, d] rotated at positions `start` to `start + T - 1`, as the model rotates keys."""
+        """Rotate x [B, H, T, d] at positions `start` to `start + T - 1`, as the model rotates keys."""
         return self._turn(x, *self._cos_sin(x, start, start + x.shape[2]))
 
     def unrotate(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
-        """What the tokens `part` of x [B, H, T, d], rotated at positions `start` to `start + T - 1`, were before."""
+        """Undo the rotation of the tokens `part` of x [B, H, T, d], whose positions are `start` to `start + T - 1`."""
         cos, sin = self._cos_sin(x, start, start + x.shape[2], inverse=True)
         return self._turn(x[:, :, part], cos[:, part], sin[:, part])
 
     def rerotate(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
-        """x [B, H, n, d], rotated at `positions` [n], as if rotated from position `start` on instead."""
+        """Move x [B, H, n, d], rotated at `positions` [n], to the positions from `start` on."""
         cos, sin = _invert(*self._compute(x, positions))
         return self.rotate(self._turn(x, cos, sin), start)
 
@@ -68,8 +68,10 @@ class Rotation:
         return self._turn(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)[None, None], cos, sin)[0, 0]
 
     def future_start(self, end: int, count: int) -> int:
-        """The first of `count` positions that follow a text of `end` tokens; earlier where LongRoPE, which has other
-        frequencies for longer texts, would rotate these differently."""
+        """The first of `count` positions that follow a text of `end` tokens.
+
+        It is earlier where LongRoPE, which has other frequencies for longer texts, would rotate these differently.
+        """
         change = self._changes_at
         return end if change is None or end > change else min(end, max(0, change - count))
 
@@ -88,7 +90,7 @@ class Rotation:
         return torch.cat([self._apply(part, part[:, :1], cos, sin)[0], rest], -1)
 
     def _cos_sin(self, like: Tensor, start: int, end: int, inverse: bool = False) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, end - start, d]; the layers of a prompt ask for the same few tables, which are kept."""
+        """The tables cos and sin [1, end - start, d]; the few that all layers of a prompt need are kept."""
         key = (start, end, like.dtype, like.device, inverse)
         tables = self._tables.get(key)
         if tables is None:
@@ -100,7 +102,7 @@ class Rotation:
         return tables
 
     def _compute(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, n, d] at `positions` [n], by the model's embedding, which stays as it is."""
+        """The tables cos and sin [1, n, d] at `positions` [n], by the model's embedding, which stays as it is."""
         rotary = self._rotary
         if self._has_state:
             rotary = copy.deepcopy(rotary, {id(config): config for config in [getattr(rotary, "config", None)]})
@@ -134,8 +136,10 @@ class NoRotation(Rotation):
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, T, d] turned by `cos` and `sin` [1, T, r] as most models do, feature i of the first r with i + r / 2; in
-    half the passes of the models' own code."""
+    """Turn x [B, H, T, d] by `cos` and `sin` [1, T, r] as most models do: feature i of the first r with i + r / 2.
+
+    It makes half the passes of the models' own code.
+    """
     part, half = x[..., : cos.shape[-1]], cos.shape[-1] // 2
     first, second = part[..., :half], part[..., half:]
     out = part * cos[:, None]
@@ -179,7 +183,7 @@ def variation(x: Tensor) -> float:
 
 @torch.no_grad()
 def _probe_keys(model: Any) -> list[Tensor]:
-    """k [1, H, T, d] of each full-attention layer for one token repeated, in float32 or better."""
+    """Read k [1, H, T, d] of each full-attention layer for one token repeated, in float32 or better."""
     token = model.config.get_text_config(decoder=True).vocab_size // 2
     ids = torch.full((1, PROBE_TOKENS), token, device=model.get_input_embeddings().weight.device)
     cache, training = DynamicCache(), model.training

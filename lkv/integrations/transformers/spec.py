@@ -115,10 +115,10 @@ def _kv_heads(text: Any) -> Any:
 
 
 def output_projections(model: Any) -> list[Tensor]:
-    """The weight [hidden, Hq * d] of each full-attention layer's output projection; only the columns of the heads
-    computed here under tensor parallelism.
+    """The weight [hidden, Hq * d] of each full-attention layer's output projection.
 
-    Raises UnsupportedModelError for a model that has no such matrices, or quantised ones.
+    Under tensor parallelism it has only the columns of the heads computed here. Raises UnsupportedModelError for a
+    model that has no such matrices, or quantised ones.
     """
     weights = []
     for module, name in full_attention_modules(model):
