@@ -57,8 +57,8 @@ class Build(ModelOptions, Command):
             min_tokens=self.min_tokens,
             max_tokens=self.max_tokens,
             against=self.against,
-            n=self.words,
-            share=self.share,
+            ngram_words=self.words,
+            overlap_share=self.share,
             lock=self.lock,
         )
         name = self.model or DEFAULT

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lkv.config import TrainingConfig
 from lkv.models.shapes import Shape
@@ -19,18 +20,7 @@ _TEACHER_PASSES, _STUDENT_PASSES = 1, 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """The cost of a training, in floating-point operations.
-
-    Args:
-        contexts: Number of contexts that it reads.
-        tokens: Number of tokens in them and in their continuations.
-        calibration_flops: Operations of measuring the policy's statistics before the first step.
-        kvzip_flops: Operations of the KVzip warm start.
-        steps: Number of steps.
-        step_flops: Operations of a mean step.
-        validations: Number of validations.
-        validation_flops: Operations of a validation.
-    """
+    """Contexts and tokens that a training reads, and its floating-point operations."""
 
     contexts: int
     tokens: float
@@ -52,19 +42,33 @@ class Estimate:
         return f"{self.contexts:,} contexts, about {tokens} tokens, {self.flops:.1e} operations"
 
 
+class Speed(NamedTuple):
+    """Floating-point operations a second: of reading a prompt, of the KVzip warm start, and of training."""
+
+    prefill: float
+    kvzip: float
+    training: float
+
+
+def estimate_seconds(cost: Estimate, speed: Speed, processes: int = 1) -> float:
+    """Seconds of a training; calibration and validation are not split among processes."""
+    return (
+        cost.calibration_flops / speed.prefill
+        + cost.kvzip_flops / speed.kvzip / processes
+        + cost.steps * cost.step_flops / speed.training / processes
+        + cost.validations * cost.validation_flops / speed.training
+    )
+
+
 def estimate(
     shape: Shape, config: TrainingConfig, context_tokens: float | None = None, is_initialized: bool = False
 ) -> Estimate:
     """Count the operations of training a policy for a model of `shape`.
 
     The prompt is read once; its continuations once by the teacher, by the student forward and back to the scores (the
-    frozen weights need no gradient of their own).
-
-    Args:
-        shape: The model's shape.
-        config: The settings of the training.
-        context_tokens: Mean length of a context; by default that of log-uniform lengths, as the recipes draw them.
-        is_initialized: Whether the policy starts from another's weights, without calibration and warm start.
+    frozen weights need no gradient of their own). `context_tokens` is the mean length of a context, by default that of
+    log-uniform lengths, as the recipes draw them. A policy that `is_initialized` with another's weights needs neither
+    calibration nor warm start.
     """
     tokens = context_tokens or mean_length(config.min_tokens, config.max_tokens)
     continuations: float = config.continuations
@@ -88,8 +92,7 @@ def estimate(
 
 
 def calibration_flops(shape: Shape, config: TrainingConfig, tokens: float) -> float:
-    """Operations of the calibration with texts of `tokens` tokens: each is read once and, where LKV-T learns expected
-    attention, half of them twice more."""
+    """Operations of the calibration: each text is read once, for learned attention half of them twice more."""
     readings = CALIBRATION_SAMPLES
     if config.attention == "learned":
         readings += 2 * (CALIBRATION_SAMPLES // 2 + 1)
@@ -103,14 +106,7 @@ def kvzip_flops(shape: Shape, tokens: float) -> float:
 
 
 def context_flops(shape: Shape, tokens: int, continuations: Sequence[int], whole: bool = False) -> float:
-    """Operations of training on one context.
-
-    Args:
-        shape: The model's shape.
-        tokens: Length of the context.
-        continuations: Length of each continuation; a context without any is not trained on and costs nothing.
-        whole: Whether the student computes the prompt's rows again.
-    """
+    """Operations of training on one context; `whole`: the student computes the prompt's rows again."""
     if not continuations:
         return 0.0
     return _sample_flops(shape, tokens, sum(_continuation_flops(shape, tokens, n, whole) for n in continuations))

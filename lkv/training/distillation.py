@@ -77,8 +77,11 @@ class _MaskedLayer(FrozenPromptLayer):
 
 
 class MaskedSequence(BaseCache):
-    """Masks for a forward pass over prompt and continuation together, without a cache: every query row sees the prompt
-    under `log_mask` [L, n, H, T] (the literal student of Sec. 3.5; None: plain attention)."""
+    """Masks for a forward pass over prompt and continuation together, without a cache.
+
+    Every query row sees the prompt under `log_mask` [L, n, H, T] (the literal student of Sec. 3.5; None: plain
+    attention).
+    """
 
     def __init__(self, layers: int, log_mask: Tensor | None = None):
         masks: Any = [None] * layers if log_mask is None else log_mask
@@ -235,7 +238,7 @@ def _pad_ids(rows: Sequence[list[int]]) -> Tensor:
 
 
 def soft_mask(policy: Policy, scores: Tensor, retention: float | Tensor, tau: float, noise: Tensor) -> Tensor:
-    """log m~ [L, n, H, T] = log ST_b(u + g; tau) with b = r t (Sec. 3.4); `noise` [n, L, H, T].
+    """Log-mask log m~ [L, n, H, T] = log ST_b(u + g; tau) with b = r t (Sec. 3.4); `noise` [n, L, H, T].
 
     `retention` is one R, or one for each of the n continuations.
     """
@@ -311,8 +314,7 @@ def distillation_losses(
 
 
 def check_batching(config: TrainingConfig, model: "PreTrainedModel", num_shards: int) -> None:
-    """Raise TrainingError if contexts of `model` cannot share a forward pass, or `num_shards` processes that each hold
-    a shard of its weights would not make the same passes."""
+    """Raise TrainingError if contexts cannot share a forward pass, or shards would not make the same passes."""
     patched = patch_attention(model)
     if config.contexts_per_forward > 1:
         if any(patched.sliding_windows) or any(kind in patched.spec.rope for kind in _LENGTH_DEPENDENT_ROPE):

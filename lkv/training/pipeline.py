@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,8 +20,10 @@ from lkv.policy.policy import Policy
 from lkv.training.checkpoint import CHECKPOINT, initialize_from, lock_folder, read_checkpoint
 from lkv.training.cost import (
     Estimate,
+    Speed,
     context_flops,
     estimate,
+    estimate_seconds,
     format_duration,
     kvzip_flops,
 )
@@ -47,17 +49,8 @@ _PROBE_TOKENS, _PROBE_CONTINUATION = 512, 120  # of the text whose reading and t
 class TrainingSetup:
     """What a training needs, checked before any weights are loaded.
 
-    Args:
-        config: All settings.
-        model_name: The model, as for `load_model`.
-        revision: Of a model on the hub: a commit, tag or branch.
-        spread: Where the model lies (see `place_model`).
-        shape: The model's shape.
-        data: Training data.
-        validation_data: Held-out data, the same for every seed, so that curves of different runs compare.
-        out: The folder of the run.
-        init: Folder of the policy or run whose weights the policy starts from.
-        accelerator: Holds the trackers.
+    `validation_data` is the same for every seed, so that curves of different runs compare; `init` is the folder of the
+    policy or run whose weights the policy starts from; `accelerator` holds the trackers.
     """
 
     config: TrainingConfig
@@ -86,43 +79,19 @@ class TrainingRun:
     trainer: Trainer
 
 
-def train_policy(
-    preset: str | None,
-    overrides: dict[str, Any],
-    model_name: str | None,
-    data: Path,
-    out: Path,
-    init: Path | None = None,
-    revision: str | None = None,
-    trackers: Sequence[Any] = (),
-    spread: str = "no",
-) -> Policy:
+def train_policy(*arguments: Any, **options: Any) -> Policy:
     """Train a policy, or resume its training, and save it under out/policy; Accelerate spreads it over processes.
 
-    Args:
-        preset: Name of the preset; None: the one that fits the machine and the model.
-        overrides: Settings that take the place of the preset's.
-        model_name: A local folder, GGUF file or hub id; None: the embedded model.
-        data: A folder that `lkv data build` wrote, or one of texts, code and data sets.
-        out: The folder of the run.
-        init: Folder of a policy or of another run whose weights this one starts from.
-        revision: A commit, tag or branch of a model on the hub.
-        trackers: Accelerate's names ("tensorboard", "wandb", ...) or trackers of its kind, which get every step's
-            losses and every validation.
-        spread: Where a model larger than one GPU lies (see `place_model`).
-
-    Returns:
-        The policy.
+    Arguments are those of `prepare`.
 
     Raises:
-        TrainingError: Before the weights are loaded, if Accelerate or a tracker is missing, a setting is out of its
-            range, or `out` cannot be written to or is used by another training; and as `Trainer.run` raises it.
-        DataError: If `data` has nothing to train on.
+        TrainingError: As `prepare` and `Trainer.run` raise it, or if another training uses the folder.
+        DataError: If the data has nothing to train on.
     """
-    setup = prepare(preset, overrides, model_name, data, out, init, revision, trackers, spread)
+    setup = prepare(*arguments, **options)
     if not setup.accelerator.is_main_process:
         return fit(build(setup))
-    with lock_folder(out):
+    with lock_folder(setup.out):
         run = build(setup)
         fit(run)
         export(run)
@@ -142,7 +111,22 @@ def prepare(
 ) -> TrainingSetup:
     """Check everything that can be checked without the model's weights, and index the data.
 
-    Arguments and errors are those of `train_policy`.
+    Args:
+        preset: Name of the preset; None: the one that fits the machine and the model.
+        overrides: Settings that take the place of the preset's.
+        model_name: A local folder, GGUF file or hub id; None: the embedded model.
+        data: A folder that `lkv data build` wrote, or one of texts, code and data sets.
+        out: The folder of the run.
+        init: Folder of a policy or of another run whose weights this one starts from.
+        revision: A commit, tag or branch of a model on the hub.
+        trackers: Accelerate's names ("tensorboard", "wandb", ...) or trackers of its kind, which get every step's
+            losses and every validation.
+        spread: Where a model larger than one GPU lies (see `place_model`).
+
+    Raises:
+        TrainingError: If Accelerate or a tracker is missing, a setting is out of its range, or `out` cannot be written
+            to or belongs to another run.
+        DataError: If `data` has nothing to train on.
     """
     process_state()  # Accelerate is there
     from accelerate import Accelerator
@@ -178,13 +162,13 @@ def prepare(
 def build(setup: TrainingSetup) -> TrainingRun:
     """Load the model, make the policy and its trainer, and print what will be done and how long it takes."""
     config, accelerator = setup.config, setup.accelerator
-    is_main = accelerator.is_main_process
+    is_main, is_sharded = accelerator.is_main_process, setup.spread == "processes"
     cost = estimate(setup.shape, config, is_initialized=setup.is_initialized)
     if is_main:
         print("\n".join([*setup.data.lines, *describe(setup, cost)]), file=sys.stderr)
     model, tokenizer = place_model(setup.model_name, getattr(torch, config.dtype), setup.revision, setup.spread)
-    if is_main or setup.spread == "processes":
-        seconds = estimate_seconds(cost, config, measure_speed(model, tokenizer, config), accelerator.num_processes)
+    if is_main or is_sharded:
+        seconds = estimate_seconds(cost, measure_speed(model, tokenizer, config), accelerator.num_processes)
         if is_main:
             print(f"{format_duration(seconds)} in all, as this machine is now", file=sys.stderr)
     torch.manual_seed(config.seed)
@@ -200,8 +184,7 @@ def build(setup: TrainingSetup) -> TrainingRun:
         earlier_card, earlier = initialize_from(policy, setup.init)
         card["started_from"] = earlier_card
         tokens = earlier_card.get("trained_tokens") or earlier_card.get("training", {}).get("max_tokens", 0)
-        has_all_knots = not config.position or config.inputs.knots >= num_knots(max(1, tokens))
-        if has_all_knots:
+        if not config.position or config.inputs.knots >= num_knots(max(1, tokens)):  # no knots were cut
             card["trained_tokens"] = max(config.max_tokens, tokens)
 
     def sample(dataset: Dataset, index: int) -> TokenizedSample:
@@ -226,7 +209,7 @@ def build(setup: TrainingSetup) -> TrainingRun:
         setup.out,
         is_calibrated=setup.init is not None and earlier is None,
         warm_start=warm_start,
-        is_sharded=setup.spread == "processes",
+        is_sharded=is_sharded,
         log=accelerator.log,
     )
     return TrainingRun(setup, policy, trainer)
@@ -251,15 +234,11 @@ def export(run: TrainingRun) -> Path:
 def resolve_config(preset: str | None, overrides: dict[str, Any], positions: int) -> TrainingConfig:
     """The settings of `preset` with `overrides`, for a model of `positions` positions.
 
-    Without a preset they are the paper's on a GPU, else those for a CPU, cut to what the model can read.
-
-    Raises:
-        TrainingError: For a setting out of its range, or lengths that the model cannot read.
+    Without a preset they are the paper's on a GPU, else those for a CPU, cut to what the model can read. Raises
+    TrainingError for a setting out of its range, or lengths that the model cannot read.
     """
-    if preset is None:
-        base = fit_to_positions(PRESETS["paper" if torch.cuda.is_available() else "cpu"], positions)
-    else:
-        base = PRESETS[preset]
+    default = "paper" if torch.cuda.is_available() else "cpu"
+    base = PRESETS[preset] if preset else fit_to_positions(PRESETS[default], positions)
     config = override_config(base, overrides)
     check_positions(config, positions)
     return config
@@ -276,9 +255,8 @@ def override_config(base: TrainingConfig, overrides: dict[str, Any]) -> Training
 def open_dataset(folder: Path, config: TrainingConfig, validation: bool = False) -> Dataset:
     """Open training data: a folder that `lkv data build` wrote, or one of texts, code and data sets.
 
-    Raises:
-        DataError: For a folder that holds neither.
-        TrainingError: For a built one whose samples are longer than `config` allows: they would lose their ends.
+    Raises DataError for a folder that holds neither, TrainingError for a built one whose samples are longer than
+    `config` allows: they would lose their ends.
     """
     if not is_built(folder):
         return Mixture(folder, config.min_tokens, config.max_tokens, config.seed, validation)
@@ -292,7 +270,7 @@ def open_dataset(folder: Path, config: TrainingConfig, validation: bool = False)
 
 
 def describe(setup: TrainingSetup, cost: Estimate) -> list[str]:
-    """Lines that say what a training does and reads."""
+    """Lines that say what a training does."""
     config, shape, processes = setup.config, setup.shape, setup.accelerator.num_processes
     retention = f"R {config.retention_start:g} to {config.retention_end:g}"
     if config.retention_high:
@@ -304,14 +282,6 @@ def describe(setup: TrainingSetup, cost: Estimate) -> list[str]:
         f"{config.tau_end:g}, learning rate {config.lr:g} to {config.lr_end:g}",
         str(cost),
     ]
-
-
-class Speed(NamedTuple):
-    """Floating-point operations a second: of reading a prompt, of the KVzip warm start, and of training."""
-
-    prefill: float
-    kvzip: float
-    training: float
 
 
 def measure_speed(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", config: TrainingConfig) -> Speed:
@@ -350,21 +320,11 @@ def measure_speed(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
     return Speed(prefill, kvzip, training)
 
 
-def estimate_seconds(cost: Estimate, config: TrainingConfig, speed: Speed, processes: int = 1) -> float:
-    """Seconds of a training; what is not split among processes are calibration and validation."""
-    return (
-        cost.calibration_flops / speed.prefill
-        + cost.kvzip_flops / speed.kvzip / processes
-        + config.steps * cost.step_flops / speed.training / processes
-        + cost.validations * cost.validation_flops / speed.training
-    )
-
-
 def estimate_duration(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", config: TrainingConfig) -> str:
     """How long one process takes to train a policy for `model` on this machine, as a phrase."""
     shape = Shape.of(model.config)
     config = fit_to_positions(config, shape.positions)
-    return format_duration(estimate_seconds(estimate(shape, config), config, measure_speed(model, tokenizer, config)))
+    return format_duration(estimate_seconds(estimate(shape, config), measure_speed(model, tokenizer, config)))
 
 
 def _is_read_as_data(out: Path, data: Path) -> bool:

@@ -45,12 +45,9 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], reduction: str) 
 
 
 def split_by_cost(costs: Sequence[float], processes: int) -> list[list[int]]:
-    """Split items among processes so that numbers differ by at most one and sums of costs are alike.
+    """Split items among processes, so that numbers differ by at most one and sums of costs are alike.
 
-    The most expensive item first, each to the process with the least work that still lacks items.
-
-    Returns:
-        For each process the indices of its items, in ascending order.
+    The most expensive first, each to the process with the least work that still lacks items.
     """
     shares: list[list[int]] = [[] for _ in range(processes)]
     sizes = [len(range(process, len(costs), processes)) for process in range(processes)]
@@ -67,20 +64,12 @@ def place_model(
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Load model and tokenizer, with LKV's attention.
 
-    Args:
-        name: The model, as for `load_model`.
-        dtype: Of the weights.
-        revision: A commit, tag or branch on the hub.
-        spread: "no", the whole model in every process; "devices", over all GPUs of the only process of a machine;
-            "processes", each process with a shard of every layer (FSDP).
-
-    Raises:
-        TrainingError: If `spread` does not go with the number of processes.
-        LkvError: As `load_model` raises it.
+    `spread` is "no", the whole model in every process; "devices", over all GPUs of the only process of a machine; or
+    "processes", each process with a shard of every layer (FSDP). Raises TrainingError if it does not go with the number
+    of processes, and what `load_model` raises.
     """
     state = process_state()
-    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if spread == "devices" and local_processes > 1:
+    if spread == "devices" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise TrainingError(
             "a model that is spread over all GPUs leaves none to a second process of the machine; start one process, "
             "or give --spread processes."

@@ -43,9 +43,7 @@ class Trainer:
     """Trains a policy, deterministically in settings and data: on a CPU a resumed run continues bit for bit.
 
     Args:
-        model: The frozen model.
-        policy: The policy to train.
-        config: The settings.
+        model, policy, config: What is trained, for which frozen model, and how.
         samples: Gives a training sample by its number.
         validation: Held-out samples.
         folder: Where checkpoint and curve go.
@@ -93,17 +91,14 @@ class Trainer:
         check_batching(config, model, self._process.num_processes if is_sharded else 1)
 
     def run(self) -> Policy:
-        """Train to the end, from the checkpoint in the folder if there is one.
+        """Train to the end, from the checkpoint in the folder if there is one, and return the policy.
 
         The first interrupt (Ctrl-C) ends the step and saves it; a second one stops at once.
 
-        Returns:
-            The policy.
-
         Raises:
             TrainingStoppedError: After an interrupt.
-            TrainingError: If the loss is not finite (the last checkpoint stays as it was); before the first step, if
-                the folder cannot be written to, holds damaged files or is used by another training.
+            TrainingError: If the loss is not finite (the last checkpoint stays as it was), or if the folder cannot be
+                written to, holds damaged files or is used by another training.
         """
         patch_attention(self._model)
         self._model.requires_grad_(False)
@@ -222,11 +217,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Measure the fidelity of the hard-masked policy on the validation samples.
+        """Mean KL and top-1 agreement of the hard-masked policy on the validation samples.
 
-        Returns:
-            Mean KL divergence and top-1 agreement at the final retention and, for a policy trained at many retentions,
-            at a third of it.
+        At the final retention and, for a policy trained at many, at a third of it.
         """
         means = {"kl": 0.0, "agreement": 0.0}
         retentions = {"": self._config.retention_end}

@@ -36,14 +36,7 @@ _HEAD_UPDATES, _HEAD_LR = 400, 1e-2
 
 @torch.no_grad()
 def calibrate(model: "PreTrainedModel", policy: Policy, texts: Sequence[list[int]]) -> None:
-    """Measure the statistics that `policy` holds: mean and deviation of each head's k and v and, where it has a term
-    for expected attention, those of the queries.
-
-    Args:
-        model: The frozen model.
-        policy: The policy, changed in place.
-        texts: Token ids of training texts.
-    """
+    """Measure on `texts` (token ids) the statistics in `policy`: of k and v and, for expected attention, of queries."""
     tokens = policy.tokens
     is_learned = tokens.inputs.attention == "learned"
     layers = policy.spec.layers
@@ -104,8 +97,10 @@ def _read_prompts(
 
 
 def _scale_attention_term(model: "PreTrainedModel", policy: Policy, texts: Sequence[list[int]]) -> None:
-    """Set each query head's normaliser: log of the mean over tokens of E[exp(q k)], the softmax's denominator a token;
-    then weights that give the term of expected attention the deviation `_SCORE_STD`."""
+    """Set each query head's normaliser, then weights that give the expected-attention term the deviation `_SCORE_STD`.
+
+    The normaliser is the log of the mean over tokens of E[exp(q k)]: the softmax's denominator a token.
+    """
     tokens = policy.tokens
     tokens.attention_weight.fill_(1.0)
     sums, deviations = torch.zeros_like(tokens.normaliser), torch.zeros_like(tokens.attention_weight)
@@ -139,15 +134,8 @@ def warm_start_from_policy(
 ) -> float:
     """Fit the content term of LKV-T to that of an earlier policy with other inputs, up to a shift and scale a text.
 
-    Args:
-        model: The frozen model.
-        earlier: The policy whose scores are fitted.
-        policy: The policy, changed in place.
-        samples: Gives a training sample by its number; contexts are cut to lengths that the earlier policy knows.
-        contexts: Number of contexts.
-
-    Returns:
-        The share of the variance of the last text's scores that stays unexplained.
+    `samples` gives a training sample by its number; contexts are cut to lengths that the earlier policy knows. Returns
+    the unexplained share of the variance of the last text's scores.
     """
     device = policy.tokens.mean.device
     earlier = earlier.to(device)
@@ -183,18 +171,9 @@ def warm_start_from_kvzip(
 ) -> float:
     """Fit LKV-T to the logarithm of KVzip's scores, up to a shift and scale a text, and LKV-H to the heads' shares.
 
-    KVzip reads a text twice and the policy once: what the second reading measures is learned here.
-
-    Args:
-        model: The frozen model.
-        tokenizer: Its tokenizer.
-        policy: The policy, changed in place.
-        samples: Gives a training sample by its number.
-        contexts: Number of contexts, over all processes.
-        state: The processes that share the contexts; None: this one alone.
-
-    Returns:
-        The share of the variance of the last text's scores that stays unexplained.
+    KVzip reads a text twice and the policy once: what the second reading measures is learned here. `samples` gives a
+    training sample by its number; the processes of `state` (None: this one alone) share `contexts` of them. Returns the
+    unexplained share of the variance of the last text's scores.
     """
     index, count = (state.process_index, state.num_processes) if state else (0, 1)
     optimizer = torch.optim.Adam(policy.tokens.parameters(), lr=_LR)
@@ -218,10 +197,9 @@ def fit_to_kvzip(
     ids: list[int],
     is_shared: bool = False,
 ) -> tuple[Tensor, float]:
-    """Fit LKV-T to KVzip's scores of one text, with gradients averaged over all processes if `is_shared`.
+    """Fit LKV-T to KVzip's scores of one text; gradients are averaged over all processes if `is_shared`.
 
-    Returns:
-        The heads' shares of KVzip's global budget [n, L, H], and the unexplained share of the variance.
+    Returns the heads' shares of KVzip's global budget [n, L, H], and the unexplained share of the variance.
     """
     device = policy.tokens.mean.device
     prompt = read_prompt(model, torch.tensor([ids], device=device))

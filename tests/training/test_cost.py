@@ -16,8 +16,8 @@ from lkv.errors import TrainingError, UnsupportedModelError
 from lkv.evaluation.profiling.random_models import CONFIGS, read_config
 from lkv.models.loading import load_model
 from lkv.models.shapes import Shape
-from lkv.training.cost import context_flops, estimate, format_duration, mean_length
-from lkv.training.pipeline import Speed, estimate_seconds, measure_speed, resolve_config
+from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, format_duration, mean_length
+from lkv.training.pipeline import measure_speed, resolve_config
 from lkv.training.processes import split_by_cost
 from tests.conftest import save_model, tiny_llama
 from tests.training.test_data import folder  # noqa: F401
@@ -67,7 +67,7 @@ def test_operations_and_seconds_of_a_training_by_hand():
     validated = estimate(shape, replace(config, validation_samples=16, steps=1001))
     assert validated.validations == 11
     assert validated.validation_flops == pytest.approx(16 * (shape.forward_flops(tokens) + 2 * continuation))
-    seconds = estimate_seconds(warm, config, Speed(1e12, 2e12, 4e12), processes=8)
+    seconds = estimate_seconds(warm, Speed(1e12, 2e12, 4e12), processes=8)
     assert seconds == pytest.approx(18 * read / 1e12 + warm.kvzip_flops / 16e12 + steps / 32e12)
     assert [format_duration(s) for s in (30, 600, 36_000)] == ["about 30 s", "about 10 minutes", "about 10.0 hours"]
 

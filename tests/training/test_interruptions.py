@@ -18,7 +18,7 @@ from lkv.errors import TrainingError, TrainingStoppedError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.policy.policy import Policy
-from lkv.training.checkpoint import initialize_from, read_checkpoint, save_checkpoint
+from lkv.training.checkpoint import initialize_from, lock_folder, read_checkpoint, save_checkpoint
 from lkv.training.cost import CALIBRATION_SAMPLES
 from tests.conftest import tiny_llama
 from tests.training.test_training import CONFIG, sample, train_for, trainer
@@ -104,6 +104,34 @@ def test_checkpoints_that_are_none_are_named(tmp_path):
     path.mkdir()
     with pytest.raises(TrainingError, match="cannot be read"):
         trainer(tmp_path)[0].run()
+
+
+def test_a_checkpoint_cut_short_while_in_use_does_no_harm(tmp_path):
+    """A memory-mapped file that loses its end ends the process with SIGBUS at the next read."""
+    train_for(trainer(tmp_path)[0], 2)
+    checkpoint = read_checkpoint(tmp_path)
+    expected = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
+    os.truncate(checkpoint.path, 100)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in checkpoint.tensors.items())
+    with pytest.raises(TrainingError, match=r"cannot be read .*; give the folder of a training run"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_second_training_in_a_folder_is_refused(tmp_path):
+    errors = []
+
+    def second():
+        try:
+            trainer(tmp_path)[0].run()
+        except TrainingError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=second)
+    with lock_folder(tmp_path), lock_folder(tmp_path):  # one process may lock it twice
+        thread.start()
+        thread.join()
+    assert errors == [f"another training is running in {tmp_path}; wait until it ends, or give another folder."]
+    trainer(tmp_path, replace(CONFIG, steps=1))[0].run()
 
 
 def test_a_checkpoint_without_its_parameters_is_named(tmp_path):

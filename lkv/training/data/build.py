@@ -56,23 +56,7 @@ _WIDE_CANDIDATES_A_SAMPLE = 20
 
 @dataclass(frozen=True)
 class DataBuildConfig:
-    """Settings of `lkv data build`.
-
-    Args:
-        recipe: One of `RECIPES`.
-        out: Folder for the data.
-        data: Folder of data sets; what it lacks of the paper's is downloaded.
-        names: JSON file that maps sets to their files.
-        samples: Number of samples to train on.
-        held_out: Number of samples to validate on.
-        seed: Another one draws other samples.
-        min_tokens: Tokens of a sample with its answer, at least.
-        max_tokens: Tokens of a sample with its answer, at most.
-        against: Evaluation files: items that share their n-grams are dropped.
-        ngram_words: Words of an n-gram.
-        overlap_share: Share of a text's n-grams from which on it is dropped.
-        lock: Manifest of an earlier build, whose commits on the hub are used.
-    """
+    """Settings of `lkv data build`; its help describes each."""
 
     recipe: str
     out: Path
@@ -105,19 +89,10 @@ class Recipe(Protocol):
 def build_dataset(
     config: DataBuildConfig, tokenizer: "PreTrainedTokenizerBase", model_name: str, load: LoadDataset | None = None
 ) -> dict[str, Any]:
-    """Build training data into a folder.
+    """Build training data into a folder and return its manifest; `tokenizer`, that of `model_name`, counts the lengths.
 
-    Args:
-        config: The settings.
-        tokenizer: Counts the lengths.
-        model_name: Name of its model.
-        load: In place of `datasets.load_dataset`.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        DataError: Before anything is written, if a source is missing or holds nothing usable.
+    `load` takes the place of `datasets.load_dataset`. Raises DataError, before anything is written, if a source is
+    missing or holds nothing usable.
     """
     if config.recipe == "wide" and config.data is None:
         raise DataError("the recipe wide reads a folder of your own; name it with --data.")
@@ -281,13 +256,10 @@ class SourceProgress:
 
 
 class DatasetBuilder:
-    """Writes the samples of recipes into a folder.
+    """Writes the samples of recipes into the folder `out`; one of a build with another plan is refused with DataError.
 
-    Args:
-        out: The folder; one of a build with another plan is refused with DataError.
-        plan: Everything that the samples depend on.
-        tokenizer: Counts the lengths.
-        bounds: The least and the greatest number of tokens of a sample, its answer included.
+    `plan` is everything that the samples depend on; `bounds` are the least and the greatest number of tokens of a
+    sample, its answer included.
     """
 
     def __init__(self, out: Path, plan: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", bounds: tuple[int, int]):
@@ -469,13 +441,7 @@ def is_built(folder: Path) -> bool:
 class BuiltDataset:
     """The samples of one side of a built folder, in an order that is shuffled anew for every epoch.
 
-    Args:
-        folder: The folder.
-        seed: Of the order.
-        validation: Whether to read the held-out side.
-
-    Raises:
-        DataError: For a folder that is not finished, or files that are not those that were built.
+    Raises DataError for a folder that is not finished, or files that are not those that were built.
     """
 
     def __init__(self, folder: Path, seed: int = 0, validation: bool = False):

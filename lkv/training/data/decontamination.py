@@ -32,19 +32,11 @@ class OverlapCounts:
 
 
 class NgramOverlap:
-    """N-grams of the evaluated texts, to compare training items with.
+    """N-grams of the evaluated texts in `files` (JSON, JSON lines, CSV, Parquet, a zip of them, or plain text).
 
     An item overlaps where one of its texts (a paragraph, a question) shares at least `share` of its n-grams with them,
-    or is shorter than n words and equal to one of their strings.
-
-    Args:
-        files: Evaluation files: JSON, JSON lines, CSV, Parquet, a zip of them, or plain text.
-        n: Words of an n-gram.
-        share: Share of a text's n-grams from which on it overlaps.
-
-    Raises:
-        DataError: For a file that cannot be read or holds no text.
-        MissingPackageError: Without numpy.
+    or is shorter than n words and equal to one of their strings. Raises DataError for a file that cannot be read or
+    holds no text, MissingPackageError without numpy.
     """
 
     def __init__(self, files: Iterable[Path], n: int = NGRAM_WORDS, share: float = OVERLAP_SHARE):

@@ -138,8 +138,7 @@ def squality(rows: LocatedRows) -> Iterator[Passage]:
 
 
 def narrativeqa(rows: LocatedRows) -> Iterator[Passage]:
-    """NarrativeQA's whole stories with their questions, from the hub's rows of one question each; rows in FairytaleQA's
-    form may stand in for them."""
+    """NarrativeQA's stories with all their questions; rows in FairytaleQA's form may stand in for the hub's."""
     stories: dict[str, tuple[str, list[tuple[str, str]]]] = {}
     for position, row in rows:
         if "qas" in row:

@@ -29,15 +29,10 @@ LoadDataset = Callable[..., Iterable[Row]]  # `datasets.load_dataset`
 
 @dataclass(frozen=True)
 class HubSource:
-    """A data set on the hub.
+    """A data set on the hub: `parts` are arguments of `load_dataset` for each config or data folder that is read.
 
-    Args:
-        repository: Its id.
-        parts: Arguments of `load_dataset` for each part (config or data folder).
-        splits: The splits that are read.
-        revision: A commit; "refs/convert/parquet" is the hub's own conversion of a set that has no commit to pin: the
-            first build looks up its commit, which later ones can be given.
-        gated: Whether its terms must be accepted.
+    `revision` is a commit; "refs/convert/parquet" is the hub's own conversion of a set that has no commit to pin: the
+    first build looks up its commit, which later ones can be given.
     """
 
     repository: str
@@ -154,15 +149,9 @@ class DatasetIndex:
 def index_folder(
     folder: Path, wanted: Iterable[str] = tuple(PUBLIC_DATASETS), names: NameMap | None = None
 ) -> DatasetIndex:
-    """Classify every file below `folder`.
+    """Classify every file below `folder`, for the sets `wanted`; `names` are files in place of the official names.
 
-    Args:
-        folder: The data folder.
-        wanted: The sets that are used.
-        names: The files of each set, in place of the official names.
-
-    Raises:
-        DataError: If there is no such folder, or it holds data files that are not recognised.
+    Raises DataError if there is no such folder, or it holds data files that are not recognised.
     """
     if not folder.is_dir():
         raise DataError(f"there is no data folder {folder}; give --data a folder with text, code or data sets.")
@@ -266,21 +255,9 @@ def download_rows(
 ) -> tuple[Path, str]:
     """Stream the first `rows` rows of the set `name` from the hub into a file in `folder`, unless they are there.
 
-    A download that breaks keeps the splits that are complete.
-
-    Args:
-        name: Key of `PUBLIC_DATASETS`.
-        folder: Where the file goes.
-        rows: Number of rows, over all splits.
-        revision: A commit in place of the pinned one.
-        load: In place of `datasets.load_dataset`.
-
-    Returns:
-        The file and the commit.
-
-    Raises:
-        DataError: If the set cannot be downloaded, naming the local files that would do.
-        MissingPackageError: Without `datasets`.
+    A download that breaks keeps the splits that are complete. `revision` is a commit in place of the pinned one, `load`
+    takes the place of `datasets.load_dataset`. Returns the file and the commit. Raises DataError, naming the local
+    files that would do, if the set cannot be downloaded, and MissingPackageError without `datasets`.
     """
     source = PUBLIC_DATASETS[name].hub
     assert source is not None

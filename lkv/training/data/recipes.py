@@ -77,17 +77,9 @@ def _is_held_out(item: Any) -> bool:
 class Mixture:
     """Samples of every source in a folder: public sets under their official names, own data, text and code.
 
-    Args:
-        folder: The data folder.
-        min_tokens: Shortest context, about.
-        max_tokens: Longest context, about.
-        seed: Another one draws other samples.
-        validation: Whether to draw from the items that training never sees.
-        filter_items: Gives the items of a set that may be used.
-        names: The files of each set, in place of the official names.
-
-    Raises:
-        DataError: If there is nothing to train on.
+    Contexts have about `min_tokens` to `max_tokens` tokens. `validation` draws from the items that training never sees,
+    `filter_items` gives the items of a set that may be used, `names` maps sets to files in place of their official
+    names. Raises DataError if there is nothing to train on.
     """
 
     def __init__(
@@ -142,11 +134,8 @@ class Mixture:
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
         """Draw sample number `index`.
 
-        Args:
-            index: Its number.
-            continuations: Number of continuations.
-            tokens_a_continuation: If given, two continuations and one more for each so many tokens beyond 2,000, up to
-                `continuations`.
+        With `tokens_a_continuation` it has two continuations, and one more for each so many tokens beyond 2,000, up to
+        `continuations`.
         """
         rng = random.Random(f"{self._seed}-{index}")
         source, _, draw = rng.choices(self._recipes, weights=[recipe[1] for recipe in self._recipes])[0]
@@ -269,12 +258,8 @@ ContextAndAnswer = tuple[str, Continuation]
 class Loom:
     """Candidates for samples of each of the paper's seven sets.
 
-    Args:
-        items: Items of each set.
-        chars_per_token: Of each set's texts.
-        bounds: Shortest and longest sample, in tokens.
-        seed: Another one draws other samples.
-        is_literal: Whether samples are the table's as they stand.
+    `bounds` are the shortest and longest sample in tokens, estimated by `chars_per_token` of each set's texts;
+    `is_literal`: samples are the table's as they stand.
     """
 
     def __init__(

@@ -38,15 +38,10 @@ class TokenizedSample:
 def tokenize_sample(
     sample: Sample, tokenizer: "PreTrainedTokenizerBase", max_context: int, max_continuation: int
 ) -> TokenizedSample:
-    """Turn a sample into ids, in the chat template of the tokenizer.
+    """Turn a sample into ids in the tokenizer's chat template, cut to `max_context` and `max_continuation` tokens.
 
-    The end-of-turn token is part of a target that answers a question: knowing when to stop is part of the answer.
-
-    Args:
-        sample: The sample.
-        tokenizer: The model's tokenizer.
-        max_context: The context is cut to so many tokens.
-        max_continuation: A continuation is cut to so many tokens; one that then has no target is left out.
+    The end-of-turn token is part of a target that answers a question: knowing when to stop is part of the answer. A
+    continuation that has no target once it is cut is left out.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     continuations = []
