@@ -20,7 +20,7 @@ from lkv.context.context import Context, compress
 from lkv.integrations.continuous import ContinuousEngine
 from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
-from lkv.serving.store import ContextStore, Settings, entry_of, name_of
+from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 from lkv.utils.prompts import encode_context, encode_question
 from lkv.utils.statistics import bootstrap
 
@@ -128,9 +128,9 @@ class Shelf:
         self.store = ContextStore(*self._made, room)
         self.names = []
         for context, text in zip(contexts, texts, strict=True):
-            settings = Settings("lkv", retention, policy, "benchmark", "benchmark")
-            self.names.append(name_of(text, settings))
-            self.store.put(entry_of(self.names[-1], "", context, settings), context)
+            settings = CompressionSettings("lkv", retention, policy, "benchmark", "benchmark")
+            self.names.append(context_id(text, settings))
+            self.store.put(StoredContext.describe(self.names[-1], "", context, settings), context)
 
     def answer_all(self, engine: ContinuousEngine, length: int) -> float:
         """Seconds of 16 requests, four at once, each of which finds its context in the store."""

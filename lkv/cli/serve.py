@@ -35,14 +35,17 @@ class Serve(PolicyOptions, DeviceOptions, ModelOptions, Command):
     store: str | None = Field(
         default=None, description="folder or fsspec URL of the saved contexts (default: in the cache folder)"
     )
-    memory: float = Field(default=1024, ge=0, description="MiB of contexts in memory")
+    memory: float = Field(default=1024, ge=0, allow_inf_nan=False, description="MiB of contexts in memory")
     pages: PositiveInt = Field(default=512, description="pages of 32 tokens for questions and answers")
     max_requests: PositiveInt = Field(default=64, description="requests in flight; further ones get status 429")
     max_texts: PositiveInt = Field(default=16, description="texts that wait to be compressed")
     max_upload: PositiveInt = Field(default=16, description="MiB per request")
+    max_store: PositiveInt = Field(default=65536, description="MiB of all saved contexts")
     max_tokens: PositiveInt = Field(default=1024, description="tokens per answer")
-    timeout: float = Field(default=300.0, gt=0, description="seconds per answer")
-    grace: float = Field(default=30.0, ge=0, description="seconds that a shutdown waits for answers in flight")
+    timeout: float = Field(default=300.0, gt=0, allow_inf_nan=False, description="seconds per answer")
+    grace: float = Field(
+        default=30.0, ge=0, allow_inf_nan=False, description="seconds that a shutdown waits for answers in flight"
+    )
     ray: bool = Field(default=False, description="replicas behind one address, by Ray Serve (extra ray)")
     replicas: PositiveInt = Field(default=2, description="replicas with --ray")
 

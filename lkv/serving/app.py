@@ -5,11 +5,11 @@ import json
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from email.message import Message as Headers
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import UploadFile
@@ -26,7 +26,6 @@ from lkv.errors import (
     UnknownContextError,
 )
 from lkv.integrations.continuous import Answer
-from lkv.serving.metrics import registry_of
 from lkv.serving.middleware import RequestGuard
 from lkv.serving.schemas import (
     ChatRequest,
@@ -36,10 +35,11 @@ from lkv.serving.schemas import (
     error_object,
     job_object,
     model_object,
-    usage_of,
+    parse,
+    usage_object,
 )
 from lkv.serving.service import Job, Service
-from lkv.serving.store import Entry
+from lkv.serving.store import StoredContext, unknown_context
 from lkv.serving.text import IncrementalDetokenizer
 
 _STATUS: list[tuple[type[LkvError], int, str]] = [
@@ -50,19 +50,21 @@ _STATUS: list[tuple[type[LkvError], int, str]] = [
     (PromptError, 400, "invalid_request_error"),
     (RetentionError, 400, "invalid_request_error"),
 ]
-_LOOK = 0.5  # seconds after which a request looks whether its client is still there
-
+_DISCONNECT_CHECK = 0.5  # seconds between checks whether a client is still there
 _POLL = 0.05  # seconds
 
 
 def make_app(
     service: Service, key: str | None = None, local: bool = True, grace: float = 30.0, wait: bool = False
 ) -> FastAPI:
-    """The API over `service`, which is stopped, with `grace` seconds for answers at hand, when the server ends.
+    """The API over a service, which is stopped when the server ends.
 
-    `key`: what clients must send as a bearer token. `local`: only browsers and clients on this machine are served, by
-    the name that they call it. `wait`: a new context is answered when it is there, for clients that may not come to
-    this server again.
+    Args:
+        service: The service.
+        key: What clients must send as a bearer token.
+        local: Serve only browsers and clients on this machine, by the host name that they send.
+        grace: Seconds for running answers at the end.
+        wait: Answer the creation of a context when it is ready: the client's next request may go to another server.
     """
 
     @asynccontextmanager
@@ -75,7 +77,7 @@ def make_app(
     _add_errors(app)
     _add_contexts(app, service, wait)
     _add_chat(app, service)
-    _add_rest(app, service)
+    _add_others(app, service)
     return app
 
 
@@ -83,159 +85,143 @@ def _add_errors(app: FastAPI) -> None:
     """All errors in the form that OpenAI's clients read, one sentence each."""
 
     @app.exception_handler(LkvError)
-    async def known_error(_: Request, error: Exception) -> JSONResponse:
-        status, kind = next(
-            ((n, kind) for known, n, kind in _STATUS if isinstance(error, known)), (500, "server_error")
-        )
+    async def lkv_error(_: Request, error: Exception) -> JSONResponse:
+        matches = ((status, kind) for cls, status, kind in _STATUS if isinstance(error, cls))
+        status, kind = next(matches, (500, "server_error"))
         headers = {"Retry-After": "1"} if status == 429 else None
         return JSONResponse(error_object(str(error), kind), status, headers)
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"] if part != "body")
-        if first["type"] == "json_invalid":
-            field = "the body"
-        said = f"{field or 'the body'}: {first['msg']}; look at the request."
-        return JSONResponse(error_object(said, "invalid_request_error"), 400)
-
     @app.exception_handler(HTTPException)
-    async def http(request: Request, error: Exception) -> JSONResponse:
+    async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        said = f"{request.method} {request.url.path}: {error.detail}; the API is described at /."
-        return JSONResponse(error_object(said, "invalid_request_error"), error.status_code)
+        message = f"{request.method} {request.url.path}: {error.detail}; the API is described at /."
+        return JSONResponse(error_object(message, "invalid_request_error"), error.status_code)
 
 
 def _add_contexts(app: FastAPI, service: Service, wait: bool) -> None:
     @app.post("/v1/contexts", status_code=202)
     async def create(request: Request, response: Response) -> dict[str, Any]:
-        asked = await _context_request(request)
-        made = await asyncio.to_thread(service.add, asked.text, asked.name, asked.system, asked.retention)
-        while wait and isinstance(made, Job) and made.error is None and not made.cancelled:
+        body = await _context_request(request)
+        made = await asyncio.to_thread(service.add, body.text, body.name, body.system, body.retention)
+        while wait and isinstance(made, Job) and made.error is None and not made.is_cancelled:
             await asyncio.sleep(_POLL)
-            made = await asyncio.to_thread(service.store.entry, made.id) or made
-        response.status_code = 200 if isinstance(made, Entry) else 202
+            made = await asyncio.to_thread(service.store.describe, made.id) or made
+        response.status_code = 200 if isinstance(made, StoredContext) else 202
         return _object(made)
 
     @app.get("/v1/contexts")
     async def list_contexts() -> dict[str, Any]:
-        entries = await asyncio.to_thread(service.store.entries)
-        listed: list[Entry | Job] = [*service.jobs(), *entries]
-        return {"object": "list", "data": [_object(context) for context in listed]}
+        stored = await asyncio.to_thread(service.store.list_contexts)
+        contexts: list[StoredContext | Job] = [*service.jobs(), *stored]
+        return {"object": "list", "data": [_object(context) for context in contexts]}
 
     @app.get("/v1/contexts/{name}")
     async def context(name: str) -> dict[str, Any]:
-        known: Entry | Job | None = service.job(name)
-        if known is None:
-            known = await asyncio.to_thread(service.store.entry, name)
-        if known is None:
-            raise UnknownContextError(f"there is no context {name!r}; compress its text first.")
-        return _object(known)
+        found: StoredContext | Job | None = service.job(name)
+        if found is None:
+            found = await asyncio.to_thread(service.store.describe, name)
+        if found is None:
+            raise unknown_context(name)
+        return _object(found)
 
     @app.delete("/v1/contexts/{name}")
     async def delete(name: str) -> dict[str, Any]:
         if not await asyncio.to_thread(service.delete, name):
-            raise UnknownContextError(f"there is no context {name!r} to delete.")
+            raise unknown_context(name)
         return {"object": "context", "id": name, "deleted": True}
 
 
-def _object(known: Entry | Job) -> dict[str, Any]:
-    return context_object(known) if isinstance(known, Entry) else job_object(known)
+def _object(context: StoredContext | Job) -> dict[str, Any]:
+    return context_object(context) if isinstance(context, StoredContext) else job_object(context)
 
 
 async def _context_request(request: Request) -> ContextRequest:
-    """The text of a new context: in JSON, or as a file in a form. Raises PromptError for what is no such thing."""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        try:
-            return ContextRequest.model_validate_json(await request.body())
-        except ValueError as error:
-            raise PromptError(f"{_first_problem(error)}; send a form with a file, or JSON with a text.") from error
+    """A new context: JSON with its text, or a form with a file. Raises PromptError for anything else."""
+    header = Headers()
+    header["content-type"] = request.headers.get("content-type", "")
+    body = await request.body()
+    if header.get_content_type() != "multipart/form-data":
+        return parse(ContextRequest, body)
+    # Other charsets decode slowly, or not what was sent.
+    if header.get_content_charset("utf-8") not in ("utf-8", "us-ascii"):
+        raise PromptError("the form has another charset than UTF-8; send it as UTF-8.")
     async with request.form(max_files=1, max_fields=8) as form:
         file = form.get("file")
         fields: dict[str, Any] = {name: value for name, value in form.items() if isinstance(value, str)}
+        # Starlette reads fields that are no UTF-8 as Latin-1.
+        if wrong := [name for name, value in fields.items() if value.encode("utf-8", "replace") not in body]:
+            raise PromptError(f"the form's field {wrong[0][:80]!r} is no UTF-8 text; send it as UTF-8.")
         if isinstance(file, UploadFile):
-            fields["text"] = _decoded(await file.read())
-            fields.setdefault("name", file.filename or "")
-        try:
-            return ContextRequest.model_validate(fields)
-        except ValueError as error:
-            raise PromptError(f"{_first_problem(error)}; send a form with a file, or JSON with a text.") from error
-
-
-def _first_problem(error: ValueError) -> str:
-    problem: Any = getattr(error, "errors", lambda: [])()
-    if not problem:
-        return str(error)
-    field = ".".join(map(str, problem[0]["loc"])) or "the body"
-    return f"{field}: {problem[0]['msg']}"
-
-
-def _decoded(data: bytes) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"the file is no UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8."
-        ) from None
+            try:
+                fields["text"] = (await file.read()).decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise PromptError(
+                    f"the file is no UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8."
+                ) from None
+            fields.setdefault("name", (file.filename or "")[:200])
+        return parse(ContextRequest, fields)
 
 
 def _add_chat(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
-    async def chat(asked: ChatRequest, request: Request) -> Any:
-        asked.check()
-        context = await _context_of(service, asked)
+    async def chat(request: Request) -> Any:
+        body = await asyncio.to_thread(parse, ChatRequest, await request.body())
+        body.check_offered()
+        context = await _context_of(service, body)
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def notify() -> None:
             with suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(changed.set)
 
-        messages = [message.plain() for message in asked.messages]
-        answer = await asyncio.to_thread(service.ask, messages, context, asked.length(), asked.sampling(), notify)
-        run = _Run(service, asked, request, answer, context, changed)
-        if not asked.stream:
-            return await run.whole()
-        return StreamingResponse(run.events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        messages = [message.plain() for message in body.messages]
+        answer = await asyncio.to_thread(service.ask, messages, context, body.length(), body.sampling(), notify)
+        response = _AnswerResponse(service, body, request, answer, context, changed)
+        if not body.stream:
+            return await response.whole()
+        return StreamingResponse(
+            response.events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
 
 
-async def _context_of(service: Service, asked: ChatRequest) -> Context | None:
+async def _context_of(service: Service, body: ChatRequest) -> Context | None:
     """The context that a chat names, by its field or in the model's name. Raises UnknownContextError."""
-    # The model's own name may hold colons.
-    model, colon, name = (asked.model, "", "") if asked.model == service.name else asked.model.rpartition(":")
+    # The model's own name may contain colons.
+    model, colon, name = (body.model, "", "") if body.model == service.name else body.model.rpartition(":")
     if not colon:
-        model, name = asked.model, ""
+        model, name = body.model, ""
     if model not in ("", service.name):
         raise UnknownContextError(
-            f"there is no model {asked.model!r} here, only {service.name!r}; GET /v1/models lists all."
+            f"there is no model {body.model!r} here, only {service.name!r}; GET /v1/models lists all."
         )
-    if asked.context and name and asked.context != name:
+    if body.context and name and body.context != name:
         raise PromptError("the model's name and the field context name two contexts; give one.")
-    name = asked.context or name
+    name = body.context or name
     return await asyncio.to_thread(service.context, name) if name else None
 
 
-class _Run:
+class _AnswerResponse:
     """One answer on its way to one client."""
 
     def __init__(
-        self, service: Service, asked: ChatRequest, request: Request, answer: Answer, context: Context | None,
+        self, service: Service, body: ChatRequest, request: Request, answer: Answer, context: Context | None,
         changed: asyncio.Event,
     ):  # fmt: skip
         self._request, self._answer, self._changed = request, answer, changed
-        self._held = 0 if context is None else context.tokens
-        self._growing = IncrementalDetokenizer(service.tokenizer, asked.stops())
+        self._context_tokens = 0 if context is None else context.tokens
+        self._detokenizer = IncrementalDetokenizer(service.tokenizer, body.stops())
         self._seconds = service.limits.seconds
-        self._completion = Completion(asked.model or service.name, uuid.uuid4().hex)
-        self._usage = asked.stream_options is not None and asked.stream_options.include_usage
+        self._completion = Completion(body.model or service.name, uuid.uuid4().hex)
+        self._has_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._is_late = False
 
     async def whole(self) -> Any:
-        """The whole answer, when it is there."""
+        """The whole answer, once it is complete."""
         try:
             text = "".join([piece async for piece in self._pieces()])
         except LkvError as error:
-            return JSONResponse(error_object(str(error), "server_error"), 504 if self._late else 500)
-        return self._completion.whole(text, self._reason(), self._counts())
+            return JSONResponse(error_object(str(error), "server_error"), 504 if self._is_late else 500)
+        return self._completion.whole(text, self._finish_reason(), self._usage())
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events."""
@@ -246,15 +232,14 @@ class _Run:
         except LkvError as error:
             yield _event(error_object(str(error), "server_error"))
             return
-        yield _event(self._completion.chunk({}, self._reason()))
-        if self._usage:
-            yield _event(self._completion.chunk(None, usage=self._counts()))
+        yield _event(self._completion.chunk({}, self._finish_reason()))
+        if self._has_usage:
+            yield _event(self._completion.chunk(None, usage=self._usage()))
         yield "data: [DONE]\n\n"
 
     async def _pieces(self) -> AsyncIterator[str]:
-        """The answer's text as it grows; ends the answer where nobody waits for it any more, or it takes too long."""
+        """The answer's text as it is generated; cancels an answer whose client has gone, or that takes too long."""
         deadline = asyncio.get_running_loop().time() + self._seconds
-        self._late = False
         try:
             ended = False
             while not ended:
@@ -262,45 +247,49 @@ class _Run:
                 ended = self._answer.done.is_set()
                 if self._answer.error is not None:
                     raise LkvError(self._answer.error)
-                if piece := self._growing.more(self._answer.ids, ended):
+                if piece := self._detokenizer.push(self._answer.ids, ended):
                     yield piece
-                if self._growing.stopped:
+                if self._detokenizer.is_stopped:
                     return
         finally:
             self._answer.cancel()
 
     async def _wait(self, deadline: float) -> None:
-        """Until there is something new. Raises LkvError where the client is gone or the time is over."""
+        """Wait for new ids. Raises LkvError if the client has gone or the time is over."""
         while not self._changed.is_set():
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
-                self._late = True
+                self._is_late = True
                 raise LkvError(f"the answer took more than {self._seconds:g} seconds; ask for fewer tokens.")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(_LOOK, left))
+                await asyncio.wait_for(self._changed.wait(), min(_DISCONNECT_CHECK, left))
             if await self._request.is_disconnected():
                 raise LkvError("the client has gone.")
         self._changed.clear()
 
-    def _reason(self) -> str:
-        return "stop" if self._growing.stopped or self._answer.ended_by_token else "length"
+    def _finish_reason(self) -> str:
+        return "stop" if self._detokenizer.is_stopped or self._answer.ended_by_token else "length"
 
-    def _counts(self) -> dict[str, Any]:
-        return usage_of(self._answer.prompt_tokens, self._held, len(self._answer.ids))
+    def _usage(self) -> dict[str, Any]:
+        return usage_object(self._answer.prompt_tokens, self._context_tokens, len(self._answer.ids))
 
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-def _add_rest(app: FastAPI, service: Service) -> None:
-    registry = registry_of(service)
+def _add_others(app: FastAPI, service: Service) -> None:
+    registry = service.metrics_registry()
     page = (files("lkv.serving") / "page.html").read_text(encoding="utf-8")
+    policy = (
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+        "img-src data:; frame-ancestors 'none'"
+    )
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        entries = await asyncio.to_thread(service.store.entries)
-        names = [service.name, *(f"{service.name}:{entry.id}" for entry in entries)]
+        stored = await asyncio.to_thread(service.store.list_contexts)
+        names = [service.name, *(f"{service.name}:{context.id}" for context in stored)]
         return {"object": "list", "data": [model_object(name) for name in names]}
 
     @app.get("/metrics")
@@ -309,10 +298,10 @@ def _add_rest(app: FastAPI, service: Service) -> None:
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
+        if not await asyncio.to_thread(lambda: service.is_healthy):
+            return PlainTextResponse("the engine has failed; restart the server\n", 503)
         return PlainTextResponse("ok\n")
 
     @app.get("/")
     async def root() -> HTMLResponse:
-        policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
-        policy += "; connect-src 'self'; img-src data:"
         return HTMLResponse(page, headers={"Content-Security-Policy": policy})

@@ -1,29 +1,39 @@
-"""What clients send, checked, and what they get, in the forms of OpenAI's API."""
+"""What clients send, checked once, and what they get, in the forms of OpenAI's API."""
 
 import time
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
 from lkv.errors import PromptError
 from lkv.integrations.sampling import SamplingParams
 from lkv.serving.service import Job
-from lkv.serving.store import Entry
+from lkv.serving.store import StoredContext
 
-# Fields of OpenAI's API that would change an answer in ways not offered here, with what leaves it unchanged.
+# Fields of OpenAI's API that would change an answer in ways not offered here, with the values that leave it unchanged.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
     "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none",), "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
 }  # fmt: skip
-_STOPS = 4
+_MAX_TOKENS = 2**31
+
+Name = Annotated[StrictStr, Field(max_length=300)]
+Role = Annotated[StrictStr, Field(pattern=r"^[a-z_]{1,32}$")]
+Stop = Annotated[StrictStr, Field(min_length=1, max_length=200)]
+# Validation stops at the first error of a list, however long that is.
+Parts = Annotated[list[dict[str, Any]], Field(max_length=1000, fail_fast=True)]
+Length = Annotated[StrictInt, Field(ge=1, le=_MAX_TOKENS)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+_Schema = TypeVar("_Schema", bound=BaseModel)
 
 
 class Message(BaseModel):
-    """One turn of a chat; content as a text or as a list of texts."""
+    """One turn of a chat; its content is a text or a list of texts."""
 
-    role: StrictStr
-    content: StrictStr | list[dict[str, Any]]
+    role: Role
+    content: StrictStr | Parts
 
     def plain(self) -> dict[str, str]:
         """Role and text alone. Raises PromptError for content other than text."""
@@ -47,33 +57,25 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    model: StrictStr = ""
-    messages: list[Message] = Field(min_length=1)
-    context: StrictStr | None = None
+    model: Name = ""
+    messages: Annotated[list[Message], Field(min_length=1, max_length=1000, fail_fast=True)]
+    context: Name | None = None
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
-    max_tokens: StrictInt | None = Field(default=None, ge=1)
-    max_completion_tokens: StrictInt | None = Field(default=None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: StrictInt | None = None
+    max_tokens: Length | None = None
+    max_completion_tokens: Length | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Length | None = None
     seed: StrictInt | None = None
-    stop: StrictStr | list[StrictStr] | None = None
-
-    @field_validator("stop")
-    @classmethod
-    def _few_stops(cls, stop: Any) -> Any:
-        texts = [stop] if isinstance(stop, str) else stop or []
-        if len(texts) > _STOPS or not all(texts):
-            raise ValueError(f"stop takes up to {_STOPS} texts, none of them empty")
-        return stop
+    stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = None
 
     def length(self) -> int | None:
-        """The most tokens an answer may have, if it is said."""
+        """Tokens of the answer at most, if given."""
         return self.max_completion_tokens or self.max_tokens
 
     def sampling(self) -> SamplingParams:
-        """Greedy unless a temperature is given. Raises PromptError."""
+        """Greedy unless a temperature is given. Raises PromptError for values out of range."""
         return SamplingParams(
             0.0 if self.temperature is None else self.temperature, 1.0 if self.top_p is None else self.top_p,
             self.top_k, self.seed,
@@ -83,8 +85,8 @@ class ChatRequest(BaseModel):
         """Texts that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    def check(self) -> None:
-        """Raise PromptError for what is not offered here and would change the answer."""
+    def check_offered(self) -> None:
+        """Raise PromptError for fields that are not offered here and would change the answer."""
         extra = self.model_extra or {}
         for name, neutral in _NEUTRAL.items():
             if extra.get(name) not in (None, *neutral):
@@ -95,23 +97,33 @@ class ContextRequest(BaseModel):
     """The body of a new context."""
 
     text: StrictStr
-    name: StrictStr = Field(default="", max_length=200)
-    system: StrictStr | None = None
-    retention: float | None = None
+    name: Annotated[StrictStr, Field(max_length=200)] = ""
+    system: Annotated[StrictStr, Field(max_length=100_000)] | None = None
+    retention: Number | None = None
 
 
-def context_object(entry: Entry) -> dict[str, Any]:
-    """A context that is there."""
+def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:
+    """The body of a request, JSON or the fields of a form. Raises PromptError with the first problem."""
+    try:
+        return schema.model_validate_json(data) if isinstance(data, bytes) else schema.model_validate(data)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(map(str, problem["loc"]))[:100] or "the body"
+        raise PromptError(f"{field}: {problem['msg']}; check the request.") from None
+
+
+def context_object(stored: StoredContext) -> dict[str, Any]:
+    """A context that is ready."""
     return {
-        "object": "context", "id": entry.id, "name": entry.name, "status": "ready", "progress": 1.0,
-        "created": int(entry.created), "tokens": entry.tokens, "bytes": entry.nbytes, "full_bytes": entry.full_nbytes,
-        "method": entry.method, "retention": entry.retention, "realised_retention": entry.realised_retention,
-        "error": None,
+        "object": "context", "id": stored.id, "name": stored.name, "status": "ready", "progress": 1.0,
+        "created": int(stored.created), "tokens": stored.tokens, "bytes": stored.nbytes,
+        "full_bytes": stored.full_nbytes, "method": stored.method, "retention": stored.retention,
+        "realised_retention": stored.realised_retention, "error": None,
     }  # fmt: skip
 
 
 def job_object(job: Job) -> dict[str, Any]:
-    """A context on its way, or one that could not be made."""
+    """A context that is being compressed, or could not be."""
     return {
         "object": "context", "id": job.id, "name": job.title, "status": "failed" if job.error else "compressing",
         "progress": round(job.progress, 3), "created": int(job.created), "error": job.error,
@@ -143,8 +155,8 @@ class Completion:
         return {**self._base, "object": "chat.completion.chunk", "choices": choices, **more}
 
 
-def usage_of(question: int, context: int, answer: int) -> dict[str, Any]:
-    """Tokens read and made; those of the context were read before."""
+def usage_object(question: int, context: int, answer: int) -> dict[str, Any]:
+    """Tokens read and generated; those of the context were read before."""
     prompt = question + context
     return {
         "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,

@@ -1,16 +1,20 @@
-"""What a server does, without HTTP: texts compressed in the background, questions answered side by side."""
+"""What a server does, without HTTP: texts are compressed in the background, questions answered side by side."""
 
+import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
 from lkv.context.context import Context, check_text, compress_ids
-from lkv.errors import BusyError, LkvError, PromptError, UnknownContextError, check_retention
+from lkv.errors import BusyError, LkvError, PromptError, StoreError, UnknownContextError, check_retention
 from lkv.integrations.continuous import Answer, start
 from lkv.integrations.sampling import SamplingParams
 from lkv.integrations.transformers.attention import patch_attention
@@ -19,75 +23,99 @@ from lkv.methods.registry import parse_method
 from lkv.models.loading import DEFAULT, cache_folder, load_model
 from lkv.policy.lookup import load_policy, resolve_policy
 from lkv.policy.policy import Policy
-from lkv.serving.store import ContextStore, Entry, Settings, entry_of, name_of
+from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 from lkv.utils.devices import on_device, torch_dtype
 from lkv.utils.prompts import bos_ids, encode, encode_context, render_messages, tokenizer_digest
 
-_WINDOW = 10.0  # seconds over which tokens a second are taken
-_REMEMBERED = 256  # failed jobs that are still told of
+_RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
+_FAILED_JOBS = 256  # failed jobs that are still reported
+# Longer texts are refused before they are tokenised, which takes hundreds of bytes a character.
+_CHARACTERS_PER_TOKEN = 64
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes: bytes of an upload, requests at once, texts that wait, tokens and seconds of an answer."""
+    """Limits of one server.
+
+    Attributes:
+        upload_bytes: Size of a request.
+        requests: Open chat requests.
+        texts: Texts that wait to be compressed.
+        answer_tokens: Tokens of an answer.
+        seconds: Duration of an answer.
+        store_bytes: Size of all stored contexts.
+    """
 
     upload_bytes: int = 16 * 2**20
     requests: int = 64
     texts: int = 16
     answer_tokens: int = 1024
     seconds: float = 300.0
+    store_bytes: int = 64 * 2**30
 
 
 @dataclass
 class Job:
-    """A text on its way to being a context."""
+    """A text that waits or is being compressed, or could not be."""
 
     id: str
     title: str
     text: str
-    settings: Settings
+    settings: CompressionSettings
     created: float
     progress: float = 0.0
     error: str | None = None
-    cancelled: bool = False
+    is_cancelled: bool = False  # by a deletion or at the end of the server
+    is_deleted: bool = False
 
 
 class _CancelledError(Exception):
-    """The text's context was deleted before it was there."""
+    """The job was cancelled while its text was compressed."""
 
 
 class Service:
-    """One model, its policy, its contexts and its engine."""
+    """One model with its policy, its stored contexts and its engine."""
 
     def __init__(
         self, model: Any, tokenizer: Any, name: str, store: str, policy: Policy | None = None, method: str = "lkv",
         retention: float = 0.15, memory_bytes: int = 2**30, limits: Limits | None = None, **sizes: int,
     ):  # fmt: skip
-        """`name` is what clients call the model; `store` a folder or fsspec URL; `sizes` go to the engine."""
+        """`name` is the model's name for clients; `store` a folder or fsspec URL; `sizes` go to the engine."""
         self.limits = limits or Limits()
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._policy = policy
         spec = patch_attention(model).spec
         digest = None if policy is None else policy.digest()
-        self._settings = Settings(
+        self._settings = CompressionSettings(
             method, check_retention(retention), digest, spec.digest(), tokenizer_digest(tokenizer)
         )
         self.store = ContextStore(store, model, tokenizer, digest, memory_bytes)
         self.engine = start(model, tokenizer, self.limits.requests, **sizes)
         self._jobs: dict[str, Job] = {}
         self._waiting: queue.Queue[Job | None] = queue.Queue()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the jobs; never held during input or output
+        self._tokenizing = threading.Lock()
         self._rate: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
-        self._stopping = False
+        self._is_stopping = False
         self._worker = threading.Thread(target=self._compress_all, daemon=True)
         self._worker.start()
 
+    @property
+    def is_healthy(self) -> bool:
+        """Whether questions are answered and texts compressed."""
+        return self.engine.is_alive and self._worker.is_alive()
+
     # Contexts
 
-    def add(self, text: str, title: str = "", system: str | None = None, retention: float | None = None) -> Entry | Job:
-        """The stored context of `text`, or the job that makes it.
+    def add(
+        self, text: str, title: str = "", system: str | None = None, retention: float | None = None
+    ) -> StoredContext | Job:
+        """The stored context of `text`, or the job that compresses it.
 
-        Raises PromptError for a text that cannot be read, BusyError where too many wait.
+        Raises:
+            PromptError: For a text that cannot be read.
+            BusyError: If too many texts wait.
+            StoreError: If the store is full.
         """
         check_text(text, "the text", "give some text to compress")
         if system is not None:
@@ -95,38 +123,51 @@ class Service:
         share = self._settings.retention if retention is None else check_retention(retention)
         settings = self._settings._replace(retention=share, system=system)
         self._check_length(text, system)
-        name = name_of(text, settings)
+        name = context_id(text, settings)
+        if (job := self._running(name)) is not None:
+            return job
+        stored = self.store.describe(name)
+        if stored is not None:
+            try:
+                self.store.get(name)
+                return stored
+            except LkvError:  # a damaged file is made anew
+                pass
+        if self.store.nbytes() >= self.limits.store_bytes:
+            raise StoreError(f"the store is full ({self.limits.store_bytes:,} bytes); delete contexts first.")
         with self._lock:
             job = self._jobs.get(name)
             if job is not None and job.error is None:
                 return job
-            if (entry := self._stored(name)) is not None:
-                return entry
-            if self._stopping or self._waiting.qsize() >= self.limits.texts:
+            if self._is_stopping or self._waiting.qsize() >= self.limits.texts:
                 raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
             job = self._jobs[name] = Job(name, title, text, settings, time.time())
             self._waiting.put(job)
         return job
 
     def job(self, name: str) -> Job | None:
-        """A text that is being compressed, waits for it or could not be."""
+        """The job of a context that waits, is being compressed or could not be."""
         return self._jobs.get(name)
 
+    def _running(self, name: str) -> Job | None:
+        job = self._jobs.get(name)
+        return job if job is not None and job.error is None else None
+
     def jobs(self) -> list[Job]:
-        """All of them."""
+        """All jobs."""
         with self._lock:
             return list(self._jobs.values())
 
     def delete(self, name: str) -> bool:
-        """Delete a context, or the job that makes it; False where there is none. Answers at hand are not disturbed."""
+        """Delete a context, or the job that makes it; running answers continue. False if there is none."""
         with self._lock:
             job = self._jobs.pop(name, None)
         if job is not None:
-            job.cancelled = True
+            job.is_deleted = job.is_cancelled = True
         return self.store.delete(name) or job is not None
 
     def context(self, name: str) -> Context:
-        """A context that is there. Raises UnknownContextError, which says so where it is on its way."""
+        """A stored context. Raises UnknownContextError, with the progress of one that is being compressed."""
         job = self._jobs.get(name)
         if job is not None and job.error is None:
             raise UnknownContextError(f"the context {name!r} is being compressed ({job.progress:.0%}); ask it later.")
@@ -134,65 +175,68 @@ class Service:
             raise UnknownContextError(f"the context {name!r} could not be made: {job.error}")
         return self.store.get(name)
 
-    def _stored(self, name: str) -> Entry | None:
-        """The entry of a context whose file can be read; a damaged one is made anew."""
-        entry = self.store.entry(name)
-        if entry is not None:
-            try:
-                self.store.get(name)
-            except LkvError:
-                return None
-        return entry
-
-    def _check_length(self, text: str, system: str | None) -> None:
+    def _check_length(self, text: str, system: str | None = None) -> None:
         limit = max_positions(self.model)
-        # What is far too long is not encoded whole; where a token stands for more, `compress` itself refuses.
-        tokens = len(encode_context(self.tokenizer, text[: 64 * limit], system))
+        self._check_characters(len(text) + len(system or ""), "the text")
+        with self._tokenizing:
+            tokens = len(encode_context(self.tokenizer, text, system))
         if tokens >= limit:
             raise PromptError(
-                f"the text has {tokens if len(text) <= 64 * limit else f'more than {tokens}'} tokens, but the model "
-                f"reads at most {limit}, question and answer included; shorten it."
+                f"the text has {tokens} tokens, but the model reads at most {limit}, question and answer included; "
+                "shorten it."
+            )
+
+    def _check_characters(self, characters: int, subject: str) -> None:
+        limit = max_positions(self.model)
+        if characters > _CHARACTERS_PER_TOKEN * limit:
+            raise PromptError(
+                f"{subject} has {characters:,} characters, too many for a model that reads at most {limit} tokens; "
+                "shorten it."
             )
 
     def _compress_all(self) -> None:
         while (job := self._waiting.get()) is not None:
-            if not job.cancelled:
-                self._compress(job)
+            try:
+                if not job.is_cancelled:
+                    self._compress(job)
+            except Exception:  # the next text is compressed all the same
+                logging.getLogger(__name__).exception("a text could not be compressed")
+            job.text = ""
             del job
 
     def _compress(self, job: Job) -> None:
         def progress(share: float) -> None:
             job.progress = share
-            if job.cancelled:
+            if job.is_cancelled:
                 raise _CancelledError
 
-        settings = job.settings
+        settings, is_written = job.settings, False
         try:
+            with self._tokenizing:
+                ids = encode_context(self.tokenizer, job.text, settings.system)
             # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
             context = compress_ids(
-                self.model, self.tokenizer, encode_context(self.tokenizer, job.text, settings.system),
-                method=settings.method, retention=settings.retention, policy=self._policy, progress=progress,
-                text=job.text,
+                self.model, self.tokenizer, ids, retention=settings.retention, method=settings.method,
+                policy=self._policy, progress=progress, text=job.text,
             )  # fmt: skip
-            if not job.cancelled:
-                self.store.put(entry_of(job.id, job.title, context, settings), context)
+            if not job.is_cancelled:
+                self.store.put(StoredContext.describe(job.id, job.title, context, settings), context)
+                is_written = True
         except _CancelledError:
             return
         except LkvError as error:
             job.error = str(error)
-        except Exception as error:  # told to whoever sent the text; the next text is not to suffer
+        except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
-        self._done(job)
-
-    def _done(self, job: Job) -> None:
-        job.text = ""
-        with self._lock:
-            if job.cancelled:
+        if job.is_deleted:
+            if is_written:  # the deletion came too early for it
                 self.store.delete(job.id)
-            elif job.error is None:
+            return
+        with self._lock:
+            if job.error is None:
                 self._jobs.pop(job.id, None)
             failed = [earlier.id for earlier in self._jobs.values() if earlier.error is not None]
-            for name in failed[: max(0, len(failed) - _REMEMBERED)]:
+            for name in failed[: max(0, len(failed) - _FAILED_JOBS)]:
                 del self._jobs[name]
 
     # Answers
@@ -201,59 +245,86 @@ class Service:
         self, messages: list[dict[str, str]], context: Context | None, max_tokens: int | None, sampling: SamplingParams,
         notify: Callable[[], None] | None = None,
     ) -> Answer:  # fmt: skip
-        """The answer to the last of `messages`, about `context` where there is one.
+        """The answer to the last of `messages`, about `context` if given.
 
-        Raises PromptError for messages that the model's template refuses, or that are too long; BusyError.
+        Raises:
+            PromptError: For messages that the model's template refuses, or that are too long.
+            BusyError: If too many requests are open.
         """
+        self._check_characters(sum(len(message["content"]) for message in messages), "the conversation")
         check_text(messages[-1]["content"], "the question", "ask something")
         for message in messages[:-1]:
-            # Empty ones do no harm, unlike what no tokenizer can read.
+            # Empty messages are harmless, but not what no tokenizer can read.
             check_text(message["content"] + ".", "a message", "give text")
-        text = render_messages(self.tokenizer, messages, context is not None)
-        ids = encode(self.tokenizer, text)
-        if context is None and not getattr(self.tokenizer, "chat_template", None):
-            ids = bos_ids(self.tokenizer) + ids
+        with self._tokenizing:
+            text = render_messages(self.tokenizer, messages, context is not None)
+            ids = encode(self.tokenizer, text)
+            if context is None and not getattr(self.tokenizer, "chat_template", None):
+                ids = bos_ids(self.tokenizer) + ids
         length = min(max_tokens or self.limits.answer_tokens, self.limits.answer_tokens)
         if max_tokens is None:
-            # Unless asked for, an answer takes what is left of the positions.
-            held = len(ids) + (0 if context is None else context.tokens)
-            length = max(1, min(length, max_positions(self.model) + 1 - held))
+            length = max(1, min(length, self.engine.free_tokens(len(ids), context)))
         return self.engine.submit(ids, context, length, sampling, notify)
 
-    def tokens_a_second(self) -> float:
-        """Tokens generated a second, over the last ten seconds or since it was asked for last."""
-        now, count = time.monotonic(), self.engine.tokens
-        while len(self._rate) > 1 and now - self._rate[0][0] > _WINDOW:
-            self._rate.popleft()
-        before, had = self._rate[0]
-        self._rate.append((now, count))
-        return (count - had) / max(now - before, 1e-9)
-
     def stop(self, seconds: float = 30.0) -> None:
-        """Take nothing new, finish the answers at hand for up to `seconds`, and drop texts that still wait."""
+        """Take nothing new, finish running answers for up to `seconds`, and drop texts that still wait."""
         with self._lock:
-            self._stopping = True
+            self._is_stopping = True
             for job in self._jobs.values():
-                job.cancelled = True
+                job.is_cancelled = True
         self._waiting.put(None)
         self.engine.stop(seconds)
         self._worker.join(seconds)
 
+    # Metrics
+
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second, over the last ten seconds or since the last call."""
+        with self._lock:
+            now, count = time.monotonic(), self.engine.tokens
+            while len(self._rate) > 1 and now - self._rate[0][0] > _RATE_WINDOW:
+                self._rate.popleft()
+            before, earlier = self._rate[0]
+            self._rate.append((now, count))
+        return (count - earlier) / max(now - before, 1e-9)
+
+    def collect(self) -> Iterator[Any]:
+        """All metrics, as Prometheus's client reads them."""
+        jobs = [job for job in self.jobs() if job.error is None]
+        resident, stored = self.store.resident(), self.store.list_contexts()
+        size = sum(resident.values())
+        full = sum(context.full_nbytes for context in stored if context.id in resident)
+        yield GaugeMetricFamily("lkv_requests_open", "Requests answered now or waiting", self.engine.open)
+        yield GaugeMetricFamily("lkv_texts_waiting", "Texts that wait or are being compressed", len(jobs))
+        yield CounterMetricFamily("lkv_generated_tokens", "Tokens generated", self.engine.tokens)
+        yield GaugeMetricFamily("lkv_tokens_per_second", "Tokens generated per second", self.tokens_per_second())
+        yield GaugeMetricFamily("lkv_contexts_resident", "Contexts in memory", len(resident))
+        yield GaugeMetricFamily("lkv_contexts_stored", "Contexts in the store", len(stored))
+        yield GaugeMetricFamily("lkv_context_bytes", "Bytes of k and v of contexts in memory", size)
+        saved = "Bytes that their full caches would take beyond that"
+        yield GaugeMetricFamily("lkv_context_bytes_saved", saved, max(0, full - size))
+
+    def metrics_registry(self) -> CollectorRegistry:
+        """A registry of this service alone: several may run in one process."""
+        registry = CollectorRegistry()
+        registry.register(self)  # type: ignore[arg-type]
+        return registry
+
 
 def make_service(options: dict[str, Any]) -> Service:
-    """The service that the options of `lkv serve`, by name, describe. Raises what loading a model and a policy does."""
+    """The service described by the options of `lkv serve`. Raises as loading a model and a policy does."""
     name = options["model"] or DEFAULT
     model, tokenizer = load_model(name, torch_dtype(options["dtype"]), options["revision"])
     model = on_device(model, options["device"])
     policy = None
     if parse_method(options["method"]).needs_policy:
-        given = options["policy"] or None
-        if given is not None:
-            given = load_policy(given, options["strict"], options["policy_revision"])
-        policy = resolve_policy(patch_attention(model).spec, given)
+        named = options["policy"] or None
+        if named is not None:
+            named = load_policy(named, options["strict"], options["policy_revision"])
+        policy = resolve_policy(patch_attention(model).spec, named)
     limits = Limits(
-        options["max_upload"] * 2**20, options["max_requests"], options["max_texts"], options["max_tokens"],
-        options["timeout"],
+        upload_bytes=options["max_upload"] * 2**20, requests=options["max_requests"], texts=options["max_texts"],
+        answer_tokens=options["max_tokens"], seconds=options["timeout"], store_bytes=options["max_store"] * 2**20,
     )  # fmt: skip
     return Service(
         model, tokenizer, options["name"] or Path(name).name, options["store"] or str(cache_folder() / "contexts"),

@@ -1,7 +1,8 @@
-"""Contexts as files under the text's hash and the settings' digest, the most recently used ones in memory."""
+"""The context store: files in a folder or at an fsspec URL, the most recently used contexts in memory."""
 
 import hashlib
 import json
+import re
 import tempfile
 import threading
 import time
@@ -13,36 +14,42 @@ from typing import Any, NamedTuple
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from pydantic import BaseModel, ConfigDict
 
 from lkv.context.context import Context
 from lkv.errors import ContextFileError, StoreError, UnknownContextError
 from lkv.utils.files import error_reason, write_text
 
-_CONTEXT, _ABOUT = ".kv", ".json"
+_CONTEXT, _DESCRIPTION = ".kv", ".json"
+_ID = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
 
 
-class Settings(NamedTuple):
-    """All that decides what a text is compressed to, beside the text: two with equal settings share their contexts."""
+class CompressionSettings(NamedTuple):
+    """All that decides what a text is compressed to: equal texts with equal settings share one stored context."""
 
     method: str
     retention: float
     policy: str | None  # digest
     model: str  # digest of its fingerprint
-    tokenizer: str  # digest of its template and of how it cuts
+    tokenizer: str  # digest of its template and its behaviour
     system: str | None = None
 
-    def digest(self) -> str:
-        """64 hexadecimal digits."""
-        return hashlib.sha256(json.dumps(list(self)).encode()).hexdigest()
+
+def context_id(text: str, settings: CompressionSettings) -> str:
+    """The id of a context: half of the text's SHA-256, a quarter of the settings'."""
+    digest = hashlib.sha256(json.dumps(list(settings)).encode()).hexdigest()
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{digest[:16]}"
 
 
-def name_of(text: str, settings: Settings) -> str:
-    """The id of a context: half of the text's hash, a quarter of the settings' digest."""
-    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{settings.digest()[:16]}"
+def unknown_context(name: str) -> UnknownContextError:
+    """The error for an id that is not stored; ids come from clients and may be long."""
+    return UnknownContextError(f"there is no context {name[:80]!r}; compress its text first.")
 
 
-class Entry(NamedTuple):
-    """What is known of a stored context without loading it."""
+class StoredContext(BaseModel):
+    """The description of a stored context, read without loading it."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
     id: str
     name: str
@@ -54,112 +61,137 @@ class Entry(NamedTuple):
     retention: float
     realised_retention: float
 
-
-def entry_of(name: str, title: str, context: Context, settings: Settings) -> Entry:
-    """The entry of a context that has just been made."""
-    return Entry(
-        name, title, time.time(), context.tokens, context.nbytes(), context.full_nbytes(), settings.method,
-        settings.retention, round(context.realised_retention(), 6),
-    )  # fmt: skip
+    @classmethod
+    def describe(cls, name: str, title: str, context: Context, settings: CompressionSettings) -> "StoredContext":
+        """The description of a new context with the id `name`."""
+        return cls(
+            id=name, name=title, created=time.time(), tokens=context.tokens, nbytes=context.nbytes(),
+            full_nbytes=context.full_nbytes(), method=settings.method, retention=settings.retention,
+            realised_retention=round(context.realised_retention(), 6),
+        )  # fmt: skip
 
 
 class ContextStore:
-    """Contexts of one model in a folder, local or remote. It may be used from several threads and processes."""
+    """Contexts of one model in a folder, local or remote. Several threads and processes may use it.
+
+    A context is two files: ID.kv, as `Context.save` writes it, and its description, ID.json, which is written last:
+    what is listed is complete.
+    """
 
     def __init__(self, url: str, model: Any, tokenizer: Any, policy: str | None, memory_bytes: int):
-        """`url` as fsspec has it: a local folder, s3://..., memory://...; `policy` is the digest of the one in use.
-        At most `memory_bytes` of contexts stay in memory, at least the one used last.
+        """Open or create a store.
 
-        Raises StoreError for a place that cannot be used.
+        Args:
+            url: A local folder, or a URL of fsspec (s3://..., memory://...).
+            model: The model of all contexts.
+            tokenizer: Its tokenizer.
+            policy: Digest of the policy in use.
+            memory_bytes: Contexts beyond this size leave memory, except the last used one.
+
+        Raises:
+            StoreError: For a place that cannot be used.
         """
         self._model, self._tokenizer, self._policy, self._limit = model, tokenizer, policy, memory_bytes
         try:
-            self._files, self._root = fsspec.core.url_to_fs(url)
+            # Other servers of the same store add and delete files.
+            self._files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
             self._files.makedirs(self._root, exist_ok=True)
-        except (OSError, ValueError, ImportError) as error:
-            raise StoreError(
-                f"contexts cannot be kept at {url} ({error}); give a folder, or a URL of fsspec's."
-            ) from error
-        self._local = isinstance(self._files, LocalFileSystem)
+        except Exception as error:  # of fsspec, and of the library behind it
+            raise StoreError(f"contexts cannot be stored at {url} ({error}); give a folder or a fsspec URL.") from error
+        self._is_local = isinstance(self._files, LocalFileSystem)
         self._loaded: OrderedDict[str, Context] = OrderedDict()
         self._lock = threading.Lock()
         self._loading: dict[str, threading.Lock] = {}
 
-    def put(self, entry: Entry, context: Context) -> None:
-        """Keep a context, on disk and in memory. Raises StoreError where it cannot be written; an older file of the
-        same name then stays as it was."""
-        try:
-            with self._writing(entry.id + _CONTEXT) as path:
+    def put(self, stored: StoredContext, context: Context) -> None:
+        """Write a context and keep it in memory.
+
+        Raises:
+            StoreError: If it cannot be written; older files of the same id are then unchanged.
+        """
+        with self._store_errors("written", "free some space, or give another place for contexts"):
+            with self._writing(stored.id + _CONTEXT) as path:
                 context.save(path)
-            # Written last: what is listed is complete.
-            with self._writing(entry.id + _ABOUT) as path:
-                write_text(path, json.dumps(entry._asdict()), ContextFileError, "the context")
-        except (OSError, ContextFileError) as error:
-            raise StoreError(
-                f"the context cannot be kept ({error_reason(error)}); make room, or give another place for contexts."
-            ) from error
-        self._keep(entry.id, context)
+            with self._writing(stored.id + _DESCRIPTION) as path:
+                write_text(path, stored.model_dump_json(), ContextFileError, "the context")
+        self._keep(stored.id, context)
 
     def get(self, name: str) -> Context:
-        """A context, from memory or from its file. Raises UnknownContextError where there is none, ContextFileError
-        where its file is damaged or belongs to another model or policy."""
-        stored = _is_name(name) and self._files.exists(self._path(name + _ABOUT))
+        """A context, from memory or from its file.
+
+        Raises:
+            UnknownContextError: If it is not stored.
+            ContextFileError: If its file is damaged, or of another model or policy.
+        """
+        with self._store_errors("read", "try again"):
+            is_stored = bool(_ID.fullmatch(name)) and self._files.exists(self._path(name + _DESCRIPTION))
         with self._lock:
-            if not stored:  # deleted by another process of the same store
+            if not is_stored:  # perhaps deleted by another process
                 self._loaded.pop(name, None)
+                raise unknown_context(name)
             if name in self._loaded:
                 self._loaded.move_to_end(name)
                 return self._loaded[name]
-            turn = self._loading.setdefault(name, threading.Lock())
-        # Two requests for one context load it once.
-        with turn:
+            loading = self._loading.setdefault(name, threading.Lock())
+        try:
+            with loading:  # several requests for one context load it once
+                with self._lock:
+                    context = self._loaded.get(name)
+                if context is None:
+                    context = self._load(name)
+                    self._keep(name, context)
+                return context
+        finally:
             with self._lock:
-                if name in self._loaded:
-                    return self._loaded[name]
-            context = self._load(name)
-            self._keep(name, context)
-        with self._lock:
-            self._loading.pop(name, None)
-        return context
+                self._loading.pop(name, None)
 
-    def entry(self, name: str) -> Entry | None:
-        """What is known of a context, None where there is none or its description is damaged."""
-        if not _is_name(name):
+    def describe(self, name: str) -> StoredContext | None:
+        """The description of a context; None if there is none, or it is damaged."""
+        if not _ID.fullmatch(name):
             return None
         try:
-            return Entry(**json.loads(self._files.cat_file(self._path(name + _ABOUT))))
-        except (OSError, ValueError, TypeError):
+            data = self._files.cat_file(self._path(name + _DESCRIPTION))
+            stored = StoredContext.model_validate_json(data)
+        except FileNotFoundError:
             return None
+        except ValueError:
+            return None
+        except Exception as error:
+            raise StoreError(f"the stored context cannot be read ({error_reason(error)}); try again.") from error
+        return stored if stored.id == name else None
 
-    def entries(self) -> list[Entry]:
-        """All stored contexts, the newest first."""
-        try:
-            files = self._files.ls(self._root, detail=False, refresh=True)
-        except OSError as error:
-            raise StoreError(
-                f"the stored contexts cannot be listed ({error_reason(error)}); look after {self._root}."
-            ) from error
-        names = [Path(file).name.removesuffix(_ABOUT) for file in files if file.endswith(_ABOUT)]
-        entries = [entry for name in names if (entry := self.entry(name)) is not None]
-        return sorted(entries, key=lambda entry: entry.created, reverse=True)
+    def list_contexts(self) -> list[StoredContext]:
+        """Descriptions of all stored contexts, the newest first."""
+        names = [Path(file["name"]).name for file in self._listing()]
+        ids = [name.removesuffix(_DESCRIPTION) for name in names if name.endswith(_DESCRIPTION)]
+        found = [stored for name in ids if (stored := self.describe(name)) is not None]
+        return sorted(found, key=lambda stored: stored.created, reverse=True)
+
+    def nbytes(self) -> int:
+        """Bytes of all files of the store."""
+        return sum(file.get("size") or 0 for file in self._listing())
+
+    def _listing(self) -> list[dict[str, Any]]:
+        with self._store_errors("listed", "check its folder"):
+            try:
+                return self._files.ls(self._root, detail=True, refresh=True)
+            except FileNotFoundError:  # an object store has no empty folders
+                return []
 
     def delete(self, name: str) -> bool:
-        """Forget a context and its file; answers at hand are not disturbed. False where there was none."""
+        """Delete a context; running answers continue. False if there is none."""
         with self._lock:
-            known = self._loaded.pop(name, None) is not None
-        if not _is_name(name):
+            found = self._loaded.pop(name, None) is not None
+        if not _ID.fullmatch(name):
             return False
-        for suffix in (_ABOUT, _CONTEXT):
-            try:
-                self._files.rm_file(self._path(name + suffix))
-                known = True
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                raise StoreError(
-                    f"the context cannot be deleted ({error_reason(error)}); look after its folder."
-                ) from error
-        return known
+        for suffix in (_DESCRIPTION, _CONTEXT):
+            with self._store_errors("deleted", "check its folder"):
+                try:
+                    self._files.rm_file(self._path(name + suffix))
+                    found = True
+                except FileNotFoundError:
+                    pass
+        return found
 
     def resident(self) -> dict[str, int]:
         """Bytes of every context in memory."""
@@ -167,19 +199,24 @@ class ContextStore:
             return {name: context.nbytes() for name, context in self._loaded.items()}
 
     def _keep(self, name: str, context: Context) -> None:
-        """Hold a context in memory, and let go those that have not been used for longest."""
+        """Keep a context in memory, and drop those that were not used for longest."""
         with self._lock:
             self._loaded[name] = context
             self._loaded.move_to_end(name)
-            held = sum(loaded.nbytes() for loaded in self._loaded.values())
-            while held > self._limit and len(self._loaded) > 1:
-                held -= self._loaded.popitem(last=False)[1].nbytes()
+            total = sum(loaded.nbytes() for loaded in self._loaded.values())
+            while total > self._limit and len(self._loaded) > 1:
+                total -= self._loaded.popitem(last=False)[1].nbytes()
 
     def _load(self, name: str) -> Context:
-        if not _is_name(name) or not self._files.exists(self._path(name + _CONTEXT)):
-            raise UnknownContextError(f"there is no context {name!r}; compress its text first.")
-        with self._reading(name + _CONTEXT) as path:
-            context = Context.load(path, self._model, self._tokenizer)
+        with self._store_errors("read", "compress its text again"):
+            if not self._files.exists(self._path(name + _CONTEXT)):
+                raise unknown_context(name)
+            with self._reading(name + _CONTEXT) as path:
+                try:
+                    context = Context.load(path, self._model, self._tokenizer)
+                except ContextFileError as error:
+                    # Clients learn no path of this machine.
+                    raise ContextFileError(str(error).replace(str(path), f"the context {name}")) from error
         if context.metadata["policy"] not in (None, self._policy):
             raise ContextFileError(
                 f"the context {name!r} was compressed under another policy than this one; compress its text again."
@@ -190,9 +227,24 @@ class ContextStore:
         return f"{self._root}/{file}"
 
     @contextmanager
+    def _store_errors(self, what: str, advice: str) -> Iterator[None]:
+        """Turn every exception of the file system, or of the library behind it, into a StoreError."""
+        try:
+            yield
+        except ContextFileError as error:
+            if what != "written":
+                raise
+            reason = error_reason(error.__cause__) if isinstance(error.__cause__, OSError) else str(error)
+            raise StoreError(f"the context cannot be written ({reason}); {advice}.") from error
+        except StoreError:
+            raise
+        except Exception as error:
+            raise StoreError(f"the contexts cannot be {what} ({error_reason(error)}); {advice}.") from error
+
+    @contextmanager
     def _reading(self, file: str) -> Iterator[Path]:
         """A local path with the content of `file`."""
-        if self._local:
+        if self._is_local:
             yield Path(self._path(file))
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -202,18 +254,12 @@ class ContextStore:
 
     @contextmanager
     def _writing(self, file: str) -> Iterator[Path]:
-        """A local path whose content takes the place of `file` when the block ends well."""
-        if self._local:
-            yield Path(self._path(file))  # what writes there replaces the file at once
+        """A local path whose content replaces `file` when the block succeeds."""
+        if self._is_local:
+            yield Path(self._path(file))  # written atomically there
             return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / file
             yield path
             # An object appears whole or not at all.
             self._files.put_file(str(path), self._path(file))
-
-
-def _is_name(name: str) -> bool:
-    """Whether `name` may be an id; nothing else comes near a path."""
-    head, _, tail = name.partition("-")
-    return len(head) == 32 and len(tail) == 16 and set(head + tail) <= set("0123456789abcdef")

@@ -1,34 +1,54 @@
-"""An answer's ids as text that grows."""
+"""The text of an answer while its ids are generated."""
 
 from typing import Any
+
+from tokenizers.decoders import DecodeStream
 
 _INCOMPLETE = "\ufffd"
 
 
 class IncrementalDetokenizer:
-    """The text of ids that come bit by bit: only what can no longer change is given out.
+    """Decodes ids as they come and gives out only text that can no longer change.
 
-    The pieces together are the text that `Context.ask` gives: without white space at its ends, cut before the first of
-    `stops`.
+    All pieces together are the text that `Context.ask` gives, without white space at its ends, cut before the first of
+    `stops`. Each step reads the new tokens alone, with tokenizers' DecodeStream; a tokenizer that is not backed by it,
+    or that cleans up spaces afterwards, decodes all ids again.
     """
 
     def __init__(self, tokenizer: Any, stops: list[str]):
         self._tokenizer, self._stops = tokenizer, stops
-        self._given = 0
-        self.stopped = False
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if getattr(tokenizer, "clean_up_tokenization_spaces", False):
+            self._backend = None
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._longest = max(map(len, stops), default=0)
+        self._text = ""
+        self._read = self._sent = 0  # ids, characters
+        self.is_stopped = False
 
-    def more(self, ids: list[int], ended: bool) -> str:
-        """What is new of the text of `ids`, all there are so far."""
-        text = self._tokenizer.decode(ids, skip_special_tokens=True).lstrip()
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        if starts:
-            self.stopped, text = True, text[: min(starts)]
-        text = text.rstrip() if ended or starts else text[: self._certain(text)]
-        piece = text[self._given :]
-        self._given += len(piece)
+    def push(self, ids: list[int], ended: bool) -> str:
+        """The new text, given all ids so far."""
+        text = self._decode(ids, ended).lstrip()
+        # A stop that was complete before has been found before.
+        start = max(0, self._sent - self._longest)
+        found = [place for stop in self._stops if (place := text.find(stop, start)) >= 0]
+        if found:
+            self.is_stopped, text = True, text[: min(found)]
+        text = text.rstrip() if ended or found else text[: self._certain(text)]
+        piece = text[self._sent :]
+        self._sent += len(piece)
         return piece
 
+    def _decode(self, ids: list[int], ended: bool) -> str:
+        if self._backend is None or ended:
+            return self._tokenizer.decode(ids, skip_special_tokens=True)
+        for token in ids[self._read :]:
+            self._text += self._stream.step(self._backend, token) or ""
+        self._read = len(ids)
+        return self._text
+
     def _certain(self, text: str) -> int:
-        """How much of `text` stays whatever follows: no half character, no white space at the end, no begun stop."""
+        """How many characters of `text` stay, whatever follows: no half character, no white space at the end, no begun
+        stop."""
         begun = (len(text) - size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
         return len(text[: min([len(text), *begun])].rstrip(_INCOMPLETE).rstrip())

@@ -39,7 +39,7 @@ def options_of(model: Path, store: Path) -> dict:
         "model": str(model), "policy": None, "strict": True, "name": "tiny", "method": "knorm", "retention": 0.4,
         "host": "127.0.0.1", "store": str(store), "memory": 64.0, "pages": 256, "max_requests": 64, "max_texts": 32,
         "revision": None, "dtype": None, "device": None,
-        "max_upload": 1, "max_tokens": 64, "timeout": 60.0, "replicas": 2,
+        "max_upload": 1, "max_store": 1024, "max_tokens": 64, "timeout": 60.0, "replicas": 2,
     }  # fmt: skip
 
 

@@ -16,6 +16,13 @@ from tests.conftest import save_model
 from tests.context.test_chat import TEMPLATE
 
 KNORM = {"method": "knorm", "retention": 0.4}
+TEXT = "The harbour of Lisse holds 41 boats. " * 6
+OTHER = "Professor Brandt teaches botany in Ghent. " * 5
+
+
+def form(data):
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\n'
+    return head + data + b"\r\n--b--\r\n", {"Content-Type": "multipart/form-data; boundary=b"}
 
 
 def tiny(folder):

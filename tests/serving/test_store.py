@@ -18,9 +18,9 @@ from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 
 pytest.importorskip("fsspec")
-from lkv.serving.store import ContextStore, Settings, entry_of, name_of
+from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 
-SETTINGS = Settings("knorm", 0.4, None, "model", "tokenizer")
+SETTINGS = CompressionSettings("knorm", 0.4, None, "model", "tokenizer")
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def model():
 
 def add(store, model, text, settings=SETTINGS, **options):
     context = compress(model, Words(), text, method=settings.method, retention=settings.retention, **options)
-    name = name_of(text, settings)
-    store.put(entry_of(name, text[:8], context, settings), context)
+    name = context_id(text, settings)
+    store.put(StoredContext.describe(name, text[:8], context, settings), context)
     return name, context
 
 
@@ -44,11 +44,11 @@ def test_contexts_outlive_the_store(model, tmp_path, remote):
     place = f"memory://{tmp_path.name}" if remote else tmp_path / "deep" / "er"
     name, context = add(made(place, model), model, TEXT)
     other = made(place, model)
-    assert other.resident() == {} and [entry.id for entry in other.entries()] == [name]
-    entry = other.entry(name)
+    assert other.resident() == {} and [entry.id for entry in other.list_contexts()] == [name]
+    entry = other.describe(name)
     assert (entry.tokens, entry.nbytes, entry.full_nbytes) == (60, context.nbytes(), context.full_nbytes())
     assert other.get(name).ask("why ?", 9) == context.ask("why ?", 9) and set(other.resident()) == {name}
-    assert other.delete(name) and not other.delete(name) and other.entries() == []
+    assert other.delete(name) and not other.delete(name) and other.list_contexts() == []
     with pytest.raises(UnknownContextError, match="compress its text first"):
         other.get(name)
 
@@ -74,8 +74,8 @@ def test_names_tell_texts_and_settings_apart():
         {"tokenizer": "t"},
     ]
     different = [SETTINGS._replace(**change) for change in changes]
-    assert len({name_of(text, settings) for text in ("a", "b") for settings in different}) == 14
-    assert name_of("a", SETTINGS) == name_of("a", Settings(*SETTINGS))
+    assert len({context_id(text, settings) for text in ("a", "b") for settings in different}) == 14
+    assert context_id("a", SETTINGS) == context_id("a", CompressionSettings(*SETTINGS))
 
 
 def test_the_same_text_twice_is_one_file(model, tmp_path):
@@ -96,7 +96,7 @@ def test_the_least_recently_used_leave_memory_alone(model, tmp_path):
     assert before() is None  # really let go
     answer = compress(model, Words(), texts[1], method="knorm", retention=0.4).ask("why ?", 6)
     assert store.get(second).ask("why ?", 6) == answer and set(store.resident()) == {third, second}
-    assert len(store.entries()) == 3
+    assert len(store.list_contexts()) == 3
 
 
 def test_a_context_larger_than_all_memory_is_still_served(model, tmp_path):
@@ -135,7 +135,7 @@ def test_a_context_of_another_model_or_policy_is_refused(tmp_path, model):
     with pytest.raises(ContextFileError, match="was saved by a model with"):
         made(tmp_path, tiny_llama(3, torch.float32)).get(name)
     policy = Policy(inspect_model(model)).requires_grad_(False)
-    settings = Settings("lkv", 0.4, policy.digest(), "model", "tokenizer")
+    settings = CompressionSettings("lkv", 0.4, policy.digest(), "model", "tokenizer")
     name, _ = add(made(tmp_path, model, policy.digest()), model, TEXT, settings, policy=policy)
     assert made(tmp_path, model, policy.digest()).get(name).tokens == 60
     with pytest.raises(ContextFileError, match="under another policy than this one"):
@@ -151,12 +151,12 @@ def test_a_full_disk_leaves_what_was_there(model, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(StoreError, match=r"cannot be kept .*No space left on device.*make room"):
+    with pytest.raises(StoreError, match=r"cannot be written .*No space left on device.*free some space"):
         add(store, model, TEXT)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     with pytest.raises(StoreError, match="No space left"):
         add(store, model, TEXT + " more")
-    assert [entry.id for entry in store.entries()] == [name] and context.tokens == 60
+    assert [entry.id for entry in store.list_contexts()] == [name] and context.tokens == 60
 
 
 def test_only_ids_reach_the_files(model, tmp_path):
@@ -165,15 +165,15 @@ def test_only_ids_reach_the_files(model, tmp_path):
     (tmp_path / ("a" * 32 + "-" + "b" * 16 + ".json")).write_text(json.dumps({"id": 1}))
     store = made(tmp_path, model)
     for name in ("other", "../other", "", "a" * 49, "/etc/passwd"):
-        assert store.entry(name) is None and store.delete(name) is False
+        assert store.describe(name) is None and store.delete(name) is False
         with pytest.raises(UnknownContextError):
             store.get(name)
-    assert store.entries() == [] and (tmp_path / "other.kv").exists()
+    assert store.list_contexts() == [] and (tmp_path / "other.kv").exists()
 
 
 def test_places_that_cannot_be_used_are_named(model, tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(StoreError, match="cannot be kept at"):
+    with pytest.raises(StoreError, match="cannot be stored at"):
         made(tmp_path / "file" / "folder", model)
     with pytest.raises(StoreError, match="Protocol not known"):
         made("nosuch://place", model)
@@ -192,6 +192,6 @@ def test_what_is_listed_is_complete(model, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         add(store, model, TEXT)
     monkeypatch.undo()
-    assert made(tmp_path, model).entries() == []
+    assert made(tmp_path, model).list_contexts() == []
     name, _ = add(store, model, TEXT)
-    assert [entry.id for entry in store.entries()] == [name]
+    assert [entry.id for entry in store.list_contexts()] == [name]

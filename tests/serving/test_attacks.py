@@ -1,0 +1,259 @@
+"""Requests and files made to break a server: each is refused, and the next request is answered."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+from pydantic import ValidationError
+
+from lkv.errors import PromptError, StoreError, UnknownContextError
+
+pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
+from lkv.serving import service as service_module
+from lkv.serving.schemas import ChatRequest
+from lkv.serving.service import Limits, Service
+from lkv.serving.store import StoredContext, context_id
+from tests.serving.server import KNORM, OTHER, TEXT, form, serving
+
+TURN = [{"role": "user", "content": "Who?"}]
+
+
+def until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def make(parts, folder, **options):
+    return Service(*parts, "tiny", str(folder), **KNORM | options)
+
+
+@pytest.mark.parametrize(
+    "extreme", [{"temperature": 1e-40}, {"temperature": 1, "top_p": 1e-50}, {"temperature": 1e-300}]
+)
+def test_extreme_sampling_leaves_the_engine_alive(server, extreme):
+    greedy = server.answer("Who?")
+    assert server.answer("Who?", **extreme, seed=1) == greedy == server.answer("Who?")
+    assert server.ask("/healthz") == (200, "ok\n")
+
+
+def test_a_dead_engine_is_not_healthy(server, monkeypatch):
+    monkeypatch.setattr(type(server.service.engine), "is_alive", False)
+    assert server.ask("/healthz")[0] == 503
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"stop": "a" * 300_000}, "stop"), ({"stop": ["a" * 201]}, "stop"), ({"context": "c" * 10**6}, "context"),
+        ({"model": "m" * 10**6}, "model"), ({"messages": [1] * 100_000}, "messages"),
+        ({"messages": TURN * 1001}, "messages"),
+        ({"messages": [{"role": "a" * 99, "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [1] * 100_000}]}, "messages.0.content"),
+        ({"temperature": float("nan")}, "temperature"), ({"max_tokens": 10**40}, "max_tokens"),
+        ({"messages": [{"role": "\ud800", "content": "x"}]}, "the body"),
+    ],
+)  # fmt: skip
+def test_bodies_beyond_every_limit_get_one_sentence(server, body, says):
+    status, message = server.problem("/v1/chat/completions", {"messages": TURN, **body})
+    assert status == 400 and message.startswith(says) and len(message) < 300
+
+
+@pytest.mark.parametrize("messages", [[1] * 10_000, [{"role": "user", "content": [1] * 10_000}]])
+def test_validation_ends_at_the_first_error_of_a_list(messages):
+    with pytest.raises(ValidationError) as error:
+        ChatRequest.model_validate({"messages": messages})
+    assert error.value.error_count() <= 2
+
+
+def test_long_questions_are_refused_before_they_are_tokenised(server, monkeypatch):
+    monkeypatch.setattr(service_module, "encode", lambda *_: pytest.fail("tokenised"))
+    monkeypatch.setattr(service_module, "render_messages", lambda *_: pytest.fail("rendered"))
+    status, message = server.chat("x" * 2**20)
+    assert status == 400 and "the conversation has 1,048,576 characters" in message["error"]["message"]
+    monkeypatch.setattr(service_module, "encode_context", lambda *_: pytest.fail("tokenised"))
+    status, message = server.problem("/v1/contexts", {"text": "x" * 2**20})
+    assert status == 400 and "the text has 1,048,576 characters" in message
+
+
+def test_forms_of_another_charset(server):
+    body, headers = form(b"text")
+    headers["Content-Type"] += "; charset=punycode"
+    status, message = server.problem("/v1/contexts", body, **headers)
+    assert status == 400 and "another charset than UTF-8" in message
+    part = b'--b\r\nContent-Disposition: form-data; name="name"\r\n\r\nBr\xfccke\r\n'
+    status, message = server.problem("/v1/contexts", part + form(b"text")[0], **form(b"")[1])
+    assert status == 400 and "the form's field 'name' is no UTF-8 text" in message
+
+
+@pytest.mark.parametrize("host", ["[", "[::1", "]", "a b"])
+def test_hosts_that_are_none(server, host):
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(f"GET /healthz HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 421")
+    assert server.problem("/healthz", Origin="http://[")[0] == 403
+
+
+def test_a_key_beyond_ascii(parts, tmp_path):
+    with serving(*parts, tmp_path, key="schlüssel") as server:
+        for sent, status in (("Bearer schlüssel", 200), ("Bearer schlussel", 401)):
+            assert server.ask("/v1/models", Authorization=sent.encode())[0] == status
+
+
+def test_clients_learn_nothing_of_files(parts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret.txt").write_text("secret")
+    with serving(*parts, tmp_path / "store") as server:
+        assert server.compressed("secret.txt", retention=1.0)  # not refused as the name of a file
+        name = server.compressed(TEXT)
+        path = tmp_path / "store" / f"{name}.kv"
+        path.write_bytes(path.read_bytes()[:-50])
+        server.service.store._loaded.clear()
+        status, content = server.chat("Who?", name)
+        assert status == 409 and str(tmp_path) not in content["error"]["message"]
+
+
+def test_unknown_ids_keep_no_memory(parts, tmp_path):
+    service = make(parts, tmp_path)
+    for name in ("x" * 10_000, "a" * 32 + "-" + "b" * 16):
+        with pytest.raises(UnknownContextError) as error:
+            service.context(name)
+        assert len(str(error.value)) < 200
+    assert service.store._loading == {}
+    service.stop(0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"id": 1}', "null", "[" * 100_000, '"\\ud800"', "{", '{"created": "now"}', '{"created": NaN}',
+     '{"created": 1e999}',     '{"id": "other"}', '{"name": 3}'],
+)  # fmt: skip
+def test_one_bad_description_breaks_no_listing(parts, tmp_path, text):
+    service = make(parts, tmp_path)
+    job = service.add(TEXT)
+    until(lambda: not service.jobs())
+    good = json.loads((tmp_path / f"{job.id}.json").read_text())
+    bad = f"{'a' * 32}-{'b' * 16}"
+    if text.startswith('{"') and text.endswith("}") and "NaN" not in text and "e999" not in text:
+        text = json.dumps(good | {"id": bad} | json.loads(text))
+    (tmp_path / f"{bad}.json").write_text(text)
+    assert [stored.id for stored in service.store.list_contexts()] == [job.id]
+    assert service.store.describe(bad) is None and list(service.collect())
+    service.stop(0)
+
+
+def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(parts, tmp_path):
+    service = make(parts, tmp_path / "store", limits=Limits(store_bytes=100))
+    (tmp_path / "store").rmdir()
+    assert service.store.list_contexts() == [] and service.store.nbytes() == 0
+    service.add(TEXT)
+    until(lambda: not service.jobs())
+    with pytest.raises(StoreError, match=r"the store is full .100 bytes.; delete contexts first"):
+        service.add(OTHER)
+    assert isinstance(service.add(TEXT), StoredContext)
+    service.stop(0)
+
+
+def test_what_the_store_raises_is_one_sentence(parts, tmp_path, monkeypatch):
+    class NoCredentialsError(Exception):
+        """As of a library behind fsspec."""
+
+    def fail(*_, **__):
+        raise NoCredentialsError("no credentials")
+
+    with serving(*parts, tmp_path) as server:
+        name = server.compressed(TEXT)
+        for attribute in ("exists", "ls", "cat_file", "rm_file"):
+            monkeypatch.setattr(server.service.store._files, attribute, fail)
+        for path, method in (
+            ("/v1/contexts", "GET"),
+            (f"/v1/contexts/{name}", "GET"),
+            (f"/v1/contexts/{name}", "DELETE"),
+        ):
+            status, message = server.problem(path, method=method)
+            assert status == 507 and "no credentials" in message
+
+
+class Held:
+    """Compressions of a service that wait until they are released."""
+
+    def __init__(self, monkeypatch):
+        self.release, self.begun, plain = threading.Event(), threading.Event(), service_module.compress_ids
+
+        def held(*args, **options):
+            self.begun.set()
+            context = plain(*args, **options | {"progress": None})
+            self.release.wait(20)
+            return context
+
+        monkeypatch.setattr(service_module, "compress_ids", held)
+
+
+def test_the_end_of_a_server_deletes_nothing_of_another(parts, tmp_path, monkeypatch):
+    first, second = make(parts, tmp_path), make(parts, tmp_path)
+    with monkeypatch.context() as patch:
+        held = Held(patch)
+        job = first.add(TEXT)
+        assert held.begun.wait(20)
+    assert second.add(TEXT).id == job.id
+    until(lambda: second.store.describe(job.id))
+    stopping = threading.Thread(target=first.stop, args=(20,))
+    stopping.start()
+    until(lambda: job.is_cancelled)
+    held.release.set()
+    stopping.join()
+    assert second.store.describe(job.id) is not None
+    second.stop(0)
+
+
+def test_a_deletion_that_fails_leaves_the_worker_alive(parts, tmp_path, monkeypatch):
+    service = make(parts, tmp_path)
+    plain = service.store.put
+
+    def put(stored, context):
+        plain(stored, context)
+        assert service.delete(stored.id)
+        monkeypatch.setattr(service.store, "delete", fail)
+
+    def fail(name):
+        raise StoreError("no")
+
+    monkeypatch.setattr(service.store, "put", put)
+    service.add(TEXT)
+    until(lambda: not service.jobs())
+    monkeypatch.undo()
+    job = service.add(OTHER)
+    until(lambda: service.store.describe(job.id))
+    assert service.is_healthy
+    service.stop(0)
+    until(lambda: not service.is_healthy)
+
+
+def test_no_lock_is_held_while_the_store_is_read(parts, tmp_path, monkeypatch):
+    service, reading, release = make(parts, tmp_path), threading.Event(), threading.Event()
+
+    def describe(name):
+        reading.set()
+        release.wait(20)
+
+    monkeypatch.setattr(service.store, "describe", describe)
+    adding = threading.Thread(target=service.add, args=(TEXT,))
+    adding.start()
+    assert reading.wait(20)
+    asking = threading.Thread(target=service.jobs, daemon=True)
+    asking.start()
+    asking.join(5)
+    assert not asking.is_alive()
+    release.set()
+    adding.join()
+    service.stop(5)
+
+
+def test_ids_do_not_depend_on_the_server(parts, tmp_path):
+    service = make(parts, tmp_path)
+    assert context_id(TEXT, service._settings) == make(parts, tmp_path).add(TEXT).id
+    with pytest.raises(PromptError, match="the text is empty"):
+        service.add(" ")
