@@ -26,6 +26,30 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 
 
+# The main families, by what their tiny models have of their own.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": None},
+    "Phi3": {"resid_pdrop": 0.0},
+    "Gemma3": {
+        "num_hidden_layers": 5, "query_pre_attn_scalar": 8, "sliding_window": 12,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
+}  # fmt: skip
+
+
+def build(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """A tiny random model of a family by its name."""
+    names = (
+        ("Gemma3TextConfig", "Gemma3ForCausalLM") if family == "Gemma3" else (f"{family}Config", f"{family}ForCausalLM")
+    )
+    config, model = (getattr(transformers, name) for name in names)
+    torch.manual_seed(0)
+    return model(config(**(SHAPE | FAMILIES.get(family, {}) | changes))).to(dtype).eval()
+
+
 @dataclass(frozen=True)
 class Family:
     """`name` is the prefix of the classes in transformers, `changes` what its tiny model has of its own.

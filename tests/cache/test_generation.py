@@ -16,39 +16,10 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import PerHead, RetentionTarget, Uniform
 from lkv.methods.method import Method
-from lkv.methods.selectors import Selector, SnapKV
+from lkv.methods.selectors import SnapKV
+from tests.cache.helpers import METHOD, RATIOS, OwnScores, ids, padded, score
 from tests.conftest import tiny_llama
 from tests.oracle import evicting_at, hidden_from_continuation
-
-RATIOS = [[0.5, 0.2], [0.05, 0.6], [0.0, 1.0]]
-
-
-def score(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return (key.sum(-1) - 0.5 * value.square().sum(-1)).float()
-
-
-class OwnScores(Selector):
-    """A selector that looks at k and v of the token alone."""
-
-    is_local = True
-
-    def scores(self, layer, prompt):
-        return score(prompt.key, prompt.value)
-
-
-METHOD = Method("own", PerHead(RATIOS), OwnScores())
-
-
-def ids(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 67, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def padded(texts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Texts [1, t] of unequal length as one batch padded on the left."""
-    longest = max(text.shape[1] for text in texts)
-    rows = [torch.nn.functional.pad(text, (longest - text.shape[1], 0)) for text in texts]
-    masks = [torch.nn.functional.pad(torch.ones_like(text), (longest - text.shape[1], 0)) for text in texts]
-    return {"input_ids": torch.cat(rows), "attention_mask": torch.cat(masks)}
 
 
 @settings(max_examples=10)
@@ -336,65 +307,6 @@ def test_assisted_decoding_equals_greedy_decoding(policy):
         assert max(lengths[1:]) > 1, "no candidate was ever checked"
         assert cache.prompt_length == 40
     handle.remove()
-
-
-OPERATIONS = st.one_of(
-    st.tuples(st.just("feed"), st.integers(1, 5)),
-    st.tuples(st.just("crop"), st.integers(0, 4)),
-    st.tuples(st.just("reorder"), st.lists(st.integers(0, 2), min_size=3, max_size=3)),
-    st.tuples(st.just("select"), st.lists(st.integers(0, 2), min_size=1, max_size=3)),
-    st.tuples(st.just("repeat"), st.integers(1, 2)),
-    st.tuples(st.just("fork"), st.just(0)),
-)
-
-
-@settings(max_examples=25)
-@given(st.lists(OPERATIONS, min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 20))
-def test_any_order_of_operations_equals_a_dense_model_of_the_cache(operations, slack, seed):
-    """Append, crop, reorder, select, repeat and fork in any order, against whole texts under a -inf mask."""
-    model, prompt = tiny_llama(), 18
-    text = ids(2, prompt, seed)
-    hidden = [torch.ones(2, 2, prompt, dtype=torch.bool) for _ in range(3)]
-    for layer, table in enumerate(score_table(model, text)):
-        for row in range(2):
-            for head in range(2):
-                count = int(RATIOS[layer][head] * prompt + 1e-6)
-                hidden[layer][row, head, table[row, head].argsort(descending=True)[:count]] = False
-    cache = RaggedCache(model, method=METHOD, slack=slack)
-    model(text, past_key_values=cache, use_cache=True)
-    rows, forks = text, []
-    for number, (name, argument) in enumerate(operations):
-        if name == "feed":
-            new = ids(len(rows), argument, seed + number)
-            rows = torch.cat([rows, new], 1)
-            mine = model(new, past_key_values=cache, use_cache=True).logits
-            with hidden_from_continuation(model, hidden, prompt):
-                expected = model(rows).logits[:, -argument:]
-            torch.testing.assert_close(mine, expected, atol=1e-10, rtol=1e-10)
-        elif name == "crop":
-            cut = min(argument, rows.shape[1] - prompt)
-            cache.crop(-cut)
-            rows = rows[:, : rows.shape[1] - cut]
-        elif name == "fork":
-            forks.append((cache, rows, hidden))
-            cache = cache.fork()
-        else:
-            order = torch.arange(len(rows))
-            if name == "repeat":
-                order = order.repeat_interleave(argument)
-                cache.batch_repeat_interleave(argument)
-            else:
-                order = torch.tensor([i % len(rows) for i in argument])
-                order = order[: len(rows)] if name == "reorder" else order
-                (cache.reorder_cache if name == "reorder" else cache.batch_select_indices)(order)
-            rows, hidden = rows[order], [layer[order] for layer in hidden]
-        assert cache.get_seq_length() == rows.shape[1]
-    for other, texts, gone in forks:
-        new = ids(len(texts), 2, 99)
-        with hidden_from_continuation(model, gone, prompt):
-            expected = model(torch.cat([texts, new], 1)).logits[:, -2:]
-        mine = model(new, past_key_values=other, use_cache=True).logits
-        torch.testing.assert_close(mine, expected, atol=1e-10, rtol=1e-10)
 
 
 def test_budget_in_tokens(policy):

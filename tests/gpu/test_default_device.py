@@ -16,7 +16,7 @@ from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel
-from tests.cache.test_generation import METHOD, ids
+from tests.cache.helpers import METHOD, ids
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 

@@ -30,7 +30,7 @@ from lkv.methods.budgets import Ada, Pyramid, PyramidOfKvpress, Uniform, estimat
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.selectors import SnapKV
 from tests.conftest import tiny_llama
-from tests.integrations.transformers.test_models import build
+from tests.families import build
 
 TOKENS = 200
 # kvpress masks by a key on the other side of all queries: it finds none for many queries of few dimensions.

@@ -25,8 +25,8 @@ from lkv.methods.selectors import (
     SnapKV,
     StreamingLLM,
 )
-from tests.cache.test_generation import ids
-from tests.integrations.transformers.test_models import build
+from tests.cache.helpers import ids
+from tests.families import build
 
 TOKENS = 90
 families = pytest.mark.parametrize("family", ["Llama", "Qwen3"])

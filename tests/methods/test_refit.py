@@ -22,7 +22,7 @@ from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.registry import find_method, parse_method, register_method
 from lkv.methods.selectors import SnapKV
-from tests.cache.test_generation import RATIOS, OwnScores, ids, padded
+from tests.cache.helpers import RATIOS, OwnScores, ids, padded
 from tests.conftest import tiny_llama
 from tests.families import SERVED
 

@@ -29,9 +29,9 @@ from lkv.methods.selectors import (
     SnapKV,
     StreamingLLM,
 )
-from tests.cache.test_generation import RATIOS, ids, padded
+from tests.cache.helpers import RATIOS, ids, padded
 from tests.conftest import tiny_llama
-from tests.integrations.transformers.test_models import FAMILIES, build
+from tests.families import FAMILIES, build
 from tests.oracle import hidden_from_continuation
 
 SCALE = 0.3

@@ -7,18 +7,30 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import (
+    DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)  # fmt: skip
 
 import lkv
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context, compress
-from lkv.errors import CacheError, ContextFileError
+from lkv.errors import CacheError, ContextFileError, UnsupportedModelError
 from lkv.integrations.transformers.attention import attention_patched, patch_attention, unpatch_attention
 from lkv.integrations.transformers.cache_layers import has_pending_layer
 from lkv.integrations.transformers.spec import inspect_model, unwrap_model
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
-from tests.integrations.transformers.test_models import build
+from tests.families import build
 
 IDS = torch.arange(3, 53)[None]
 TEXT = " ".join(["one two three four five six"] * 10)
@@ -144,6 +156,38 @@ def test_a_copy_of_a_patched_model_works_and_refuses_the_originals_cache(policy)
     assert torch.equal(
         model.generate(IDS, past_key_values=RaggedCache(model, policy=policy, retention=0.5), **how), expected
     )
+
+
+def test_unsupported_architectures_are_refused():
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 20}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    refused = {
+        r"kind \['sliding_attention'\]": MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=8)),
+        "no per-head key-value cache": MambaForCausalLM(
+            MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=20, state_size=4)
+        ),
+        "code of its own": FalconForCausalLM(
+            FalconConfig(
+                hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=20, max_position_embeddings=64
+            )
+        ),
+        "encoder-decoder": T5ForConditionalGeneration(
+            T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=20)
+        ),
+    }
+    for reason, model in refused.items():
+        with pytest.raises(UnsupportedModelError, match=reason):
+            patch_attention(model)
+    assert patch_attention(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=None))).spec.kv_heads == 1
+    assert (
+        patch_attention(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20))).spec.kv_heads == 2
+    )
+    flex = tiny_llama()
+    flex.set_attn_implementation("flex_attention")
+    with pytest.raises(UnsupportedModelError, match="'flex_attention' yet"):
+        patch_attention(flex)
+    with pytest.raises(UnsupportedModelError, match="no transformers causal language model"):
+        patch_attention(torch.nn.Linear(2, 2))
 
 
 class LoraLinear(nn.Module):

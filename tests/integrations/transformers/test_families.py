@@ -16,7 +16,7 @@ from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, soft_mask
 from lkv.training.warm_start import calibrate
-from tests.cache.test_generation import RATIOS, OwnScores, ids, score
+from tests.cache.helpers import RATIOS, OwnScores, ids, score
 from tests.families import DOCUMENT, REFUSED, SERVED, Family, document
 
 PROMPT = 40

@@ -13,7 +13,7 @@ from lkv.context.context import compress
 from lkv.errors import PolicyMismatchError, UnsupportedModelError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.policy.policy import Policy
-from tests.cache.test_generation import ids
+from tests.cache.helpers import ids
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 

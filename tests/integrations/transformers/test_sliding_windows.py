@@ -1,8 +1,7 @@
-"""A small random model of each supported family, against the stock model and against the masked one."""
+"""Models with sliding-window layers, and the full cache of the main families, against the stock model."""
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache
 
 from lkv.cache.ragged_cache import RaggedCache
@@ -11,41 +10,15 @@ from lkv.context.context import Context, compress
 from lkv.context.saved_context import read_context_file, write_context_file
 from lkv.errors import CacheError, ContextFileError, UnsupportedModelError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
-from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.integrations.transformers.spec import sliding_windows
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, hard_mask
 from lkv.training.trainer import Trainer
-from tests.cache.test_generation import METHOD, ids, padded, score
+from tests.cache.helpers import METHOD, ids, padded
 from tests.context.test_compression import TEXT, Words
-
-SHAPE = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 67, "max_position_embeddings": 512,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,
-}  # fmt: skip
-FAMILIES = {
-    "Llama": {},
-    "Qwen2": {},
-    "Qwen3": {},
-    "Mistral": {"sliding_window": None},
-    "Phi3": {"resid_pdrop": 0.0},
-    "Gemma3": {
-        "num_hidden_layers": 5, "query_pre_attn_scalar": 8, "sliding_window": 12,
-        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-    },
-}  # fmt: skip
-
-
-def build(family: str, dtype: torch.dtype = torch.float64, **changes):
-    names = (
-        ("Gemma3TextConfig", "Gemma3ForCausalLM") if family == "Gemma3" else (f"{family}Config", f"{family}ForCausalLM")
-    )
-    config, model = (getattr(transformers, name) for name in names)
-    torch.manual_seed(0)
-    return model(config(**(SHAPE | FAMILIES.get(family, {}) | changes))).to(dtype).eval()
+from tests.families import FAMILIES, build
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,37 +39,6 @@ def test_full_retention_equals_the_stock_model(family, dtype, tolerance):
         torch.testing.assert_close(ours, stock, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_eviction_equals_the_stock_model_with_a_mask(family, monkeypatch):
-    """The stock attention itself is given the mask: its own scale, norms and sliding windows stay in force."""
-    model, text, prompt = build(family), ids(2, 46), 40
-    cache = RaggedCache(model, method=METHOD)
-    model(text[:, :prompt], past_key_values=cache, use_cache=True)
-    mine = model(text[:, prompt:], past_key_values=cache, use_cache=True).logits
-    full = [index for index, window in enumerate(sliding_windows(model)) if window is None]
-    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def masked(module, query, key, value, mask, **kwargs):
-        if module.layer_idx in full:
-            gone = torch.ones(key.shape[:3], dtype=torch.bool)
-            gone[..., prompt:] = False
-            table = score(key[:, :, :prompt], value[:, :, :prompt])
-            for h, ratio in enumerate(METHOD.budget.ratios(full.index(module.layer_idx), 2, prompt)):
-                best = table[:, h].argsort(-1, descending=True)[:, : int(ratio * prompt + 1e-6)]
-                gone[:, h].scatter_(1, best, False)
-            rows = torch.arange(text.shape[1])
-            hidden = (rows[:, None] < rows) | (gone[:, :, None] & (rows[:, None] >= prompt))
-            groups = query.shape[1] // key.shape[1]
-            mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill(hidden, -torch.inf)
-            mask = mask.repeat_interleave(groups, 1)
-        return original(module, query, key, value, mask, **kwargs)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", masked)
-    expected = model(text, use_cache=False).logits[:, prompt:]
-    torch.testing.assert_close(mine, expected, atol=1e-6, rtol=1e-6)
-
-
 @torch.no_grad()
 def test_sliding_layers_hold_their_window_and_answers_start_afresh():
     model = build("Gemma3")
@@ -109,7 +51,7 @@ def test_sliding_layers_hold_their_window_and_answers_start_afresh():
     assert context.nbytes() - held == 2 * 2 * 2 * 11 * 8 * 8  # 2 layers, k and v, 2 heads, the window but one token
     with pytest.raises(CacheError, match="continue from a fork"):
         context.cache.rewind()
-    with pytest.raises(CacheError, match="without what the sliding layers hold"):
+    with pytest.raises(CacheError, match="lacks the sliding-window layers"):
         RaggedCache(model, policy=policy).fill(list(read_prompt(model, ids(1, 20))))
 
 

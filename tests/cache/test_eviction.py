@@ -1,11 +1,18 @@
-"""What of a prompt is kept, against Python's own sorting; layouts as models give them, ties, empty heads, room."""
+"""What of a prompt is kept: against Python's own sorting, and by budget rules of a user's own."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.cache.eviction import EntryRows, best_mask, gather_best
+from lkv.cache.eviction import EntryRows, best_mask, evict_entries, gather_best
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.cache.store import RaggedStore
+from lkv.errors import CacheError
+from lkv.methods.budgets import PerHead
+from lkv.methods.method import Method
+from lkv.methods.selectors import Knorm
+from tests.conftest import tiny_llama
 
 
 def chosen(scores: list[float], count: int) -> list[int]:
@@ -50,6 +57,29 @@ def test_spans_hold_the_best_of_each_head(data, batch, heads, tokens, room, k_la
             assert torch.equal(spans.scores[own], arrived[b, h, right])
 
 
+@given(st.data(), st.integers(1, 2), st.integers(1, 3), st.integers(0, 3))
+def test_entries_are_evicted_by_their_scores(data, batch, heads, appended):
+    """Appended entries compete with the compressed ones; of equal scores the earlier entry stays."""
+    counts = st.lists(st.integers(0, 6), min_size=batch * heads, max_size=batch * heads)
+    lens, limits = (torch.tensor(data.draw(counts)).view(batch, heads) for _ in range(2))
+    store = RaggedStore(lens, appended, torch.zeros(0, 4), torch.zeros(0, 3), has_scores=True)
+    store.count_appended(appended)
+    store.k.normal_(), store.v.normal_()
+    score = st.sampled_from([-torch.inf, -1.0, 0.0, 2.0])
+    table = {at: data.draw(st.lists(score, min_size=n, max_size=n)) for at, n in numbered(store.counts)}
+    new = evict_entries(store, limits, 1, lambda row, head, slots: torch.tensor(table[row, head]))
+    assert torch.equal(new.lens, torch.minimum(limits, store.counts)) and new.appended_tokens == 0
+    for (row, head), scores in table.items():
+        start = int(store.starts[row, head])
+        right = [start + place for place in chosen(scores, int(new.lens[row, head]))]
+        key, value = new.head_entries(row, head)
+        assert torch.equal(key, store.k[right]) and torch.equal(value, store.v[right])
+
+
+def numbered(counts: torch.Tensor) -> list[tuple[tuple[int, int], int]]:
+    return [((row, head), n) for row, own in enumerate(counts.tolist()) for head, n in enumerate(own)]
+
+
 def test_a_prompt_repeated_for_many_rows_is_not_copied():
     """Evaluations give every row the same k and v."""
     key = torch.randn(1, 2, 5, 4).expand(3, -1, -1, -1)
@@ -73,3 +103,49 @@ def test_scores_that_are_no_numbers_read_nothing_outside():
     key = torch.randn(2, 2, 4, 4)
     spans = gather_best(key, key, torch.full((2, 2, 4), torch.nan), torch.tensor([[4, 0], [1, 3]]), 1)
     assert torch.isfinite(spans.k).all()
+
+
+IDS = torch.arange(3, 53)[None]
+
+
+class Given:
+    """A rule that returns what it was given."""
+
+    def __init__(self, counts):
+        self._counts = counts
+
+    def counts(self, layer, scores):
+        return self._counts
+
+
+@pytest.mark.parametrize(
+    "counts", [[[10, -5]], [[10.5, 10.0]], [10, 10], [[10]], [[60, 10]], [[10, 10, 10]], [[10, None]], [[True, False]]]
+)
+def test_counts_that_cannot_be_kept_are_refused(counts):
+    model = tiny_llama()
+    cache = RaggedCache(model, method=Method("mine", Given(counts), Knorm()))
+    with pytest.raises(CacheError, match=r"Given gives layer 0 the counts .*whole numbers from 0 to 50, \[1\]\[2\]"):
+        model(IDS, past_key_values=cache)
+
+
+@pytest.mark.parametrize("ratio", [-0.5, float("nan")])
+def test_ratios_that_are_none_are_refused(ratio):
+    model = tiny_llama()
+    cache = RaggedCache(model, method=Method("mine", PerHead([[0.5, ratio]] * 3), Knorm()))
+    with pytest.raises(CacheError, match="give numbers from 0 to 1"):
+        model(IDS, past_key_values=cache)
+
+
+def test_counts_as_a_tensor_serve():
+    model = tiny_llama()
+    cache = RaggedCache(model, method=Method("mine", Given(torch.tensor([[7, 0]])), Knorm()))
+    model(IDS, past_key_values=cache)
+    assert all(layer == [7, 0] for layer in cache.kept_counts())
+
+
+@pytest.mark.parametrize("tokens", [48, 49, 98, 103])
+def test_one_token_may_be_kept_of_any_number(tokens):
+    model = tiny_llama()
+    cache = RaggedCache(model, method="knorm", budget_tokens=1)
+    model(torch.arange(tokens)[None] % 60 + 3, past_key_values=cache)
+    assert all(layer == [1, 1] for layer in cache.kept_counts())

@@ -17,17 +17,17 @@ from lkv.errors import (
     PolicyMismatchError,
     PromptError,
     RetentionError,
-    UnsupportedModelError,
 )
 from lkv.evaluation.profiling.memory import LiveBytes
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.method import Method
-from lkv.methods.selectors import Selector
+from lkv.methods.selectors import Knorm, Selector
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
 
 PROMPT, LATER = 40, 9
+HALF = Method("half", Uniform(0.5), Knorm())
 
 
 class RandomScores(Selector):
@@ -211,61 +211,69 @@ def test_reset_frees_everything(model, policy):
     assert cache.nbytes() == 0 and cache.get_seq_length() == 0
 
 
-def test_bad_use_is_named(model, policy):
-    with pytest.raises(RetentionError):
-        RaggedCache(model, policy=policy, retention=0)
-    with pytest.raises(LkvError, match="no method"):
-        RaggedCache(model, policy=policy, method="lvk")
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"retention": 0}, RetentionError, "retention is 0"),
+        ({"budget_tokens": 0}, RetentionError, "budget_tokens is 0"),
+        ({"retention": 0.5, "budget_tokens": 9}, RetentionError, r"retention 0\.5 and budget_tokens 9 both say"),
+        ({"compression_ratio": 0.85}, RetentionError, r"instead of compression_ratio=0\.85 give retention=0\.15"),
+        ({"method": "lvk"}, LkvError, "no method"),
+        ({"slack": -1}, CacheError, "slack is -1"),
+        ({"prompt_tokens": 0}, CacheError, "prompt_tokens is 0"),
+        ({"streaming": True}, CacheError, "needs its length: give prompt_tokens"),
+        ({"streaming": 1}, CacheError, "streaming is 1, but it is either True or False"),
+        ({"policy": 0.5, "method": "snapkv"}, PolicyFileError, r"policy is 0\.5; give a Policy, .*retention=0\.15"),
+        ({"method": "snapkv", "decode_eviction": True}, CacheError, "does not work with 'snapkv'"),
+        ({"method": "snapkv", "streaming": True, "prompt_tokens": 9}, CacheError, "does not work with 'snapkv'"),
+        ({"method": HALF, "retention": 0.1}, RetentionError, "'half' has a budget.* of its own: leave retention and"),
+        ({"method": HALF, "budget_tokens": 3}, RetentionError, "'half' has a budget.* of its own: leave retention and"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused(model, policy, options, error, message):
+    with pytest.raises(error, match=message):
+        RaggedCache(model, **({} if "method" in options else {"policy": policy}) | options)
+
+
+def test_another_models_policy_is_refused(policy):
     with pytest.raises(PolicyMismatchError):
         RaggedCache(tiny_llama(seed=9), policy=policy)
+
+
+def test_arguments_by_position_are_still_accepted(model, policy):
+    with pytest.warns(DeprecationWarning, match=r"write policy=\.\.\., retention=\.\.\., method=\.\.\., slack=\.\.\."):
+        cache = RaggedCache(model, policy, 0.5, "lkv", 3)
+    assert cache.target.retention == 0.5 and cache.policy is policy and cache.config.slack == 3
+
+
+def test_prompts_that_cannot_be_read_are_refused(model, policy):
     with pytest.raises(PromptError, match=r"has 5 tokens: at retention 0\.15 nothing of it would be kept"):
         model.generate(ids(5), past_key_values=RaggedCache(model, policy=policy), max_new_tokens=2)
-    cache = RaggedCache(model, policy=policy)
     with pytest.raises(PromptError, match="600 tokens, but the model reads at most 512"):
-        model(ids(600), past_key_values=cache, use_cache=True)
-
-
-def test_what_cannot_work_is_refused(model, policy):
-    prompt = ids(PROMPT)
-    with pytest.raises(CacheError, match="assisted decoding"):
-        model.generate(
-            prompt, past_key_values=RaggedCache(model, policy=policy), prompt_lookup_num_tokens=3, max_new_tokens=4
-        )
-    with pytest.raises(CacheError, match="slack is -1"):
-        RaggedCache(model, policy=policy, slack=-1)
-    with pytest.raises(CacheError, match="prompt_tokens is 0"):
-        RaggedCache(model, policy=policy, prompt_tokens=0)
-    with pytest.raises(CacheError, match="needs its length"):
-        RaggedCache(model, policy=policy, streaming=True)
-    with pytest.raises(RetentionError, match="budget_tokens is 0"):
-        RaggedCache(model, policy=policy, budget_tokens=0)
-    with pytest.raises(RetentionError, match=r"retention 0\.5 and budget_tokens 9 both say how much to keep"):
-        RaggedCache(model, policy=policy, retention=0.5, budget_tokens=9)
-    for amount in ({"retention": 0.1}, {"budget_tokens": 3}):
-        with pytest.raises(RetentionError, match="'half' has a budget of its own: leave retention and"):
-            RaggedCache(model, method=Method("half", Uniform(0.5), RandomScores()), **amount)
-    for option in ({"streaming": True, "prompt_tokens": 9}, {"decode_eviction": True}):
-        with pytest.raises(CacheError, match="does not work with 'snapkv'"):
-            RaggedCache(model, method="snapkv", **option)
+        model(ids(600), past_key_values=RaggedCache(model, policy=policy))
     cache = RaggedCache(model, policy=policy)
-    model(ids(PROMPT, 2), past_key_values=cache, use_cache=True)
+    with pytest.raises(CacheError, match="assisted decoding"):
+        model.generate(ids(PROMPT), past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=4)
+    mask = torch.ones(2, PROMPT, dtype=torch.long)
+    for hidden, message in (
+        (slice(-5, None), "pad it on the left"),
+        (slice(None), "a row of the batch is nothing but"),
+    ):
+        mask[0, hidden] = 0
+        with pytest.raises(PromptError, match=message):
+            model(ids(PROMPT, 2), attention_mask=mask, past_key_values=RaggedCache(model, policy=policy))
+
+
+def test_what_cannot_follow_a_prompt_is_refused(model, policy):
+    cache = RaggedCache(model, policy=policy)
+    model(ids(PROMPT, 2), past_key_values=cache)
     padding = torch.ones(2, PROMPT + 4, dtype=torch.long)
     padding[1, PROMPT:] = 0
     with pytest.raises(PromptError, match="a row of the batch is nothing but padding"):
-        model(ids(4, 2), attention_mask=padding, past_key_values=cache, use_cache=True)
-    right = torch.ones(2, PROMPT, dtype=torch.long)
-    right[0, -5:] = 0
-    with pytest.raises(PromptError, match="pad it on the left"):
-        model(ids(PROMPT, 2), attention_mask=right, past_key_values=RaggedCache(model, policy=policy), use_cache=True)
-    right[0] = 0
-    with pytest.raises(PromptError, match="a row of the batch is nothing but padding"):
-        model(ids(PROMPT, 2), attention_mask=right, past_key_values=RaggedCache(model, policy=policy), use_cache=True)
-    cache = RaggedCache(model, policy=policy)
-    model(prompt, past_key_values=cache, use_cache=True)
-    with pytest.raises(CacheError, match="this cache has 1 rows, but 2 were given"):
-        model(ids(4, 2), past_key_values=cache, use_cache=True)
-    with pytest.raises(PolicyFileError, match=r"policy is 0\.5; give a Policy, .* how much is kept as retention=0\.15"):
-        RaggedCache(model, policy=0.5, method="snapkv")
+        model(ids(4, 2), attention_mask=padding, past_key_values=cache)
+    with pytest.raises(CacheError, match="this cache has 2 rows, but 1 were given"):
+        model(ids(4), past_key_values=cache)
 
 
 def test_interrupted_forward_is_noticed_and_mended(model, policy):
@@ -312,51 +320,6 @@ def test_a_pass_whose_attention_failed_in_the_first_layer_can_be_made_again(mode
             model(text[:, PROMPT:], **options)
     assert cache.get_seq_length() == PROMPT
     torch.testing.assert_close(model(text[:, PROMPT:], **options).logits, expected, rtol=0, atol=0)
-
-
-def test_unsupported_architectures_are_refused():
-    from transformers import (
-        FalconConfig,
-        FalconForCausalLM,
-        GPT2Config,
-        GPT2LMHeadModel,
-        MambaConfig,
-        MambaForCausalLM,
-        MistralConfig,
-        MistralForCausalLM,
-        T5Config,
-        T5ForConditionalGeneration,
-    )
-
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 20}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    refused = {
-        r"kind \['sliding_attention'\]": MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=8)),
-        "no per-head key-value cache": MambaForCausalLM(
-            MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=20, state_size=4)
-        ),
-        "code of its own": FalconForCausalLM(
-            FalconConfig(
-                hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=20, max_position_embeddings=64
-            )
-        ),
-        "encoder-decoder": T5ForConditionalGeneration(
-            T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=20)
-        ),
-    }
-    for reason, model in refused.items():
-        with pytest.raises(UnsupportedModelError, match=reason):
-            patch_attention(model)
-    assert patch_attention(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=None))).spec.kv_heads == 1
-    assert (
-        patch_attention(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20))).spec.kv_heads == 2
-    )
-    flex = tiny_llama()
-    flex.set_attn_implementation("flex_attention")
-    with pytest.raises(UnsupportedModelError, match="'flex_attention' yet"):
-        patch_attention(flex)
-    with pytest.raises(UnsupportedModelError, match="no transformers causal language model"):
-        patch_attention(torch.nn.Linear(2, 2))
 
 
 def test_a_cache_serves_its_own_model_alone(model, policy):

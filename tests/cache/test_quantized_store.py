@@ -11,7 +11,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.store import RaggedStore
 from lkv.context.context import Context, compress
 from lkv.errors import CacheError
-from tests.cache.test_generation import METHOD, ids
+from tests.cache.helpers import METHOD, ids
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 

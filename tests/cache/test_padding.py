@@ -12,7 +12,7 @@ from lkv.config import ScorerInputs
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.policy.policy import Policy
-from tests.cache.test_generation import METHOD, ids, padded
+from tests.cache.helpers import METHOD, ids, padded
 from tests.conftest import tiny_llama
 from tests.oracle import hidden_from_continuation
 
