@@ -26,6 +26,7 @@ from lkv.training.data.documents import Passage
 from lkv.training.data.public_datasets import match_dataset
 from lkv.utils.results import write_results
 from tests.conftest import save_model, tiny_llama
+from tests.context.test_compression import Words
 from tests.training.conftest import folder  # noqa: F401
 from tests.training.made_sets import Tokens, prose
 
@@ -284,3 +285,16 @@ def test_cards_say_what_was_measured(capsys):
         assert checked_line(entry.card).endswith("and were trained on")
     assert main(["policies"]) == 0
     assert capsys.readouterr().out.count("  overlap   ") == 3
+
+
+def test_needles_occur_once_in_the_prose():
+    prose = ["Some sentence of real prose stands here. " * 2000]
+    for seed in range(5):
+        tokenizer = Words()
+        item = heldout.make_needles(tokenizer, prose, 300, 4, seed)
+        assert 250 < len(item.ids) < 330
+        key = item.question.split(" for ")[1].split(" mentioned")[0]
+        needle = tokenizer(f"One of the special magic numbers for {key} is: {item.answer}.")["input_ids"]
+        places = [i for i in range(len(item.ids)) if item.ids[i : i + len(needle)] == needle]
+        assert len(places) == 1
+        assert heldout.make_needles(tokenizer, prose, 300, 4, seed) == item

@@ -13,7 +13,6 @@ import torch
 
 from lkv.errors import DataError
 from lkv.evaluation.report.results import read_results
-from lkv.evaluation.sample_journal import SampleJournal
 from lkv.methods.selectors import Knorm
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
@@ -100,24 +99,6 @@ def test_a_run_torn_while_it_adds_methods_is_read_and_taken_up(model, policy, tm
     assert read_results([out]).frame.groupby("key", sort=False).size().tolist() == [3, *[2] * (len(first) - 1)]
     _, lines = run(model, policy, out, examples, ["knorm", "snapkv"])
     assert [line["rows"] for line in lines] == [line["rows"] for line in both]
-
-
-def test_parts_of_any_number_of_processes_are_taken_up(tmp_path):
-    out, header = tmp_path / "x.jsonl", {"format": 1, "machine": "a"}
-    keys = [f"k{number}" for number in range(7)]
-    journals = [SampleJournal(out, header, rank, 3) for rank in range(3)]
-    for number, key in enumerate(keys):
-        journals[number % 3].add({"key": key, "value": key})
-    with (tmp_path / "x.part1.jsonl").open("a") as file:
-        file.write('{"key": "torn')
-    (tmp_path / "x.partial.jsonl").write_text("somebody else's")
-    again = SampleJournal(out, header | {"machine": "b"})
-    assert set(again.done) == set(keys)
-    again.add({"key": "k7", "value": "ü"})
-    again.finish([*keys[::-1], "k7"])
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert lines == [header, *({"key": key, "value": key} for key in keys[::-1]), {"key": "k7", "value": "ü"}]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl", "x.partial.jsonl"]
 
 
 SECONDS = 300  # starting Python with transformers takes a minute on a busy machine

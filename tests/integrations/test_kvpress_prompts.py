@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     kvpress = pytest.importorskip("kvpress")
 
 from lkv.evaluation.example import make_prompt
-from tests.evaluation.test_protocol import CHAT, byte_tokenizer, example
+from tests.evaluation.test_example import CHAT, byte_tokenizer, example
 
 BASE = byte_tokenizer(None, bos=True)
 # kvpress finds the place of the context by a run of this character.

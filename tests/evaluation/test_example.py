@@ -1,4 +1,4 @@
-"""Prompts under both protocols: their text, where they are cut, what truncation loses."""
+"""Prompts of examples under both protocols: their text, truncation, and chat templates of each model family."""
 
 import json
 
@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from lkv.errors import EvaluationError, PromptError
 from lkv.evaluation.example import PROTOCOLS, Example, make_prompt
 from lkv.evaluation.longbench import load_examples
+from lkv.training.data.samples import Continuation, Sample, tokenize_sample
+from lkv.utils.prompts import chat_template_parts, encode_context, encode_question
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</>\n{% endfor %}"
@@ -64,7 +66,7 @@ def texts(prompt, tokenizer) -> tuple[str, str]:
         ("longbench", PLAIN, True, "Which river?\nAnswer:"),
     ],
 )
-def test_where_template_question_and_answer_prefix_stand(protocol, tokenizer, chat, question):
+def test_order_of_template_question_and_answer_prefix(protocol, tokenizer, chat, question):
     prompt = make_prompt(example(chat=chat), tokenizer, protocol, 500)
     templated = tokenizer is CHAT and (chat or protocol == "kvpress")
     assert texts(prompt, tokenizer) == (("<user>" if templated else "") + "Some words.", question)
@@ -72,7 +74,7 @@ def test_where_template_question_and_answer_prefix_stand(protocol, tokenizer, ch
 
 
 @given(st.sampled_from(["trec", "lcc", "multi_news", "passage_count"]), st.text(max_size=30), st.text(max_size=30))
-def test_the_longbench_protocol_reads_the_official_prompt(tmp_path_factory, task, context, question):
+def test_longbench_protocol_gives_the_official_prompt(tmp_path_factory, task, context, question):
     """Character for character, with the chat template only around the tasks that have it in the official script."""
     official = {
         "trec": "Please determine the type of the question below. Here are some examples of questions.\n\n"
@@ -99,7 +101,7 @@ def test_the_longbench_protocol_reads_the_official_prompt(tmp_path_factory, task
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_the_first_token_is_the_template_s_or_the_tokenizer_s(protocol):
+def test_the_first_token_occurs_once(protocol):
     """Where no template is used, what the tokenizer puts before a text is there once, and counts when cutting."""
     base, chat = byte_tokenizer(None, bos=True), byte_tokenizer("<s>" + TEMPLATE, bos=True)
     assert make_prompt(example(), base, protocol, 500).context == base("Some words.")["input_ids"]
@@ -118,7 +120,7 @@ def test_the_first_token_is_the_template_s_or_the_tokenizer_s(protocol):
     st.integers(-3, 20) | st.integers(20, 220),
     st.booleans(),
 )
-def test_only_the_middle_of_the_context_is_cut(protocol, length, asked, new, room, chat):
+def test_truncation_removes_the_middle_of_the_context(protocol, length, asked, new, room, chat):
     item = example("".join(chr(65 + i % 26) for i in range(length)), question="?" * asked, max_new_tokens=new)
     tokenizer = CHAT if chat else PLAIN
     whole = make_prompt(item, tokenizer, protocol, 10_000)
@@ -141,7 +143,7 @@ def test_only_the_middle_of_the_context_is_cut(protocol, length, asked, new, roo
 
 
 @given(st.integers(0, 150), st.integers(60, 200), st.sampled_from(["Neva", "Lake Ladoga", "3.5%"]))
-def test_an_answer_is_lost_exactly_if_its_words_are_cut(place, positions, answer):
+def test_an_answer_is_lost_if_its_words_are_removed(place, positions, answer):
     context = "." * place + f" {answer.upper()} " + "." * (150 - place)
     item = example(context, ["nowhere", answer])
     prompt = make_prompt(item, PLAIN, "longbench", positions)
@@ -179,7 +181,7 @@ def test_which_answers_can_be_lost(middle, changes, lost):
     assert not make_prompt(item, PLAIN, "longbench", 1000).answer_lost
 
 
-def test_halves_that_meet_in_an_answer_do_not_hold_it():
+def test_an_answer_across_the_cut_does_not_count():
     whole = make_prompt(example("x", ["Neva"]), PLAIN, "longbench", 1000)
     positions = 10 + len(whole.question) + 40
     prompt = make_prompt(example("." * 17 + " Ne the Neva va " + "." * 17, ["Neva"]), PLAIN, "longbench", positions)
@@ -187,10 +189,68 @@ def test_halves_that_meet_in_an_answer_do_not_hold_it():
     assert prompt.answer_lost
 
 
-def test_mistakes_are_named():
+def test_impossible_prompts_are_refused():
     with pytest.raises(EvaluationError, match="no protocol 'official'; use one of kvpress, longbench"):
         make_prompt(example(), PLAIN, "official", 100)
     with pytest.raises(PromptError, match=r"qasper 7: its question \(57 tokens\) and answer \(10\) leave -7 of 60"):
         make_prompt(example(question="?" * 50), PLAIN, "longbench", 60)
     with pytest.raises(PromptError, match="qasper 7 has nothing to read after its context"):
         make_prompt(example(question="", answer_prefix=""), PLAIN, "longbench", 60)
+
+
+# Made up after each family's: its markers, what it does with a system turn, whether it strips and whether it thinks.
+_TURNS = "{% for m in messages %}"
+TEMPLATES = {
+    "llama": (
+        "<s>[system]Today: 26 Jul 2024[end]" + _TURNS + "[{{ m['role'] }}]\n\n{{ m['content'] | trim }}[end]"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]\n\n{% endif %}",
+        "[end][assistant]\n\n",
+    ),
+    "qwen2": (
+        "{% if messages[0]['role'] != 'system' %}[system\nBe helpful.]\n{% endif %}" + _TURNS + "[{{ m['role'] }}\n"
+        "{{ m['content'] }}]\n{% endfor %}{% if add_generation_prompt %}[assistant\n{% endif %}",
+        "]\n[assistant\n",
+    ),
+    "qwen3": (
+        _TURNS + "[{{ m['role'] }}\n{{ m['content'] }}]\n{% endfor %}{% if add_generation_prompt %}[assistant\n"
+        "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+        "]\n[assistant\n<think>\n\n</think>\n\n",
+    ),
+    "mistral": ("<s>" + _TURNS + "[INST] {{ m['content'] }} [/INST]{% endfor %}", " [/INST]"),
+    "gemma": (
+        "<s>" + _TURNS + "<turn>{{ m['role'] }}\n{{ m['content'] | trim }}</turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<turn>model\n{% endif %}",
+        "</turn>\n<turn>model\n",
+    ),
+    "phi": (
+        _TURNS + "<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}{{ '<|assistant|>\n' }}",
+        "<|end|>\n<|assistant|>\n",
+    ),
+    "none": (None, "\nAnswer:"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_training_and_evaluation_begin_the_answer_at_one_place(family):
+    template, after = TEMPLATES[family]
+    tokenizer = byte_tokenizer(template)
+    assert chat_template_parts(tokenizer)[2] == after
+    context, question = "The tower is old.", "How old?"
+    trained = tokenize_sample(Sample("s", context, (Continuation(question, "Very"),)), tokenizer, 500, 500)
+    (ids, skip), = trained.continuations  # fmt: skip
+    assert tokenizer.decode(ids[:skip]).endswith(after) and tokenizer.decode(ids[skip:]).startswith("Very")
+    assert ids[:skip] == encode_question(tokenizer, question)
+    assert trained.context == encode_context(tokenizer, context)
+    if template is None:
+        return  # evaluations write their own question forms where there is no template
+    # An evaluated question brings its line breaks with it; the paper's answers begin where the template ends.
+    for protocol in ("kvpress", "longbench"):
+        example = Example("ruler", "niah", 0, context, "\n\n" + question, "", ("Very",), 5, "string_match_all")
+        prompt = make_prompt(example, tokenizer, protocol, 900)
+        assert (prompt.context, prompt.question) == (trained.context, ids[:skip])
+
+
+@pytest.mark.parametrize("template", ["no turn at all", "{{ messages[0]['content'] }}{{ messages[0]['content'] }}"])
+def test_templates_that_lose_or_repeat_the_text_are_refused(template):
+    with pytest.raises(PromptError, match="does not carry the user's text exactly once"):
+        chat_template_parts(byte_tokenizer(template))
