@@ -1,4 +1,4 @@
-"""Prompts of unequal length in one batch: each row keeps 15% of its own tokens, and padding is never stored.
+"""Generate for prompts of unequal length in one batch: each row keeps 15% of its own tokens, padding is never stored.
 
 python -m examples.batch
 """

@@ -1,4 +1,4 @@
-"""The main job on the embedded model: a long document answered from 15% of its cache, beside full cache and SnapKV.
+"""Answer questions about a long document from 15% of its KV cache, beside the full cache and SnapKV.
 
 python -m examples.demo    (writes demo-output/summary.json and demo-output/budgets.png)
 """
@@ -71,7 +71,7 @@ def main() -> None:
     policy = default_policy()
     draw_budgets(policy.inference_ratios(RETENTION).tolist(), RETENTION, OUT / "budgets.png")
     write_results(OUT / "summary.json", "demo", rows, seed=0, command="make demo")
-    print(f"\n{OUT}/summary.json and {OUT}/budgets.png are written.")
+    print(f"\n{OUT}/summary.json and {OUT}/budgets.png were written.")
 
 
 if __name__ == "__main__":

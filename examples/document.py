@@ -1,36 +1,23 @@
-"""The text that the examples read: real prose with three notes to be found in it."""
+"""The text that the examples read: real prose with three notes hidden in it."""
 
 from importlib.metadata import files
 from typing import Any
 
 TOKENS = 4200
-# Real text that comes with a pinned package: the licence that numpy's wheels carry for their Fortran library, about
-# 4,200 tokens of it, with three notes left between its paragraphs.
+# Real text of a pinned package: about 4,200 tokens of the licence that numpy's wheels carry for their Fortran library.
 PACKAGE, OPENING = "numpy", "GNU GENERAL PUBLIC LICENSE"
+# Depth, note, question, answer.
 NOTES = (
-    (
-        0.15,
-        "The spare key to the reading room is kept in Lisbon.",
-        "Where is the spare key to the reading room kept?",
-        "Lisbon",
-    ),
-    (
-        0.50,
-        "The password for the old archive is walnut.",
-        "What is the password for the old archive?",
-        "walnut",
-    ),
-    (
-        0.82,
-        "The telephone extension of Marta Lindgren is 5308.",
-        "What is the telephone extension of Marta Lindgren?",
-        "5308",
-    ),
-)
+    (0.15, "The spare key to the reading room is kept in Lisbon.", "Where is the spare key to the reading room kept?",
+     "Lisbon"),
+    (0.50, "The password for the old archive is walnut.", "What is the password for the old archive?", "walnut"),
+    (0.82, "The telephone extension of Marta Lindgren is 5308.", "What is the telephone extension of Marta Lindgren?",
+     "5308"),
+)  # fmt: skip
 
 
 def document(tokenizer: Any, tokens: int = TOKENS) -> str:
-    """About the first `tokens` tokens of the licence with the notes at their depths."""
+    """About the first `tokens` tokens of the licence, with the notes at their depths."""
     texts = [file.read_text(encoding="utf-8") for file in files(PACKAGE) or [] if file.name == "LICENSE.txt"]
     text = next(text for text in texts if OPENING in text)
     paragraphs = [" ".join(part.split()) for part in text[text.index(OPENING) :].split("\n\n") if part.strip()]

@@ -1,4 +1,4 @@
-"""Compress a text today, ask it tomorrow: the file holds 15% of the cache and nothing of what was evicted.
+"""Compress a text, save it, load it and ask questions: the file holds the kept 15% of the KV cache and nothing else.
 
 python -m examples.saved_context
 """
@@ -21,8 +21,7 @@ def main() -> None:
         context = Context.load(path, model, tokenizer)
     for _, _, question, _ in NOTES:
         print(f"{question} {context.ask(question, max_new_tokens=14)}")
-    # Two ways on from one compressed text, neither seeing the other.
-    other = context.fork()
+    other = context.fork()  # a second conversation over the same compressed text
     print(other.ask("Who wrote this licence?", max_new_tokens=14, do_sample=True))
 
 

@@ -1,4 +1,4 @@
-"""A long text read in parts: the cache never holds more than 15% of what was read so far, and one part of one layer.
+"""Read a long text in chunks: the cache never holds more than 15% of the tokens so far and one chunk of one layer.
 
 python -m examples.streaming
 """

@@ -1,4 +1,4 @@
-"""The budget policies of five methods on one real text (the paper's Fig. 1): what each head really keeps.
+"""The budget policies of five methods on one real text (the paper's Fig. 1): the share that each head keeps.
 
 python -m runs.budget_policies --text FILE    (writes budget_policies.json and budget_policies.png)
 
@@ -34,7 +34,7 @@ METHODS = ("snapkv", "pyramidkv", "duo", "adakv-snapkv", "lkv")
 def shares(
     model: Any, ids: list[int], policy: Policy, retention: float, pattern: list[list[float]]
 ) -> dict[str, list[list[float]]]:
-    """Kept / all tokens of each KV head [L][H], by method, after reading `ids` once."""
+    """Kept / all tokens of each KV head [layers][KV heads] by method, from one forward pass over `ids`."""
     prompt = read_prompt(model, torch.tensor([ids], device=model.device), queries=True)
     by_method = {}
     for name in METHODS:
@@ -48,7 +48,7 @@ def shares(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", type=Path, required=True, help="a long text, read as a prompt")
     parser.add_argument("--tokens", type=int, default=4096, help="read no more of it than this")
@@ -79,14 +79,9 @@ def _run(options: argparse.Namespace) -> None:
     layers, heads = policy.spec.layers, policy.spec.kv_heads
     pattern = read_pattern(options.pattern, layers, heads) if options.pattern else estimate_pattern(model, [ids])
     by_method = shares(model, ids, policy, options.retention, pattern)
-    common = {
-        "model": Path(options.model).name,
-        "tokens": len(ids),
-        "retention": options.retention,
-        "unit": "kept / all",
-    }
+    common = {"model": Path(options.model).name, "tokens": len(ids), "retention": options.retention}
     rows = [
-        common | {"method": method, "layer": layer, "head": head, "value": share}
+        common | {"method": method, "layer": layer, "head": head, "value": share, "unit": "kept / all"}
         for method, table in by_method.items()
         for layer, row in enumerate(table)
         for head, share in enumerate(row)

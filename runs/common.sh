@@ -1,4 +1,4 @@
-# What the scripts for the paper's models share. Each takes the model, llama or qwen, and reads from the environment:
+# Shared by the scripts for the paper's models. Each takes the model, llama or qwen, and reads these variables:
 #   POLICY     folder or hub id of the model's policy   (default: what train.sh left in OUT/training/policy)
 #   PATTERN    for DuoAttention: its official full_attention_heads.tsv (llama), or a long text file to estimate on (qwen)
 #   RULER      folder with RULER's sources: PaulGrahamEssays.json or a folder essays; SQuAD and HotpotQA (else: from the hub)
@@ -9,12 +9,12 @@
 #   LAUNCH     how to start measurements          (default: $PYTHON -m lkv; for several GPUs: accelerate launch -m lkv)
 #   TRAIN      how to start the training          (default: accelerate launch -m lkv)
 #   OUT        where results, tables and figures go (default: runs-local/MODEL in this repository)
-# DATA_OPTIONS, TRAIN_OPTIONS, EVAL_OPTIONS, PROFILE_OPTIONS add options, which win over the scripts' own; LENGTHS and LENGTH
-# are RULER's. The rehearsal (runs/rehearse.py) makes everything small with them.
-# One GPU with 80 GB for each process holds the weights (16 GB) and prompts of about 40k tokens with the methods beside
-# each other; where more is needed, fewer are held at a time. Interrupted runs go on where they were.
+# DATA_OPTIONS, TRAIN_OPTIONS, EVAL_OPTIONS and PROFILE_OPTIONS add options, which override the scripts' own; LENGTHS and
+# LENGTH are RULER's. The rehearsal (runs/rehearse.py) uses them to make everything small.
+# One GPU with 80 GB per process holds the weights (16 GB) and prompts of about 40k tokens with all methods at once; longer
+# prompts are measured with fewer methods at a time. Run an interrupted script again to continue it.
 set -euo pipefail
-# Paths are those of the caller's folder.
+# Paths are relative to the caller's folder.
 for name in POLICY PATTERN TEXT RULER LONGBENCH DATA MODEL OUT; do
     if [[ -e ${!name:-} ]]; then printf -v "$name" %s "$(realpath "${!name}")"; fi
 done
@@ -38,8 +38,8 @@ read -r -a data_options <<<"${DATA_OPTIONS:-}"
 read -r -a train_options <<<"${TRAIN_OPTIONS:-}"
 read -r -a eval_options <<<"${EVAL_OPTIONS:-}"
 read -r -a profile_options <<<"${PROFILE_OPTIONS:-}"
-# PyramidKV and DuoAttention as kvpress has them: those are what the paper measured.
-rivals=(snapkv pyramidkv-kvpress duo-kvpress adakv-snapkv lkv)
+# PyramidKV and DuoAttention of kvpress: the paper measured those.
+baselines=(snapkv pyramidkv-kvpress duo-kvpress adakv-snapkv lkv)
 grid=(uniform+snapkv ada+snapkv lkv-h+snapkv uniform+expected ada+expected lkv-h+expected uniform+lkv-t ada+lkv-t lkv-h+lkv-t)
 
 # evaluate SUITE FILE ARGUMENTS...
@@ -48,7 +48,7 @@ evaluate() {
     if [[ $1 == longbench && -n ${LONGBENCH:-} ]]; then data=(--data "$LONGBENCH"); fi
     if [[ $1 == ruler && -n ${RULER:-} ]]; then data=(--data "$RULER"); fi
     if [[ -n ${PATTERN:-} && " $* " == *" duo"* ]]; then pattern=(--pattern "$PATTERN" --pattern-by kvpress); fi
-    # Before version 4.4, bash takes an empty array for an unset one.
+    # Bash before version 4.4 treats an empty array as unset.
     "${launch[@]}" eval "$1" ${data[@]+"${data[@]}"} ${pattern[@]+"${pattern[@]}"} --model "$model" --dtype bfloat16 \
         --policy "$policy" --protocol kvpress --out "$out/$2.jsonl" "${@:3}" ${eval_options[@]+"${eval_options[@]}"}
 }

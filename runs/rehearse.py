@@ -1,9 +1,9 @@
-"""The scripts of this folder from end to end, on a CPU, with tiny random models of both architectures and tiny data.
+"""Run the scripts of this folder end to end on a CPU, with tiny random models of both architectures and tiny data.
 
 python -m runs.rehearse [--out FOLDER]    (make rehearse)
 
-What runs is `runs/all.sh llama` and `runs/all.sh qwen`, as on GPUs; only sizes differ. Numbers mean nothing here: it is
-the commands, files and formats that are tried, so that nothing runs for the first time where hours are dear.
+It runs `runs/all.sh llama` and `runs/all.sh qwen`; only the sizes differ from a run on GPUs. The numbers mean nothing:
+the rehearsal tests commands, files and formats before you spend GPU hours.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from lkv.evaluation.longbench import TASKS
 
 ROOT = Path(__file__).parent.parent
 ARCHITECTURES = ("llama", "qwen")
-# After the forms of both families: a Llama turn, and Qwen3's, which can think.
+# In the style of both families: Llama's turns, and Qwen3's with its thinking block.
 _TEMPLATES = {
     "llama": "<s>{% for m in messages %}[{{ m['role'] }}]\n\n{{ m['content'] | trim }}[end]{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n\n{% endif %}",
@@ -43,9 +43,11 @@ _ITEMS = 40  # of each set: about two of them are held out
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status of the first script that fails."""
+    """Run the command line; returns the exit status of the first script that fails."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=None, help="folder to keep it all in (default: a temporary one)")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder for all files, which are kept (default: a temporary one)"
+    )
     parser.add_argument("--only", choices=ARCHITECTURES, default=None, help="one architecture alone")
     options = parser.parse_args(arguments)
     folder = options.out or Path(tempfile.mkdtemp(prefix="rehearsal-"))
@@ -78,7 +80,7 @@ EXPECTED = (
 
 
 def environment(name: str, folder: Path) -> dict[str, str]:
-    """What makes the scripts small, beside the caller's environment."""
+    """The caller's environment with the variables that make the scripts small."""
     python = sys.executable
     bounds = "--min-tokens 200 --max-tokens 700"
     settings = {
@@ -99,7 +101,7 @@ def environment(name: str, folder: Path) -> dict[str, str]:
 
 
 def make_model(name: str, folder: Path) -> None:
-    """A random model of the architecture, with a tokenizer that learned from the rehearsal's own words."""
+    """Save a random model of the architecture, with a tokenizer trained on the rehearsal's own words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -123,27 +125,27 @@ def make_model(name: str, folder: Path) -> None:
 
 
 def make_data(folder: Path) -> None:
-    """Invented rows of every set under its official name, with its official fields."""
+    """Write made-up rows of every dataset under its official name, with its official fields."""
     rng = random.Random(0)
     data, longbench, ruler = (folder / name for name in ("data", "longbench", "ruler"))
     for path in (data, longbench, ruler):
         path.mkdir(parents=True, exist_ok=True)
     (folder / "book.txt").write_text(_prose(rng, 3000), encoding="utf-8")
-    _json(data / "hotpot_train_v1.1.json", [_puzzle(rng, i) for i in range(_ITEMS)])
-    _json(data / "train-v1.1.json", {"data": [_article(rng, i) for i in range(_ITEMS)], "version": "1.1"})
+    _json(data / "hotpot_train_v1.1.json", [_hotpot_row(rng, i) for i in range(_ITEMS)])
+    _json(data / "train-v1.1.json", {"data": [_squad_article(rng, i) for i in range(_ITEMS)], "version": "1.1"})
     events = [(" ||||| ".join(_prose(rng, 80) for _ in range(3)), _prose(rng, 20)) for _ in range(_ITEMS)]
     (data / "train.src.cleaned").write_text("".join(f"{articles}\n" for articles, _ in events), encoding="utf-8")
     (data / "train.tgt").write_text("".join(f"{summary}\n" for _, summary in events), encoding="utf-8")
-    asked = (f"NUM:count How many {rng.choice(_STEMS)}s are in house {i} ?\n" for i in range(_ITEMS * 4))
-    (data / "train_5500.label").write_text("".join(asked), encoding="latin-1")
-    files = [
+    questions = (f"NUM:count How many {rng.choice(_STEMS)}s are in house {i} ?\n" for i in range(_ITEMS * 4))
+    (data / "train_5500.label").write_text("".join(questions), encoding="latin-1")
+    code = [
         {
             "content": "\n".join(f"def winter(garden):\n    return {_prose(rng, 6)}" for _ in range(20)),
             "max_stars_repo_path": f"src/file{i}.py",
         }
         for i in range(_ITEMS)
     ]
-    _parquet(data / "the-stack" / "data" / "python" / "data-00000-of-00001.parquet", files)
+    _parquet(data / "the-stack" / "data" / "python" / "data-00000-of-00001.parquet", code)
     sums = [
         {"question": f"What are {i} and {i}?", "subject": "", "choices": ["1", "2", "3", str(2 * i)], "answer": 3}
         for i in range(_ITEMS * 4)
@@ -160,20 +162,22 @@ def make_data(folder: Path) -> None:
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (longbench / f"{task}.jsonl").write_text(lines, encoding="utf-8")
     _json(ruler / "PaulGrahamEssays.json", {"text": _prose(rng, 4000)})
-    _json(ruler / "dev-v2.0.json", {"data": [_article(rng, i, "evaluated") for i in range(90)], "version": "v2.0"})
-    _json(ruler / "hotpot_dev_distractor_v1.json", [_puzzle(rng, i, "evaluated") for i in range(40)])
+    _json(
+        ruler / "dev-v2.0.json", {"data": [_squad_article(rng, i, "evaluated") for i in range(90)], "version": "v2.0"}
+    )
+    _json(ruler / "hotpot_dev_distractor_v1.json", [_hotpot_row(rng, i, "evaluated") for i in range(40)])
 
 
 def _prose(rng: random.Random, words: int) -> str:
-    """Sentences of a few stems with endings."""
-    said = []
+    """Sentences of random words: a few stems with endings."""
+    sentence = []
     for i in range(words):
         word = rng.choice(_STEMS) + rng.choice(("", "s", "ed", "ing"))
-        said.append(word.capitalize() if i % 9 == 0 else word + ("." if i % 9 == 8 else ""))
-    return " ".join(said)
+        sentence.append(word.capitalize() if i % 9 == 0 else word + ("." if i % 9 == 8 else ""))
+    return " ".join(sentence)
 
 
-def _puzzle(rng: random.Random, number: int, kind: str = "trained") -> dict[str, Any]:
+def _hotpot_row(rng: random.Random, number: int, kind: str = "trained") -> dict[str, Any]:
     titles = [f"House {kind} {number} {i}" for i in range(10)]
     return {
         "_id": f"{kind}{number}", "question": f"Who built the {kind} house {number}?", "answer": f"Mason {number}",
@@ -182,12 +186,16 @@ def _puzzle(rng: random.Random, number: int, kind: str = "trained") -> dict[str,
     }  # fmt: skip
 
 
-def _article(rng: random.Random, number: int, kind: str = "trained") -> dict[str, Any]:
+def _squad_article(rng: random.Random, number: int, kind: str = "trained") -> dict[str, Any]:
     key = f"Key {number}"
-    asked = {"id": f"{kind}{number}", "question": f"Which key opens the {kind} house {number}?", "is_impossible": False}
+    question = {
+        "id": f"{kind}{number}",
+        "question": f"Which key opens the {kind} house {number}?",
+        "is_impossible": False,
+    }
     paragraph = {
         "context": f"{_prose(rng, 60)} {key} opens it.",
-        "qas": [{**asked, "answers": [{"text": key, "answer_start": 0}]}],
+        "qas": [{**question, "answers": [{"text": key, "answer_start": 0}]}],
     }
     return {"title": f"House_{number}", "paragraphs": [paragraph]}
 

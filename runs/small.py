@@ -1,9 +1,9 @@
-"""The paper's tables and figures for the embedded model, at lengths a CPU can do.
+"""The paper's tables and figures for the embedded model, at lengths that fit a CPU.
 
 python -m runs.small --ruler FOLDER [--longbench FOLDER]    (make reproduce-small RULER=FOLDER LONGBENCH=FOLDER)
 
-Measures RULER at 2k and 4k with every method at R = 0.15, the main ones at every retention, eight on LongBench if its
-data is given, then writes tables and figures beside the results. Started again, it goes on where it was.
+It measures RULER at 2k and 4k with every method at R = 0.15, the main methods at every retention, and eight methods on
+LongBench if its data is given; then it writes tables and figures beside the results. Run it again to continue.
 """
 
 import argparse
@@ -28,11 +28,11 @@ PATTERN_TOKENS = 4000  # of the text on which DuoAttention's retrieval heads are
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status of the first step that fails."""
+    """Run the command line; returns the exit status of the first step that fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ruler", type=Path, required=True, help="folder with RULER's sources, the essays among them")
     parser.add_argument("--longbench", type=Path, help="folder with LongBench's files (default: left out)")
-    parser.add_argument("--processes", type=int, default=2, help="that share the samples, a thread each")
+    parser.add_argument("--processes", type=int, default=2, help="how many share the samples, one thread each")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), help="on RULER at R = 0.15")
     parser.add_argument("--swept", nargs="+", default=list(SWEPT), help="on RULER at every retention")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -60,7 +60,7 @@ def run(commands: Iterator[list[str]], command: Callable[[list[str]], int]) -> i
 
 
 def _command(arguments: list[str], processes: int) -> int:
-    """One step: reports here, measurements in processes of their own."""
+    """Run one step: reports in this process, measurements in processes of their own."""
     if arguments[0] != "eval":
         return lkv(arguments)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -69,7 +69,7 @@ def _command(arguments: list[str], processes: int) -> int:
 
 
 def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:
-    """What is measured, and what is made of it."""
+    """The `lkv` commands that measure and report."""
     ruler, swept, longbench = (str(options.out / f"{name}.jsonl") for name in ("ruler", "swept", "longbench"))
     source = ["--data", str(options.ruler)]
     shared = ["--pattern", str(text), "--retention", "0.15", "--dtype", options.dtype]
@@ -90,7 +90,7 @@ def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:
     if options.longbench:
         data = ["--data", str(options.longbench), "--samples", str(options.longbench_samples)]
         yield ["eval", "longbench", *data, "--methods", *ON_LONGBENCH, *shared, "--out", longbench]
-        # A text cut to the model's length leaves KVzip no room to repeat it, and a table counts the samples of all.
+        # KVzip cannot repeat a text cut to the model's length, and a table counts only samples that all methods have.
         shown = ["--methods", *(name for name in ON_LONGBENCH if name != "kvzip")]
         for table, more in (("main", ["--published"]), ("tasks", ["--published"]), ("fidelity", [])):
             yield from _report(options.out, "longbench", longbench, table, [*more, *shown])
