@@ -1,23 +1,32 @@
-"""Documents as text: UTF-8 as it stands (Markdown is text already), HTML and PDF through their readers; no torch."""
+"""Documents as text: UTF-8 and Markdown unchanged, HTML and PDF by their readers; imports no torch."""
 
 import io
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from lkv.errors import DocumentError
 from lkv.utils.extras import require
-from lkv.utils.files import error_reason
+from lkv.utils.files import as_path, error_reason
 
 STDIN = "-"
 
 
-def read_document(name: str) -> str:
-    """The text of the file `name`, or of standard input for "-"; its kind is told by its first bytes, then its suffix.
+def read_document(name: str | os.PathLike[str]) -> str:
+    """Read the text of a file: UTF-8 text, Markdown, HTML or PDF, recognised by its first bytes, then its suffix.
 
-    Raises DocumentError for what cannot be read, holds no text or is of another kind, and MissingPackageError for the
-    extra `documents`.
+    Args:
+        name: The file's path, or "-" for standard input.
+
+    Returns:
+        The document's text.
+
+    Raises:
+        DocumentError: For a file that cannot be read, has no text or is of another kind.
+        MissingPackageError: If HTML or PDF needs the extra `documents`.
     """
+    name = str(as_path(name, DocumentError, "the document"))
     try:
         data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
     except FileNotFoundError:
@@ -34,7 +43,7 @@ def read_document(name: str) -> str:
             f"{shown} cannot be read as text ({error}); give UTF-8 text, Markdown, HTML or PDF."
         ) from error
     if not text.strip():
-        raise DocumentError(f"{shown} holds no text; a scanned document must go through text recognition first.")
+        raise DocumentError(f"{shown} has no text; a scanned document must go through text recognition first.")
     return text
 
 
@@ -52,11 +61,22 @@ def _plain(data: bytes, name: str) -> str:
 
 
 def _html(data: bytes, name: str) -> str:
-    """What a browser would show as text; tables and lists keep their layout."""
+    """The text that a browser shows; tables and lists keep their layout."""
     require("documents", "reading HTML")
-    from inscriptis import get_text
+    from inscriptis.html_engine import Inscriptis
+    from inscriptis.model.config import ParserConfig
+    from lxml.etree import ParserError
+    from lxml.html import HTMLParser, document_fromstring
 
-    return get_text(data.decode("utf-8-sig"))
+    content = data.decode("utf-8-sig").strip()
+    try:
+        # Without huge_tree the parser silently drops what is nested in more than 254 elements.
+        tree = document_fromstring(content.encode(), parser=HTMLParser(huge_tree=True, encoding="utf-8"))
+        return Inscriptis(tree, ParserConfig()).get_text()
+    except ParserError:  # an empty document
+        return ""
+    except RecursionError:
+        raise DocumentError(f"{name} is nested too deeply to be read; give its text.") from None
 
 
 def _pdf(data: bytes, name: str) -> str:

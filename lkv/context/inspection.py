@@ -1,4 +1,4 @@
-"""Which tokens every head of a method keeps of a text, at every retention of a ladder, from one reading."""
+"""Which tokens of a text every head of a method keeps, at several retentions, from one reading; and the page of it."""
 
 import base64
 import json
@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lkv.errors import LkvError, PromptError
 from lkv.integrations.transformers.attention import input_device, patch_attention
@@ -26,9 +25,19 @@ _DATA = "/* DATA */"  # where the page template takes its data
 
 @dataclass(frozen=True)
 class InspectionResult:
-    """A text as a method sees it: `pieces` [T], the text of each token; `ranks` [T, L * H], the place of each token in
-    each head, 0 the best (uint16, or uint32 for long texts); `counts` [R, L * H], how many tokens each head keeps at
-    each of `retentions`; `entry_bytes` of k and v of one token in one head."""
+    """The selection of one method in a text of T tokens, for L layers of H KV heads and R retentions.
+
+    Attributes:
+        method: The method's name.
+        pieces: The text of each token, [T].
+        ranks: The rank of each token in each head, 0 for the highest score: uint16 or, for long texts, uint32
+            [T, L * H].
+        counts: How many tokens each head keeps at each retention, [R, L * H].
+        retentions: The retentions, [R].
+        layers: L.
+        heads: H.
+        entry_bytes: Bytes of k and v of one token in one head.
+    """
 
     method: str
     pieces: list[str]
@@ -49,64 +58,70 @@ def inspect_text(
     policy: Policy | None = None,
     retentions: Sequence[float] = RETENTIONS,
 ) -> InspectionResult:
-    """Read `text` once and rank its tokens in every head; heads of all layers, layer by layer.
+    """Read a text once and rank its tokens in every head.
 
-    Raises what RaggedCache raises, PromptError for a text beyond the model's positions, and LkvError for a method that
-    reads the text twice or needs a pattern.
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        text: The text.
+        method: A method's name.
+        policy: Its policy; by default the one shipped for the model.
+        retentions: The retentions whose budgets are computed.
+
+    Returns:
+        Ranks and budgets of all heads.
+
+    Raises:
+        PromptError: For a text longer than the model reads.
+        LkvError: For a method that reads the text twice or needs a pattern, and as RaggedCache raises.
     """
     spec = patch_attention(model).spec
     ids = encode_context(tokenizer, text)
     if len(ids) >= spec.max_positions:
         raise PromptError(f"the text has {len(ids)} tokens, but the model reads {spec.max_positions}; shorten it.")
     if parse_method(method).needs_pattern:
-        raise LkvError(f"{method!r} needs a pattern of retrieval heads, which inspecting takes none of; use another.")
+        raise LkvError(
+            f"{method!r} needs a pattern of retrieval heads, which an inspection has not; use another method."
+        )
     methods = [
         resolve_method(method, model, retention=retention, policy=policy, tokenizer=tokenizer)
         for retention in retentions
     ]
     if methods[0].needs_whole_prompt:
-        raise LkvError(f"{method!r} sees all layers before it keeps anything; look at a method that goes by layers.")
+        raise LkvError(
+            f"{method!r} needs all layers before it keeps anything; inspect a method that evicts layer by layer."
+        )
     prompt = read_prompt(model, torch.tensor([ids], device=input_device(model)), methods[0].selector.reads_queries)
     ranks, counts = _ranked(methods, prompt)
     first = prompt[0]
     return InspectionResult(
-        method,
-        pieces_of(tokenizer, text, ids),
-        ranks,
-        counts,
-        tuple(retentions),
-        len(prompt),
-        first.key.shape[1],
-        (first.key.shape[-1] + first.value.shape[-1]) * first.key.element_size(),
-    )
+        method=method, pieces=token_texts(tokenizer, text, ids), ranks=ranks, counts=counts,
+        retentions=tuple(retentions), layers=len(prompt), heads=first.key.shape[1],
+        entry_bytes=(first.key.shape[-1] + first.value.shape[-1]) * first.key.element_size(),
+    )  # fmt: skip
 
 
 def _ranked(methods: Sequence[Method], prompt: list[LayerKV]) -> tuple[np.ndarray, np.ndarray]:
-    """`ranks` and `counts` of a InspectionResult; all methods share the selector of the first."""
+    """`ranks` and `counts` of a result; all methods share the selector of the first."""
     ranks, counts = [], []
     for layer, read in enumerate(prompt):
         scores = methods[0].selector.scores(layer, read)
-        ranks.append(_places(scores[0]))
+        order = scores[0].argsort(dim=-1, descending=True, stable=True)
+        ranks.append(order.argsort(-1).cpu().numpy())
         counts.append([method.budget.counts(layer, scores)[0] for method in methods])
     kind = np.uint16 if ranks[0].shape[-1] <= 1 << 16 else np.uint32
     return np.concatenate(ranks).T.astype(kind), np.asarray(counts).transpose(1, 0, 2).reshape(len(methods), -1)
 
 
-def _places(scores: Tensor) -> np.ndarray:
-    """The place of each token among those of its head [H, T], 0 for the highest score."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    return order.argsort(-1).cpu().numpy()
-
-
-def pieces_of(tokenizer: Any, text: str, ids: list[int]) -> list[str]:
-    """The text of each token of the context, so that all pieces put together are the text as the model reads it."""
+def token_texts(tokenizer: Any, text: str, ids: list[int]) -> list[str]:
+    """The text of each token of the context; joined, they are the text as the model reads it."""
     whole = chat_template_parts(tokenizer)[0] + text
     extra = len(ids) - len(encode(tokenizer, whole))
     if not getattr(tokenizer, "is_fast", False):
         return [tokenizer.decode([token]) for token in ids]
     spans = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     pieces, start = [], 0
-    # A character of several tokens goes to the first of them; what lies between two tokens, to the second.
+    # A character of several tokens belongs to the first of them; text between two tokens, to the second.
     for _, end in spans:
         pieces.append(whole[start : max(start, end)])
         start = max(start, end)
@@ -115,7 +130,8 @@ def pieces_of(tokenizer: Any, text: str, ids: list[int]) -> list[str]:
 
 @dataclass(frozen=True)
 class MethodAnswer:
-    """What one method answered: its `label` in print, entries kept of all, bytes held, and the text."""
+    """The answer of one method: its printed name, kept entries divided by all, bytes of its cache and of a full one,
+    and the text."""
 
     label: str
     realised: float
@@ -127,7 +143,15 @@ class MethodAnswer:
 def render_page(
     result: InspectionResult, title: str, model: str, retention: float, answers: dict[str, list[MethodAnswer]]
 ) -> str:
-    """The HTML of the page; `answers` by question, all at `retention`, where the slider starts."""
+    """Render the page, one HTML file that needs no network and no server.
+
+    Args:
+        result: The inspected text.
+        title: The text's name.
+        model: The model's name.
+        retention: Where the slider starts, and the retention of all answers.
+        answers: The answers of all methods, by question.
+    """
     start = min(range(len(result.retentions)), key=lambda i: abs(result.retentions[i] - retention))
     data: dict[str, Any] = {
         "title": title,
@@ -143,7 +167,7 @@ def render_page(
         "rankBytes": result.ranks.dtype.itemsize,
         "ranks": base64.b64encode(result.ranks.astype(result.ranks.dtype.newbyteorder("<")).tobytes()).decode(),
         "answersAt": retention,
-        "answers": {question: [asdict(answer) for answer in given] for question, given in answers.items()},
+        "answers": {question: [asdict(answer) for answer in row] for question, row in answers.items()},
     }
     # "<" could end the script that holds the data.
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")

@@ -77,9 +77,9 @@ def test_standard_input_is_read_to_its_end(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.txt", b" \n", "holds no text"),
+        ("a.txt", b" \n", "has no text"),
         ("a.bin", b"\xff\xfe\x00", "cannot be read as text"),
-        ("a.html", b"<html><body></body></html>", "holds no text"),
+        ("a.html", b"<html><body></body></html>", "has no text"),
         ("a.pdf", pdf(""), "a scanned document must go through text recognition"),
         ("b.pdf", b"%PDF-1.7 and then nothing", "is a damaged PDF"),
     ],
@@ -106,3 +106,24 @@ def test_a_missing_reader_is_named(reading, monkeypatch):
     monkeypatch.setitem(sys.modules, "pypdf", None)
     with pytest.raises(MissingPackageError, match=r"reading PDF needs pypdf.*pip install .*\[documents\]"):
         reading("a.pdf", pdf("x"))
+
+
+@pytest.mark.parametrize("depth", [10, 254, 300])
+def test_nested_html_is_read_whole_or_refused(reading, depth):
+    pytest.importorskip("inscriptis")
+    page = b"<html><body>" + b"<div>" * depth + b"inside" + b"</div>" * depth + b"<p>after</p></body></html>"
+    assert reading("a.html", page).split() == ["inside", "after"]
+    with pytest.raises(DocumentError, match="nested too deeply"):
+        reading("b.html", page.replace(b"<div>", b"<div>" * 500))
+
+
+def test_html_with_an_xml_declaration_and_odd_bytes(reading):
+    pytest.importorskip("inscriptis")
+    page = '<?xml version="1.0" encoding="latin-1"?><html><body><p>Brücke</p></body></html>'
+    assert reading("a.xhtml", page.encode()).strip() == "Brücke"
+
+
+@pytest.mark.parametrize("name", [3, None, b"a", "a\0b"])
+def test_what_is_no_path_is_refused(name):
+    with pytest.raises(DocumentError, match="must be a path"):
+        read_document(name)

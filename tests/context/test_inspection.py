@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.context.context import compress
-from lkv.context.inspection import inspect_text, pieces_of
+from lkv.context.inspection import inspect_text, token_texts
 from lkv.errors import LkvError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import load_model
@@ -73,7 +73,7 @@ def test_pieces_put_together_are_the_text(tokenizer, text):
     if text.encode("utf-8", "ignore").decode() != text:  # half a surrogate pair is no text
         return
     ids = encode_context(tokenizer, text)
-    pieces = pieces_of(tokenizer, text, ids)
+    pieces = token_texts(tokenizer, text, ids)
     assert len(pieces) == len(ids) and "".join(pieces).endswith(text)
 
 
@@ -123,7 +123,7 @@ def test_what_a_page_cannot_show_is_told_before_a_model_is_loaded(tmp_path, caps
 
 def test_what_cannot_be_looked_at_is_one_sentence(folder, capsys, monkeypatch, tmp_path):
     model, tokenizer = load_model(str(folder / "model"))
-    with pytest.raises(LkvError, match="'kvzip' needs a second pass"):
+    with pytest.raises(LkvError, match="'kvzip' needs all layers"):
         inspect_text(model, tokenizer, TEXT, "kvzip")
     with pytest.raises(LkvError, match="shorten it"):
         inspect_text(model, tokenizer, TEXT * 9, "knorm")
