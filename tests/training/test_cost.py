@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from lkv.cli.main import main
-from lkv.config import PRESETS, SETTINGS, check_positions, fit_to_positions, replace
+from lkv.config import PRESETS, check_positions, fit_to_positions, replace
 from lkv.errors import TrainingError, UnsupportedModelError
 from lkv.evaluation.profiling.random_models import CONFIGS, read_config
 from lkv.models.loading import load_model
@@ -83,10 +83,6 @@ def test_the_speed_is_measured_and_changes_nothing(tmp_path):
 def test_a_configuration_without_a_field_is_named():
     with pytest.raises(UnsupportedModelError, match="has no 'intermediate_size'"):
         Shape.of(GPT2Config())
-
-
-def test_every_setting_is_told():
-    assert all(field.description for field in SETTINGS.values())
 
 
 @pytest.mark.parametrize("positions", [512, 2048, 8192, 131_072])
@@ -180,12 +176,8 @@ def test_a_step_is_shared_out_by_cost(costs, processes):
     assert max(sums, default=0) - min(sums, default=0) <= max(costs, default=0) * (1 + 1e-9)
 
 
-def test_contexts_of_different_lengths_leave_no_process_waiting():
-    lengths = [500, 4000, 520, 1900, 3100, 700, 900, 2400]
+def test_operations_of_contexts_with_their_continuations():
     shape = Shape.of(tiny_llama().config)
-    costs = [context_flops(shape, tokens, [120, 40]) for tokens in lengths]
-    busiest = [max(sum(costs[item] for item in items) for items in split_by_cost(costs, 2)), sum(costs[1::2])]
-    assert busiest[0] < 1.1 * sum(costs) / 2 < 1.2 * sum(costs) / 2 < busiest[1]
     once = context_flops(shape, 700, [30, 30]) - context_flops(shape, 700, [30])
     assert once == 4 * shape.forward_flops(30, seen=700, logits=30)
     whole = context_flops(shape, 700, [30, 30], whole=True) - context_flops(shape, 700, [30], whole=True)

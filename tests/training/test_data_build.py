@@ -258,13 +258,13 @@ def test_other_columns_are_named(tmp_path, folder):
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys, words, message):
-    monkeypatch.setattr("lkv.models.loading.load_tokenizer", lambda name: Tokens())
+    monkeypatch.setattr("lkv.models.loading.load_tokenizer", lambda *_: Tokens())
     assert main(["data", "build", "--out", str(tmp_path / "out"), *words]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_the_command_builds_and_tells(tmp_path, folder, monkeypatch, capsys):
-    monkeypatch.setattr("lkv.models.loading.load_tokenizer", lambda name: Tokens())
+    monkeypatch.setattr("lkv.models.loading.load_tokenizer", lambda *_: Tokens())
     out = str(tmp_path / "out")
     words = ["--samples", "20", "--held-out", "5", "--min-tokens", "200", "--max-tokens", "900", "--model", "mine"]
     assert main(["data", "build", "--data", str(folder), "--out", out, *words]) == 0

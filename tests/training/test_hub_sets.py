@@ -36,9 +36,6 @@ class Stream(list):
         super().__init__(rows)
         self.stop = stop
 
-    def skip(self, count):
-        return Stream(self[count:], self.stop and self.stop - count)
-
     def __iter__(self):
         for i, row in enumerate(super().__iter__()):
             if i == self.stop:

@@ -103,17 +103,6 @@ def test_what_fills_a_context_up_is_never_seen():
         SampleDistillation(model, long, short, whole=True)
 
 
-def test_a_training_in_groups_is_the_one_of_single_contexts(tmp_path):
-    states = []
-    for most in (1, 3):
-        model = tiny_llama(dtype=torch.float64)
-        policy = policy_of(model, ScorerInputs()).double()
-        config = replace(CONFIG, batch=4, steps=3, contexts_per_forward=most)
-        states.append(Trainer(model, policy, config, uneven, [sample(99)], tmp_path / str(most)).run().state_dict())
-    assert all(torch.allclose(states[0][name], states[1][name], rtol=1e-6, atol=1e-9) for name in states[0])
-    assert not torch.equal(states[0]["tokens.output"], policy_of(tiny_llama()).state_dict()["tokens.output"])
-
-
 @pytest.mark.parametrize("most", [1, 4])
 def test_a_step_accumulates_the_gradient_of_the_mean_loss(tmp_path, most):
     """Against one backward pass through the mean of all losses of the step."""
@@ -207,6 +196,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_weights_shared_out_over_two_processes_train_the_same(tmp_path):
     """FSDP over two processes, of which the first alone loads the model, against one process with the whole model."""
     pytest.importorskip("accelerate")

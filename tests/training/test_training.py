@@ -4,17 +4,14 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.nn.functional import kl_div
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -300,37 +297,6 @@ def test_resumed_training_is_bit_for_bit_the_same(tmp_path):
     assert (tmp_path / "whole/curve.jsonl").read_text() == (tmp_path / "parts/curve.jsonl").read_text()
 
 
-SCRIPT = """
-import sys, time
-from pathlib import Path
-import tests.training.test_training as t
-def slow(number):
-    time.sleep(float(sys.argv[2]))
-    return t.sample(number)
-run, policy = t.trainer(Path(sys.argv[1]), samples=slow)
-run.run()
-policy.save_pretrained(Path(sys.argv[1]) / "policy")
-"""
-
-
-def test_training_killed_with_signal_9_resumes_to_the_same_weights(tmp_path):
-    def start(folder, delay):
-        return subprocess.Popen([sys.executable, "-c", SCRIPT, str(folder), str(delay)], stderr=subprocess.DEVNULL)
-
-    killed = start(tmp_path / "killed", 0.2)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "killed/checkpoint.safetensors").exists():
-        assert killed.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.wait()
-    assert not (tmp_path / "killed/policy").exists()
-    for folder in ("killed", "whole"):
-        assert start(tmp_path / folder, 0).wait(timeout=120) == 0
-    ours, theirs = (load_file(tmp_path / folder / "policy/policy.safetensors") for folder in ("killed", "whole"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
 def test_the_remaining_time_is_that_of_the_steps_and_validations_to_come(tmp_path, monkeypatch, capsys):
     """With a clock that advances with the operations of each pass, whatever the machine does."""
     now = [0.0]
@@ -361,12 +327,6 @@ def test_nan_in_the_loss_stops_and_keeps_the_checkpoint(tmp_path):
     with pytest.raises(TrainingError, match=r"the loss is nan at step 4 .* keeps the last good state"):
         broken.run()
     assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
-
-
-def test_checkpoint_of_other_settings_is_refused(tmp_path):
-    train_for(trainer(tmp_path)[0], 2)
-    with pytest.raises(TrainingError, match="other settings"):
-        trainer(tmp_path, replace(CONFIG, lr=5.0))[0].run()
 
 
 def test_samples_without_continuations_are_named():
