@@ -160,8 +160,8 @@ class Trainer:
 
     def _train_step(self) -> dict[str, float]:
         config, now = self._config, schedule(self._config, self._step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = now.lr * group["rate"]
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = now.lr * parameters["rate"]
         self._optimizer.zero_grad(set_to_none=True)
         kl_sum, hidden_sum, problem = 0.0, 0.0, ""
         for group in group_samples(self._own_samples(), config.contexts_per_forward, self._is_sharded):

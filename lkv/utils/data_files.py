@@ -1,4 +1,4 @@
-"""Rows of data files as people have them: JSON, JSON lines, Parquet, CSV, gzip; each with its place, for messages."""
+"""Rows of data files as people have them (JSON, JSON lines, Parquet, CSV, gzip), each with its position for messages."""
 
 import csv
 import gzip
@@ -12,36 +12,39 @@ from typing import Any
 from lkv.errors import DataError
 
 Row = dict[str, Any]
-_LONGEST_FIELD = 2**31 - 1  # characters: a context may be a book
-_BATCH = 64  # rows of a Parquet file at a time: one row can hold a whole book
+_MAX_FIELD_CHARS = 2**31 - 1  # a context may be a book
+_PARQUET_ROWS = 64  # at a time: one row can hold a whole book
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Row]]:
-    """(place, row) of a file by its ending: .parquet, .csv, .jsonl, or .json holding a list; .gz around the last three.
+    """Read (position, row) pairs of a .parquet, .csv or .jsonl file, or a .json file with a list, gzipped or not.
 
-    Raises DataError naming the file and the place of what cannot be read.
+    Raises DataError naming the file and the position of what cannot be read.
     """
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
-        for i, row in enumerate(_parquet(path), 1):
-            yield f"{path}, row {i}", row
+        unit, rows = "row", _read_parquet(path)
     elif name.endswith(".csv"):
-        for i, row in enumerate(_csv(path), 1):
-            yield f"{path}, row {i}", row
+        unit, rows = "row", iter(_read_csv(path))
     elif name.endswith(".jsonl"):
-        for i, row in enumerate(read_json_lines(path), 1):
-            yield f"{path}, line {i}", _object(row, f"{path}, line {i}")
+        unit, rows = "line", read_json_lines(path)
     else:
-        whole = read_json(path)
-        if not isinstance(whole, list):
-            raise DataError(f"{path} must hold a JSON list of questions, but holds a {type(whole).__name__}.")
-        for i, row in enumerate(whole, 1):
-            yield f"{path}, entry {i}", _object(row, f"{path}, entry {i}")
+        unit, content = "entry", read_json(path)
+        if not isinstance(content, list):
+            raise DataError(f"{path} must hold a JSON list of questions, but holds a {type(content).__name__}.")
+        rows = iter(content)
+    for i, row in enumerate(rows, 1):
+        position = f"{path}, {unit} {i}"
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{position}: not a JSON object but a {type(row).__name__}; give the official file of the data set."
+            )
+        yield position, row
 
 
 def read_json_lines(path: Path) -> Iterator[Row]:
-    """Objects of a JSON-lines file, gzipped or not; DataError names the file and line of one that cannot be read."""
-    _check(path)
+    """Read the objects of a JSON-lines file, gzipped or not. Raises DataError naming file and line."""
+    _check_file(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -54,16 +57,16 @@ def read_json_lines(path: Path) -> Iterator[Row]:
 
 
 def read_json(path: Path) -> Any:
-    """The whole of a JSON file, gzipped or not."""
+    """Read a JSON file, gzipped or not. Raises DataError."""
     try:
-        return json.loads(_bytes(path))
+        return json.loads(_read_bytes(path))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}).") from error
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """The text of a file, gzipped or not; bytes that are no text are replaced."""
-    return _bytes(path).decode(encoding, errors="replace")
+    """Read a text file, gzipped or not; bytes that are no text are replaced. Raises DataError."""
+    return _read_bytes(path).decode(encoding, errors="replace")
 
 
 def split_lines(content: str) -> list[str]:
@@ -75,39 +78,31 @@ def require_field(row: Any, name: str, kind: type | tuple[type, ...], position: 
     """row[name], a value of `kind`. Raises DataError where it is missing or of another kind."""
     value = row.get(name) if isinstance(row, dict) else None
     if not isinstance(value, kind):
-        wanted = " or a ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        state = "is missing" if value is None else f"is not a {wanted}"
+        kinds = " or a ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        state = "is missing" if value is None else f"is not a {kinds}"
         raise DataError(f"{position}: field {name!r} {state}; give the official file of the data set.")
     return value
 
 
 def require_pair(value: Any, name: str, position: str) -> tuple[Any, Any]:
-    """The two items of an entry of the field `name`."""
+    """The two items of an entry of the field `name`. Raises DataError for anything else."""
     if not isinstance(value, list) or len(value) != 2:
         raise DataError(f"{position}: field {name!r} must hold pairs, but has {value!r:.60}.")
     return value[0], value[1]
 
 
-def _object(row: Any, position: str) -> Row:
-    if not isinstance(row, dict):
-        raise DataError(
-            f"{position}: not a JSON object but a {type(row).__name__}; give the official file of the data set."
-        )
-    return row
-
-
-def _csv(path: Path) -> list[Row]:
-    content, usual = read_text(path), csv.field_size_limit(_LONGEST_FIELD)
+def _read_csv(path: Path) -> list[Row]:
+    content, default = read_text(path), csv.field_size_limit(_MAX_FIELD_CHARS)
     try:
         return list(csv.DictReader(io.StringIO(content)))
     except csv.Error as error:
         raise DataError(f"{path} is not a readable CSV file ({error}).") from error
     finally:
-        csv.field_size_limit(usual)
+        csv.field_size_limit(default)
 
 
-def _parquet(path: Path) -> Iterator[Row]:
-    _check(path)
+def _read_parquet(path: Path) -> Iterator[Row]:
+    _check_file(path)
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -115,14 +110,14 @@ def _parquet(path: Path) -> Iterator[Row]:
         raise DataError(f"{path} needs the package pyarrow; run `pip install lkv-cache[evals]`.") from error
     try:
         with ParquetFile(path) as file:
-            for batch in file.iter_batches(_BATCH):
+            for batch in file.iter_batches(_PARQUET_ROWS):
                 yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable Parquet file ({error}).") from error
 
 
-def _bytes(path: Path) -> bytes:
-    _check(path)
+def _read_bytes(path: Path) -> bytes:
+    _check_file(path)
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix == ".gz" else data
@@ -130,6 +125,6 @@ def _bytes(path: Path) -> bytes:
         raise DataError(f"{path} cannot be read ({error}).") from error
 
 
-def _check(path: Path) -> None:
+def _check_file(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"there is no file {path}; give the path of the official file.")

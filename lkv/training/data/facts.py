@@ -35,52 +35,37 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
 def make_fact(rng: random.Random) -> tuple[str, str, str]:
-    """One invented fact as (sentence, question, answer)."""
+    """Invent a fact, as (sentence, question, answer)."""
     person = f"{rng.choice(_NAMES)} {rng.choice(_SURNAMES)}"
     item = f"the {rng.choice(_ADJECTIVES)} {rng.choice(_OBJECTS)}"
-    number = _digits(rng)
+    number = _draw_number(rng)
     code = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(rng.choice([4, 5, 6, 7, 12, 16])))
-    serial = _serial(rng)
+    serial = _draw_serial(rng)
     city, job, food = rng.choice(_CITIES), rng.choice(_JOBS), rng.choice(_FOODS)
     variable = f"{code[:7].lower()}_{job}"
     year = str(rng.randint(1650, 2020))
-    forms = [
+    the_item = item.capitalize()
+    facts = [
         (f"The number painted on {item} is {number}.", f"What number is painted on {item}?", number),
         (f"The password for {item} is {code}.", f"What is the password for {item}?", code),
         (f"{person} works as a {job} in {city}.", f"In which city does {person} work as a {job}?", city),
         (f"By trade, {person} was a {job}.", f"What was the trade of {person}?", job),
         (f"{person} was born in {city} in {year}.", f"In which year was {person} born?", year),
-        (
-            f"{item.capitalize()} was bought by {person} for {number} crowns.",
-            f"Who bought {item}?",
-            person,
-        ),
-        (
-            f"{item.capitalize()} was sold for {number} crowns.",
-            f"For how many crowns was {item} sold?",
-            number,
-        ),
+        (f"{the_item} was bought by {person} for {number} crowns.", f"Who bought {item}?", person),
+        (f"{the_item} was sold for {number} crowns.", f"For how many crowns was {item} sold?", number),
         (f"There are {number} sacks of {food} in {item}.", f"How many sacks are in {item}?", number),
         (f"{person} keeps the {food} in {item}.", f"Where does {person} keep the {food}?", f"in {item}"),
-        (
-            f"Remember that the key to {item} hangs in {city}.",
-            f"Where does the key to {item} hang?",
-            f"in {city}",
-        ),
-        (
-            f"Note: the value of {variable} is {number}.",
-            f"What is the value of {variable}?",
-            number,
-        ),
+        (f"Remember that the key to {item} hangs in {city}.", f"Where does the key to {item} hang?", f"in {city}"),
+        (f"Note: the value of {variable} is {number}.", f"What is the value of {variable}?", number),
         (f"The telephone extension of {person} is {number}.", f"What is the extension of {person}?", number),
         (f"The serial number of {item} reads {serial}.", f"What is the serial number of {item}?", serial),
         (f"{person} signed in with the token {serial}.", f"With which token did {person} sign in?", serial),
         (f"The checksum stored for {variable} is {serial}.", f"What is the checksum of {variable}?", serial),
     ]
-    return rng.choice(forms)
+    return rng.choice(facts)
 
 
-def _digits(rng: random.Random) -> str:
+def _draw_number(rng: random.Random) -> str:
     """A number of three to five digits, at times of up to ten."""
     if rng.random() < 0.6:
         return str(rng.randint(100, 99999))
@@ -88,7 +73,7 @@ def _digits(rng: random.Random) -> str:
     return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
 
 
-def _serial(rng: random.Random) -> str:
+def _draw_serial(rng: random.Random) -> str:
     """Groups of hexadecimal digits as machines write them, 15 to 36 characters in all."""
     sizes = rng.choice([(8, 4, 4, 4, 12), (4, 4, 4, 4), (6, 8), (16,), (5, 5, 5, 5), (32,)])
     return "-".join("".join(rng.choice("0123456789abcdef") for _ in range(size)) for size in sizes)

@@ -270,7 +270,9 @@ def download_rows(
             return path, about["revision"]
     if load is None:
         require("data", "downloading data sets from the hub")
-        from datasets import load_dataset as load
+        import datasets
+
+        load = datasets.load_dataset
     count = -(-rows // (len(source.parts) * len(source.splits)))
     parts, written = [], []
     try:
