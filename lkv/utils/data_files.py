@@ -1,4 +1,4 @@
-"""Rows of data files as people have them (JSON, JSON lines, Parquet, CSV, gzip), each with its position for messages."""
+"""Rows of data files as people have them (JSON, JSON lines, Parquet, CSV, gzip), each with its position in the file."""
 
 import csv
 import gzip
