@@ -13,7 +13,7 @@ torch; it imports the classes only when something about a budget or a selector i
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
@@ -27,6 +27,21 @@ _GREY = "#7F7F7F"
 _RENAMED_BUDGETS = {"contest": "global"}  # as result files of earlier versions name them
 
 T = TypeVar("T", bound=type)
+
+
+class Buildable:
+    """Base of budgets and selectors, which are built from `lkv.methods.method.MethodInputs`.
+
+    Attributes:
+        required_inputs: the inputs that the constructor takes first, such as "model", "policy", "layers" or "target".
+    """
+
+    required_inputs: tuple[str, ...] = ()
+
+    @classmethod
+    def from_inputs(cls, inputs: Any, **options: Any) -> Any:
+        """Build it for one model, with the options it was registered with. Raises LkvError for missing inputs."""
+        return cls(*(inputs.require(name) for name in cls.required_inputs), **options)
 
 
 @dataclass(frozen=True)
@@ -186,49 +201,43 @@ _BUDGETS: dict[str, Component] = {}
 _SELECTORS: dict[str, Component] = {}
 
 
-def register_budget(
-    name: str, *, label: str, description: str, needs: tuple[str, ...] = (), variant: str = "", **options: Any
-) -> Callable[[T], T]:
-    """Register a budget class under `name`, for "NAME+SELECTOR"; a class may be registered more than once.
+def register_budget(name: str, *, label: str, description: str, variant: str = "", **options: Any) -> Callable[[T], T]:
+    """Register a budget class under a name, for "NAME+SELECTOR"; a class may be registered under several.
+
+    What it needs is taken from the class: its `required_inputs`, `reads_queries` and `has_second_pass`.
 
     Args:
         name: the budget's name.
         label: its name in tables and figures.
         description: what it does, in one line.
-        needs: POLICY or PATTERN, where it needs one.
         variant: which variant it is, where there are several of one name.
         **options: passed on to the class's `from_inputs`.
     """
-    return _register(_BUDGETS, name, label, description, needs, variant, options)
+    return _register(_BUDGETS, name, label, description, variant, options)
 
 
 def register_selector(
-    name: str, *, label: str, description: str, needs: tuple[str, ...] = (), variant: str = "", **options: Any
+    name: str, *, label: str, description: str, variant: str = "", **options: Any
 ) -> Callable[[T], T]:
-    """Register a selector class under `name`, for "BUDGET+NAME"; see `register_budget` for the arguments.
-
-    That it reads queries or needs a second pass is taken from the class.
-    """
-    return _register(_SELECTORS, name, label, description, needs, variant, options)
+    """Register a selector class under a name, for "BUDGET+NAME"; the arguments are those of `register_budget`."""
+    return _register(_SELECTORS, name, label, description, variant, options)
 
 
 def _register(
-    registry: dict[str, Component],
-    name: str,
-    label: str,
-    description: str,
-    needs: tuple[str, ...],
-    variant: str,
-    options: dict[str, Any],
+    registry: dict[str, Component], name: str, label: str, description: str, variant: str, options: dict[str, Any]
 ) -> Callable[[T], T]:
     def register(cls: T) -> T:
         if name in registry:
             raise LkvError(f"the name {name!r} is taken by another budget or selector; give {cls.__name__} another.")
-        reads = (QUERIES,) if getattr(cls, "reads_queries", False) else ()
-        reads += (SECOND_PASS,) if getattr(cls, "has_second_pass", False) else ()
+        needs = {
+            POLICY: "policy" in cls.required_inputs,
+            PATTERN: "pattern" in cls.required_inputs,
+            QUERIES: getattr(cls, "reads_queries", False),
+            SECOND_PASS: getattr(cls, "has_second_pass", False),
+        }
         registry[name] = Component(
-            name, description, label, lambda inputs: cls.from_inputs(inputs, **options), (*needs, *reads), variant,
-            getattr(cls, "compares_heads", False), getattr(cls, "refines", False),
+            name, description, label, partial(cls.from_inputs, **options), tuple(need for need in needs if needs[need]),
+            variant, getattr(cls, "compares_heads", False), getattr(cls, "refines", False),
         )  # fmt: skip
         return cls
 

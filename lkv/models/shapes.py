@@ -55,8 +55,7 @@ class Shape:
 
     @staticmethod
     def check_plain(config: Any) -> None:
-        """Raise UnsupportedModelError for a decoder of which no layer is like another, or whose weights are not all
-        used: its bytes do not follow from its shape alone."""
+        """Raise UnsupportedModelError for a decoder whose bytes do not follow from its shape alone."""
         text = config.get_text_config(decoder=True)
         windows = any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ())
         windows = windows or bool(getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True))

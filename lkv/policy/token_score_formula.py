@@ -84,7 +84,7 @@ def content_formula(
 def expected_attention_formula(
     key: Tensor, value: Tensor, projection: Tensor, weight: Tensor, normaliser: Tensor
 ) -> Tensor:
-    """weight * log(sum over the group's heads of E[exp(q k scale)] / normaliser, times ||v||): [B, H, T].
+    """Compute weight * log(sum over the group's heads of E[exp(q k scale)] / normaliser, times ||v||): [B, H, T].
 
     `projection` is `project_queries` of the same weights; the precision is that of it.
     """

@@ -66,8 +66,7 @@ class TokenScores(nn.Module):
             self.end = nn.Parameter(torch.zeros(*shape, self.inputs.knots))
 
     def weights(self, layer: int, heads: slice = slice(None), device: torch.device | None = None) -> TokenScoreWeights:
-        """The weights of the KV heads `heads` of one layer, in float32 or better, on `device` (where they are unless
-        given)."""
+        """The weights of the KV heads `heads` of one layer, in float32 or better, on `device` where it is given."""
 
         def of(*names: str) -> Iterator[Tensor]:
             return (to_fp32(getattr(self, name)[layer, heads]).to(device) for name in names)
@@ -124,7 +123,7 @@ class TokenScores(nn.Module):
         return prompt.required_rotation.mean_rotation(to_fp32(prompt.key[:, :1, :1]), prompt.end, prompt.end + FUTURE)
 
     def read_key(self, prompt: LayerKV, part: slice = slice(None)) -> Tensor:
-        """k [B, H, n, d] of the tokens `part` as the content component reads it."""
+        """The k [B, H, n, d] of the tokens `part` as the content component reads it."""
         if self.inputs.key == "cached":
             return prompt.key[:, :, part]
         return prompt.required_rotation.unrotate(prompt.key, prompt.start, part)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
-from lkv.methods.budgets.global_topk import GlobalTopKBudget
+from lkv.methods.budgets import GlobalTopKBudget
 from lkv.methods.selectors.kvzip import replay_scores
 from lkv.policy.head_scores import HeadScores
 from lkv.policy.policy import Policy

@@ -56,7 +56,7 @@ def reader(tmp_path_factory):
     (model_folder / _DONE).write_text(json.dumps({"files": sizes}))
     (path / "HuggingFaceTB").mkdir()
     (path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(model_folder)
-    model, _ = lkv.models.loading._load(model_folder, torch.float32)
+    model, _ = lkv.models.loading.load_model(str(model_folder), torch.float32)
     torch.manual_seed(1)
     policy = Policy(patch_attention(model).spec, {"trained_tokens": 4096}, ScorerInputs(key="unrotated"))
     policy.save_pretrained(path / "policies" / lkv.models.loading.DEFAULT)

@@ -6,7 +6,7 @@ import torch
 from lkv.config import ScorerInputs
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods.budgets.global_topk import GlobalTopKBudget
+from lkv.methods.budgets import GlobalTopKBudget
 from lkv.methods.selectors.kvzip import replay_scores
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy

@@ -1,7 +1,7 @@
-"""Budget rules: how many tokens each KV head may keep."""
+"""Budgets: how many tokens each KV head keeps. Each class registers its own name."""
 
-from lkv.methods.budgets.ada import Ada
 from lkv.methods.budgets.base import ROUNDING, Budget, FixedBudget, PerHead, RetentionTarget, Uniform, as_target
+from lkv.methods.budgets.competitive import Ada, GlobalTopKBudget
 from lkv.methods.budgets.duo import (
     Duo,
     DuoOfHeads,
@@ -10,27 +10,11 @@ from lkv.methods.budgets.duo import (
     estimate_pattern,
     read_pattern,
 )
-from lkv.methods.budgets.global_topk import GlobalTopKBudget
 from lkv.methods.budgets.lkv_h import LearnedBudget
 from lkv.methods.budgets.pyramid import Pyramid, PyramidOfKvpress
 
 __all__ = [
-    "ROUNDING",
-    "Ada",
-    "Budget",
-    "Duo",
-    "DuoOfHeads",
-    "FixedBudget",
-    "GlobalTopKBudget",
-    "LearnedBudget",
-    "PerHead",
-    "Pyramid",
-    "PyramidOfKvpress",
-    "RetentionTarget",
-    "Uniform",
-    "as_target",
-    "check_table",
-    "estimate_mean_pattern",
-    "estimate_pattern",
-    "read_pattern",
-]
+    "ROUNDING", "Ada", "Budget", "Duo", "DuoOfHeads", "FixedBudget", "GlobalTopKBudget", "LearnedBudget", "PerHead",
+    "Pyramid", "PyramidOfKvpress", "RetentionTarget", "Uniform", "as_target", "check_table", "estimate_mean_pattern",
+    "estimate_pattern", "read_pattern",
+]  # fmt: skip

@@ -2,15 +2,11 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lkv.errors import CacheError, RetentionError, check_retention
-from lkv.methods.registry import register_budget
-
-if TYPE_CHECKING:
-    from lkv.methods.method import MethodInputs
+from lkv.methods.registry import Buildable, register_budget
 
 # r t is rounded down (Sec. 3.3); the margin keeps 0.15 x 4000 = 599.9999 from losing a token to rounding.
 ROUNDING = 1e-6
@@ -56,7 +52,7 @@ def as_target(target: float | RetentionTarget) -> RetentionTarget:
     return target if isinstance(target, RetentionTarget) else RetentionTarget(check_retention(target))
 
 
-class Budget(ABC):
+class Budget(Buildable, ABC):
     """How many tokens each KV head keeps.
 
     A subclass implements `counts` and is registered with `lkv.methods.registry.register_budget` (in this package) or
@@ -66,18 +62,8 @@ class Budget(ABC):
         compares_heads: whether heads compete for tokens by their scores, which must then be comparable across heads.
     """
 
+    required_inputs = ("target",)
     compares_heads = False
-
-    @classmethod
-    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "Budget":
-        """Build the budget for one model.
-
-        Args:
-            inputs: how much to keep (`inputs.target`), the policy, the number of layers and so on;
-                `inputs.require("layers")` refuses where one is missing.
-            **options: what `register_budget` was given besides its own arguments.
-        """
-        return cls(inputs.target, **options)  # type: ignore[call-arg]
 
     @abstractmethod
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
@@ -109,7 +95,7 @@ class FixedBudget(Budget):
         """
 
     def limits(self, layer: int, heads: int, tokens: int) -> list[int]:
-        """floor(r t) of each head, [H]. Raises CacheError for unusable ratios."""
+        """Count floor(r t) for each head, [H]. Raises CacheError for unusable ratios."""
         ratios = self.ratios(layer, heads, tokens)
         if len(ratios) != heads:
             raise CacheError(
@@ -122,6 +108,7 @@ class FixedBudget(Budget):
         return [min(tokens, int(ratio * tokens + ROUNDING)) for ratio in ratios]
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
+        """The same `limits` for every row."""
         batch, heads, tokens = scores.shape
         return [self.limits(layer, heads, tokens)] * batch
 
@@ -134,6 +121,7 @@ class Uniform(FixedBudget):
         self._target = as_target(retention)
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
+        """The target's share for every head."""
         return [self._target.share(tokens)] * heads
 
 
@@ -144,4 +132,5 @@ class PerHead(FixedBudget):
         self._ratios = ratios
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
+        """The layer's ratios."""
         return self._ratios[layer]

@@ -13,7 +13,7 @@ from lkv.integrations.transformers.attention import evaluation_mode, input_devic
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
 from lkv.integrations.transformers.rotation import Rotation
 from lkv.methods.budgets.base import ROUNDING, FixedBudget, RetentionTarget, as_target
-from lkv.methods.registry import PATTERN, register_budget
+from lkv.methods.registry import register_budget
 from lkv.utils.files import as_path
 
 if TYPE_CHECKING:
@@ -29,16 +29,16 @@ _ROWS = 256  # attention rows held at a time
     "duo",
     label="DuoAttention",
     description="retrieval heads keep all, others sinks and recent tokens (DuoAttention)",
-    needs=(PATTERN,),
     variant="DuoAttention with the exact budget: as many retrieval heads as R leaves room for beside the windows",
 )
 class Duo(FixedBudget):
-    """DuoAttention (Xiao et al. 2024): retrieval heads keep every token, streaming heads sinks and recent ones alone.
+    """DuoAttention (Xiao et al. 2024): retrieval heads keep every token, streaming heads only sinks and recent tokens.
 
     The heads with the largest alphas are retrieval heads: as many as R L H T entries allow beside the windows of all
-    others (the share that is left is less than one more head would cost). Equal alphas: lower layers and heads first.
-    It says how many a streaming head keeps; a selector must rank the sinks and the recent tokens first.
+    others. Of equal alphas, lower layers and heads come first. The selector must rank sinks and recent tokens first.
     """
+
+    required_inputs = ("target", "pattern")
 
     def __init__(
         self,
@@ -49,12 +49,20 @@ class Duo(FixedBudget):
         heads: slice = slice(None),
         strict: bool = True,
     ):
-        """`pattern`: the alphas [L][H] of the whole model, see `read_pattern` and `estimate_pattern`; `sinks` and
-        `recent`: the tokens that a streaming head keeps; `heads`: the KV heads that this process computes.
-        Where the windows alone are more than the share, `strict` raises PromptError; without it no head keeps more than
-        its window, which is the least this rule can keep.
+        """Create the budget.
 
-        Raises BudgetError for an unusable pattern or window, and RetentionError.
+        Args:
+            retention: how much to keep.
+            pattern: the alphas [L][H] of the whole model; see `read_pattern` and `estimate_pattern`.
+            sinks: first tokens that a streaming head keeps.
+            recent: most recent tokens that a streaming head keeps.
+            heads: the KV heads that this process computes.
+            strict: whether to raise PromptError where the windows alone are more than the share; without it all heads
+                keep their windows then, the least that this budget can keep.
+
+        Raises:
+            BudgetError: If the pattern or the window is unusable.
+            RetentionError: If `retention` is out of range.
         """
         if sinks < 0 or recent < 0 or sinks + recent < 1:
             raise BudgetError(
@@ -74,7 +82,8 @@ class Duo(FixedBudget):
 
     @classmethod
     def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "Duo":
-        return cls(inputs.target, inputs.require("pattern"), heads=inputs.heads, strict=inputs.strict, **options)
+        """Build it for the heads of this process."""
+        return super().from_inputs(inputs, heads=inputs.heads, strict=inputs.strict, **options)
 
     def retrieval_heads(self, tokens: int) -> int:
         """How many heads of the model keep all of `tokens` tokens.
@@ -83,10 +92,10 @@ class Duo(FixedBudget):
         """
         heads = len(self._rank) * len(self._rank[0])
         window = min(self._window, tokens)
-        room = int(self._target.share(tokens) * heads * tokens + ROUNDING) - heads * window
-        if room < 0 and not self._strict:
+        surplus = int(self._target.share(tokens) * heads * tokens + ROUNDING) - heads * window
+        if surplus < 0 and not self._strict:
             return 0
-        if room < 0:
+        if surplus < 0:
             # Rounded up, so that the number stated is one that works.
             least = -(-window * 10_000 // tokens) / 10_000
             raise PromptError(
@@ -94,9 +103,10 @@ class Duo(FixedBudget):
                 f"ones): the smallest retention that DuoAttention can reach at this length is {least}, but it was "
                 f"given {self._target}. Ask for more, give a longer prompt, or fewer sinks and recent tokens."
             )
-        return min(heads, room // (tokens - window)) if tokens > window else heads
+        return min(heads, surplus // (tokens - window)) if tokens > window else heads
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
+        """1 for retrieval heads, the window's share for the others."""
         whole = self.retrieval_heads(tokens)
         streaming = min(1.0, self._window / max(1, tokens))
         return [1.0 if rank < whole else streaming for rank in self._rank[layer][self._heads]]
@@ -106,18 +116,17 @@ class Duo(FixedBudget):
     "duo-heads",
     label="DuoAttention of kvpress",
     description="the share R of heads keeps all, others sinks and recent tokens (DuoAttention of kvpress)",
-    needs=(PATTERN,),
     variant="DuoAttention (kvpress) as kvpress has it: the share R of heads keeps all, and so more than R is kept",
 )
 class DuoOfHeads(Duo):
-    """DuoAttention with as many retrieval heads at every length as kvpress's evaluator gives it: the share R of all
-    heads, to the nearest.
+    """DuoAttention as kvpress's evaluator has it: at every length the share R of all heads are retrieval heads.
 
-    What it keeps is more than R by the windows of the streaming heads: 0.23 of 4,096 tokens at R = 0.15, and 0.17 of
-    16,384. Texts within the window are kept whole.
+    It keeps more than R, by the windows of the streaming heads: 0.23 of 4,096 tokens at R = 0.15, and 0.17 of 16,384.
+    Texts within the window are kept whole.
     """
 
     def retrieval_heads(self, tokens: int) -> int:
+        """The share R of all heads, to the nearest."""
         heads = len(self._rank) * len(self._rank[0])
         return heads - round(heads * (1 - self._target.share(tokens)))
 

@@ -1,29 +1,23 @@
 """LKV-H (Sec. 3.3)."""
 
-from typing import TYPE_CHECKING, Any
-
 from lkv.methods.budgets.base import FixedBudget, RetentionTarget, as_target
-from lkv.methods.registry import POLICY, register_budget
+from lkv.methods.registry import register_budget
 from lkv.policy.policy import Policy
 
-if TYPE_CHECKING:
-    from lkv.methods.method import MethodInputs
 
-
-@register_budget("lkv-h", label="LKV-H", description="learned budgets (LKV-H)", needs=(POLICY,))
+@register_budget("lkv-h", label="LKV-H", description="learned budgets (LKV-H)")
 class LearnedBudget(FixedBudget):
     """LKV-H: the policy's ratios, fixed after training (Sec. 3.3)."""
+
+    required_inputs = ("policy", "target", "heads")
 
     def __init__(self, policy: Policy, retention: float | RetentionTarget, heads: slice = slice(None)):
         """`heads`: the KV heads that this process computes."""
         self._policy, self._target, self._heads = policy, as_target(retention), heads
         self._solved: tuple[float, list[list[float]]] | None = None
 
-    @classmethod
-    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "LearnedBudget":
-        return cls(inputs.require("policy"), inputs.target, inputs.heads, **options)
-
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
+        """The ratios of the policy for this length."""
         retention = self._target.share(tokens)
         # One Soft-TopK over all heads of the model serves every layer and process.
         if self._solved is None or self._solved[0] != retention:

@@ -1,14 +1,10 @@
 """PyramidKV (Cai et al. 2024)."""
 
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
 
 from lkv.errors import BudgetError
 from lkv.methods.budgets.base import ROUNDING, FixedBudget, RetentionTarget, as_target
 from lkv.methods.registry import register_budget
-
-if TYPE_CHECKING:
-    from lkv.methods.method import MethodInputs
 
 
 @register_budget(
@@ -21,11 +17,12 @@ class Pyramid(FixedBudget):
     """PyramidKV (Cai et al. 2024): what a layer keeps falls linearly from the first layer to the last.
 
     At R of T tokens on average the last layer keeps R T / `beta` and the first as much above the mean as the last is
-    below it. Where the first would keep more than all T, it keeps T and the line is tilted around its mean: every count
-    lies in [0, T] and the mean over the layers stays what was asked for. The counts are the line's values rounded down,
-    and of the floor(L R T) tokens those left over go one each to the layers with the largest fractions, lower layers
-    first. All heads of a layer keep the same.
+    below it. Where the first would keep more than all T, it keeps T and the line is tilted around its mean. The counts
+    are the line's values rounded down, and of the floor(L R T) tokens those left over go one each to the layers with
+    the largest fractions, lower layers first. All heads of a layer keep the same.
     """
+
+    required_inputs = ("target", "layers")
 
     def __init__(self, retention: float | RetentionTarget, layers: int, beta: int = 20):
         """`layers`: those evicted from. Raises BudgetError for `layers` or `beta` below 1, and RetentionError."""
@@ -35,18 +32,15 @@ class Pyramid(FixedBudget):
                 "model's number of layers, and beta 20 as in the paper (1 makes all layers equal)."
             )
         self._target, self._layers, self._beta = as_target(retention), layers, beta
-        self._solved: tuple[int, list[int]] | None = None
-
-    @classmethod
-    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "FixedBudget":
-        return cls(inputs.target, inputs.require("layers"), **options)
+        self._last_counts: tuple[int, list[int]] | None = None
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        if self._solved is None or self._solved[0] != tokens:
-            self._solved = (tokens, self._counts(tokens))
-        return [self._solved[1][layer] / max(1, tokens)] * heads
+        """The layer's count as a share, the same for all heads."""
+        if self._last_counts is None or self._last_counts[0] != tokens:
+            self._last_counts = (tokens, self._layer_counts(tokens))
+        return [self._last_counts[1][layer] / max(1, tokens)] * heads
 
-    def _counts(self, tokens: int) -> list[int]:
+    def _layer_counts(self, tokens: int) -> list[int]:
         """What a head of each layer keeps, [L]."""
         layers = self._layers
         total = min(layers * tokens, int(self._target.share(tokens) * layers * tokens + ROUNDING))
@@ -76,25 +70,23 @@ class PyramidOfKvpress(FixedBudget):
     the same: below `window` `beta` / R tokens (8,534 at R = 0.15) it is SnapKV with uniform budgets.
     """
 
+    required_inputs = ("target", "layers")
+
     def __init__(self, retention: float | RetentionTarget, layers: int, window: int = 64, beta: int = 20):
         """`layers`: those evicted from; `window`: of SnapKV. Raises BudgetError and RetentionError."""
         if min(layers, window, beta) < 1:
             raise BudgetError(f"layers {layers}, window {window} and beta {beta} must all be 1 or more.")
         self._target, self._layers, self._window, self._beta = as_target(retention), layers, window, beta
 
-    @classmethod
-    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "FixedBudget":
-        return cls(inputs.target, inputs.require("layers"), **options)
-
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        return [min(tokens, self._count(layer, tokens)) / max(1, tokens)] * heads
-
-    def _count(self, layer: int, tokens: int) -> int:
+        """The layer's count as a share, the same for all heads."""
         mean = tokens * self._target.share(tokens)
         last, most = mean / self._beta, tokens - self._window
         first = 2 * mean - last
         if first >= most:
             first, last = most, 2 * mean - most
-        if not tokens >= first >= last >= self._window:
-            return max(1, round(mean))
-        return round(first - layer * (first - last) / max(1, self._layers - 1))
+        if tokens >= first >= last >= self._window:
+            count = round(first - layer * (first - last) / max(1, self._layers - 1))
+        else:
+            count = max(1, round(mean))
+        return [min(tokens, count) / max(1, tokens)] * heads

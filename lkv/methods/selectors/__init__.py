@@ -1,5 +1,6 @@
-"""Selectors: which tokens of a head are worth keeping. One file a method; each class registers its own name."""
+"""Selectors: which tokens of a head are worth keeping. Each class registers its own name."""
 
+from lkv.methods.selectors.attention import H2O, TOVA, SnapKV
 from lkv.methods.selectors.base import (
     ArrivedEntries,
     PrecomputedScores,
@@ -10,33 +11,13 @@ from lkv.methods.selectors.base import (
 )
 from lkv.methods.selectors.criticalkv import CriticalKV
 from lkv.methods.selectors.expected_attention import ExpectedAttention
-from lkv.methods.selectors.h2o import H2O
-from lkv.methods.selectors.keydiff import KeyDiff
-from lkv.methods.selectors.knorm import Knorm
+from lkv.methods.selectors.keys import KeyDiff, Knorm
 from lkv.methods.selectors.kvzip import KVzip
 from lkv.methods.selectors.lkv_t import LearnedScores
-from lkv.methods.selectors.random import Random
-from lkv.methods.selectors.snapkv import SnapKV
-from lkv.methods.selectors.streaming_llm import DuoWindow, StreamingLLM
-from lkv.methods.selectors.tova import TOVA
+from lkv.methods.selectors.positions import DuoWindow, Random, StreamingLLM
 
 __all__ = [
-    "H2O",
-    "TOVA",
-    "ArrivedEntries",
-    "CriticalKV",
-    "DuoWindow",
-    "ExpectedAttention",
-    "KVzip",
-    "KeyDiff",
-    "Knorm",
-    "LearnedScores",
-    "PrecomputedScores",
-    "Random",
-    "Selector",
-    "SnapKV",
-    "StreamingLLM",
-    "check_numbers",
-    "check_shape",
-    "not_numbers",
-]
+    "H2O", "TOVA", "ArrivedEntries", "CriticalKV", "DuoWindow", "ExpectedAttention", "KVzip", "KeyDiff", "Knorm",
+    "LearnedScores", "PrecomputedScores", "Random", "Selector", "SnapKV", "StreamingLLM", "check_numbers",
+    "check_shape", "not_numbers",
+]  # fmt: skip

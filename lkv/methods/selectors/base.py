@@ -2,28 +2,31 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.prefill import LayerKV
-
-if TYPE_CHECKING:
-    from lkv.methods.method import MethodInputs
+from lkv.methods.registry import Buildable
 
 
 class ArrivedEntries(NamedTuple):
-    """Entries of one head that arrived at different times: their `prompt` (k, v [1, 1, n, d], of which `end` is where
-    the text ends now), the `positions` [n] they were read at, and the `scores` [n] they got on arrival."""
+    """Entries of one head that arrived at different times.
+
+    Attributes:
+        prompt: their k and v [1, 1, n, d]; its `end` is where the text ends now.
+        positions: the positions [n] that they were read at.
+        scores: the scores [n] that they got on arrival.
+    """
 
     prompt: LayerKV
     positions: Tensor
     scores: Tensor
 
 
-class Selector(ABC):
+class Selector(Buildable, ABC):
     """Scores the tokens of a prompt, once a layer has attended over it.
 
     A subclass implements `scores`, declares what it reads, and is registered with
@@ -43,17 +46,6 @@ class Selector(ABC):
     is_local = False
     has_second_pass = False
     refines = False
-
-    @classmethod
-    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "Selector":
-        """Build the selector for one model.
-
-        Args:
-            inputs: the model, the policy, the heads of this process and so on; `inputs.require("model")` refuses where
-                one is missing.
-            **options: what `register_selector` was given besides its own arguments.
-        """
-        return cls(**options)
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Selector":
         """The selector for the one prompt `ids`, already read into `prompt`: itself, for most."""
@@ -101,13 +93,13 @@ class PrecomputedScores(Selector):
         self._table = table
 
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        """The layer's part of the table."""
         # The layers of a model may lie on several devices, the table lies on one.
         return self._table[layer].to(prompt.key.device)
 
 
 def check_shape(selector: Selector, scores: Tensor, key: Tensor) -> Tensor:
-    """Return `scores` if there is one for each token of `key` [B, H, T, d]; raise CacheError, which names the selector,
-    for another shape than [B, H, T]."""
+    """Return `scores` if they have the shape [B, H, T] of `key`; raise CacheError, naming the selector, otherwise."""
     name, shape = type(selector).__name__, tuple(key.shape[:3])
     if not isinstance(scores, Tensor) or tuple(scores.shape) != shape:
         given = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
@@ -119,14 +111,14 @@ def check_shape(selector: Selector, scores: Tensor, key: Tensor) -> Tensor:
 
 
 def not_numbers(scores: Tensor) -> Tensor:
-    """Whether some of `scores` are no numbers, on their device, which is not waited for."""
+    """Whether `scores` contain NaN, as a tensor on their device, which is not waited for."""
     # The largest of numbers with NaN among them is NaN; a mask of all would cost memory.
     return scores.amax().isnan()
 
 
-def check_numbers(selector: Selector, doubts: Sequence[Tensor]) -> None:
-    """Raise CacheError, which names the selector, where one of `doubts` (`not_numbers` of its scores) is true."""
-    if doubts and bool(torch.stack([doubt.to(doubts[-1].device) for doubt in doubts]).any()):
+def check_numbers(selector: Selector, checks: Sequence[Tensor]) -> None:
+    """Raise CacheError, which names the selector, where one of `checks` (`not_numbers` of its scores) is true."""
+    if checks and bool(torch.stack([check.to(checks[-1].device) for check in checks]).any()):
         raise CacheError(
             f"the scores of the selector {type(selector).__name__} contain NaN, so tokens cannot be ranked by them; "
             "make its scores() return numbers."

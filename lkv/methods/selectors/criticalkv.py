@@ -9,9 +9,9 @@ from lkv.errors import CacheError, LkvError
 from lkv.integrations.transformers.prefill import LayerKV, to_fp32
 from lkv.integrations.transformers.spec import output_projections
 from lkv.methods.registry import register_selector
+from lkv.methods.selectors.attention import SnapKV
 from lkv.methods.selectors.base import Selector
 from lkv.methods.selectors.expected_attention import ExpectedAttention
-from lkv.methods.selectors.snapkv import SnapKV
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,12 +57,14 @@ class CriticalKV(Selector):
 
     @classmethod
     def from_inputs(cls, inputs: "MethodInputs", inner: str = "snapkv", **options: Any) -> "CriticalKV":
+        """Build it over SnapKV or Expected Attention."""
         model = inputs.require("model")
         attention = SnapKV() if inner == "snapkv" else ExpectedAttention(model, value_norm=False)
         return cls(model, attention, **options)
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        """The inner selector's scores. Raises CacheError where one is below 0."""
         attention = to_fp32(self._inner.scores(layer, prompt))
         if bool((attention < 0).any()):
             raise CacheError(
@@ -73,6 +75,7 @@ class CriticalKV(Selector):
 
     @torch.no_grad()
     def refine(self, layer: int, prompt: LayerKV, scores: Tensor, counts: list[list[int]]) -> Tensor:
+        """The first stage's tokens above all others, which are ranked by the weighed scores."""
         first = (torch.tensor(counts, device=scores.device).double() * self._first_stage + 1e-9).long()
         order = scores.argsort(stable=True, dim=-1, descending=True)  # of equal scores the earlier token first
         steps = torch.arange(scores.shape[-1], device=scores.device)

@@ -1,6 +1,6 @@
 """Expected Attention (Devoto et al. 2025)."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from lkv.methods.registry import register_selector
 from lkv.methods.selectors.base import Selector, check_sinks
 
 if TYPE_CHECKING:
-    from lkv.methods.method import MethodInputs
+    from transformers import PreTrainedModel
 
 
 @register_selector(
@@ -27,47 +27,50 @@ if TYPE_CHECKING:
     epsilon=0.01,
 )
 class ExpectedAttention(Selector):
-    """Expected Attention (Devoto et al. 2025): the attention that a token is to expect from the next `future` queries,
-    times the norm of its value.
+    """Expected Attention (Devoto et al. 2025): the attention that future queries are expected to pay, times ||v||.
 
-    The queries to come are taken to be normal, with the mean and covariance of the prompt's before RoPE, rotated by the
-    mean rotation of their positions. The first `sinks` tokens are always kept and are left out of all statistics.
-    `epsilon` is added before the norm of v weighs: it orders tokens of no expected attention (0.01 in kvpress's
-    evaluations under AdaKV). `covariance` False takes the mean alone; `value_norm` False gives the attention alone, as
-    `CriticalKV` needs it.
-
-    The tokens of a prompt are taken to stand at positions 0 to T - 1. Raises UnsupportedModelError for a model whose
-    queries cannot be rotated back, and PromptError for a prompt of no more than `sinks` tokens.
+    Future queries are taken to be normal, with the mean and covariance of the prompt's before RoPE, rotated by the mean
+    rotation of their positions. The first `sinks` tokens are always kept and are left out of all statistics. The tokens
+    of a prompt are taken to stand at positions 0 to T - 1.
     """
 
+    required_inputs = ("model",)
     reads_queries = True
 
     def __init__(
         self,
-        model: Any,
+        model: "PreTrainedModel",
         future: int = 512,
         sinks: int = 4,
         covariance: bool = True,
         value_norm: bool = True,
         epsilon: float = 0.0,
     ):
+        """Create the selector.
+
+        Args:
+            model: the model, whose queries must be rotated back; UnsupportedModelError where they cannot be.
+            future: how many positions after the prompt the queries are expected at.
+            sinks: first tokens that are always kept.
+            covariance: whether to use the covariance of the queries, not their mean alone.
+            value_norm: whether to multiply by the norm of v; `CriticalKV` needs the attention alone.
+            epsilon: added before the norm of v weighs; orders tokens of no expected attention (0.01 in kvpress's
+                evaluations under AdaKV).
+        """
         self.sinks = sinks
         self._future, self._covariance, self._value_norm, self._epsilon = future, covariance, value_norm, epsilon
         self._rotations = query_rotations(model, type(self).__name__)
 
-    @classmethod
-    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "ExpectedAttention":
-        return cls(inputs.require("model"), **options)
-
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        """The expected attention; the sinks above all. Raises PromptError for a prompt of no more than `sinks`."""
         key, value, scale = prompt.key, prompt.value, prompt.scale
         heads, tokens = key.shape[1:3]
         rotated = prompt.query
         check_sinks(self, tokens, self.sinks)
         rotation = self._rotations[layer]
-        ahead = rotation.mean_rotation(to_fp32(rotated), tokens, tokens + self._future)
-        seen = rotation.unrotate(to_fp32(rotated))[:, :, self.sinks :] @ ahead
+        future = rotation.mean_rotation(to_fp32(rotated), tokens, tokens + self._future)
+        seen = rotation.unrotate(to_fp32(rotated))[:, :, self.sinks :] @ future
         mean = seen.mean(2, keepdim=True)
         keys = to_fp32(key[:, :, None, self.sinks :])
         logits = (keys @ mean.unflatten(1, (heads, -1)).transpose(-1, -2)).squeeze(-1) * scale

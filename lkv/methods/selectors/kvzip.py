@@ -15,18 +15,20 @@ from lkv.methods.selectors.base import PrecomputedScores, Selector
 from lkv.utils.prompts import encode_question
 
 if TYPE_CHECKING:
-    from lkv.methods.method import MethodInputs
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _REQUEST = "Repeat the previous context exactly."
 _NEXT = "Repeat the part of the previous context exactly, starting with: "
 _CHUNK, _OVERLAP = 2048, 8  # tokens repeated at a time, and how many of those before tell where to start
 _SINKS = 4  # first tokens of the prompt, whose attention counts beside that of the part repeated
-_ROWS = 128  # attention rows held at a time; measured best on a CPU
+_BLOCK = 128  # attention rows held at a time; measured best on a CPU
 
 
-class _ListeningLayer(FrozenPromptLayer):
-    """Notes how much attention the tokens `repeated` of the prompt receive from what is read: of all that goes to the
-    prompt's first tokens, to them and to what is read itself, as KVzip's authors have it."""
+class _RecordingLayer(FrozenPromptLayer):
+    """Records the largest attention that the prompt's tokens `repeated` receive.
+
+    The softmax is over the prompt's first tokens, the repeated part and what is read itself, as in the authors' code.
+    """
 
     def __init__(self, prompt: LayerKV):
         super().__init__(prompt)
@@ -43,8 +45,8 @@ class _ListeningLayer(FrozenPromptLayer):
         best, parts = self.scores[..., self.repeated], []
         first, last = self.repeated.start, self.repeated.stop
         sinks = min(_SINKS, first)
-        for start in range(0, rows, _ROWS):
-            q = grouped[..., start : start + _ROWS, :]
+        for start in range(0, rows, _BLOCK):
+            q = grouped[..., start : start + _BLOCK, :]
             count = q.shape[3]
             end = tokens + start + count
             logits = (q.flatten(2, 3) @ k[:, :, :end].transpose(-1, -2)).unflatten(2, (-1, count))
@@ -55,8 +57,8 @@ class _ListeningLayer(FrozenPromptLayer):
             attention = torch.softmax(logits, -1).flatten(2, 3)
             received = attention
             if last - first < tokens:
-                among = torch.cat([logits[..., :sinks], logits[..., first:last], logits[..., tokens:]], -1)
-                received = torch.softmax(among, -1).flatten(2, 3)[..., sinks:]
+                candidates = torch.cat([logits[..., :sinks], logits[..., first:last], logits[..., tokens:]], -1)
+                received = torch.softmax(candidates, -1).flatten(2, 3)[..., sinks:]
             best = torch.maximum(best, received[..., : last - first].amax(2))
             parts.append((attention @ v[:, :, :end]).unflatten(2, (-1, count)))
         self.scores[..., self.repeated] = best
@@ -64,14 +66,26 @@ class _ListeningLayer(FrozenPromptLayer):
 
 
 @torch.no_grad()
-def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[LayerKV]) -> Tensor:
-    """The largest attention [L, 1, H, T] that each entry of the one prompt `ids`, already read into `prompt`, receives
-    while the model repeats it, part by part, each part straight after the prompt. Of a text of several parts an entry
-    counts by its own part's repetition alone, among that part, the first tokens and what is read.
+def replay_scores(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", ids: list[int], prompt: list[LayerKV]
+) -> Tensor:
+    """Compute the largest attention that each entry of a prompt receives while the model repeats it.
 
-    Raises PromptError where a part does not fit behind the prompt.
+    The prompt is repeated in parts, each straight after the prompt; an entry counts by its own part's repetition alone.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        ids: the token ids of the prompt.
+        prompt: the same prompt, already read by the model.
+
+    Returns:
+        The scores [L, 1, H, T].
+
+    Raises:
+        PromptError: If a part does not fit into the model's context after the prompt.
     """
-    layers = [_ListeningLayer(layer) for layer in prompt]
+    layers = [_RecordingLayer(layer) for layer in prompt]
     device = prompt[0].key.device
     limit = patch_attention(model).spec.max_positions
     for start in range(0, len(ids), _CHUNK):
@@ -98,18 +112,16 @@ def replay_scores(model: Any, tokenizer: Any, ids: list[int], prompt: list[Layer
 class KVzip(Selector):
     """KVzip (Kim et al. 2025): the largest attention that an entry receives while the model repeats the text."""
 
+    required_inputs = ("model", "tokenizer")
     has_second_pass = True
 
-    def __init__(self, model: Any, tokenizer: Any):
+    def __init__(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"):
         self._model, self._tokenizer = model, tokenizer
-
-    @classmethod
-    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "KVzip":
-        return cls(inputs.require("model"), inputs.require("tokenizer"), **options)
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> Selector:
         """The scores of the one prompt `ids`, already read into `prompt`. Raises what `replay_scores` raises."""
         return PrecomputedScores(replay_scores(self._model, self._tokenizer, list(ids), prompt))
 
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        """Raise CacheError: `for_prompt` comes first."""
         raise CacheError("KVzip reads the text a second time: use lkv.compress(..., method='kvzip').")

@@ -17,7 +17,7 @@ from lkv.evaluation.report.figures import method_styles
 from lkv.evaluation.report.names import budget_and_selector, is_lkv
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods import compensation as refit
+from lkv.methods import compensation
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.registry import find_method, parse_method, register_method
@@ -53,7 +53,7 @@ def ridged(matrix: np.ndarray, right: np.ndarray, ridge: float) -> np.ndarray:
 @heads
 def test_v_moves_to_the_full_output_by_ridge_regression(rows, tokens, share, seed):
     query, key, value, kept = head(rows, tokens, share, seed)
-    new_key, new_value = refit.compensate(query, key, value, key[kept], value[kept], SCALE)
+    new_key, new_value = compensation.compensate(query, key, value, key[kept], value[kept], SCALE)
     full = (query @ key.T * SCALE).softmax(-1) @ value
     attention = (query @ new_key.T * SCALE).softmax(-1)
     missing = (full - attention @ value[kept]).numpy()
@@ -77,7 +77,7 @@ def test_weights_make_up_for_the_evicted_attention(rows, tokens, share, seed):
     def loss(weights: np.ndarray) -> float:
         return float(np.square(stacked @ weights - right).sum())
 
-    found = refit._weights(torch.tensor(shares)).numpy()
+    found = compensation._entry_weights(torch.tensor(shares)).numpy()
     assert found.min() >= 0.01
     start = loss(np.ones(len(kept)))
     assert loss(found) - loss(best) <= 0.02 * (start - loss(best)) + 1e-9
@@ -86,19 +86,19 @@ def test_weights_make_up_for_the_evicted_attention(rows, tokens, share, seed):
 @heads
 def test_k_moves_along_one_direction_by_the_logarithms_of_the_weights(rows, tokens, share, seed):
     query, key, value, kept = head(rows, tokens, share, seed)
-    new_key, _ = refit.compensate(query, key, value, key[kept], value[kept], SCALE)
+    new_key, _ = compensation.compensate(query, key, value, key[kept], value[kept], SCALE)
     scaled = query.numpy() * SCALE
     spread = scaled.T @ scaled / rows
     direction = np.linalg.solve(spread + 0.01 * np.diag(spread).mean() * np.eye(8), scaled.mean(0))
     shares = (query @ key.T * SCALE).softmax(-1)[:, kept]
-    moved = refit._weights(shares).log()[:, None].numpy() * direction
+    moved = compensation._entry_weights(shares).log()[:, None].numpy() * direction
     np.testing.assert_allclose((new_key - key[kept]).numpy(), moved, atol=1e-9)
 
 
 @heads
 def test_what_is_whole_stays_as_it_is(rows, tokens, share, seed):
     query, key, value, _ = head(rows, tokens, share, seed)
-    new_key, new_value = refit.compensate(query, key, value, key, value, SCALE)
+    new_key, new_value = compensation.compensate(query, key, value, key, value, SCALE)
     torch.testing.assert_close(new_key, key, atol=1e-9, rtol=0)
     torch.testing.assert_close(new_value, value, atol=1e-9, rtol=0)
 
@@ -110,7 +110,7 @@ def test_extreme_heads_stay_numbers(dtype):
     cases = [(query * 0, key, value), (query, key * 0, value), (query * 50, key, value), (query, key, value * 0)]
     cases.append((query, torch.cat([key[:15] + 40 * query.mean(0), key[15:]]), value * 1000))
     for q, k, v in cases:
-        new_key, new_value = refit.compensate(q, k, v, k[20:], v[20:], SCALE)
+        new_key, new_value = compensation.compensate(q, k, v, k[20:], v[20:], SCALE)
         assert new_key.dtype == new_value.dtype == dtype
         assert bool(new_key.isfinite().all()) and bool(new_value.isfinite().all())
 
@@ -131,7 +131,7 @@ def test_references_are_the_models_own_queries_rotated_behind_the_text(family):
     prompt = read_prompt(model, text, queries=True)
     # Hidden states depend on distances alone. Token 10 + i of the second half is turned to 21 + i.
     elsewhere = read_at(model, text, 11)[0].query[:, :, 10:]
-    found = refit.reference_queries(prompt[0])
+    found = compensation.reference_queries(prompt[0])
     expected = elsewhere.unflatten(1, (prompt[0].key.shape[1], -1)).flatten(2, 3)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
@@ -160,12 +160,12 @@ def test_the_cache_holds_what_refitting_gives():
     prompt = read_prompt(model, text, queries=True)
     for layer, (before, after) in enumerate(zip(plain.ragged_layers, cache.ragged_layers, strict=True)):
         assert torch.equal(before.kept_counts, after.kept_counts)
-        queries = refit.reference_queries(prompt[layer])[0]
+        queries = compensation.reference_queries(prompt[layer])[0]
         for number in range(2):
             k, v = before.store.head_entries(0, number)
             if 0 < len(k) < 40:
                 whole = prompt[layer].key[0, number], prompt[layer].value[0, number]
-                k, v = refit.compensate(queries[number], *whole, k, v, prompt[layer].scale)
+                k, v = compensation.compensate(queries[number], *whole, k, v, prompt[layer].scale)
             for mine, expected in zip(after.store.head_entries(0, number), (k, v), strict=True):
                 torch.testing.assert_close(mine, expected, atol=1e-9, rtol=0)
     assert cache.nbytes() == plain.nbytes()

@@ -1,0 +1,107 @@
+"""Selectors by the attention that tokens have received: SnapKV, H2O and TOVA."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from lkv.errors import PromptError
+from lkv.integrations.transformers.prefill import LayerKV, to_fp32
+from lkv.methods.registry import register_selector
+from lkv.methods.selectors.base import Selector
+
+_BLOCK = 256  # attention rows computed at a time
+
+
+@register_selector("snapkv", label="SnapKV", description="attention from the last 64 tokens, smoothed")
+class SnapKV(Selector):
+    """SnapKV (Li et al. 2024): attention received from the prompt's last `window` tokens, smoothed over positions.
+
+    The window itself is always kept.
+    """
+
+    reads_queries = True
+
+    def __init__(self, window: int = 64, kernel: int = 5):
+        self._window, self._kernel = window, kernel
+        self.last_queries = window
+
+    @torch.no_grad()
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        """The smoothed attention; above all others the window. Raises PromptError for a prompt no longer than it."""
+        key = prompt.key
+        batch, heads, tokens, _ = key.shape
+        window = self._window
+        if tokens <= window:
+            raise PromptError(
+                f"the prompt has {tokens} tokens, but SnapKV observes the last {window} and needs more than that; "
+                "give a longer prompt or another method."
+            )
+        recent = prompt.query[:, :, -window:].reshape(batch, heads, -1, key.shape[-1])
+        logits = (recent * prompt.scale @ key.transpose(-1, -2)).view(batch, heads, -1, window, tokens)
+        future = torch.ones(window, tokens, dtype=torch.bool, device=key.device).triu(tokens - window + 1)
+        attention = torch.softmax(logits.masked_fill(future, -torch.inf).float(), -1)[..., :-window]
+        received = attention.mean(-2).flatten(0, 1)
+        smooth = avg_pool1d(received, self._kernel, padding=self._kernel // 2, stride=1)
+        older = smooth.view(batch, heads, -1, tokens - window).mean(2)
+        # The most recent tokens foremost, where a budget is smaller than the window.
+        recency = torch.linspace(1, 2, window, device=key.device)
+        return torch.cat([older, (older.max() + recency).expand(batch, heads, window)], -1)
+
+
+@register_selector("h2o", label="H2O", description="attention received from all tokens")
+@register_selector(
+    "observed",
+    label="Observed Attention",
+    description="attention received, divided by how many tokens saw it",
+    average=True,
+)
+class H2O(Selector):
+    """Heavy hitters (H2O; Zhang et al. 2023): the attention that a token has received from all tokens of the prompt.
+
+    The mean over the query heads that share its KV head. `average` divides the sum by the number of tokens that saw the
+    token, which takes away the advantage of early ones. Nothing is protected; the paper gives half of a budget to the
+    most recent tokens, which a score cannot express.
+    """
+
+    reads_queries = True
+
+    def __init__(self, average: bool = False):
+        self._average = average
+
+    @torch.no_grad()
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        """The sum or mean of the attention received."""
+        key = prompt.key
+        batch, heads, tokens, _ = key.shape
+        rows = prompt.grouped_query
+        received = to_fp32(key.new_zeros(batch, heads, tokens))
+        for start in range(0, tokens, _BLOCK):
+            block = rows[..., start : start + _BLOCK, :]
+            end = start + block.shape[3]
+            logits = to_fp32(block * prompt.scale @ key[:, :, None, :end].transpose(-1, -2))
+            future = torch.ones(end - start, end, dtype=torch.bool, device=key.device).triu(start + 1)
+            received[..., :end] += torch.softmax(logits.masked_fill_(future, -torch.inf), -1).sum(3).mean(2)
+        if self._average:
+            received /= torch.arange(tokens, 0, -1, device=key.device)
+        return received
+
+
+@register_selector("tova", label="TOVA", description="attention from the last token")
+class TOVA(Selector):
+    """TOVA (Oren et al. 2024, "Transformers are Multi-State RNNs"): the attention of the prompt's last token.
+
+    It is averaged over all heads of the layer, so that every head keeps the same tokens. Nothing is protected: the last
+    token stays only for the attention that it pays to itself. Under tensor parallelism the average is over the heads of
+    one process.
+    """
+
+    reads_queries = True
+    last_queries = 1
+
+    @torch.no_grad()
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        """The attention of the last token, the same for all heads."""
+        key = prompt.key
+        last = prompt.grouped_query[..., -1, :]
+        attention = torch.softmax(to_fp32(last * prompt.scale @ key.transpose(-1, -2)), -1)
+        return attention.mean((1, 2))[:, None].expand(key.shape[:3])

@@ -1,0 +1,66 @@
+"""Selectors that read no keys: StreamingLLM, the windows of DuoAttention, and chance."""
+
+import torch
+from torch import Tensor
+
+from lkv.integrations.transformers.prefill import LayerKV
+from lkv.methods.budgets.duo import SINKS
+from lkv.methods.registry import register_selector
+from lkv.methods.selectors.base import Selector, check_sinks
+
+
+@register_selector("streaming-llm", label="StreamingLLM", description="the first and the most recent tokens")
+class StreamingLLM(Selector):
+    """StreamingLLM (Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks").
+
+    The first `sinks` tokens, then the most recent ones, the same in every head. Tokens keep the positions that they
+    were read at.
+    """
+
+    def __init__(self, sinks: int = 4):
+        self.sinks = sinks
+
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        """The positions, the sinks above all. Raises PromptError for a prompt of no more than `sinks` tokens."""
+        tokens = prompt.key.shape[2]
+        check_sinks(self, tokens, self.sinks)
+        order = torch.arange(tokens, dtype=torch.float32, device=prompt.key.device)
+        # The earlier the higher: a head that keeps fewer tokens than there are sinks keeps the first.
+        order[: self.sinks] = 2 * tokens - order[: self.sinks]
+        return order.expand(prompt.key.shape[:3])
+
+
+@register_selector(
+    "duo-window",
+    label="DuoAttention",
+    description=f"the first {SINKS} and the most recent tokens (DuoAttention)",
+    sinks=SINKS,
+)
+class DuoWindow(StreamingLLM):
+    """What a streaming head of DuoAttention (Xiao et al. 2024) keeps: sinks, then the most recent tokens."""
+
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        """As `StreamingLLM`, but of a prompt shorter than the sinks such a head keeps everything."""
+        key = prompt.key
+        if key.shape[2] <= self.sinks:
+            return key.new_zeros(key.shape[:3], dtype=torch.float32)
+        return super().scores(layer, prompt)
+
+
+@register_selector("random", label="Random", description="chance")
+class Random(Selector):
+    """Chance, the floor that every method has to clear. Nothing is protected."""
+
+    def __init__(self, seed: int = 0):
+        self._seed = seed
+
+    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+        """Random numbers for each head, the same whenever seed, layer and the prompt's length are.
+
+        All rows of a batch have the same, so that a text is evicted from as it would be alone.
+        """
+        batch, heads, tokens, _ = prompt.key.shape
+        # On the CPU, whose numbers are the same on every machine.
+        generator = torch.Generator("cpu").manual_seed((self._seed * 1_000_003 + layer) % 2**63)
+        scores = torch.rand(heads, tokens, generator=generator, device="cpu")
+        return scores.to(prompt.key.device).expand(batch, heads, tokens)

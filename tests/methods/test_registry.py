@@ -1,0 +1,115 @@
+"""The registry of methods: names, plugins, and what it can say without torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lkv.errors import LkvError
+from lkv.methods import registry
+from lkv.methods.budgets import FixedBudget
+from lkv.methods.method import resolve_method
+from lkv.methods.registry import METHODS, find_method, methods, parse_method, register_budget, register_selector
+from lkv.methods.selectors import Knorm, Selector
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    """Registered methods go when the test ends."""
+    for name in ("METHODS", "_BUDGETS", "_SELECTORS"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    registry.load_plugins.cache_clear()
+    yield monkeypatch
+    registry.load_plugins.cache_clear()
+
+
+def test_methods_are_iterated_while_a_plugin_adds_its_own(own_registry):
+    class Plugin:
+        name, value = "mine", "package:register"
+
+        def load(self):
+            return lambda: registry.register_method("mine", lambda inputs: Knorm(), description="small keys")
+
+    own_registry.setattr(registry, "entry_points", lambda group: [Plugin()])
+    seen = [name for name in methods() if not parse_method(name).needs_policy]
+    assert "mine" in seen and "snapkv" in seen and "lkv" not in seen
+    assert resolve_method("lkv-h+mine@x".replace("lkv-h", "uniform"), retention=0.5).name == "uniform+mine@x"
+
+
+def test_one_decorated_class_adds_a_selector_and_one_a_budget(own_registry):
+    @register_selector("first-keys", label="First keys", description="large first keys", index=3)
+    class FirstKeys(Selector):
+        reads_queries = True
+
+        def __init__(self, index):
+            self.index = index
+
+        def scores(self, layer, prompt):
+            return prompt.key[..., self.index]
+
+    @register_budget("half", label="Half", description="half of the target")
+    class Half(FixedBudget):
+        required_inputs = ("target", "layers")
+
+        def __init__(self, target, layers):
+            self.target, self.layers = target, layers
+
+        def ratios(self, layer, heads, tokens):
+            return [self.target.share(tokens) / 2] * heads
+
+    spec = parse_method("half+first-keys")
+    assert spec.label == "First keys, Half budgets" and spec.needs == (registry.QUERIES,)
+    with pytest.raises(LkvError, match="the method needs a layers; give the model"):
+        resolve_method("half+first-keys")
+    assert resolve_method("uniform+first-keys").selector.index == 3
+    with pytest.raises(LkvError, match="the name 'half' is taken"):
+        register_budget("half", label="", description="")(Half)
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("snapkv", "snapkv"),
+        ("uniform+snapkv", "snapkv"),
+        ("lkv-h+lkv-t+refit@mine", "lkv+refit"),
+        ("duo+keydiff", "duo+keydiff"),
+        ("contest+kvzip", "kvzip"),  # as result files of earlier versions name it
+        ("contest+knorm", "global+knorm"),
+    ],
+)
+def test_names_of_one_method_have_one_canonical_name(name, canonical):
+    spec = parse_method(name)
+    assert (spec.name, spec.canonical) == (name, canonical)
+    assert spec.label == parse_method(canonical).label + (" (mine)" if "@" in name else "")
+
+
+@pytest.mark.parametrize("name", ["", "+", "ada", "snapkv+", "nobody's", "ada+critical-snapkv", "lkv@a+b", None, 3])
+def test_names_of_no_method(name):
+    assert find_method(name) is None
+    with pytest.raises(LkvError):
+        parse_method(name)
+
+
+def test_typing_errors_load_no_torch():
+    program = """
+import sys
+from lkv.errors import LkvError
+from lkv.methods.registry import parse_method
+for name, message in (("snapvk", "did you mean 'snapkv'"), ("ada", "'ada' is a budget: write ada+SELECTOR"),
+                      ("lkv-t+refit+refit", "no")):
+    try:
+        parse_method(name)
+    except LkvError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(name)
+    if name != "lkv-t+refit+refit":
+        assert "torch" not in sys.modules
+assert parse_method("lkv").label == "LKV"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_named_method_has_its_own_combination():
+    assert len({(spec.budget, spec.selector) for spec in METHODS.values()}) == len(METHODS)
