@@ -74,7 +74,7 @@ from transformers import AutoModelForCausalLM
 import lkv
 
 model = AutoModelForCausalLM.from_pretrained("{models[0]}")
-cache = lkv.RaggedCache(model, "{name}", retention=0.15)  # for model.generate(past_key_values=cache)
+cache = lkv.RaggedCache(model, retention=0.15, policy="{name}")  # for model.generate(past_key_values=cache)
 ```
 
 ## Training

@@ -42,7 +42,7 @@ def test_what_is_pushed_loads_again_with_its_page(policy, tmp_path, monkeypatch)
         torch.testing.assert_close(again.state_dict()[name], tensor, atol=1e-3, rtol=1e-3)
     page = (tmp_path / "owner" / "mine" / "README.md").read_text(encoding="utf-8")
     assert "Texts of up to 4,096 tokens." in page and "* prose: WikiText-2 (CC BY-SA 3.0)" in page
-    assert "Not measured yet." in page and 'lkv.RaggedCache(model, "owner/mine"' in page
+    assert "Not measured yet." in page and 'lkv.RaggedCache(model, retention=0.15, policy="owner/mine"' in page
 
 
 def test_the_page_of_the_shipped_policy_has_its_figures():

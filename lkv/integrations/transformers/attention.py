@@ -26,6 +26,7 @@ from lkv.integrations.transformers.rotation import Rotation, layer_rotations
 from lkv.integrations.transformers.spec import inspect_model, local_kv_heads, sliding_windows, unwrap_model
 
 _PREFIX = "lkv_"
+_BASES = ("sdpa", "eager")
 _PATCH = "_lkv_patch"
 # On a paged cache: the function that computes attention over its pages and over compressed prefixes (see `paged`).
 PAGED = "_lkv_paged"
@@ -49,7 +50,7 @@ class PatchedModel:
     heads: slice
     rotations: tuple[Rotation | None, ...]
     config: Any
-    _implementations: list[tuple[PreTrainedConfig, str | None]] = field(default_factory=list, repr=False)
+    _configs: dict[int, PreTrainedConfig] = field(default_factory=dict, repr=False)  # those that were switched
 
 
 def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> PatchedModel:
@@ -97,9 +98,8 @@ def unpatch_attention(model: PreTrainedModel) -> None:
     patched: PatchedModel | None = getattr(model, _PATCH, None)
     if patched is None:
         return
-    for config, implementation in patched._implementations:
-        if (config._attn_implementation or "").startswith(_PREFIX):  # not set anew meanwhile
-            config._attn_implementation_internal = implementation and implementation.removeprefix(_PREFIX)
+    for config in patched._configs.values():
+        config._attn_implementation_internal = (config._attn_implementation or "").removeprefix(_PREFIX) or None
     unwrap_generation(model)
     delattr(model, _PATCH)
 
@@ -132,24 +132,24 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 def _register_attention(model: Any, patched: PatchedModel) -> None:
     """Register LKV's attention function over the model's own and switch the model to it."""
-    base = model.config._attn_implementation or "eager"
-    if not base.startswith(_PREFIX):
-        if base not in ("sdpa", "eager"):
-            raise UnsupportedModelError(
-                f"LKV does not work over the attention implementation {base!r} yet; load the model with "
-                "attn_implementation='sdpa' or 'eager'."
-            )
-        AttentionInterface.register(_PREFIX + base, partial(_attention, base))
-        # Without a mask function of the same name transformers would drop the padding.
-        AttentionMaskInterface.register(_PREFIX + base, ALL_MASK_ATTENTION_FUNCTIONS[base])
-        if model._can_set_attn_implementation():
-            patched._implementations[:] = [
-                (config, (config._attn_implementation or "").removeprefix(_PREFIX) or None)
-                for config in _configs(model)
-            ]
-            model.set_attn_implementation(_PREFIX + base)
+    text = model.config.get_text_config(decoder=True)
+    base = text._attn_implementation or "eager"
+    if base not in _BASES and not base.startswith(_PREFIX):
+        raise UnsupportedModelError(
+            f"LKV does not work over the attention implementation {base!r} yet; load the model with "
+            "attn_implementation='sdpa' or 'eager'."
+        )
+    if base in _BASES and model._can_set_attn_implementation():
+        for config in _configs(model):
+            own = config._attn_implementation
+            if own in _BASES:
+                AttentionInterface.register(_PREFIX + own, partial(_attention, own))
+                # Without a mask function of the same name transformers would drop the padding.
+                AttentionMaskInterface.register(_PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])
+                config._attn_implementation_internal = _PREFIX + own
+                patched._configs[id(config)] = config
     # Models with attention code of their own never call a registered function: every token would be lost.
-    if not (model.config._attn_implementation or "").startswith(_PREFIX):
+    if not (text._attn_implementation or "").startswith(_PREFIX):
         raise UnsupportedModelError(
             f"{type(model).__name__} computes attention by code of its own, which LKV cannot reach; use a model "
             "whose attention goes through transformers' AttentionInterface."

@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    CLIPVisionConfig,
     DynamicCache,
     FalconConfig,
     FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -56,6 +60,30 @@ def test_unpatching_restores_the_model(family, implementation):
     unpatch_attention(model)
     assert state_of(model) == before
     assert torch.equal(model(IDS).logits, expected)
+
+
+def test_a_multimodal_model_keeps_its_vision_tower():
+    shape = {"intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
+    text = LlamaConfig(**shape, num_key_value_heads=2, vocab_size=67, initializer_range=0.3, max_position_embeddings=99)
+    config = LlavaConfig(vision_config=CLIPVisionConfig(**shape, image_size=28, patch_size=14), text_config=text)
+    config.image_token_index = config.image_token_id = 66
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config).double().eval()
+    model.set_attn_implementation({"vision_config": "eager", "text_config": "sdpa"})
+    inputs = {
+        "input_ids": torch.cat([torch.full((1, 4), 66), IDS], 1), "max_new_tokens": 4, "do_sample": False,
+        "pixel_values": torch.randn(1, 3, 28, 28, dtype=torch.float64),
+    }  # fmt: skip
+    expected = model.generate(**inputs)
+    before = state_of(model)  # the library's own hooks included, which it sets when it runs
+    with attention_patched(model):
+        assert model.config.vision_config._attn_implementation.endswith("eager")
+        for retention in (1.0, 0.5):
+            cache = RaggedCache(model, method="knorm", retention=retention)
+            out = model.generate(**inputs, past_key_values=cache)
+            assert cache.realised_retention() == pytest.approx(retention)
+            assert retention < 1 or torch.equal(out, expected)
+    assert state_of(model) == before
 
 
 def test_a_block_patches_and_nested_blocks_stay_patched(policy):
