@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lkv.integrations.transformers.spec import inspect_model
+from lkv.methods import registry
 from lkv.policy.policy import Policy
 
 settings.register_profile("lkv", deadline=None, max_examples=40, derandomize=True)
@@ -76,3 +77,11 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    """What a test registers as methods, budgets and selectors goes when the test ends."""
+    registry.budgets(), registry.selectors()  # registered once, when they are imported
+    for name in ("METHODS", "_BUDGETS", "_SELECTORS"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))

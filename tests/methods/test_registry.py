@@ -13,27 +13,19 @@ from lkv.methods.registry import METHODS, find_method, methods, parse_method, re
 from lkv.methods.selectors import Knorm, Selector
 
 
-@pytest.fixture
-def own_registry(monkeypatch):
-    """Registered methods go when the test ends."""
-    for name in ("METHODS", "_BUDGETS", "_SELECTORS"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
-    registry.load_plugins.cache_clear()
-    yield monkeypatch
-    registry.load_plugins.cache_clear()
-
-
-def test_methods_are_iterated_while_a_plugin_adds_its_own(own_registry):
+def test_methods_are_iterated_while_a_plugin_adds_its_own(own_registry, monkeypatch):
     class Plugin:
         name, value = "mine", "package:register"
 
         def load(self):
             return lambda: registry.register_method("mine", lambda inputs: Knorm(), description="small keys")
 
-    own_registry.setattr(registry, "entry_points", lambda group: [Plugin()])
+    registry.load_plugins.cache_clear()
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Plugin()])
     seen = [name for name in methods() if not parse_method(name).needs_policy]
     assert "mine" in seen and "snapkv" in seen and "lkv" not in seen
-    assert resolve_method("lkv-h+mine@x".replace("lkv-h", "uniform"), retention=0.5).name == "uniform+mine@x"
+    assert resolve_method("uniform+mine@x", retention=0.5).name == "uniform+mine@x"
+    registry.load_plugins.cache_clear()
 
 
 def test_one_decorated_class_adds_a_selector_and_one_a_budget(own_registry):

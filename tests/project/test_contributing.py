@@ -18,14 +18,7 @@ from tests.conftest import tiny_llama
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
-@pytest.fixture
-def own_catalogue(monkeypatch):
-    """Registered methods go when the test ends."""
-    for name in ("METHODS", "_BUDGETS", "_SELECTORS"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
-
-
-def test_the_selector_of_the_page_works_everywhere(own_catalogue, capsys):
+def test_the_selector_of_the_page_works_everywhere(own_registry, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     exec(code, {})
     assert method_label("large-values") == "Large values" and method_styles(["large-values"])
@@ -38,7 +31,7 @@ def test_the_selector_of_the_page_works_everywhere(own_catalogue, capsys):
     assert cache.realised_retention() == 0.5
 
 
-def test_a_name_is_given_once_and_a_part_must_be_known(own_catalogue):
+def test_a_name_is_given_once_and_a_part_must_be_known(own_registry):
     with pytest.raises(LkvError, match="'snapkv' is taken"):
         register_method("snapkv", "knorm")
     with pytest.raises(LkvError, match=r"'my\+own' contains '\+' or '@'"):

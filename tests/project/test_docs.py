@@ -20,7 +20,6 @@ import lkv.policy.shipped
 from lkv.cli.main import COMMANDS, main, parse_arguments
 from lkv.config import ScorerInputs
 from lkv.integrations.transformers.attention import patch_attention
-from lkv.methods import registry
 from lkv.models.conversion import _DONE
 from lkv.policy.policy import Policy
 from tests.conftest import save_model
@@ -66,13 +65,11 @@ def reader(tmp_path_factory):
 
 
 @pytest.fixture
-def session(reader, monkeypatch):
+def session(reader, own_registry, monkeypatch):
     """As if the reader's shell were open in that folder; what a page registers goes when its test ends."""
     monkeypatch.chdir(reader)
     monkeypatch.setenv("LKV_CACHE", str(reader / "cache"))
     monkeypatch.setattr(lkv.policy.shipped, "_POLICIES", reader / "policies")
-    for name in ("METHODS", "_BUDGETS", "_SELECTORS"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
 
 
 @pytest.mark.parametrize(
