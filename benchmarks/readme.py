@@ -18,7 +18,7 @@ from lkv.policy.shipped import shipped
 ROOT = RESULTS.parents[1]
 README, RESULTS_PAGE, MORE = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "more-results.md"
 TITLE = "## What it keeps of the model\n\n"
-REFITTED = "lkv+refit"
+COMPENSATED = "lkv+refit"
 LONGER = ("longer", "longest")  # results by length of fewer methods or tasks
 AT_4096: Mapping[str, Any] = {"method": "lkv", "tokens": 4096}
 KL = "KL(full \\|\\| compressed)"
@@ -149,8 +149,8 @@ def readme_section() -> str:
         f"SmolLM2-135M-Instruct{' unless another is named' if more else ''}, the question unknown at compression, "
         "R = 0.15; 95% intervals. All figures come from `benchmarks/results/`, whose files name command, machine "
         "and seed. More lengths, methods and R: [results](docs/results.md). "
-        f"`{REFITTED}` adjusts the kept keys and values by least squares at no extra memory: it lowers average KL but "
-        "does not help fact retrieval ([how](docs/methods.md#refitted))."
+        f"`{COMPENSATED}` adjusts the kept keys and values by least squares at no extra memory: it lowers average KL "
+        "but does not help fact retrieval ([how](docs/methods.md#refitted))."
     )
     other = [part for name in more for part in readme_lengths(f"length-{name}", ruler_sentence(name))]
     return "\n\n".join([lead, *readme_lengths("length"), *other, *readme_ruler(), *readme_costs()])
@@ -162,13 +162,13 @@ def readme_lengths(name: str, sentence: str = "") -> list[str]:
     last = max(row["tokens"] for row in rows)
     longer = [row for kind in LONGER for row in read(name.replace("length", kind), task="all", retention=0.15)]
     longer = [row for row in longer if row["tokens"] > last]
-    refit = read(name.replace("length", "refit"), task="all", method=REFITTED, retention=0.15)
+    refit = read(name.replace("length", "refit"), task="all", method=COMPENSATED, retention=0.15)
     measured = {(row["method"], row["tokens"]): row for row in (*rows, *refit, *longer)}
-    methods = [m for m in ("lkv", REFITTED, "kvzip", "lkv-h+expected", "snapkv") if m != REFITTED or refit]
+    methods = [m for m in ("lkv", COMPENSATED, "kvzip", "lkv-h+expected", "snapkv") if m != COMPENSATED or refit]
     cells = {}
     for method in methods:
         for length in sorted({length for _, length in measured}):
-            missing = "not measured" if length > last or method == REFITTED else "cannot run"
+            missing = "not measured" if length > last or method == COMPENSATED else "cannot run"
             row = measured.get((method, length))
             cells[method, length] = interval(row) if row else missing
     lead, options, model = f"**Fidelity by length**: {KL} in nats a token", "", rows[0]["model"]
@@ -187,9 +187,9 @@ def readme_ruler() -> list[str]:
     columns = [(n, r) for n in sorted({n for _, _, n in rows}) for r in sorted({r for _, r, _ in rows} - {1.0})[::-1]]
     cells = {
         (m, (n, r)): score(rows[m, 1.0 if m == FULL else r, n])
-        for m in (FULL, "lkv", REFITTED, "kvzip", "snapkv")
+        for m in (FULL, "lkv", COMPENSATED, "kvzip", "snapkv")
         for n, r in columns
-        if m != REFITTED or (m, r, n) in rows
+        if m != COMPENSATED or (m, r, n) in rows
     }
     samples = rows[FULL, 1.0, columns[0][0]]["n"]
     lead = f"**RULER**, five retrieval tasks, score of 100, {samples} samples a length (`lkv eval ruler`)."
@@ -259,7 +259,7 @@ def results_page() -> str:
     )
     ruler = ruler_by_retention(read("ruler_retrieval", task="all"), "RULER's five retrieval tasks", "ruler_retrieval")
     parts = ["# Results", lead, *lengths("length"), *needles("needles"), *ruler, *fidelity(), *variants()]
-    parts += ["## Refitted", refit, *lengths("refit"), *needles("refit_needles")]
+    parts += ["## Compensation", refit, *lengths("refit"), *needles("refit_needles")]
     parts += [part for name in other_models() for part in other_model(name)]
     return page([*parts, *serving(), "## Memory and speed", costs()])
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.context.documents import read_document
 from lkv.errors import LkvError, check_retention
 from lkv.evaluation.report.figures import draw_policies
 from lkv.evaluation.report.names import method_label
@@ -67,10 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     check_retention(options.retention)
-    try:
-        text = options.text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LkvError(f"{options.text} cannot be read as text ({error}); give a UTF-8 text file.") from error
+    text = read_document(str(options.text))
     model, tokenizer = load_model(options.model)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()

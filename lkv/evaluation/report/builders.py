@@ -5,17 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lkv.errors import ReportError
-from lkv.evaluation.report.names import (
-    AVERAGE,
-    CATEGORIES,
-    FULL,
-    RULES,
-    SELECTORS,
-    SUITES,
-    budget_and_selector,
-    method_label,
-    part_label,
-)
+from lkv.evaluation.report import names
+from lkv.evaluation.report.names import AVERAGE, FULL, RULES, SELECTORS, method_label, part_label
 from lkv.evaluation.report.results import Results
 from lkv.evaluation.report.scores import Pair, Scores, Unit, at_one_retention, method_pairs, retentions_of
 from lkv.evaluation.report.tables import MIN_SAMPLES, Cell, Column, Table, TableRow, make_cells
@@ -48,115 +39,119 @@ def build_table(name: str, results: Results, request: TableRequest) -> Table:
         ReportError: Where the results do not hold it.
     """
     pairs = method_pairs(results, request.methods, request.retentions)
-    table, scores = _BUILDERS[name](results, pairs, request)
-    header, sizes = results.header, sorted(set(scores.sizes))
+    if name not in ("sweep", "ruler"):
+        pairs = at_one_retention(pairs)
+    metrics: Sequence[str] = ("score",)
+    if name == "ablation":
+        pairs = [*(pair for pair in pairs if pair[0] == FULL), *_ablation_grid(pairs).values()]
+    elif name == "fidelity":
+        pairs = [pair for pair in pairs if pair[0] != FULL]
+        metrics = _measured_fidelity(results, pairs)
+    scores = Scores(results, pairs, metrics, request.min_full, "" if name == "ablation" else request.against)
+    table, header = _BUILDERS[name](scores, metrics), results.header
+    amounts, sizes = retentions_of(pairs), sorted({min(scores.sizes), max(scores.sizes)})
     notes = [
         f"{header['model']}, protocol {header['protocol']}, lkv {header['lkv']}.",
-        f"Intervals are 95%, by bootstrap over the {' to '.join(map(str, dict.fromkeys([sizes[0], sizes[-1]])))} "
-        "samples of each task, widened where they are few; one without any width says that all samples of a task "
-        f"scored alike, and less than {MIN_SAMPLES} have none.",
-        *([f"Differences are to {method_label(scores.against)}, on the same samples."] if scores.against else []),
-        *_note_coverage(scores),
-        *_note_variants(scores, header),
+        f"Intervals are 95%, by bootstrap over the {' to '.join(map(str, sizes))} samples of each task, widened where "
+        "they are few; one without any width says that all samples of a task scored alike, and less than "
+        f"{MIN_SAMPLES} have none.",
     ]
-    amounts = retentions_of(scores.pairs)
-    shown = f"R = {', '.join(f'{r:g}' for r in amounts)}; " if amounts else ""
+    if scores.against:
+        notes.append(f"Differences are to {method_label(scores.against)}, on the same samples.")
+    suite_tasks = {task for tasks in names.CATEGORIES.get(scores.suite, {}).values() for task in tasks}
+    measured = {task for task, _ in scores.units}
+    if suite_tasks - measured:
+        notes.append(f"{AVERAGE} is over {len(measured)} of the {len(suite_tasks)} tasks.")
+    lengths = [f"{length:,}" for length in dict.fromkeys(length for _, length in scores.units) if length is not None]
+    if len(lengths) > 1:
+        notes.append(f"All lengths count alike: {' and '.join(lengths)} tokens.")
+    specs = [spec for method, _ in pairs if method != FULL and (spec := find_method(method))]
+    notes += [f"{variant}." for variant in dict.fromkeys(variant for spec in specs for variant in spec.variants)]
+    if any(spec.needs_pattern for spec in specs):
+        source = header.get("pattern_from") or "of unknown origin: the results do not state it"
+        notes.append(f"DuoAttention's retrieval heads are {source}.")
     return replace(
         table,
-        title=f"{SUITES.get(scores.suite, scores.suite)}, {table.title}",
+        title=f"{names.SUITES.get(scores.suite, scores.suite)}, {table.title}",
         notes=(*notes, *scores.notes, *table.notes, *results.notes),
         reference=scores.against,
-        caption=f"{header['model']}; {shown}n = {sum(scores.sizes)} samples",
+        caption=f"{header['model']}; R = {', '.join(f'{r:g}' for r in amounts)}; n = {sum(scores.sizes)} samples",
     )
 
 
-def _build_main(results: Results, pairs: Sequence[Pair], request: TableRequest) -> tuple[Table, Scores]:
-    scores = Scores(results, at_one_retention(pairs), min_full=request.min_full, against=request.against)
+def _build_main(scores: Scores, _: Sequence[str]) -> Table:
     categories, notes = scores.categories(), ()
     if list(categories.values()) == [scores.units]:  # its column would repeat the average
         categories, notes = {}, (f"All tasks are of the category {next(iter(categories))}.",)
     columns = {AVERAGE: scores.units, **categories}
     rows = [_make_row(scores, pair, columns) for pair in scores.pairs]
-    return _make_table("main", "by category", _make_columns(columns, scores), rows, notes=notes), scores
+    return _make_table("main", "by category", _make_columns(columns, scores), rows, notes=notes)
 
 
-def _build_tasks(results: Results, pairs: Sequence[Pair], request: TableRequest) -> tuple[Table, Scores]:
-    scores = Scores(results, at_one_retention(pairs), min_full=request.min_full, against=request.against)
-    columns = _make_columns([AVERAGE, *dict.fromkeys(task for task, _ in scores.units)], scores)
+def _build_tasks(scores: Scores, _: Sequence[str]) -> Table:
     rows = []
     for length in dict.fromkeys(length for _, length in scores.units):
         units = [unit for unit in scores.units if unit[1] == length]
         by_task = {AVERAGE: units, **{unit[0]: [unit] for unit in units}}
-        group = "" if length is None else _format_length(length)
-        rows += [_make_row(scores, pair, by_task, group) for pair in scores.pairs]
-    return _make_table("tasks", "by task", columns, rows, group_title="length"), scores
+        rows += [_make_row(scores, pair, by_task, f"{length:,} tokens" if length else "") for pair in scores.pairs]
+    columns = _make_columns([AVERAGE, *dict.fromkeys(task for task, _ in scores.units)], scores)
+    return _make_table("tasks", "by task", columns, rows, group_title="length")
 
 
-def _build_sweep(results: Results, pairs: Sequence[Pair], request: TableRequest) -> tuple[Table, Scores]:
-    scores = Scores(results, pairs, min_full=request.min_full, against=request.against)
-    columns = {r: Column(f"R = {r:g}", x=r) for r in retentions_of(pairs)}
+def _build_sweep(scores: Scores, _: Sequence[str]) -> Table:
+    columns = {r: Column(f"R = {r:g}", x=r) for r in retentions_of(scores.pairs)}
     rows = []
-    for method in dict.fromkeys(method for method, _ in pairs):
-        by_retention = {r: (method, 1.0 if method == FULL else r) for r in columns}
-        cells = {columns[r].name: scores.value(p, scores.units) for r, p in by_retention.items() if p in pairs}
+    for method in dict.fromkeys(method for method, _ in scores.pairs):
+        own = {r: (method, 1.0 if method == FULL else r) for r in columns}
+        cells = {columns[r].name: scores.value(p, scores.units) for r, p in own.items() if p in scores.pairs}
         rows.append(TableRow(method, method_label(method), cells, retention=1.0 if method == FULL else None))
-    table = _make_table(
-        "sweep",
-        f"{AVERAGE} over retention",
-        list(columns.values()),
-        rows,
-        notes=("After @: the realised retention (kept / all entries).",),
-        axis="retention (kept / all entries)",
-        shows_realised=True,
-    )
-    return table, scores
+    notes = ("After @: the realised retention (kept / all entries).",)
+    more: dict[str, Any] = {"notes": notes, "axis": "retention (kept / all entries)", "shows_realised": True}
+    return _make_table("sweep", f"{AVERAGE} over retention", list(columns.values()), rows, **more)
 
 
-def _build_ruler(results: Results, pairs: Sequence[Pair], request: TableRequest) -> tuple[Table, Scores]:
-    scores = Scores(results, pairs, min_full=request.min_full, against=request.against)
+def _build_ruler(scores: Scores, _: Sequence[str]) -> Table:
     lengths = sorted({length for _, length in scores.units if length is not None})
     if not lengths:
         raise ReportError("these results have no lengths; the table 'ruler' is made from what `lkv eval ruler` wrote.")
-    by_length = {_format_length(length): [u for u in scores.units if u[1] == length] for length in lengths}
-    units = {AVERAGE: scores.units} | by_length
+    places = {f"{length:,} tokens": float(length) for length in lengths}
+    units = {name: [unit for unit in scores.units if unit[1] == length] for name, length in places.items()}
+    units = {AVERAGE: scores.units} | units
     rows = [
         _make_row(scores, pair, units, f"R = {retention:g}")
-        for retention in retentions_of(pairs)
-        for pair in pairs
+        for retention in retentions_of(scores.pairs)
+        for pair in scores.pairs
         if pair[0] == FULL or pair[1] == retention
     ]
-    places = dict(zip(by_length, map(float, lengths), strict=True))
     columns = [replace(column, x=places.get(column.name)) for column in _make_columns(units, scores)]
     more = {"group_title": "retention", "axis": "context length (tokens)"}
-    return _make_table("ruler", "over length and retention", columns, rows, **more), scores
+    return _make_table("ruler", "over length and retention", columns, rows, **more)
 
 
-def _build_fidelity(results: Results, pairs: Sequence[Pair], request: TableRequest) -> tuple[Table, Scores]:
-    pairs = [pair for pair in at_one_retention(pairs) if pair[0] != FULL]
-    own = results.frame[[pair in pairs for pair in zip(results.frame.method, results.frame.retention, strict=True)]]
-    metrics = [metric for metric in _FIDELITY if own[metric].notna().any()]
-    if not metrics:
-        raise ReportError("these results hold no fidelity for these methods; run `lkv eval` so that it measures it.")
-    scores = Scores(results, pairs, metrics, request.min_full, request.against)
+def _measured_fidelity(results: Results, pairs: Sequence[Pair]) -> list[str]:
+    frame = results.frame
+    own = frame[[pair in pairs for pair in zip(frame.method, frame.retention, strict=True)]]
+    if metrics := [metric for metric in _FIDELITY if own[metric].notna().any()]:
+        return metrics
+    raise ReportError("these results hold no fidelity for these methods; run `lkv eval` so that it measures it.")
+
+
+def _build_fidelity(scores: Scores, metrics: Sequence[str]) -> Table:
     units: dict[str, list[Unit]] = {AVERAGE: scores.units}
     for unit in scores.units:
         units.setdefault(unit[0], []).append(unit)
-    rows = [_make_row(scores, pair, units, _FIDELITY[metric][0], metric) for metric in metrics for pair in pairs]
+    rows = [_make_row(scores, pair, units, _FIDELITY[metric][0], metric) for metric in metrics for pair in scores.pairs]
     columns = [replace(column, digits=3) for column in _make_columns(units, scores)]
     notes = tuple(f"Not measured: {title}." for metric, (title, _) in _FIDELITY.items() if metric not in metrics)
     more = {"notes": notes, "group_title": "measure", "value": "", "best_in": dict(_FIDELITY.values())}
-    return _make_table("fidelity", "fidelity to the full cache", columns, rows, **more), scores
+    return _make_table("fidelity", "fidelity to the full cache", columns, rows, **more)
 
 
-def _build_ablation(results: Results, pairs: Sequence[Pair], request: TableRequest) -> tuple[Table, Scores]:
-    """Three budget rules by three selectors, from the methods that belong to the grid, under any of their names.
-
-    With what the rules gain, and marginal means that average the methods sample by sample.
-    """
-    pairs = at_one_retention(pairs)
+def _ablation_grid(pairs: Sequence[Pair]) -> dict[tuple[str, str], Pair]:
+    """The methods of the ablation by (budget rule, selector), under any of their names."""
     grid: dict[tuple[str, str], Pair] = {}
     for pair in pairs:
-        combination = budget_and_selector(pair[0])
+        combination = names.budget_and_selector(pair[0])
         if combination and combination[0] in RULES and combination[1] in SELECTORS:
             grid.setdefault(combination, pair)
     if len(grid) < 2:
@@ -165,36 +160,39 @@ def _build_ablation(results: Results, pairs: Sequence[Pair], request: TableReque
             f"hold {', '.join(dict.fromkeys(method for method, _ in pairs))}. Run `lkv eval` with --methods "
             f"{' '.join(f'{rule}+{selector}' for selector in SELECTORS for rule in RULES)}."
         )
-    full = [pair for pair in pairs if pair[0] == FULL]
-    scores = Scores(results, [*full, *grid.values()], min_full=request.min_full)
+    return grid
+
+
+def _build_ablation(scores: Scores, _: Sequence[str]) -> Table:
+    """Budget rules by selectors, what the rules gain, and marginal means that average the methods by sample."""
+    grid, base = _ablation_grid(scores.pairs), RULES[0]
     shown = _ABLATION_COLUMNS.get(scores.suite)
     units = {AVERAGE: scores.units}
     units |= {name: own for name, own in scores.categories().items() if not shown or name in shown}
 
-    def row(averaged: Sequence[Pair], name: str, group: str, method: str, bases: Sequence[Pair] = ()) -> TableRow:
-        """The mean of the methods `averaged`, and its gain over that of `bases`."""
-        weights = [1 / len(averaged)] * len(averaged)
+    def row(pairs: Sequence[Pair], name: str, group: str, method: str, bases: Sequence[Pair] = ()) -> TableRow:
+        """The mean of the methods `pairs`, and its gain over that of `bases`."""
+        weights = [1 / len(pairs)] * len(pairs)
         cells = {
-            column: scores.value(averaged[0], own) if len(averaged) == 1 else scores.combine(averaged, own, weights)
+            column: scores.value(pairs[0], own) if len(pairs) == 1 else scores.combine(pairs, own, weights)
             for column, own in units.items()
         }
         if bases:
-            negative = [-1 / len(bases)] * len(bases)
-            cells[_GAIN] = scores.combine([*averaged, *bases], scores.units, weights + negative)
-        return TableRow(method, name, cells, group, averaged[0][1], scores.realised(averaged, scores.units))
+            signs = weights + [-1 / len(bases)] * len(bases)
+            cells[_GAIN] = scores.combine([*pairs, *bases], scores.units, signs)
+        return TableRow(method, name, cells, group, pairs[0][1], scores.realised(pairs, scores.units))
 
-    rows = [row([pair], method_label(FULL), "", FULL) for pair in full]
+    rows = [row([pair], method_label(FULL), "", FULL) for pair in scores.pairs if pair[0] == FULL]
     for selector in SELECTORS:
         for rule in RULES:
             if pair := grid.get((rule, selector)):
-                uniform = grid.get((RULES[0], selector))
-                bases = [uniform] if uniform and rule != RULES[0] else []
+                bases = [grid[base, selector]] if rule != base and (base, selector) in grid else []
                 group = f"selection: {part_label(selector)}"
                 rows.append(row([pair], part_label(rule), group, f"{rule}+{selector}", bases))
     by_rule = {rule: [grid[rule, s] for s in SELECTORS if (rule, s) in grid] for rule in RULES}
     for rule, ran in by_rule.items():
         if len(ran) == len(SELECTORS):
-            bases = by_rule[RULES[0]] if rule != RULES[0] and len(by_rule[RULES[0]]) == len(SELECTORS) else []
+            bases = by_rule[base] if rule != base and len(by_rule[base]) == len(SELECTORS) else []
             rows.append(row(ran, part_label(rule), "mean over selectors", rule, bases))
     for selector in SELECTORS:
         ran = [grid[rule, selector] for rule in RULES if (rule, selector) in grid]
@@ -203,10 +201,10 @@ def _build_ablation(results: Results, pairs: Sequence[Pair], request: TableReque
     missing = [f"{rule}+{selector}" for rule in RULES for selector in SELECTORS if (rule, selector) not in grid]
     notes = (f"Not measured: {', '.join(missing)}.",) if missing else ()
     columns = [Column(AVERAGE), Column(_GAIN, best=0, signed=True), *map(Column, list(units)[1:])]
-    return _make_table("ablation", "budget rule by selector", columns, rows, notes=notes), scores
+    return _make_table("ablation", "budget rule by selector", columns, rows, notes=notes)
 
 
-_BUILDERS: dict[str, Callable[[Results, Sequence[Pair], TableRequest], tuple[Table, Scores]]] = {
+_BUILDERS: dict[str, Callable[[Scores, Sequence[str]], Table]] = {
     "main": _build_main,
     "ablation": _build_ablation,
     "tasks": _build_tasks,
@@ -228,45 +226,20 @@ def _make_row(
     cells = {name: scores.value(pair, own, metric) for name, own in units.items()}
     average = cells[AVERAGE]
     if average and average.difference is not None:
-        cells[_difference_name(scores)] = Cell(
-            average.difference, average.difference_low, average.difference_high, average.n
-        )
+        difference = Cell(average.difference, average.difference_low, average.difference_high, average.n)
+        cells[_difference_title(scores)] = difference
     if metric == "score" and (FULL, 1.0) in scores.pairs and pair[0] != FULL:
         cells[_SHARE] = scores.share_of_full(pair, units[AVERAGE])
     return TableRow(pair[0], method_label(pair[0]), cells, group, pair[1], scores.realised([pair], scores.units))
 
 
-def _make_columns(names: Iterable[str], scores: Scores) -> list[Column]:
+def _make_columns(titles: Iterable[str], scores: Scores) -> list[Column]:
     """The average, its difference to the reference, its share of the full cache's, and the rest."""
-    first, *rest = map(Column, names)
-    extra = [Column(_difference_name(scores), best=0, signed=True)] if scores.against else []
+    first, *rest = map(Column, titles)
+    extra = [Column(_difference_title(scores), best=0, signed=True)] if scores.against else []
     extra += [Column(_SHARE, best=0, digits=1)] if (FULL, 1.0) in scores.pairs else []
     return [first, *extra, *rest]
 
 
-def _difference_name(scores: Scores) -> str:
+def _difference_title(scores: Scores) -> str:
     return f"{AVERAGE} - {method_label(scores.against)}"
-
-
-def _format_length(length: int) -> str:
-    return f"{length:,} tokens"
-
-
-def _note_variants(scores: Scores, header: Mapping[str, Any]) -> list[str]:
-    """Which variant of a method the table shows where there are several, and where DuoAttention's pattern is from."""
-    methods = [method for method, _ in scores.pairs if method != FULL]
-    specs = [spec for method in methods if (spec := find_method(method))]
-    notes = [f"{variant}." for variant in dict.fromkeys(variant for spec in specs for variant in spec.variants)]
-    if any(spec.needs_pattern for spec in specs):
-        source = header.get("pattern_from") or "of unknown origin: the results do not state it"
-        notes.append(f"DuoAttention's retrieval heads are {source}.")
-    return notes
-
-
-def _note_coverage(scores: Scores) -> list[str]:
-    """What the average is over, where it is not the whole suite."""
-    tasks = {task for names in CATEGORIES.get(scores.suite, {}).values() for task in names}
-    measured = {task for task, _ in scores.units}
-    lengths = [f"{length:,}" for length in dict.fromkeys(length for _, length in scores.units) if length is not None]
-    notes = [f"{AVERAGE} is over {len(measured)} of the {len(tasks)} tasks."] if tasks - measured else []
-    return notes + ([f"All lengths count alike: {' and '.join(lengths)} tokens."] if len(lengths) > 1 else [])
