@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS
 from lkv.policy.policy import Policy
-from lkv.policy.shipped import checked_line, shipped
+from lkv.policy.shipped import describe_overlap, shipped_policies
 from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
 from lkv.training.data.documents import item_texts, mmlu, read_standard_library
 from lkv.training.data.public_datasets import PUBLIC_DATASETS
@@ -64,7 +64,7 @@ def compared(name: str, items: list[Any], overlap: NgramOverlap, each: dict[str,
 def write_cards(files: dict[str, str], rows: list[dict[str, Any]]) -> None:
     """Tell it in the cards of the shipped policies, whose parameters stay bit for bit the same."""
     sets = {row["set"]: {"compared": row["n"], "shared": row["shared"], "overlapping": row["value"]} for row in rows}
-    for entry in shipped():
+    for entry in shipped_policies():
         policy = Policy.from_pretrained(entry.folder)
         before = policy.digest()
         policy.card["decontamination"] = {
@@ -76,7 +76,7 @@ def write_cards(files: dict[str, str], rows: list[dict[str, Any]]) -> None:
         }
         policy.save_pretrained(entry.folder, half=True)
         assert Policy.from_pretrained(entry.folder).digest() == before
-        print(f"{entry.name}: {checked_line(policy.card)}")
+        print(f"{entry.name}: {describe_overlap(policy.card)}")
 
 
 def main() -> None:

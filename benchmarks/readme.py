@@ -13,7 +13,7 @@ from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE, LEAST_SCORE
 from lkv.evaluation.report.names import FULL, method_label, part_label
 from lkv.policy.policy import Policy
-from lkv.policy.shipped import shipped
+from lkv.policy.shipped import shipped_policies
 
 ROOT = RESULTS.parents[1]
 README, RESULTS_PAGE, MORE = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "more-results.md"
@@ -64,7 +64,7 @@ def source(name: str) -> str:
 
 @cache
 def _shipped_digests() -> list[str]:
-    return [Policy.from_pretrained(entry.folder).digest() for entry in shipped()]
+    return [Policy.from_pretrained(entry.folder).digest() for entry in shipped_policies()]
 
 
 def other_models() -> list[str]:

@@ -20,7 +20,7 @@ from lkv.errors import DataError, LkvError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
-from lkv.policy.shipped import checked_line, shipped
+from lkv.policy.shipped import describe_overlap, shipped_policies
 from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import Passage
 from lkv.training.data.public_datasets import match_dataset
@@ -122,7 +122,7 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
 
 def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    known = Policy.from_pretrained(shipped()[0].folder).digest()
+    known = Policy.from_pretrained(shipped_policies()[0].folder).digest()
     for policy, told in (
         (known, "`some.json`"),
         (known[::-1], "`some.json`, with a policy that is not shipped"),
@@ -272,8 +272,8 @@ def test_overlap_is_told_by_file(tmp_path):
 
 def test_cards_say_what_was_measured(capsys):
     document = json.loads((RESULTS / "overlap.json").read_text())
-    assert len(shipped()) == 3
-    for entry in shipped():
+    assert len(shipped_policies()) == 3
+    for entry in shipped_policies():
         told = entry.card["decontamination"]
         assert told["files"] == document["evaluated"] and not told["removed"]
         assert told["sets"] == {
@@ -282,7 +282,7 @@ def test_cards_say_what_was_measured(capsys):
         }
         # The description beside the weights is the one that they carry.
         assert Policy.from_pretrained(entry.folder).card == entry.card
-        assert checked_line(entry.card).endswith("and were trained on")
+        assert describe_overlap(entry.card).endswith("and were trained on")
     assert main(["policies"]) == 0
     assert capsys.readouterr().out.count("  overlap   ") == 3
 

@@ -22,7 +22,7 @@ from lkv.cli.options import (
 )
 from lkv.config import asdict
 from lkv.errors import LkvError
-from lkv.policy.shipped import card_lines, shipped
+from lkv.policy.shipped import describe_card, shipped_policies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -92,7 +92,7 @@ def _load_policy(options: Inspect) -> "Policy":
     name = options.what or options.policy
     if name is not None and options.model is not None:
         raise LkvError(f"--model selects the policy shipped for it, but {name!r} is given too; leave one of them out.")
-    names = [policy.name for policy in shipped()]
+    names = [policy.name for policy in shipped_policies()]
     if options.what and "/" not in options.what and not exists(options.what) and options.what not in names:
         raise LkvError(
             f"there is no file or folder {name!r}, nor a shipped policy of that name (`lkv policies` lists them); "
@@ -113,7 +113,7 @@ def _load_policy(options: Inspect) -> "Policy":
 def _describe_card(policy: "Policy") -> list[str]:
     """Return the card's lines, or its JSON where `lkv train` did not write it."""
     try:
-        return card_lines(policy.spec, policy.card)
+        return describe_card(policy.spec, policy.card)
     except (AttributeError, KeyError, TypeError, ValueError):
         return [f"model     {policy.spec.architecture}", "card      " + json.dumps(policy.card)]
 

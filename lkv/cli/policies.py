@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from lkv.cli.arguments import Command
-from lkv.policy.shipped import Shipped, card_lines, shipped
+from lkv.policy.shipped import ShippedPolicy, describe_card, shipped_policies
 
 _TRAIN = "lkv train --preset cpu --model {} --data FOLDER --out FOLDER"
 
@@ -20,7 +20,7 @@ class Policies(Command):
         if self.model:
             print(_describe_model(self.model))
             return
-        for policy in shipped():
+        for policy in shipped_policies():
             print(_describe_policy(policy) + "\n")
         print(
             f"Other models: `lkv methods` lists the methods that need no policy; `{_TRAIN.format('NAME')}` trains one; "
@@ -40,7 +40,7 @@ def _describe_model(name: str) -> str:
 
     model, tokenizer = load_model(name)
     spec = patch_attention(model).spec
-    matching = [policy for policy in shipped() if model_difference(policy.spec, spec) is None]
+    matching = [policy for policy in shipped_policies() if model_difference(policy.spec, spec) is None]
     if matching:
         return "\n\n".join(map(_describe_policy, matching))
     free = ", ".join(method for method in methods() if POLICY not in find_needs(method))
@@ -53,8 +53,8 @@ def _describe_model(name: str) -> str:
     )
 
 
-def _describe_policy(policy: Shipped) -> str:
-    return "\n".join([policy.name, *(f"  {line}" for line in card_lines(policy.spec, policy.card))])
+def _describe_policy(policy: ShippedPolicy) -> str:
+    return "\n".join([policy.name, *(f"  {line}" for line in describe_card(policy.spec, policy.card))])
 
 
 COMMAND = Policies

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from lkv.errors import PolicyFileError
 from lkv.policy.policy import Policy
-from lkv.policy.shipped import checked_line
+from lkv.policy.shipped import describe_overlap
 
 
 def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
@@ -81,7 +81,7 @@ cache = lkv.RaggedCache(model, retention=0.15, policy="{name}")  # for model.gen
 
 {trained}{sources}
 
-Overlap with evaluated texts: {checked_line(card)}.
+Overlap with evaluated texts: {describe_overlap(card)}.
 
 ## Fidelity to the full cache
 

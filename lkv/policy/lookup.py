@@ -10,7 +10,7 @@ from lkv.models.loading import DEFAULT
 from lkv.policy.model_match import model_difference
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
-from lkv.policy.shipped import shipped
+from lkv.policy.shipped import shipped_policies
 from lkv.utils.files import as_path
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def default_policy(model: "PreTrainedModel | str" = DEFAULT, paper: bool = False
     """
     if not isinstance(model, str):
         return policy_for(patch_attention(model).spec, paper)
-    for entry in shipped():
+    for entry in shipped_policies():
         names = (entry.name.removesuffix("-paper"), *entry.hub_names)
-        if entry.is_papers == paper and model.lower() in map(str.lower, names):
+        if entry.has_paper_scorer == paper and model.lower() in map(str.lower, names):
             return Policy.from_pretrained(entry.folder)
     raise PolicyMismatchError(_not_shipped(repr(model)))
 
@@ -47,8 +47,8 @@ def policy_for(spec: ModelSpec, paper: bool = False) -> Policy:
     Raises:
         PolicyMismatchError: If none is shipped for it; the message says which methods need none and how to train one.
     """
-    for entry in shipped():
-        if entry.is_papers == paper and model_difference(entry.spec, spec) is None:
+    for entry in shipped_policies():
+        if entry.has_paper_scorer == paper and model_difference(entry.spec, spec) is None:
             return Policy.from_pretrained(entry.folder)
     raise PolicyMismatchError(
         _not_shipped(f"this model ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)")
@@ -67,7 +67,7 @@ def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str
         PolicyFileError: If there is no such policy, or its files are damaged.
     """
     folder = as_path(name, PolicyFileError, "the policy")
-    shipped_folder = next((entry.folder for entry in shipped() if entry.name == str(name)), None)
+    shipped_folder = next((entry.folder for entry in shipped_policies() if entry.name == str(name)), None)
     if shipped_folder is not None:
         return Policy.from_pretrained(shipped_folder, strict, revision)
     if is_policy(folder / "policy") and not is_policy(folder):

@@ -8,6 +8,7 @@ import base64
 import math
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 
 from lkv.config import ModelSpec, rope_text
 
@@ -20,10 +21,10 @@ _SHARED = 1 / 4
 _VALUE_TOLERANCE = 2.0**-7
 
 
-def agreement(expected: Sequence[str], given: Sequence[str]) -> float | None:
-    """Mean cosine in [-1, 1] of the stretches that both have, None where too few of `expected` are in `given`."""
-    mine, theirs = _decoded(expected), _decoded(given)
-    shared = [position for position in mine if position in theirs and len(mine[position]) == len(theirs[position])]
+def agreement(expected: Sequence[str], other: Sequence[str]) -> float | None:
+    """Mean cosine in [-1, 1] of the stretches that both have, None where too few of `expected` are in `other`."""
+    mine, theirs = _decode(expected), _decode(other)
+    shared = [position for position in mine if len(mine[position]) == len(theirs.get(position, ()))]
     if not shared or len(shared) < _SHARED * len(expected):
         return None
     return sum(_cosine(mine[position], theirs[position]) for position in shared) / len(shared)
@@ -35,19 +36,16 @@ def model_difference(expected: ModelSpec, given: ModelSpec) -> str | None:
         mine, theirs = getattr(expected, name), getattr(given, name)
         if mine != theirs:
             return f"{name} {mine!r}, but the model given has {theirs!r}"
-    if _settings(expected.rope) != _settings(given.rope):
+    if _rope_settings(expected.rope) != _rope_settings(given.rope):
         return f"rope {expected.rope!r}, but the model given has {given.rope!r}"
-    return _weights_differ(expected, given)
-
-
-def has_same_heads(expected: ModelSpec, given: ModelSpec) -> bool:
-    """Whether a policy for `expected` has a budget and scores for every head of `given`, right ones or not."""
-    return all(getattr(expected, name) == getattr(given, name) for name in ("layers", "kv_heads", "head_dim"))
-
-
-def _weights_differ(expected: ModelSpec, given: ModelSpec) -> str | None:
     if not (expected.directions and given.directions):
-        return _values_differ(expected, given)
+        # Descriptions saved before directions were, and models that none can be read from.
+        if not given.directions and not given.weights:
+            return "known weights, but those of the model given are packed so that LKV cannot read and compare them"
+        pairs = list(zip(expected.weights, given.weights, strict=False))
+        equal = all(abs(a - b) <= 1e-6 + _VALUE_TOLERANCE * abs(a) for a, b in pairs)
+        one = pairs and len(expected.weights) == len(given.weights) and equal
+        return None if one else "other weights of the same architecture"
     cosine = agreement(expected.directions, given.directions)
     if cosine is None:
         return "weight matrices of other names or sizes"
@@ -59,45 +57,34 @@ def _weights_differ(expected: ModelSpec, given: ModelSpec) -> str | None:
     return None
 
 
-def _values_differ(expected: ModelSpec, given: ModelSpec) -> str | None:
-    """`_weights_differ` for descriptions saved before directions were, and for models that none can be read from."""
-    if not given.directions and not given.weights:
-        return "known weights, but those of the model given are packed so that LKV cannot read and compare them"
-    return None if _values_agree(expected.weights, given.weights) else "other weights of the same architecture"
+def has_same_heads(expected: ModelSpec, given: ModelSpec) -> bool:
+    """Whether a policy for `expected` has a budget and scores for every head of `given`, right ones or not."""
+    return all(getattr(expected, name) == getattr(given, name) for name in ("layers", "kv_heads", "head_dim"))
 
 
-def _values_agree(mine: Sequence[float], theirs: Sequence[float]) -> bool:
-    if not mine or len(mine) != len(theirs):
-        return False
-    return all(abs(a - b) <= 1e-6 + _VALUE_TOLERANCE * abs(a) for a, b in zip(mine, theirs, strict=True))
-
-
-def _settings(rope: str) -> dict[str, float | str]:
+def _rope_settings(rope: str) -> dict[str, float | str]:
     """RoPE's settings by name; a number is the same number however a config spells it (100000 and 100000.0)."""
-    pairs = (setting.partition(" ") for setting in rope_text(rope).split(", ") if setting)
-    return {name: _number(value) for name, _, value in pairs}
+    settings: dict[str, float | str] = {}
+    for setting in filter(None, rope_text(rope).split(", ")):
+        name, _, value = setting.partition(" ")
+        try:
+            settings[name] = float(value)
+        except ValueError:
+            settings[name] = value
+    return settings
 
 
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _decoded(directions: Sequence[str]) -> dict[str, "array[int]"]:
-    """The 8-bit values by their place; what is not base64 is left out, and so compares with nothing."""
+def _decode(directions: Sequence[str]) -> dict[str, "array[int]"]:
+    """The 8-bit values by their position; what is not base64 is left out, and so compares with nothing."""
     decoded = {}
     for direction in directions:
         position, _, codes = direction.rpartition(" ")
-        try:
+        with suppress(ValueError):
             decoded[position] = array("b", base64.b64decode(codes, validate=True))
-        except ValueError:
-            continue
     return decoded
 
 
 def _cosine(a: "array[int]", b: "array[int]") -> float:
     product = sum(x * y for x, y in zip(a, b, strict=True))
-    lengths = math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
-    return product / lengths if lengths else 0.0
+    norms = math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+    return product / norms if norms else 0.0

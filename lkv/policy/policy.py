@@ -139,7 +139,7 @@ class Policy(nn.Module):
         Raises:
             PolicyFileError: If its files are missing or damaged, or of a newer format.
         """
-        folder, commit = policy_file.resolve(name, revision)
+        folder, commit = policy_file.find_folder(name, revision)
         tensors, about = policy_file.read(folder)
         try:
             inputs = from_dict(ScorerInputs, about.get("inputs", {}))

@@ -1,4 +1,4 @@
-"""A policy in a folder: one safetensors file with everything, and its description again as config.json for people.
+"""Policy files: one safetensors file with everything, and the description again as config.json for people.
 
 Format 1 kept the description in config.json alone; such folders still load.
 """
@@ -18,7 +18,7 @@ from lkv.utils.files import as_path, error_reason, write_text
 from lkv.utils.tensor_file import FileKind
 
 _WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
-_KIND = FileKind("lkv-policy", 2, "policy", PolicyFileError, "fetch or save the policy again")
+_KIND = FileKind("lkv-policy", 2, "policy", PolicyFileError, "download or save the policy again")
 
 
 def save(name: str | os.PathLike[str], tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
@@ -50,22 +50,22 @@ def _read_format_1(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"{folder} has no {_CONFIG}; give the folder that Policy.save_pretrained wrote."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise PolicyFileError(f"{folder / _CONFIG} cannot be read ({error}); fetch or save it again.") from error
+        raise PolicyFileError(f"{folder / _CONFIG} cannot be read ({error}); download or save it again.") from error
     if version != 1:
         raise PolicyFileError(
-            f"{folder / _CONFIG} has format {version!r}, but the {_WEIGHTS} beside it is not of that format; fetch "
-            "both again, or update lkv-cache."
+            f"{folder / _CONFIG} has format {version!r}, but the {_WEIGHTS} beside it is not of that format; "
+            "download both again, or update lkv-cache."
         )
     weights = folder / _WEIGHTS
     try:
         data = weights.read_bytes()
     except FileNotFoundError:
-        raise PolicyFileError(f"{folder} has no {_WEIGHTS}; fetch or save the policy again.") from None
+        raise PolicyFileError(f"{folder} has no {_WEIGHTS}; download or save the policy again.") from None
     except OSError as error:
-        raise PolicyFileError(f"{weights} cannot be read ({error_reason(error)}); fetch it again.") from error
+        raise PolicyFileError(f"{weights} cannot be read ({error_reason(error)}); download it again.") from error
     if hashlib.sha256(data).hexdigest() != digest:
         raise PolicyFileError(
-            f"{weights} is not the file its {_CONFIG} was written for (truncated or changed); fetch it again."
+            f"{weights} is not the file its {_CONFIG} was written for (truncated or changed); download it again."
         )
     try:
         return tensor_file.parse_tensors(data), about
@@ -73,8 +73,8 @@ def _read_format_1(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise PolicyFileError(f"{weights} holds no tensors ({error}); download it again.") from error
 
 
-def resolve(name: str | os.PathLike[str], revision: str | None = None) -> tuple[Path, str | None]:
-    """The folder of the policy `name`, a folder or a hub id, and for the latter the commit that it is of.
+def find_folder(name: str | os.PathLike[str], revision: str | None = None) -> tuple[Path, str | None]:
+    """Find the folder of a policy, downloading it where `name` is a hub id; its commit for those, else None.
 
     `revision` is a commit, tag or branch on the hub. Raises PolicyFileError.
     """

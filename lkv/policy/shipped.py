@@ -11,7 +11,7 @@ _POLICIES = Path(__file__).parent / "checkpoints"
 
 
 @dataclass(frozen=True)
-class Shipped:
+class ShippedPolicy:
     """One shipped policy: its folder, the model it is for, and its card."""
 
     folder: Path
@@ -21,12 +21,12 @@ class Shipped:
 
     @property
     def name(self) -> str:
-        """What it is called: its folder's name."""
+        """Its name, the folder's."""
         return self.folder.name
 
     @property
-    def is_papers(self) -> bool:
-        """Whether its scorer reads what the paper's does, k as cached and v, and nothing else."""
+    def has_paper_scorer(self) -> bool:
+        """Whether its scorer is the paper's: it reads k as cached and v, and nothing else."""
         return self.inputs == ScorerInputs()
 
     @property
@@ -35,8 +35,8 @@ class Shipped:
         return self.card.get("hub", [])
 
 
-def checked_line(card: dict[str, Any]) -> str:
-    """A sentence on what a card says of overlap between training data and evaluated texts."""
+def describe_overlap(card: dict[str, Any]) -> str:
+    """Describe the overlap between training data and evaluated texts in one sentence, as a card states it."""
     checked = card.get("decontamination")
     if not checked:
         return "not compared with evaluated texts"
@@ -51,38 +51,38 @@ def checked_line(card: dict[str, Any]) -> str:
     )
 
 
-def card_lines(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
-    """What a policy is for, how it was trained and how faithful it is, a line each."""
-    trained = f"on texts of up to {card['trained_tokens']:,} tokens" if card.get("trained_tokens") else "not told"
+def describe_card(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
+    """Describe a policy in one line each: its model, its training, the overlap and its fidelity."""
+    trained = f"on texts of up to {card['trained_tokens']:,} tokens" if card.get("trained_tokens") else "unknown"
     return [
         f"model     {', '.join(card.get('hub', ())) or card.get('model', 'not told')}, in any storage "
         f"({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)",
         f"trained   {trained}, at R {_retentions(card)}",
-        f"overlap   {checked_line(card)}",
+        f"overlap   {describe_overlap(card)}",
         *(f"fidelity  {_fidelity(row)}" for row in card.get("fidelity", [])),
     ]
 
 
-def shipped() -> list[Shipped]:
+def shipped_policies() -> list[ShippedPolicy]:
     """All shipped policies, in the order of their names."""
     policies = []
     for path in sorted(_POLICIES.glob("*/config.json")):
         config = json.loads(path.read_text(encoding="utf-8"))
         inputs = from_dict(ScorerInputs, config.get("inputs", {}))
-        policies.append(Shipped(path.parent, from_dict(ModelSpec, config["model"]), config["card"], inputs))
+        policies.append(ShippedPolicy(path.parent, from_dict(ModelSpec, config["model"]), config["card"], inputs))
     return policies
 
 
 def _retentions(card: dict[str, Any]) -> str:
-    """Every retention that some stage of the training held, smallest and largest."""
-    held, stage = [], card
+    """The smallest and largest retention of all stages of the training."""
+    used, stage = [], card
     while training := stage.get("training"):
         drawn = [training[name] for name in ("retention_low", "retention_high") if training.get(name)]
-        held += drawn or [training["retention_start"], training["retention_end"]]
+        used += drawn or [training["retention_start"], training["retention_end"]]
         stage = stage.get("started_from", {})
-    if not held:
-        return "not told"
-    return f"{min(held):g}" if min(held) == max(held) else f"{min(held):g} to {max(held):g}"
+    if not used:
+        return "unknown"
+    return f"{min(used):g}" if min(used) == max(used) else f"{min(used):g} to {max(used):g}"
 
 
 def _fidelity(row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from lkv.cli.main import main
 from lkv.errors import DataError
-from lkv.policy.shipped import checked_line
+from lkv.policy.shipped import describe_overlap
 from lkv.training.data import build as building
 from lkv.training.data.build import (
     BuiltDataset,
@@ -218,8 +218,13 @@ def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
     assert set(made["decontamination"]["files"]) == {"squad.json"}
     card = {"decontamination": BuiltDataset(tmp_path / "out").decontamination}
     assert card["decontamination"]["removed"] and card["decontamination"]["sets"]["squad"]["overlapping"] == 4
-    assert "compared with 1 evaluation files: 4 share 10% or more of a piece's 13-grams (squad 4)" in checked_line(card)
-    assert checked_line(card).endswith("and were left out") and checked_line({}) == "not compared with evaluated texts"
+    assert "compared with 1 evaluation files: 4 share 10% or more of a piece's 13-grams (squad 4)" in describe_overlap(
+        card
+    )
+    assert (
+        describe_overlap(card).endswith("and were left out")
+        and describe_overlap({}) == "not compared with evaluated texts"
+    )
     text = "".join(row["context"] for row in lines_of(tmp_path / "out"))
     assert not any(row["context"] in text for row in squad[:4]) and any(row["context"] in text for row in squad[4:])
 

@@ -21,7 +21,7 @@ from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.policy.model_match import ONE_MODEL, agreement, model_difference
 from lkv.policy.policy import Policy
-from lkv.policy.shipped import shipped
+from lkv.policy.shipped import shipped_policies
 from tests.conftest import tiny_llama
 
 NF4 = (
@@ -191,7 +191,7 @@ def test_policies_saved_before_norms_were_read_know_their_model(sampled):
     assert "other weights" in model_difference(before, other)
 
 
-@pytest.mark.parametrize("entry", shipped(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", shipped_policies(), ids=lambda entry: entry.name)
 def test_every_shipped_policy_knows_its_model_with_the_norms_and_no_other(entry):
     """Noise of 4 bits passes with room to spare; none of a thousand random models of the same shape comes near."""
     own = entry.spec.directions
