@@ -12,7 +12,7 @@ from safetensors.torch import save
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.context.context import compress
-from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, RetentionError
+from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, RetentionError, TrainingError
 from lkv.evaluation.longbench import load_examples
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.methods.method import resolve_method
@@ -39,34 +39,34 @@ def refused(capsys, arguments) -> str:
     return error[0]
 
 
-COMPRESS = {
-    "a number as method": ((0.15,), {}, "method is 0.15; give a name"),
-    "no method": ((None,), {}, "method is None"),
-    "kvpress's ratio": ((), {"compression_ratio": 0.85}, "instead of compression_ratio=0.85 give retention=0.15"),
-    "an unknown option": ((), {"retension": 0.3}, "compress has no option retension"),
-    "retention of the full cache": (("full", 0.3), {}, "'full' keeps everything, not 0.3"),
-    "a pattern without duo": (("knorm",), {"pattern": [[0.5, 0.5]] * 3}, "'knorm' reads no pattern"),
-    "a pattern for kvzip": (("kvzip",), {"pattern": [[0.5, 0.5]] * 3}, "'kvzip' reads no pattern"),
-    "a text as retention": (("knorm", "0.15"), {}, "retention is '0.15'"),
-    "true as retention": (("knorm", True), {}, "retention is True"),
-    "true as budget": (("knorm",), {"budget_tokens": True}, "budget_tokens is True"),
-    "a fraction as budget": (("knorm",), {"budget_tokens": 9.0}, "budget_tokens is 9.0"),
-    "a fraction as slack": (("knorm",), {"slack": 1.5}, "slack is 1.5"),
-    "a text as slack": (("knorm",), {"slack": "4"}, "slack is '4'"),
-    "a fraction as chunk": (("knorm",), {"chunk": 7.5}, "chunk is 7.5"),
-    "true as chunk": (("knorm",), {"chunk": True}, "chunk is True"),
-    "a text as bits": (("knorm",), {"bits": "8"}, "bits is '8'"),
-    "no such policy": (("lkv",), {"policy": "nowhere"}, "there is no policy folder 'nowhere'"),
-    "the shipped policy": (("lkv",), {}, "no policy is shipped for this model"),
-}
+PATTERN = [[0.5, 0.5]] * 3
+# Keyword arguments of compress, and the essential words of the error.
+COMPRESS = [
+    ({"method": 0.15}, "method is 0.15; give a name"),
+    ({"method": None}, "method is None"),
+    ({"retension": 0.3}, "compress has no option retension"),
+    ({"compression_ratio": 0.85}, "instead of compression_ratio=0.85 give retention=0.15"),
+    ({"method": "full", "retention": 0.3}, "'full' keeps everything, not 0.3"),
+    ({"method": "knorm", "pattern": PATTERN}, "'knorm' reads no pattern"),
+    ({"method": "kvzip", "pattern": PATTERN}, "'kvzip' reads no pattern"),
+    ({"method": "knorm", "retention": "0.15"}, "retention is '0.15'"),
+    ({"method": "knorm", "retention": True}, "retention is True"),
+    ({"method": "lkv", "policy": "nowhere"}, "there is no policy folder 'nowhere'"),
+    ({"method": "lkv"}, "no policy is shipped for this model"),
+    *(
+        ({"method": "knorm", name: value}, f"{name} is {value!r}")
+        for name, value in [
+            ("budget_tokens", True), ("budget_tokens", 9.0), ("slack", 1.5), ("slack", "4"), ("chunk", 7.5),
+            ("chunk", True), ("bits", "8"),
+        ]
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("how", COMPRESS)
-def test_compress_names_what_is_wrong(model, how):
-    given, options, message = COMPRESS[how]
-    named = dict(zip(("method", "retention", "policy"), given, strict=False))
+@pytest.mark.parametrize(("options", "message"), COMPRESS, ids=lambda value: str(value)[:40])
+def test_compress_names_what_is_wrong(model, options, message):
     with pytest.raises(LkvError) as error:
-        compress(model, Words(), TEXT, **named, **options)
+        compress(model, Words(), TEXT, **options)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -106,10 +106,12 @@ def test_a_dtype_that_changes_is_refused(model):
         model.float()(torch.full((1, 3), 9), past_key_values=cache, use_cache=True)
 
 
-def test_policies_by_name(policy, tmp_path):
+def test_policies_by_name(model, policy, tmp_path):
     policy.save_pretrained(tmp_path / "run" / "policy")
     assert load_policy(tmp_path / "run").digest() == load_policy(str(tmp_path / "run" / "policy")).digest()
     assert load_policy(DEFAULT).spec.architecture == "LlamaForCausalLM"
+    by_name = compress(model, Words(), TEXT, retention=0.4, policy=str(tmp_path / "run"))
+    assert by_name.metadata == compress(model, Words(), TEXT, retention=0.4, policy=policy).metadata
 
 
 @pytest.mark.parametrize("name", ["own er/x", "a/b/c", "nowhere", "/", "x\ud800/y", "\0"])
@@ -118,30 +120,18 @@ def test_names_that_are_no_policy_are_named(name):
         load_policy(name)
 
 
-def test_a_context_by_the_policys_name(model, policy, tmp_path):
-    policy.save_pretrained(tmp_path / "policy")
-    by_name = compress(model, Words(), TEXT, retention=0.4, policy=str(tmp_path / "policy"))
-    assert by_name.metadata == compress(model, Words(), TEXT, retention=0.4, policy=policy).metadata
-
-
-def test_a_model_is_no_policy(model_folder, tmp_path, capsys):
-    assert "looks like a model, not like a policy" in refused(capsys, ["inspect", model_folder])
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["inspect", "MODEL"], "looks like a model, not like a policy"),
         (["inspect", "bok.txt"], "there is no file or folder 'bok.txt'"),
         (["inspect", "--question", "who?"], "--question and --out need a text, but none was given"),
         (["inspect", "--model", "MODEL"], "no policy is shipped for this model (LlamaForCausalLM"),
-        (
-            ["inspect", DEFAULT, "--model", "MODEL"],
-            f"but '{DEFAULT}' is given too; leave one",
-        ),
+        (["inspect", DEFAULT, "--model", "MODEL"], f"but '{DEFAULT}' is given too; leave one"),
         (["inspect", "--policy-revision", "v1"], "--policy-revision without --policy"),
         (["ask", "book.txt", "who?", "--no-strict"], "--no-strict without --policy"),
         (
-            ["eval", "ruler", "--no-strict", "--policy-revision", "v1", "--out", "x.jsonl"],
+            ["eval", "ruler", "--no-strict", "--policy-revision", "v1", "--out", "x"],
             "--policy-revision without --policy",
         ),
         (["profile", "--policy-revision", "v1", "--out", "x.json"], "--policy-revision without --policy"),
@@ -160,47 +150,47 @@ def test_a_question_that_is_no_text(model_folder, tmp_path, capsys):
     assert "the question is no valid Unicode text" in refused(capsys, ask)
 
 
-def truncated(folder):
+def change_config(folder, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def truncate(folder) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
 
 
-def misfitting(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
-
-
-def unknown_rope(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_type": "spiral"}}))
-
-
-def pickled(folder):
+def pickle_weights(folder) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
 
 
-def foreign_code(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(
-            config | {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own", "AutoConfig": "own.C"}}
-        )
-    )
+def need_remote_code(folder) -> None:
+    change_config(folder, model_type="own", auto_map={"AutoModelForCausalLM": "own.Own", "AutoConfig": "own.C"})
     (folder / "own.py").write_text("raise SystemExit('executed')")
 
 
-def no_tokenizer(folder):
+def remove_tokenizer(folder) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink(missing_ok=True)
 
 
+DAMAGES = {
+    "truncated": truncate,
+    "other sizes": lambda folder: change_config(folder, hidden_size=64),
+    "unknown rope": lambda folder: change_config(folder, rope_parameters={"rope_type": "spiral"}),
+    "pickled": pickle_weights,
+    "remote code": need_remote_code,
+    "no tokenizer": remove_tokenizer,
+}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("damage", [truncated, misfitting, unknown_rope, pickled, foreign_code, no_tokenizer])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_models_that_cannot_be_loaded_are_named(model_folder, tmp_path, capsys, damage):
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
-    damage(folder)
+    DAMAGES[damage](folder)
     (tmp_path / "text.txt").write_text("words " * 50)
     ask = ["ask", tmp_path / "text.txt", "why?", "--model", folder, "--method", "knorm"]
     assert "no model could be loaded from" in refused(capsys, ask)
@@ -228,40 +218,36 @@ def test_results_that_cannot_be_written_are_named(tmp_path, capsys, out):
         pass
     with pytest.raises(LkvError):
         SampleJournal(path, {})
+    assert "no/such" not in refused(capsys, ["eval", "ruler", "--model", "no/such", "--out", path])
     assert (tmp_path / "mine").read_text() == "mine" and not list(tmp_path.rglob("*.tmp"))
 
 
-def test_an_evaluation_without_a_place_is_named_before_it_begins(tmp_path, capsys):
-    (tmp_path / "mine").write_text("mine")
-    out = tmp_path / "mine" / "out.jsonl"
-    assert "cannot be written to" in refused(capsys, ["eval", "ruler", "--model", "no/such", "--out", out])
+HEADER = {"methods": ["lkv"], "retentions": [0.15], "policies": {"lkv": "a"}}
+NO_LINES = ['{"key": []}', '{"key": {}}', "[" * 100_000, '{"key": 3}', "[]", "\ud800"]
+OTHER_ROWS = [3, None, {}, "lkv", [3], [{}], [{"method": "lkv"}]]
+JOURNALS = [
+    *(("{}", line, "is no JSON object|is neither a header nor a sample|is no text") for line in NO_LINES),
+    *(
+        ("{}", json.dumps({"key": "a", name: rows}), "the sample 'a' of .* has rows of another kind")
+        for name in ("rows", "skipped")
+        for rows in OTHER_ROWS
+    ),
+    *(
+        (json.dumps(HEADER | change), "", f"samples of other settings .{next(iter(change))}")
+        for change in ({"methods": 3}, {"retentions": None}, {"policies": ["lkv"]})
+    ),
+]
 
 
-@pytest.mark.parametrize("line", ['{"key": []}', '{"key": {}}', "[" * 100_000, '{"key": 3}', "[]", "\ud800"])
-def test_damaged_samples_are_named(tmp_path, line):
-    (tmp_path / "out.jsonl").write_bytes(b"{}\n" + line.encode(errors="surrogatepass") + b"\n")
-    with pytest.raises(LkvError, match=r"is no JSON object|is neither a header nor a sample|is no text"):
-        SampleJournal(tmp_path / "out.jsonl", {})
-    (tmp_path / "done.jsonl").write_bytes(b"{}\n" + line.encode(errors="surrogatepass") + b"\n")
-    if line not in ('{"key": 3}',):
-        with pytest.raises(LkvError), open_journal(tmp_path / "done.jsonl", {}):
+@pytest.mark.parametrize(("header", "line", "message"), JOURNALS, ids=range(len(JOURNALS)))
+def test_damaged_journals_are_named(tmp_path, header, line, message):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(f"{header}\n{line}\n".encode(errors="surrogatepass"))
+    with pytest.raises(DataError, match=message):
+        SampleJournal(path, HEADER if line == "" else {})
+    if line in NO_LINES and line != '{"key": 3}':
+        with pytest.raises(LkvError), open_journal(path, {}):
             pass
-
-
-@pytest.mark.parametrize("name", ["rows", "skipped"])
-@pytest.mark.parametrize("damage", [3, None, {}, "lkv", [3], [{}], [{"method": "lkv"}]])
-def test_a_sample_with_rows_of_another_kind_is_named(tmp_path, name, damage):
-    (tmp_path / "out.jsonl").write_text("{}\n" + json.dumps({"key": "a", name: damage}) + "\n")
-    with pytest.raises(DataError, match=r"the sample 'a' of .* has rows of another kind"):
-        SampleJournal(tmp_path / "out.jsonl", {})
-
-
-@pytest.mark.parametrize("written", [{"methods": 3}, {"retentions": None}, {"policies": ["lkv"]}])
-def test_a_damaged_header_is_named(tmp_path, written):
-    header = {"methods": ["lkv"], "retentions": [0.15], "policies": {"lkv": "a"}}
-    (tmp_path / "out.jsonl").write_text(json.dumps(header | written) + "\n")
-    with pytest.raises(DataError, match=f"samples of other settings .{next(iter(written))}"):
-        SampleJournal(tmp_path / "out.jsonl", header)
 
 
 def test_half_characters_in_an_answer_are_kept(tmp_path):
@@ -286,29 +272,26 @@ def test_benchmark_files_that_hold_no_text_are_named(tmp_path, line):
 )  # fmt: skip
 def test_result_files_that_are_none_are_named(tmp_path, capsys, header, change):
     lines = many()
-    path = write(tmp_path / "a.jsonl", [lines[0] | change, *lines[1:]], **header)
-    refused(capsys, ["report", path])
-
-
-@pytest.mark.parametrize("field", ["score", "realised", "retention", "kl"])
-def test_numbers_without_end_are_named(tmp_path, capsys, field):
-    for number in ("1" + "0" * 400, "Infinity", "NaN"):
-        lines = many()
-        lines[0]["rows"][0][field] = 12345.678
-        path = write(tmp_path / "a.jsonl", lines)
-        path.write_text(path.read_text().replace("12345.678", number))
-        refused(capsys, ["report", path])
+    refused(capsys, ["report", write(tmp_path / "a.jsonl", [lines[0] | change, *lines[1:]], **header)])
     (tmp_path / "profile.json").write_text("[" * 100_000)
     refused(capsys, ["report", "--profile", tmp_path / "profile.json"])
 
 
-def test_a_checkpoint_without_metadata_is_no_start(model_folder, tmp_path, capsys):
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "Infinity", "NaN"], ids=["huge", "inf", "nan"])
+@pytest.mark.parametrize("field", ["score", "realised", "retention", "kl"])
+def test_numbers_without_end_are_named(tmp_path, capsys, field, number):
+    lines = many()
+    lines[0]["rows"][0][field] = 12345.678
+    path = write(tmp_path / "a.jsonl", lines)
+    path.write_text(path.read_text().replace("12345.678", number))
+    refused(capsys, ["report", path])
+
+
+def test_a_checkpoint_without_metadata_is_no_start(tmp_path):
+    from lkv.training.checkpoint import initialize_from
     from tests.training.test_training import trainer
 
     (tmp_path / "checkpoint.safetensors").write_bytes(save({"x": torch.zeros(1)}))
-    from lkv.errors import TrainingError
-    from lkv.training.checkpoint import initialize_from
-
     with pytest.raises(TrainingError, match="cannot be read"):
         initialize_from(trainer(tmp_path / "run")[1], tmp_path)
 
@@ -339,9 +322,7 @@ def test_what_the_disk_has_no_room_for_leaves_the_old_file(model, policy, tmp_pa
             lambda: policy.save_pretrained(tmp_path / "policy"),
             lambda: write_results(tmp_path / "out.json", "rows", [{"value": "x" * 600}], 0),
         ):
-            with pytest.raises(
-                LkvError, match=r"cannot be written to .* \(File too large\); nothing was changed there"
-            ):
+            with pytest.raises(LkvError, match=r"cannot be written to .* \(File too large\)"):
                 work()
         with pytest.raises(LkvError, match="takes no more samples"):
             SampleJournal(tmp_path / "out.jsonl", {}).add({"key": "a", "text": "x" * 600})
