@@ -1,6 +1,6 @@
 """Uses that once gave wrong answers without an error: each is right now, or refused."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,37 +26,15 @@ def ids(tokens: int, seed: int = 0, rows: int = 1) -> torch.Tensor:
     return torch.randint(3, 67, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def in_threads(work, arguments) -> None:
-    """Run `work` on each of `arguments` at once; what one raises is raised."""
-    errors: list[BaseException] = []
-
-    def run(argument):
-        try:
-            work(argument)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(argument,)) for argument in arguments]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
 @pytest.mark.parametrize("method", ["knorm", "full"])
 def test_threads_get_the_answers_of_one(method):
     model = tiny_llama(dtype=torch.float32)
     context = compress(model, Words(), TEXT, method=method)
     expected = {question: context.ask(question, 5) for question in QUESTIONS}
-    found = []
-
-    def work(question):
-        found.extend((question, context.ask(question, 5)) for _ in range(6))
-
-    in_threads(work, QUESTIONS)
-    assert len(found) == 24 and all(answer == expected[question] for question, answer in found)
+    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
+        questions = [*QUESTIONS] * 6
+        answers = pool.map(lambda question: context.ask(question, 5), questions)
+        assert list(answers) == [expected[question] for question in questions]
     assert {question: context.ask(question, 5) for question in QUESTIONS} == expected
 
 
@@ -87,15 +65,13 @@ def test_a_cache_without_its_attention_is_refused(model, policy, filled):
     patch_attention(model)
     if filled:
         cache.rewind()
-    else:
-        cache.reset()
-    found = model(text, past_key_values=cache, use_cache=True).logits if not filled else None
-    if filled:
         fresh = RaggedCache(model, policy=policy, retention=0.5)
         model(text[:, :40], past_key_values=fresh, use_cache=True)
-        expected = model(text[:, 40:], past_key_values=fresh, use_cache=True).logits
-        found = model(text[:, 40:], past_key_values=cache, use_cache=True).logits
-        assert torch.equal(found, expected)
+        expected, logits = (model(text[:, 40:], past_key_values=c, use_cache=True).logits for c in (fresh, cache))
+        assert torch.equal(logits, expected)
+    else:
+        cache.reset()
+        model(text, past_key_values=cache, use_cache=True)
     assert cache.get_seq_length() == 46
 
 
@@ -176,24 +152,27 @@ def test_a_context_knows_its_ids(model, policy, tmp_path):
             generate(model, ids(70), context.cache)
 
 
+# Each gives scores that cannot rank the tokens, from right ones.
+WRONG_SCORES = {
+    "short": lambda scores: scores[..., 1:],
+    "no rows": lambda scores: scores[0],
+    "nan": lambda scores: scores * torch.nan,
+    "one nan": lambda scores: torch.where(scores == scores.amax(), torch.nan, scores),
+    "no tensor": lambda scores: 3,
+}
+
+
 class Wrong(Selector):
-    """A selector of a user that goes wrong in one way or another."""
+    """A user's selector with a mistake."""
 
     def __init__(self, how: str):
-        self._how = how
+        self._change = WRONG_SCORES[how]
 
     def scores(self, layer, prompt):
-        found = prompt.key.float().sum(-1)
-        return {
-            "short": found[..., 1:],
-            "no rows": found[0],
-            "nan": found * torch.nan,
-            "one nan": torch.where(found == found.amax(), torch.nan, found),
-            "no tensor": 3,
-        }[self._how]
+        return self._change(prompt.key.float().sum(-1))
 
 
-@pytest.mark.parametrize("how", ["short", "no rows", "nan", "one nan", "no tensor"])
+@pytest.mark.parametrize("how", WRONG_SCORES)
 def test_scores_that_cannot_rank_the_tokens_are_refused(model, how):
     cache = RaggedCache(model, method=Method("own", Uniform(0.15), Wrong(how)))
     with pytest.raises(CacheError, match="selector Wrong"):
