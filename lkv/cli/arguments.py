@@ -2,11 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from lkv.config import describe_error, unwrap
@@ -15,16 +14,34 @@ from lkv.errors import LkvError
 _METAVARS = {int: "N", float: "X", Path: "PATH"}
 
 
-@dataclass(frozen=True)
-class Argument:
-    """How a field appears on the command line where its type does not say so; goes into `Annotated`."""
+def option(
+    description: str,
+    default: Any = None,
+    *,
+    positional: bool = False,
+    metavar: str | None = None,
+    nargs: str | None = None,
+    const: str | None = None,
+    append: bool = False,
+    group: str = "",
+    **settings: Any,
+) -> Any:
+    """Declare a field of a command.
 
-    positional: bool = False
-    metavar: str | None = None
-    nargs: str | None = None
-    const: str | None = None
-    append: bool = False
-    group: str = ""
+    Args:
+        description: The help of the option.
+        default: Its default; `...` makes it required.
+        positional: Whether it is a positional argument.
+        metavar: The name of its value in the help; by default, it follows from the type.
+        nargs: As in argparse; sequences take one or more values by default.
+        const: The value of the option without one, with `nargs="?"`.
+        append: Whether it may be repeated, each with one value.
+        group: Title of its group in the help, with a description after ": ".
+        settings: Further settings of pydantic's `Field`, such as `ge` and `le`.
+    """
+    argument = {"positional": positional, "metavar": metavar, "nargs": nargs, "const": const, "append": append}
+    extra: Any = argument | {"group": group}
+    return Field(default=default, description=description, json_schema_extra=extra, **settings)
 
 
 class Command(BaseModel):
@@ -44,24 +61,24 @@ def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> No
     parser.set_defaults(command=command)
     for name, field in command.model_fields.items():
         name = field.alias or name
-        kind, rules = unwrap(field)
-        argument = next((rule for rule in rules if isinstance(rule, Argument)), Argument())
-        if argument.group not in groups:
-            groups[argument.group] = parser.add_argument_group(*argument.group.split(": ", 1))
-        group = groups[argument.group]
+        kind, _ = unwrap(field)
+        argument: Any = field.json_schema_extra
+        if argument["group"] not in groups:
+            groups[argument["group"]] = parser.add_argument_group(*argument["group"].split(": ", 1))
+        group = groups[argument["group"]]
         settings: dict[str, Any] = {"help": _help_text(field), "default": argparse.SUPPRESS}
         if kind is bool:
             _add_flag(group, name, field, settings)
             continue
         choices = get_args(kind) if get_origin(kind) is Literal else ()
-        settings["metavar"] = argument.metavar or ("{" + ",".join(choices) + "}" if choices else _METAVARS.get(kind))
-        if argument.append:
+        settings["metavar"] = argument["metavar"] or ("{" + ",".join(choices) + "}" if choices else _METAVARS.get(kind))
+        if argument["append"]:
             settings["action"] = "append"
-        elif nargs := argument.nargs or ("+" if _is_sequence(field) else None):
+        elif nargs := argument["nargs"] or ("+" if _is_sequence(field) else None):
             settings["metavar"] = settings["metavar"] or name.removesuffix("s").upper()
-            settings |= {"nargs": nargs} | ({"const": argument.const} if argument.const else {})
-        if argument.positional:
-            if argument.nargs == "*":
+            settings |= {"nargs": nargs} | ({"const": argument["const"]} if argument["const"] else {})
+        if argument["positional"]:
+            if argument["nargs"] == "*":
                 settings["default"] = []  # argparse consumes such words before and after options separately
             group.add_argument(name, **settings | ({"choices": choices} if choices else {}))
             usage.append(settings["metavar"] or name.upper())

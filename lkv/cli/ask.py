@@ -6,27 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os.path import exists, isfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
-
-from lkv.cli.arguments import Argument, Command
+from lkv.cli.arguments import option
 from lkv.cli.options import (
-    DeviceOptions,
-    ModelOptions,
-    PolicyOptions,
+    MethodName,
     PositiveInt,
     Retention,
-    check_methods,
-    check_names,
-    check_policy_options,
+    RunOptions,
+    StrictPolicyOptions,
+    check_pattern,
     find_needs,
     load_pattern,
-)
+)  # fmt: skip
 from lkv.errors import CacheError, DocumentError, LkvError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from lkv.context.chat import Chat
     from lkv.context.context import Context
@@ -35,24 +31,25 @@ _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
 _COMPRESSION_OPTIONS = ("retention", "method", "policy", "pattern", "chunk", "bits", "streaming")
 
 
-class Ask(PolicyOptions, ModelOptions, DeviceOptions, Command):
+class Ask(StrictPolicyOptions, RunOptions):
     """Ask questions about a document from a compressed cache."""
 
-    words: Annotated[list[str], Argument(positional=True, nargs="*", metavar="[FILE] [QUESTION ...]")] = Field(
-        default=[],
-        description="text, Markdown, HTML or PDF, or - for stdin (none with --load); then questions, or none to chat",
+    words: list[str] = option(
+        "text, Markdown, HTML or PDF, or - for stdin (none with --load); then questions, or none to chat",
+        [],
+        positional=True,
+        nargs="*",
+        metavar="[FILE] [QUESTION ...]",
     )
-    retention: Retention = Field(default=0.15, description="fraction of the KV cache to keep")
-    method: str = Field(default="lkv", description="a name from `lkv methods`, or full")
-    pattern: Path | None = Field(
-        default=None, description="for duo: full_attention_heads.tsv, or a long text to estimate it from"
-    )
-    chunk: PositiveInt | None = Field(default=None, description="read the text in chunks of this many tokens")
-    streaming: bool = Field(default=False, description="evict after every chunk: for texts too long for memory")
-    bits: Literal["4", "8"] | None = Field(default=None, description="quantise the kept KV entries to 4 or 8 bits")
-    save: Path | None = Field(default=None, description="write the compressed text to this file")
-    load: Path | None = Field(default=None, description="resume from a file written by --save, instead of FILE")
-    max_new_tokens: PositiveInt | None = Field(default=None, description="tokens of an answer (default: up to 128)")
+    retention: Retention = option("fraction of the KV cache to keep", 0.15)
+    method: MethodName = option("a name from `lkv methods`, or full", "lkv")
+    pattern: Path | None = option("for duo: full_attention_heads.tsv, or a long text to estimate it from")
+    chunk: PositiveInt | None = option("read the text in chunks of this many tokens")
+    streaming: bool = option("evict after every chunk: for texts too long for memory", False)
+    bits: Literal["4", "8"] | None = option("quantise the kept KV entries to 4 or 8 bits")
+    save: Path | None = option("write the compressed text to this file")
+    load: Path | None = option("resume from a file written by --save, instead of FILE")
+    max_new_tokens: PositiveInt | None = option("tokens of an answer (default: up to 128)")
 
     def run(self) -> None:
         """Read and compress the document, or load it, then answer."""
@@ -81,8 +78,6 @@ class Ask(PolicyOptions, ModelOptions, DeviceOptions, Command):
         from lkv.methods.registry import FULL, PATTERN
 
         compressing = [f"--{name}" for name in _COMPRESSION_OPTIONS if name in self.model_fields_set]
-        check_policy_options(self)
-        check_names([self.method])
         if self.load and self.words and isfile(self.words[0]):
             raise LkvError(f"--load reads the saved text instead of FILE; leave {self.words[0]} out.")
         if self.load and compressing:
@@ -99,20 +94,13 @@ class Ask(PolicyOptions, ModelOptions, DeviceOptions, Command):
             raise LkvError(f"the uncompressed cache of {FULL!r} cannot be saved; leave --save out, or use a method.")
         if self.pattern and PATTERN not in find_needs(self.method):
             raise LkvError(f"the method {self.method!r} takes no --pattern; leave it out, or use duo.")
-        check_methods([self.method], self.pattern)
-
-    def _load_model(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-        from lkv.models.loading import DEFAULT, load_model
-        from lkv.utils.devices import on_device, torch_dtype
-
-        model, tokenizer = load_model(self.model or DEFAULT, torch_dtype(self.dtype), self.revision)
-        return on_device(model, self.device), tokenizer
+        check_pattern([self.method], self.pattern)
 
     def _load_context(self) -> "Context":
         from lkv.context.context import Context
 
         assert self.load is not None
-        context = Context.load(self.load, *self._load_model())
+        context = Context.load(self.load, *self.load_model())
         print(f"[{context.tokens:,} tokens loaded; {_describe_size(context)}]", file=sys.stderr)
         return context
 
@@ -122,11 +110,10 @@ class Ask(PolicyOptions, ModelOptions, DeviceOptions, Command):
         text = read_document(self.words[0])
         from lkv.context.context import compress
         from lkv.methods.registry import FULL
-        from lkv.policy.lookup import load_policy
         from lkv.utils.prompts import encode_context
 
-        policy = load_policy(self.policy, self.strict, self.policy_revision) if self.policy else None
-        model, tokenizer = self._load_model()
+        policy = self.load_policy()
+        model, tokenizer = self.load_model()
         options: dict[str, Any] = {"bits": int(self.bits)} if self.bits else {}
         if self.pattern:
             options["pattern"] = load_pattern(self.pattern, model, tokenizer)

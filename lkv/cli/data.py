@@ -1,41 +1,35 @@
 """lkv data: build training data into a folder, and show what a built folder holds."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from lkv.cli.arguments import Argument, Command
+from lkv.cli.arguments import Command, option
 from lkv.cli.options import ModelOptions, PositiveInt
 from lkv.errors import DataError
 
 
-class Build(ModelOptions, Command):
+class Build(ModelOptions):
     """Build training data; an interrupted build resumes."""
 
-    recipe: Literal["loom", "loom-literal", "wide"] = Field(
-        default="loom",
-        description="loom: the paper's seven sets in its ratios, packed to a drawn length; loom-literal: the paper's "
+    recipe: Literal["loom", "loom-literal", "wide"] = option(
+        "loom: the paper's seven sets in its ratios, packed to a drawn length; loom-literal: the paper's "
         "samples as in its table, after its filter; wide: our own mixture of whatever --data holds",
+        "loom",
     )
-    out: Path = Field(description="folder for the data")
-    data: Path | None = Field(
-        default=None, description="folder of data sets under their official names; missing sets are downloaded"
+    out: Path = option("folder for the data", ...)
+    data: Path | None = option("folder of data sets under their official names; missing sets are downloaded")
+    map: Path | None = option('JSON file with names of sets: {"squad": "mine.jsonl.gz"}')
+    samples: PositiveInt = option("samples to train on, as many as in the paper", 23_000)
+    held_out: PositiveInt = option("samples to validate on, of items never trained on", 64)
+    min_tokens: PositiveInt = option("tokens per sample at least, with its answer", 2000)
+    max_tokens: PositiveInt = option("tokens per sample at most", 16_000)
+    seed: int = option("another seed draws other samples", 0)
+    against: tuple[Path, ...] = option(
+        "evaluation files: training items that share their n-grams are dropped", (), metavar="FILE"
     )
-    map: Path | None = Field(default=None, description='JSON file with names of sets: {"squad": "mine.jsonl.gz"}')
-    samples: PositiveInt = Field(default=23_000, description="samples to train on, as many as in the paper")
-    held_out: PositiveInt = Field(default=64, description="samples to validate on, of items never trained on")
-    min_tokens: PositiveInt = Field(default=2000, description="tokens per sample at least, with its answer")
-    max_tokens: PositiveInt = Field(default=16_000, description="tokens per sample at most")
-    seed: int = Field(default=0, description="another seed draws other samples")
-    against: Annotated[tuple[Path, ...], Argument(metavar="FILE")] = Field(
-        default=(), description="evaluation files: training items that share their n-grams are dropped"
-    )
-    words: PositiveInt = Field(default=13, description="words per n-gram")
-    share: float = Field(
-        default=0.1, gt=0, le=1, description="a text is dropped from this fraction of shared n-grams on"
-    )
-    lock: Path | None = Field(default=None, description="build.json of an earlier build, to use its Hub commits")
+    words: PositiveInt = option("words per n-gram", 13)
+    share: float = option("a text is dropped from this fraction of shared n-grams on", 0.1, gt=0, le=1)
+    lock: Path | None = option("build.json of an earlier build, to use its Hub commits")
 
     def run(self) -> None:
         """Build the data and show it."""
@@ -43,7 +37,7 @@ class Build(ModelOptions, Command):
             raise DataError(
                 f"--min-tokens {self.min_tokens} is not below --max-tokens {self.max_tokens}; change one of them."
             )
-        from lkv.models.loading import DEFAULT, load_tokenizer
+        from lkv.models.loading import load_tokenizer
         from lkv.training.data.build import DataBuildConfig, build_dataset, describe_dataset
 
         config = DataBuildConfig(
@@ -61,17 +55,14 @@ class Build(ModelOptions, Command):
             overlap_share=self.share,
             lock=self.lock,
         )
-        name = self.model or DEFAULT
-        build_dataset(config, load_tokenizer(name, self.revision), name)
+        build_dataset(config, load_tokenizer(self.model_name, self.revision), self.model_name)
         print("\n".join(describe_dataset(self.out)))
 
 
 class Stats(Command):
     """Show what a built folder holds."""
 
-    folder: Annotated[Path, Argument(positional=True, metavar="FOLDER")] = Field(
-        description="folder that `lkv data build` wrote"
-    )
+    folder: Path = option("folder that `lkv data build` wrote", ..., positional=True, metavar="FOLDER")
 
     def run(self) -> None:
         """Print the statistics."""

@@ -3,9 +3,7 @@
 import json
 from dataclasses import asdict
 
-from pydantic import Field
-
-from lkv.cli.arguments import Command
+from lkv.cli.arguments import Command, option
 from lkv.errors import LkvError
 
 _MARKS = {"ok": "ok ", "off": "-  ", "bad": "BAD"}
@@ -14,7 +12,7 @@ _MARKS = {"ok": "ok ", "off": "-  ", "bad": "BAD"}
 class Doctor(Command):
     """Check the installation and suggest fixes."""
 
-    json_: bool = Field(default=False, alias="json", description="print one JSON object, for issue reports")
+    json_: bool = option("print one JSON object, for issue reports", False, alias="json")
 
     def run(self) -> None:
         """Print every finding; raises LkvError, after them, if something is wrong."""

@@ -1,27 +1,24 @@
 """lkv eval: measure methods side by side on RULER or LongBench."""
 
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from os.path import exists
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
-
-from lkv.cli.arguments import Argument, Command
+from lkv.cli.arguments import option
 from lkv.cli.options import (
-    Dtype,
-    ModelOptions,
-    PolicyOptions,
+    DEVICE,
+    MethodName,
     PositiveInt,
     Retention,
-    check_choice,
-    check_methods,
-    check_names,
+    RunOptions,
+    StrictPolicyOptions,
+    check_pattern,
     check_policy_exists,
-    check_policy_options,
     find_needs,
     load_pattern,
-)
+)  # fmt: skip
 from lkv.errors import LkvError
 from lkv.evaluation.example import PROTOCOLS, Example
 
@@ -38,42 +35,31 @@ _PATTERN_SOURCES = {
 _Protocol = Literal[tuple(PROTOCOLS)]  # type: ignore[valid-type]
 
 
-class Eval(PolicyOptions, ModelOptions, Command):
+class Eval(StrictPolicyOptions, RunOptions):
     """Measure methods on RULER or LongBench, or resume a measurement."""
 
-    suite: Annotated[Literal["ruler", "longbench"], Argument(positional=True)] = Field(description="benchmark")
-    data: Path | None = Field(default=None, description="folder with the sources (default: from the Hub)")
-    haystack: Path | None = Field(default=None, description="RULER: text file, or folder of them, to hide needles in")
-    tasks: tuple[str, ...] = Field(default=(), description="tasks (default: all)")
-    lengths: tuple[PositiveInt, ...] = Field(default=(4096,), description="RULER: tokens of prompt and answer")
-    samples: PositiveInt | None = Field(
-        default=None, description=f"samples per task (default: {_RULER_SAMPLES} for RULER, else all)"
+    suite: Literal["ruler", "longbench"] = option("benchmark", ..., positional=True)
+    data: Path | None = option("folder with the sources (default: from the Hub)")
+    haystack: Path | None = option("RULER: text file, or folder of them, to hide needles in")
+    tasks: tuple[str, ...] = option("tasks (default: all)", ())
+    lengths: tuple[PositiveInt, ...] = option("RULER: tokens of prompt and answer", (4096,))
+    samples: PositiveInt | None = option(f"samples per task (default: {_RULER_SAMPLES} for RULER, else all)")
+    methods: tuple[MethodName, ...] = option("names from `lkv methods`", ("lkv", "snapkv"))
+    retention: tuple[Retention, ...] = option("fractions to keep (default: 0.15)", ())
+    ladder: bool = option(f"retentions {', '.join(map(str, LADDER))}", False)
+    preset: Literal["kvpress"] | None = option("retentions and protocol of a leaderboard")
+    protocol: _Protocol | None = option("how prompts are made (default: kvpress)")  # type: ignore[valid-type]
+    device: str | None = option(f"{DEVICE} (default: a GPU if any)")
+    policy: tuple[str, ...] = option(  # type: ignore[assignment]
+        "folder or Hub id (default: the shipped one); several, with names, are compared", (), metavar="[NAME=]PATH"
     )
-    methods: tuple[str, ...] = Field(default=("lkv", "snapkv"), description="names from `lkv methods`")
-    retention: tuple[Retention, ...] = Field(default=(), description="fractions to keep (default: 0.15)")
-    ladder: bool = Field(default=False, description=f"retentions {', '.join(map(str, LADDER))}")
-    preset: Literal["kvpress"] | None = Field(default=None, description="retentions and protocol of a leaderboard")
-    protocol: _Protocol | None = Field(  # type: ignore[valid-type]
-        default=None, description="how prompts are made (default: kvpress)"
+    pattern: Path | None = option("for duo: full_attention_heads.tsv, or a long text to estimate it from")
+    pattern_by: Literal["attention", "kvpress"] = option(
+        "how the pattern is estimated: attention outside the window, or as in kvpress", "attention"
     )
-    dtype: Dtype | None = Field(
-        default=None, description="dtype of the model (default: float32 if embedded, else as stored)"
-    )
-    device: str | None = Field(
-        default=None, description="device the model runs on, such as cpu, cuda, cuda:1 or mps (default: a GPU if any)"
-    )
-    policy: Annotated[tuple[str, ...], Argument(metavar="[NAME=]PATH")] = Field(  # type: ignore[assignment]
-        default=(), description="folder or Hub id (default: the shipped one); several, with names, are compared"
-    )
-    pattern: Path | None = Field(
-        default=None, description="for duo: full_attention_heads.tsv, or a long text to estimate it from"
-    )
-    pattern_by: Literal["attention", "kvpress"] = Field(
-        default="attention", description="how the pattern is estimated: attention outside the window, or as in kvpress"
-    )
-    seed: int = Field(default=0, description="RULER: another seed makes other samples")
-    rows_at_once: PositiveInt = Field(default=64, description="methods x retentions per batch; fewer need less memory")
-    out: Path = Field(description="JSON lines file; an interrupted run resumes")
+    seed: int = option("RULER: another seed makes other samples", 0)
+    rows_at_once: PositiveInt = option("methods x retentions per batch; fewer need less memory", 64)
+    out: Path = option("JSON lines file; an interrupted run resumes", ...)
 
     @property
     def retentions(self) -> tuple[float, ...]:
@@ -91,14 +77,12 @@ class Eval(PolicyOptions, ModelOptions, Command):
             raise LkvError("--ladder sets the retentions; leave --retention and --preset out.")
         if self.preset and (self.retention or self.protocol):
             raise LkvError("--preset sets retentions and protocol; leave --retention and --protocol out.")
-        check_policy_options(self)
-        check_names(self.methods)
         paths = _parse_policies(self.policy)
         for path in paths.values():
             check_policy_exists(path)
         tasks = _check_tasks(self.suite, self.tasks)
         methods = _name_policies(self.methods, [name for name in paths if name])
-        check_methods(methods, self.pattern)
+        check_pattern(methods, self.pattern)
         make_examples = _read_longbench(self, tasks) if self.suite == "longbench" else _read_ruler(self, tasks)
         _evaluate(self, methods, paths, make_examples)
 
@@ -113,9 +97,7 @@ def _evaluate(
     from lkv.evaluation.runner import EvaluationConfig, distributed_state, evaluate
     from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.registry import POLICY
-    from lkv.models.loading import DEFAULT, load_model
     from lkv.policy.lookup import load_policy, policy_for
-    from lkv.utils.devices import on_device, torch_dtype
 
     needs_policy = any(POLICY in find_needs(method) for method in methods)
     policies: dict[str, Policy] = {}
@@ -123,14 +105,14 @@ def _evaluate(
         policies = {name: load_policy(path, options.strict, options.policy_revision) for name, path in paths.items()}
     policy = policies.pop("", None)
     state = distributed_state()
-    name = options.model or DEFAULT
-    model, tokenizer = load_model(name, torch_dtype(options.dtype), options.revision)
-    model = on_device(model, options.device or str(state.device))
+    model, tokenizer = options.load_model(str(state.device))
     spec = patch_attention(model).spec
     if needs_policy and policy is None and not policies:
         policy = policy_for(spec)
     if options.suite == "ruler" and (length := max(options.lengths)) > spec.max_positions:
-        raise LkvError(f"--lengths has {length}, but {name} reads at most {spec.max_positions} tokens; give less.")
+        raise LkvError(
+            f"--lengths has {length}, but {options.model_name} reads at most {spec.max_positions} tokens; give less."
+        )
     config = EvaluationConfig(
         methods,
         options.retentions,
@@ -139,7 +121,7 @@ def _evaluate(
         policies,
         pattern=load_pattern(options.pattern, model, tokenizer, options.pattern_by) if options.pattern else None,
         pattern_source=_describe_pattern(options.pattern, options.pattern_by) if options.pattern else None,
-        model_name=Path(name).name if exists(name) else name,
+        model_name=Path(options.model_name).name if exists(options.model_name) else options.model_name,
         seed=options.seed,
         max_rows=options.rows_at_once,
     )
@@ -182,7 +164,9 @@ def _check_tasks(suite: str, tasks: Sequence[str]) -> Sequence[str]:
 
     available = ruler.TASKS if suite == "ruler" else longbench.TASKS
     for task in tasks:
-        check_choice(task, available, f"{suite} task")
+        if task not in available:
+            near = get_close_matches(task, available, n=2) or available
+            raise LkvError(f"there is no {suite} task {task!r}; did you mean {' or '.join(map(repr, near))}?")
     return tasks or tuple(available)
 
 

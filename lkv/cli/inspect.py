@@ -4,22 +4,18 @@ import json
 import sys
 from os.path import exists, isfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import Field
-
-from lkv.cli.arguments import Argument, Command
+from lkv.cli.arguments import option
 from lkv.cli.options import (
-    DeviceOptions,
-    ModelOptions,
-    PolicyOptions,
+    MethodName,
     PositiveInt,
     Retention,
-    check_methods,
-    check_names,
-    check_policy_options,
+    RunOptions,
+    StrictPolicyOptions,
+    check_pattern,
     find_needs,
-)
+)  # fmt: skip
 from lkv.config import asdict
 from lkv.errors import LkvError
 from lkv.policy.shipped import describe_card, shipped_policies
@@ -31,35 +27,42 @@ if TYPE_CHECKING:
     from lkv.policy.policy import Policy
 
 _BASELINES = ("snapkv", "streaming-llm")
-_PAGE = Argument(group="of a text")
+_PAGE = "of a text"
 
 
-class Inspect(PolicyOptions, ModelOptions, DeviceOptions, Command):
+class Inspect(StrictPolicyOptions, RunOptions):
     """Show a policy's budgets, or what is kept of a text."""
 
-    what: Annotated[str | None, Argument(positional=True, nargs="?", metavar="[TEXT | POLICY]")] = Field(
-        default=None, description="a text, to write an HTML page, or a policy (default: the shipped one)"
+    what: str | None = option(
+        "a text, to write an HTML page, or a policy (default: the shipped one)",
+        positional=True,
+        nargs="?",
+        metavar="[TEXT | POLICY]",
     )
-    retention: Retention = Field(
-        default=0.15, description="fraction of the KV cache to keep; where the page's slider starts"
+    retention: Retention = option("fraction of the KV cache to keep; where the page's slider starts", 0.15)
+    json_: bool = option("of a policy: print card and budgets as JSON", False, alias="json")
+    figure: Path | None = option("of a policy: draw the budgets into this file")
+    question: list[str] = option(
+        "question that all methods answer; may be repeated", [], append=True, group=_PAGE, metavar="TEXT"
     )
-    json_: bool = Field(default=False, alias="json", description="of a policy: print card and budgets as JSON")
-    figure: Path | None = Field(default=None, description="of a policy: draw the budgets into this file")
-    question: Annotated[list[str], Argument(append=True, group="of a text", metavar="TEXT")] = Field(
-        default=[], description="question that all methods answer; may be repeated"
-    )
-    method: Annotated[str, _PAGE] = Field(default="lkv", description="method whose selection is shown")
-    against: Annotated[tuple[str, ...], Argument(nargs="*", group="of a text", metavar="METHOD")] = Field(
-        default=_BASELINES, description="baselines"
-    )
-    out: Annotated[Path | None, _PAGE] = Field(
-        default=None, description="the page (default: the text's name with .html)"
-    )
-    max_new_tokens: Annotated[PositiveInt, _PAGE] = Field(default=64, description="tokens of an answer")
+    method: MethodName = option("method whose selection is shown", "lkv", group=_PAGE)
+    against: tuple[MethodName, ...] = option("baselines", _BASELINES, nargs="*", group=_PAGE, metavar="METHOD")
+    out: Path | None = option("the page (default: the text's name with .html)", group=_PAGE)
+    max_new_tokens: PositiveInt = option("tokens of an answer", 64, group=_PAGE)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the positional argument is a text, not a policy."""
+        return self.what is not None and (self.what == "-" or isfile(self.what))
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether a policy is given, as an option or as the positional argument."""
+        return bool(self.policy or (self.what and not self.is_text))
 
     def run(self) -> None:
         """Print or draw a policy's budgets, or write the page of a text."""
-        if self.what is not None and (self.what == "-" or isfile(self.what)):
+        if self.what is not None and self.is_text:
             _check_page(self)
             _write_page(self, self.what)
         elif self.question or self.out:
@@ -98,8 +101,6 @@ def _load_policy(options: Inspect) -> "Policy":
             f"there is no file or folder {name!r}, nor a shipped policy of that name (`lkv policies` lists them); "
             "give a text, or a policy by its folder or Hub id."
         )
-    if name is None:
-        check_policy_options(options)
     from lkv.models.loading import load_model
     from lkv.policy.lookup import default_policy, load_policy
 
@@ -121,14 +122,12 @@ def _describe_card(policy: "Policy") -> list[str]:
 def _check_page(options: Inspect) -> None:
     from lkv.methods.registry import FULL, SECOND_PASS
 
-    check_policy_options(options)
-    check_names([options.method, *options.against])
     if options.json_ or options.figure:
         raise LkvError("--json and --figure show a policy, but a text was given; leave out either.")
     if options.method == FULL or SECOND_PASS in find_needs(options.method):
         problem = "keeps everything" if options.method == FULL else "needs a second pass over the text"
         raise LkvError(f"{options.method!r} {problem}, so there is no selection to show; use a one-pass method.")
-    check_methods([options.method, *(options.against if options.question else ())], takes_pattern=False)
+    check_pattern([options.method, *(options.against if options.question else ())], takes_pattern=False)
 
 
 def _write_page(options: Inspect, source: str) -> None:
@@ -140,21 +139,16 @@ def _write_page(options: Inspect, source: str) -> None:
         raise LkvError(f"the page would overwrite {out} itself; give another name with --out.")
     text = read_document(source)
     from lkv.context.inspection import inspect_text, render_page
-    from lkv.models.loading import DEFAULT, load_model
-    from lkv.policy.lookup import load_policy
-    from lkv.utils.devices import on_device, torch_dtype
     from lkv.utils.files import check_writable_file, write_text
 
     check_writable_file(out, LkvError, "the page")
-    policy = load_policy(options.policy, options.strict, options.policy_revision) if options.policy else None
-    model_name = options.model or DEFAULT
-    model, tokenizer = load_model(model_name, torch_dtype(options.dtype), options.revision)
-    model = on_device(model, options.device)
+    policy = options.load_policy()
+    model, tokenizer = options.load_model()
     _log("reading the text, to see what every head keeps of it")
     inspected = inspect_text(model, tokenizer, text, options.method, policy)
     answers = _answer(options, model, tokenizer, text, policy) if options.question else {}
-    shown = Path(model_name).name if exists(model_name) else model_name
-    write_text(out, render_page(inspected, name, shown, options.retention, answers), LkvError, "the page")
+    model_name = Path(options.model_name).name if exists(options.model_name) else options.model_name
+    write_text(out, render_page(inspected, name, model_name, options.retention, answers), LkvError, "the page")
     _log(f"{len(inspected.pieces):,} tokens in {inspected.layers} x {inspected.heads} heads")
     print(f"the page is in {out}")
 

@@ -3,20 +3,21 @@
 import json
 import shutil
 import textwrap
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from lkv.cli.arguments import Argument, Command
+from lkv.cli.arguments import Command, option
 
 
 class Methods(Command):
     """List the methods with paper and requirements."""
 
-    name: Annotated[str | None, Argument(positional=True, nargs="?", metavar="[NAME]")] = Field(
-        default=None, description="describe this method in full; BUDGET+SELECTOR and METHOD+refit work as well"
+    name: str | None = option(
+        "describe this method in full; BUDGET+SELECTOR and METHOD+refit work as well",
+        positional=True,
+        nargs="?",
+        metavar="[NAME]",
     )
-    json_: bool = Field(default=False, alias="json", description="print all that is known, as JSON")
+    json_: bool = option("print all that is known, as JSON", False, alias="json")
 
     def run(self) -> None:
         """Print a table that fits the terminal, one method in full, or JSON."""

@@ -1,63 +1,103 @@
-"""Options that several commands share, and checks of methods that need no torch."""
+"""Options that several commands share, and checks that need no torch."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from os.path import exists
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, Field, model_validator
 
+from lkv.cli.arguments import Command, option
 from lkv.errors import LkvError, PolicyFileError, check_retention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from lkv.policy.policy import Policy
+
 _KVPRESS_PIECE = 4096  # tokens per piece of a text whose pattern is estimated as kvpress does
+DEVICE = "device the model runs on, such as cpu, cuda, cuda:1 or mps"
+
+
+def check_method(name: str) -> str:
+    """Return `name` if it is "full" or a method's; raise LkvError, with similar names, otherwise."""
+    from lkv.methods.registry import FULL, parse_method
+
+    if name != FULL:
+        parse_method(name)
+    return name
+
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Retention = Annotated[float, AfterValidator(check_retention)]
+MethodName = Annotated[str, AfterValidator(check_method)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class ModelOptions(BaseModel):
+class ModelOptions(Command):
     """Which model is loaded."""
 
-    model: str | None = Field(
-        default=None, description="folder, GGUF file or Hub id of the model (default: embedded SmolLM2-135M)"
-    )
-    revision: str | None = Field(default=None, description="commit, tag or branch of a --model on the Hub")
+    model: str | None = option("folder, GGUF file or Hub id of the model (default: embedded SmolLM2-135M)")
+    revision: str | None = option("commit, tag or branch of a --model on the Hub")
+
+    @property
+    def model_name(self) -> str:
+        """The model's name, that of the embedded model by default."""
+        from lkv.models.loading import DEFAULT
+
+        return self.model or DEFAULT
 
 
-class DeviceOptions(BaseModel):
-    """Where the model runs, and in which dtype."""
+class RunOptions(ModelOptions):
+    """Which model is loaded, in which dtype, and where it runs."""
 
-    dtype: Dtype | None = Field(default=None, description="dtype of the model (default: as stored)")
-    device: str | None = Field(
-        default=None, description="device the model runs on, such as cpu, cuda, cuda:1 or mps (default: cpu)"
-    )
+    dtype: Dtype | None = option("dtype of the model (default: as stored)")
+    device: str | None = option(f"{DEVICE} (default: cpu)")
+
+    def load_model(self, device: str | None = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+        """Load model and tokenizer; `device` is the default of --device."""
+        from lkv.models.loading import load_model
+        from lkv.utils.devices import on_device, torch_dtype
+
+        model, tokenizer = load_model(self.model_name, torch_dtype(self.dtype), self.revision)
+        return on_device(model, self.device or device), tokenizer
 
 
-class PolicyOptions(BaseModel):
+class PolicyOptions(Command):
     """Which policy is loaded."""
 
-    policy: str | None = Field(default=None, description="folder or Hub id of a policy (default: the shipped one)")
-    policy_revision: str | None = Field(default=None, description="commit, tag or branch of a --policy on the Hub")
-    strict: bool = Field(default=True, description="warn instead of failing if --policy was trained for another model")
+    policy: str | None = option("folder or Hub id of a policy (default: the shipped one)")
+    policy_revision: str | None = option("commit, tag or branch of a --policy on the Hub")
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether a policy is given."""
+        return bool(self.policy)
+
+    @model_validator(mode="after")
+    def _check_policy(self) -> Self:
+        extra = ["--no-strict"] * (not getattr(self, "strict", True))
+        extra += ["--policy-revision"] * (self.policy_revision is not None)
+        if extra and not self.has_policy:
+            raise LkvError(
+                f"{' and '.join(extra)} without --policy; add the policy that is meant (`lkv policies` lists the "
+                "shipped ones)."
+            )
+        if isinstance(self.policy, str):
+            check_policy_exists(self.policy)
+        return self
 
 
-def check_policy_options(options: BaseModel) -> None:
-    """Raise LkvError for --no-strict or --policy-revision without --policy, and for a policy that does not exist."""
-    fields = options.model_dump(include={"policy", "policy_revision", "strict"})
-    extra = ["--no-strict"] * (not fields.get("strict", True))
-    extra += ["--policy-revision"] * (fields["policy_revision"] is not None)
-    if extra and not fields["policy"]:
-        raise LkvError(
-            f"{' and '.join(extra)} without --policy; add the policy that is meant (`lkv policies` lists the shipped "
-            "ones)."
-        )
-    if isinstance(fields["policy"], str):
-        check_policy_exists(fields["policy"])
+class StrictPolicyOptions(PolicyOptions):
+    """Which policy is loaded, and whether it may be another model's."""
+
+    strict: bool = option("warn instead of failing if --policy was trained for another model", True)
+
+    def load_policy(self) -> "Policy | None":
+        """Load the policy of --policy, None without."""
+        from lkv.policy.lookup import load_policy
+
+        return load_policy(self.policy, self.strict, self.policy_revision) if self.policy else None
 
 
 def check_policy_exists(name: str) -> None:
@@ -73,23 +113,14 @@ def check_policy_exists(name: str) -> None:
 
 
 def find_needs(method: str) -> tuple[str, ...]:
-    """Return what a method needs, as named in `lkv.methods.registry`. Raises LkvError for an unknown name."""
+    """Return what a method needs, as named in `lkv.methods.registry`; imports torch."""
     from lkv.methods.registry import FULL, parse_method
 
     return () if method == FULL else parse_method(method).needs
 
 
-def check_names(methods: Iterable[str]) -> None:
-    """Raise LkvError for an unknown method, without importing torch where the name is that of a listed method."""
-    from lkv.methods.registry import FULL, parse_method
-
-    for method in methods:
-        if method != FULL:
-            parse_method(method)
-
-
-def check_methods(methods: Iterable[str], pattern: Path | None = None, takes_pattern: bool = True) -> None:
-    """Raise LkvError for an unknown method, or one that lacks DuoAttention's pattern of retrieval heads.
+def check_pattern(methods: Iterable[str], pattern: Path | None = None, takes_pattern: bool = True) -> None:
+    """Raise LkvError if a method lacks DuoAttention's pattern of retrieval heads; imports torch.
 
     Args:
         methods: Names as in `lkv methods`, or "full".
@@ -98,19 +129,18 @@ def check_methods(methods: Iterable[str], pattern: Path | None = None, takes_pat
     """
     from lkv.methods.registry import PATTERN
 
-    with_pattern = [method for method in methods if PATTERN in find_needs(method)]
-    if with_pattern and not takes_pattern:
-        raise LkvError(
-            f"{with_pattern[0]!r} needs a pattern of retrieval heads, which this command does not take; use another "
-            "method."
-        )
-    if with_pattern and pattern is None:
-        raise LkvError(
-            f"{with_pattern[0]!r} needs the retrieval heads of the model; give --pattern with a "
-            "full_attention_heads.tsv as DuoAttention's authors publish it, or with a long text to estimate them from."
-        )
     if pattern and not pattern.is_file():
         raise LkvError(f"{pattern} does not exist; give --pattern a .tsv file or a UTF-8 text file.")
+    name = next((method for method in methods if PATTERN in find_needs(method)), None)
+    if name and not takes_pattern:
+        raise LkvError(
+            f"{name!r} needs a pattern of retrieval heads, which this command does not take; use another method."
+        )
+    if name and pattern is None:
+        raise LkvError(
+            f"{name!r} needs the retrieval heads of the model; give --pattern with a full_attention_heads.tsv as "
+            "DuoAttention's authors publish it, or with a long text to estimate them from."
+        )
 
 
 def load_pattern(
@@ -143,11 +173,3 @@ def load_pattern(
         return estimate_pattern(model, [ids])
     starts = range(0, len(ids), _KVPRESS_PIECE)
     return estimate_mean_pattern(model, [ids[start : start + _KVPRESS_PIECE] for start in starts])
-
-
-def check_choice(value: str, choices: Iterable[str], subject: str) -> None:
-    """Raise LkvError, with the nearest choices, unless `value` is one of `choices`."""
-    choices = list(choices)
-    if value not in choices:
-        near = get_close_matches(value, choices, n=2) or choices
-        raise LkvError(f"there is no {subject} {value!r}; did you mean {' or '.join(map(repr, near))}?")

@@ -1,8 +1,6 @@
 """lkv policies: list the shipped policies, or what is available for one model."""
 
-from pydantic import Field
-
-from lkv.cli.arguments import Command
+from lkv.cli.arguments import Command, option
 from lkv.policy.shipped import ShippedPolicy, describe_card, shipped_policies
 
 _TRAIN = "lkv train --preset cpu --model {} --data FOLDER --out FOLDER"
@@ -11,9 +9,7 @@ _TRAIN = "lkv train --preset cpu --model {} --data FOLDER --out FOLDER"
 class Policies(Command):
     """List the shipped policies: models, training, fidelity."""
 
-    model: str | None = Field(
-        default=None, description="show what is available for this folder, GGUF file or Hub id (default: list all)"
-    )
+    model: str | None = option("show what is available for this folder, GGUF file or Hub id (default: list all)")
 
     def run(self) -> None:
         """Print one paragraph per policy, or what is available for one model."""

@@ -4,10 +4,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
-from lkv.cli.arguments import Command
-from lkv.cli.options import Dtype, ModelOptions, PositiveInt, Retention, check_names, check_policy_options, find_needs
+from lkv.cli.arguments import option
+from lkv.cli.options import DEVICE, Dtype, MethodName, PolicyOptions, PositiveInt, Retention, RunOptions, find_needs
 from lkv.errors import LkvError, PolicyMismatchError
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
@@ -15,44 +13,30 @@ from lkv.utils.results import write_results
 _MAX_TOKENS = 2**22  # limit of the search for the largest context
 
 
-class Profile(ModelOptions, Command):
+class Profile(PolicyOptions, RunOptions):
     """Measure prefill and decode latency, peak memory and KV cache size."""
 
-    config: str | None = Field(
-        default=None, description="random weights instead of --model: llama-3.1-8b, qwen3-8b, ... or a config.json"
-    )
-    policy: str | None = Field(
-        default=None, description="folder or Hub id of a policy (default: the shipped one, else random weights)"
-    )
-    policy_revision: str | None = Field(default=None, description="commit, tag or branch of a --policy on the Hub")
-    tokens: list[PositiveInt] = Field(default=[1024, 2048, 4096, 8192], description="context lengths")
-    methods: list[str] = Field(default=["full", "lkv", "snapkv"], description="names from `lkv methods`, or full")
-    retention: Retention = Field(default=0.15, description="fraction of the KV cache to keep")
-    batch: PositiveInt = Field(default=1, description="sequences per batch")
-    new_tokens: PositiveInt = Field(default=16, description="tokens generated after each context")
-    repeats: PositiveInt = Field(default=3, description="timed rounds, after a warm-up round")
-    dtype: Dtype | None = Field(
-        default=None, description="dtype of the model (default: bfloat16 on CUDA, else float32)"
-    )
-    device: str | None = Field(
-        default=None, description="device the model runs on, such as cpu, cuda, cuda:1 or mps (default: a GPU if any)"
-    )
-    chunk: PositiveInt | None = Field(default=None, description="read the context in chunks of this many tokens")
-    streaming: bool = Field(default=False, description="evict after every chunk (needs --chunk)")
-    seed: int = Field(default=0, description="seed of tokens and random weights")
-    until_out_of_memory: bool = Field(
-        default=False, description="also search for the largest context that fits, for each method"
-    )
-    memory_limit: float | None = Field(
-        default=None, gt=0, description="GiB available besides the weights (default: all of the device)"
-    )
-    out: Path | None = Field(default=None, description="JSON result file; an interrupted run resumes")
-    dry_run: bool = Field(default=False, description="measure nothing: predict memory from the model's shape")
-    memory: float = Field(default=80.0, gt=0, description="--dry-run: GiB of the device")
+    config: str | None = option("random weights instead of --model: llama-3.1-8b, qwen3-8b, ... or a config.json")
+    policy: str | None = option("folder or Hub id of a policy (default: the shipped one, else random weights)")
+    tokens: list[PositiveInt] = option("context lengths", [1024, 2048, 4096, 8192])
+    methods: list[MethodName] = option("names from `lkv methods`, or full", ["full", "lkv", "snapkv"])
+    retention: Retention = option("fraction of the KV cache to keep", 0.15)
+    batch: PositiveInt = option("sequences per batch", 1)
+    new_tokens: PositiveInt = option("tokens generated after each context", 16)
+    repeats: PositiveInt = option("timed rounds, after a warm-up round", 3)
+    dtype: Dtype | None = option("dtype of the model (default: bfloat16 on CUDA, else float32)")
+    device: str | None = option(f"{DEVICE} (default: a GPU if any)")
+    chunk: PositiveInt | None = option("read the context in chunks of this many tokens")
+    streaming: bool = option("evict after every chunk (needs --chunk)", False)
+    seed: int = option("seed of tokens and random weights", 0)
+    until_out_of_memory: bool = option("also search for the largest context that fits, for each method", False)
+    memory_limit: float | None = option("GiB available besides the weights (default: all of the device)", gt=0)
+    out: Path | None = option("JSON result file; an interrupted run resumes")
+    dry_run: bool = option("measure nothing: predict memory from the model's shape", False)
+    memory: float = option("--dry-run: GiB of the device", 80.0, gt=0)
 
     def run(self) -> None:
         """Measure each length, resuming an earlier run, and write the result."""
-        check_policy_options(self)
         if self.config and self.model:
             raise LkvError("--config and --model both name a model; leave one of them out.")
         if self.dry_run:
@@ -60,7 +44,6 @@ class Profile(ModelOptions, Command):
             return
         if self.out is None:
             raise LkvError("--out is missing; give --out FILE.json, or --dry-run to measure nothing.")
-        check_names(self.methods)
         if self.out.suffix != ".json":
             raise LkvError(f"--out is {self.out}, but the result is a JSON file; use a name that ends with .json.")
         if self.streaming and self.chunk is None:
@@ -97,10 +80,10 @@ def _predict(options: Profile) -> None:
     """Print the memory that each length needs by the model's shape, and the longest prompt that fits."""
     from lkv.evaluation.profiling.predict import longest_prompt, predict_memory
     from lkv.evaluation.profiling.random_models import read_config
-    from lkv.models.loading import DEFAULT, load_config
+    from lkv.models.loading import load_config
     from lkv.models.shapes import Shape
 
-    config = read_config(options.config) if options.config else load_config(options.model or DEFAULT, options.revision)
+    config = read_config(options.config) if options.config else load_config(options.model_name, options.revision)
     Shape.check_plain(config)
     shape, element = Shape.of(config), 4 if options.dtype == "float32" else 2
     settings: dict[str, Any] = {
@@ -133,7 +116,6 @@ def _make_profiler(options: Profile) -> Any:
     from lkv.evaluation.profiling.random_models import extend_positions, random_model, random_policy, read_config
     from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.registry import POLICY
-    from lkv.models.loading import DEFAULT, load_model
     from lkv.policy.lookup import load_policy, policy_for
 
     try:
@@ -141,14 +123,13 @@ def _make_profiler(options: Profile) -> Any:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise LkvError(f"there is no device {options.device!r} here; give --device cpu.") from error
-    chosen = options.model or DEFAULT
     if options.config:
         path = Path(options.config)
         model = random_model(read_config(options.config), dtype, device, options.seed)
         name = path.resolve().parent.name if path.suffix == ".json" else options.config
     else:
-        name = Path(chosen).name
-        model = load_model(chosen, dtype, options.revision)[0].to(device)
+        name = Path(options.model_name).name
+        model = options.load_model()[0]
     extend_positions(model, _MAX_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
     spec = patch_attention(model).spec
     if options.policy:

@@ -2,11 +2,9 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
-
-from lkv.cli.arguments import Argument, Command
+from lkv.cli.arguments import Command, option
 from lkv.cli.options import Retention
 from lkv.errors import ReportError
 from lkv.evaluation.report.names import FORMATS, TABLES, paper_model_like, paper_models
@@ -25,24 +23,20 @@ _Model = Literal[(*paper_models(), _MATCHING)]  # type: ignore[valid-type]
 class Report(Command):
     """Make tables and figures from result files."""
 
-    files: Annotated[list[Path], Argument(positional=True, nargs="*", metavar="[FILE ...]")] = Field(
-        default=[], description="result files of `lkv eval`"
-    )
-    profile: Path | None = Field(
-        default=None, description="result file of `lkv profile`: prefill table and memory figure"
-    )
-    training: tuple[Path, ...] = Field(default=(), description="folders of `lkv train`: their curves side by side")
-    table: _Table = Field(default="main", description="which table")  # type: ignore[valid-type]
-    format: _Format = Field(default="terminal", description="format of the table")  # type: ignore[valid-type]
-    out: Path | None = Field(default=None, description="write the table to this file instead of printing it")
-    figure: Path | None = Field(default=None, description="draw the figure into this file (.png, .pdf or .svg)")
-    weights: bool = Field(default=False, description="memory figure: include the weights in the peak, as in Fig. 5")
-    methods: tuple[str, ...] = Field(default=(), description="only these methods (and the full cache)")
-    retention: tuple[Retention, ...] = Field(default=(), description="only these retentions")
-    against: str = Field(default="", description="method that differences are computed against (default: lkv)")
-    min_full: float = Field(default=0.0, description="only tasks where the full cache scores at least this much")
-    published: Annotated[_Model | None, Argument(nargs="?", const=_MATCHING)] = Field(  # type: ignore[valid-type]
-        default=None, description="add the paper's numbers, by default those of the results' model"
+    files: list[Path] = option("result files of `lkv eval`", [], positional=True, nargs="*", metavar="[FILE ...]")
+    profile: Path | None = option("result file of `lkv profile`: prefill table and memory figure")
+    training: tuple[Path, ...] = option("folders of `lkv train`: their curves side by side", ())
+    table: _Table = option("which table", "main")  # type: ignore[valid-type]
+    format: _Format = option("format of the table", "terminal")  # type: ignore[valid-type]
+    out: Path | None = option("write the table to this file instead of printing it")
+    figure: Path | None = option("draw the figure into this file (.png, .pdf or .svg)")
+    weights: bool = option("memory figure: include the weights in the peak, as in Fig. 5", False)
+    methods: tuple[str, ...] = option("only these methods (and the full cache)", ())
+    retention: tuple[Retention, ...] = option("only these retentions", ())
+    against: str = option("method that differences are computed against (default: lkv)", "")
+    min_full: float = option("only tasks where the full cache scores at least this much", 0.0)
+    published: _Model | None = option(  # type: ignore[valid-type]
+        "add the paper's numbers, by default those of the results' model", nargs="?", const=_MATCHING
     )
 
     def run(self) -> None:

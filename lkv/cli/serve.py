@@ -4,50 +4,33 @@ import errno
 import os
 import socket
 
-from pydantic import Field
-
-from lkv.cli.arguments import Command
-from lkv.cli.options import (
-    DeviceOptions,
-    ModelOptions,
-    PolicyOptions,
-    PositiveInt,
-    Retention,
-    check_methods,
-    check_names,
-    check_policy_options,
-)
+from lkv.cli.arguments import option
+from lkv.cli.options import MethodName, PositiveInt, Retention, RunOptions, StrictPolicyOptions, check_pattern
 from lkv.errors import LkvError, ServerError
 
 _KEY_VARIABLE = "LKV_API_KEY"
 
 
-class Serve(PolicyOptions, DeviceOptions, ModelOptions, Command):
+class Serve(StrictPolicyOptions, RunOptions):
     """Serve contexts and chats over an OpenAI-compatible API."""
 
-    name: str | None = Field(default=None, description="the model's name for clients (default: from --model)")
-    method: str = Field(default="lkv", description="a name from `lkv methods`, except full")
-    retention: Retention = Field(default=0.15, description="fraction of the KV cache to keep")
-    host: str = Field(
-        default="127.0.0.1", description=f"address to listen on; other than localhost needs ${_KEY_VARIABLE}"
-    )
-    port: int = Field(default=8000, ge=1, le=65535, description="port to listen on")
-    store: str | None = Field(
-        default=None, description="folder or fsspec URL of the saved contexts (default: in the cache folder)"
-    )
-    memory: float = Field(default=1024, ge=0, allow_inf_nan=False, description="MiB of contexts in memory")
-    pages: PositiveInt = Field(default=512, description="pages of 32 tokens for questions and answers")
-    max_requests: PositiveInt = Field(default=64, description="requests in flight; further ones get status 429")
-    max_texts: PositiveInt = Field(default=16, description="texts that wait to be compressed")
-    max_upload: PositiveInt = Field(default=16, description="MiB per request")
-    max_store: PositiveInt = Field(default=65536, description="MiB of all saved contexts")
-    max_tokens: PositiveInt = Field(default=1024, description="tokens per answer")
-    timeout: float = Field(default=300.0, gt=0, allow_inf_nan=False, description="seconds per answer")
-    grace: float = Field(
-        default=30.0, ge=0, allow_inf_nan=False, description="seconds that a shutdown waits for answers in flight"
-    )
-    ray: bool = Field(default=False, description="replicas behind one address, by Ray Serve (extra ray)")
-    replicas: PositiveInt = Field(default=2, description="replicas with --ray")
+    name: str | None = option("the model's name for clients (default: from --model)")
+    method: MethodName = option("a name from `lkv methods`, except full", "lkv")
+    retention: Retention = option("fraction of the KV cache to keep", 0.15)
+    host: str = option(f"address to listen on; other than localhost needs ${_KEY_VARIABLE}", "127.0.0.1")
+    port: int = option("port to listen on", 8000, ge=1, le=65535)
+    store: str | None = option("folder or fsspec URL of the saved contexts (default: in the cache folder)")
+    memory: float = option("MiB of contexts in memory", 1024, ge=0, allow_inf_nan=False)
+    pages: PositiveInt = option("pages of 32 tokens for questions and answers", 512)
+    max_requests: PositiveInt = option("requests in flight; further ones get status 429", 64)
+    max_texts: PositiveInt = option("texts that wait to be compressed", 16)
+    max_upload: PositiveInt = option("MiB per request", 16)
+    max_store: PositiveInt = option("MiB of all saved contexts", 65536)
+    max_tokens: PositiveInt = option("tokens per answer", 1024)
+    timeout: float = option("seconds per answer", 300.0, gt=0, allow_inf_nan=False)
+    grace: float = option("seconds that a shutdown waits for answers in flight", 30.0, ge=0, allow_inf_nan=False)
+    ray: bool = option("replicas behind one address, by Ray Serve (extra ray)", False)
+    replicas: PositiveInt = option("replicas with --ray", 2)
 
     def run(self) -> None:
         """Serve until interrupted."""
@@ -58,10 +41,8 @@ class Serve(PolicyOptions, DeviceOptions, ModelOptions, Command):
         key = read_api_key(self.host)
         if self.method == FULL:
             raise LkvError("uncompressed contexts cannot be stored; use a method that compresses, such as lkv.")
-        check_names([self.method])
-        check_policy_options(self)
         check_port(self.host, self.port)
-        check_methods([self.method], takes_pattern=False)
+        check_pattern([self.method], takes_pattern=False)
         if self.ray:
             from lkv.serving.ray import serve_replicas
 

@@ -5,24 +5,20 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from lkv.cli.arguments import Argument, Command
-from lkv.cli.options import ModelOptions
+from lkv.cli.arguments import option
+from lkv.cli.options import DEVICE, ModelOptions
 from lkv.config import PRESETS, SETTINGS, describe_error
 from lkv.errors import DataError, TrainingError
 
-_GROUP = Argument(group="settings: keys of --config as well; an option takes precedence")
+_GROUP = "settings: keys of --config as well; an option takes precedence"
 _Preset = Literal[tuple(sorted(PRESETS))]  # type: ignore[valid-type]
 # Every setting of a training is optional here: what is not set is the preset's.
 _FIELDS: dict[str, Any] = {
     name: (
-        Annotated[field.annotation, *field.metadata, _GROUP] | None,
-        Field(
-            default=None,
-            description=f"{field.description} (paper: {field.default})",
-            validation_alias=field.validation_alias,
-        ),
+        Annotated[field.annotation, *(field.metadata or [None])] | None,
+        option(f"{field.description} (paper: {field.default})", group=_GROUP, validation_alias=field.validation_alias),
     )
     for name, field in SETTINGS.items()
 }
@@ -36,26 +32,21 @@ class _File(_Settings):
     preset: _Preset | None = None  # type: ignore[valid-type]
 
 
-class Train(_Settings, ModelOptions, Command):
+class Train(_Settings, ModelOptions):
     """Train a policy for a model, or resume the training."""
 
-    preset: _Preset | None = Field(  # type: ignore[valid-type]
-        default=None,
-        description="settings to start from (default: paper on a GPU, else cpu, shortened to what the model can read)",
+    preset: _Preset | None = option(  # type: ignore[valid-type]
+        "settings to start from (default: paper on a GPU, else cpu, shortened to what the model can read)"
     )
-    data: Path = Field(description="folder from `lkv data build`, or with data sets, JSON lines, text or code")
-    out: Path = Field(description="folder for checkpoints and the policy; the same command resumes from it")
-    init: Path | None = Field(default=None, description="policy or training folder to start from (preset finish)")
-    track: Annotated[tuple[str, ...], Argument(metavar="TRACKER")] = Field(
-        default=(), description="log the curve to tensorboard, wandb, ... as well"
+    data: Path = option("folder from `lkv data build`, or with data sets, JSON lines, text or code", ...)
+    out: Path = option("folder for checkpoints and the policy; the same command resumes from it", ...)
+    init: Path | None = option("policy or training folder to start from (preset finish)")
+    track: tuple[str, ...] = option("log the curve to tensorboard, wandb, ... as well", (), metavar="TRACKER")
+    spread: Literal["no", "devices", "processes"] = option(
+        "a model larger than one GPU: over all devices of one process, or over processes", "no"
     )
-    spread: Literal["no", "devices", "processes"] = Field(
-        default="no", description="a model larger than one GPU: over all devices of one process, or over processes"
-    )
-    device: str | None = Field(
-        default=None, description="device the model runs on, such as cpu, cuda, cuda:1 or mps (default: a GPU if any)"
-    )
-    config: Path | None = Field(default=None, description="TOML file with any of the settings below")
+    device: str | None = option(f"{DEVICE} (default: a GPU if any)")
+    config: Path | None = option("TOML file with any of the settings below")
 
     def run(self) -> None:
         """Train, or resume from the last checkpoint."""

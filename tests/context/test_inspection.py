@@ -130,6 +130,6 @@ def test_what_cannot_be_looked_at_is_one_sentence(folder, capsys, monkeypatch, t
     monkeypatch.chdir(tmp_path)
     (tmp_path / "log.html").write_text("<html><p>words</p></html>")
     assert main(["inspect", "log.html", "--model", str(folder / "model")]) == 2
-    assert "the page would take the place of log.html itself" in capsys.readouterr().err
+    assert "the page would overwrite log.html itself" in capsys.readouterr().err
     assert main(["inspect", "nowhere.txt", "--question", "why?"]) == 2
     assert "there is no file 'nowhere.txt'" in capsys.readouterr().err
