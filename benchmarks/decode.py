@@ -2,7 +2,7 @@
 
 python -m benchmarks.decode    (writes decode.json)
 
-Rows of the method "lkv" are of the backend that "auto" takes, which they name; where that is "numba", rows of
+Rows of the method "lkv" are of the backend that "auto" takes, which they name; where that is "cpp", rows of
 "lkv, loop" stand beside them.
 """
 
@@ -83,7 +83,7 @@ def backends(query: Tensor, cache: RaggedCache) -> dict[str, str]:
     """The methods to measure, and the backend of each."""
     spans = cache.ragged_layers[0].store
     assert isinstance(spans, RaggedStore)
-    automatic = api._backend_for("auto", *spans.attention_view(), query)
+    automatic = api._choose("auto", query, *spans.attention_view())
     return {"lkv": automatic} | ({"lkv, loop": "loop"} if automatic != "loop" else {})
 
 
@@ -165,9 +165,7 @@ def main() -> None:
             about = {"dtype": str(dtype).removeprefix("torch."), "threads": threads}
             for tokens in options.tokens:
                 rows += rows_at(tokens, model, default_policy(), options.retention, options.repeats, about)
-    write_results(
-        options.out, "decode", rows, 0, "python -m benchmarks.decode", measured=collect_provenance(("numba",))
-    )
+    write_results(options.out, "decode", rows, 0, "python -m benchmarks.decode", measured=collect_provenance())
 
 
 if __name__ == "__main__":

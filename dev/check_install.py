@@ -91,14 +91,6 @@ held = json.loads(results.read_text())["config"]["lkv"]["tasks"]["longbench_qasp
 print(held)
 assert 0.2 < held["realised_retention"] <= 0.25 and held["bytes_held"] < held["bytes_full"]
 """
-COMPILED = """
-import torch
-from lkv.kernels.ragged_attention import ragged_attention
-q, pool, counts = torch.randn(1, 4, 1, 64), torch.randn(90, 64), torch.tensor([[40, 50]], dtype=torch.int32)
-starts = torch.tensor([[0, 40]], dtype=torch.int32)
-ours, exact = (ragged_attention(q, pool, pool, starts, counts, 0.125, name) for name in ("numba", "reference"))
-torch.testing.assert_close(ours, exact)
-"""
 ASK = ["lkv", "ask", "text.txt", "What is it about?", "--max-new-tokens", "8"]
 TRAIN = ["lkv", "train", "--preset", "cpu", "--model", "tiny", "--data", "data", "--out", "run", "--steps", "2"]
 DATA = ["lkv", "data", "build", "--recipe", "wide", "--data", "sets", "--out", "built", "--model", "tiny"]
@@ -134,7 +126,6 @@ FEATURES = {
     ],
     "quantization": [["python", "-c", EIGHT_BITS]],
     "kvpress": [["python", "-c", "import lkv.integrations.kvpress"]],
-    "cpu": [["python", "-c", COMPILED], ["lkv", "doctor"]],
     "documents": [["lkv", "ask", "page.html", "What is it about?", "--model", "tiny", "--method", "knorm"]],
     "plots": [["lkv", "inspect", "--figure", "budgets.png"]],
     "serve": [["python", "-c", SERVE]],

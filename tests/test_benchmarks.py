@@ -24,6 +24,7 @@ from lkv.policy.shipped import describe_overlap, shipped_policies
 from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import Passage
 from lkv.training.data.public_datasets import match_dataset
+from lkv.utils.cpp import find_compiler
 from lkv.utils.results import write_results
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import Words
@@ -69,15 +70,13 @@ def test_decoding_is_measured_with_a_scorer_that_reads_unrotated_k(carrying):
     assert [row["realised"] for row in rows] == pytest.approx([0.25] * 2, abs=0.02)
 
 
-@pytest.mark.skipif(find_spec("numba") is None, reason="without numba there is one backend")
+@pytest.mark.skipif(find_compiler() is None, reason="without a C++ compiler there is one backend")
 def test_decoding_is_measured_by_each_backend():
     model = tiny_llama(dtype=torch.float32, head_dim=16)
     policy = Policy(patch_attention(model).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
     rows = [(row["what"], row["method"], row.get("backend")) for row in decode.rows_at(64, model, policy, 0.25, 2, {})]
     assert rows == [
-        (what, *of)
-        for what in ("attention", "token")
-        for of in (("full", None), ("lkv", "numba"), ("lkv, loop", "loop"))
+        (what, *of) for what in ("attention", "token") for of in (("full", None), ("lkv", "cpp"), ("lkv, loop", "loop"))
     ]
 
 

@@ -15,7 +15,7 @@ class QuantizedStore:
     """A `KVStore` with compressed entries in 8 or 4 bits a value and appended ones as the model computes them.
 
     k is quantised by channel within a head and v by entry: measured best at both widths. Where a compiled backend runs
-    (Triton; numba, up to its maximum of rows), and for a single token everywhere, attention reads the quantised values
+    (Triton; C++ for few rows), and for a single token everywhere, attention reads the quantised values
     directly; else one layer's entries are dequantised at a time.
     """
 

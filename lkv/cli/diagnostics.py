@@ -46,7 +46,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Run all checks; takes seconds, loads no model and writes nothing but what numba compiled."""
+    """Run all checks; takes seconds, loads no model and writes nothing but the compiled CPU kernel."""
     return [*_versions(), *_extras(), *_devices(), *_kernels(_default_device()), *_disk()]
 
 
@@ -92,7 +92,7 @@ def _default_device() -> torch.device:
 
 def _kernels(device: torch.device) -> Iterator[Finding]:
     """Compare every backend of every operator with the operator's reference on the same random numbers."""
-    for name in ("loop", "numba", "varlen", "triton"):
+    for name in ("loop", "cpp", "varlen", "triton"):
         yield _check_kernel(f"ragged attention, {name}", device, partial(_ragged_error, name, device))
     for name in ("sdpa", "triton"):
         yield _check_kernel(f"soft-masked attention, {name}", device, partial(_soft_mask_error, name, device))

@@ -14,7 +14,6 @@ EXTRAS = {
     "data": ("datasets", "pyarrow", "numpy"),
     "quantization": ("torchao",),
     "kvpress": ("kvpress",),
-    "cpu": ("numba",),
     "plots": ("matplotlib", "pandas", "scipy"),
     "serve": ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "fsspec"),
     "ray": ("ray", "fastapi", "uvicorn", "prometheus_client", "python_multipart", "fsspec"),

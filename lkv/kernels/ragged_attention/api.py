@@ -1,20 +1,58 @@
-"""Validation and choice of the backend for attention over the ragged cache (Sec. 4.5)."""
+"""Attention over the ragged cache (Sec. 4.5): arguments are checked and a backend is chosen here, and nowhere else.
+
+Names of shapes: B batch rows, Hq query heads, Hkv KV heads, Tq new tokens, d and dv channels of k and v, P entries of
+the pools, which hold the spans of all heads one after another.
+"""
 
 import functools
 import logging
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention.codes import QuantizedKV
+from lkv.kernels.checks import check_storage, check_tensor
 from lkv.utils import devices
 
-_NAMES = ("loop", "numba", "reference", "triton", "varlen")
-_ON_CUDA = ("triton", "varlen", "loop")
+BACKENDS = ("cpp", "loop", "reference", "triton", "varlen")
+_GPU_BACKENDS = ("triton", "varlen", "loop")  # in the order in which "auto" tries them
+_FUSED = ("cpp", "triton")  # append and attend in one, over codes too
+# Query rows a span for which "auto" takes "cpp": for more of them a matrix library is faster.
+_MAX_ROWS_OF_CPP = 64
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class QuantizedKV(NamedTuple):
+    """The first KV entries of each span in 8 or 4 bits a value, all spans packed: value = code * scale + minimum.
+
+    N entries in all, G groups of k. `group_size` entries of one channel share a scale in k, in groups that begin anew
+    with each span; `group_size` channels of one entry share one in v.
+
+    Attributes:
+        key_codes: uint8 [N, d], or [N, ceil(d / 2)] for 4 bits: a byte holds channel c in its low bits and channel
+            c + ceil(d / 2) in its high ones.
+        key_scale: [G, d]. bfloat16 for the backend "cpp".
+        key_minimum: [G, d]. bfloat16 or float16 for the backend "cpp".
+        value_codes: uint8 as `key_codes`, of dv channels.
+        value_scale: [N, ceil(dv / group_size)].
+        value_minimum: [N, ceil(dv / group_size)].
+        tables: int32 [3, B, Hkv]: how many entries of a span are codes, its first entry, its first group of k.
+        bits: 8 or 4.
+        group_size: Values that share a scale.
+    """
+
+    key_codes: Tensor
+    key_scale: Tensor
+    key_minimum: Tensor
+    value_codes: Tensor
+    value_scale: Tensor
+    value_minimum: Tensor
+    tables: Tensor
+    bits: int
+    group_size: int
 
 
 @overload
@@ -28,145 +66,327 @@ def ragged_attention(
     *, causal: bool = True, lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def ragged_attention(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    scale: float,
-    backend: str = "auto",
-    *,
-    causal: bool = True,
-    lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of new tokens over what each KV head holds, the new tokens' own k and v included.
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, backend: str = "auto",
+    *, causal: bool = True, lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend from new tokens to the KV entries of each head, their own k and v included.
 
-    `q` [B, Hq, Tq, d]; `k_pool` [P, d], `v_pool` [P, dv]: the spans of all heads one after another; `starts`, `lens`
-    [B, Hkv] int32: where the span of each head begins and how many entries it has, of which the last Tq are the new
-    tokens (causal among themselves; everything older is visible). Returns [B, Hq, Tq, dv].
+    Args:
+        q: Queries [B, Hq, Tq, d], Hq a multiple of Hkv.
+        k_pool: Keys [P, d] of all spans, in the dtype of `q`.
+        v_pool: Values [P, dv] of all spans.
+        starts: int32 [B, Hkv], the first entry of each span.
+        lens: int32 [B, Hkv], the entries of each span, of which the last Tq are the new tokens: causal among
+            themselves; everything older is visible.
+        scale: What scores are multiplied by, usually d ** -0.5.
+        backend: "auto" takes, on CUDA, the first of "triton", "varlen" and "loop" that can run (the reason is logged
+            once); on a CPU "cpp" where it can run and few rows attend, else "loop". A backend given by name, also
+            "reference", never falls back. "triton" and "varlen" never wait for the device; "cpp" gives no gradients.
+        causal: If False the k and v of the new tokens lie elsewhere, and each of the Tq sees the whole span.
+        lse: Whether to return the log-sum-exp of the scores as well, for `merge_attention`.
 
-    Without `causal` the new tokens' k and v lie elsewhere, and every one of the Tq sees the whole span. `lse`: returns
-    the logarithm of the sum of e^score as well, [B, Hq, Tq] in float32 (float64 for float64), for `merge_attention`
-    to put two partial attentions together. A span without entries then has outputs of 0 and a logarithm of -inf.
+    Returns:
+        Outputs [B, Hq, Tq, dv] in the dtype of `q`, and if `lse` their log-sum-exp [B, Hq, Tq] in float32 (float64
+        for float64). A span without entries has outputs of 0 and a log-sum-exp of -inf.
 
-    `backend`: "auto" (on CUDA the first of "triton", "varlen" and "loop" that can run, the reason logged once; on a
-    CPU "numba" where it can run and few rows attend; "loop" else) or one of these or "reference" by name, which never
-    falls back. "triton" and "varlen" never wait for the device; "numba" gives no gradients. Raises ValueError for
-    shapes or dtypes that do not fit, BackendError where the named backend cannot run.
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit; on a CPU also where a span reaches beyond the pools.
+        BackendError: The backend given by name cannot run.
     """
     _check(q, k_pool, v_pool, starts, lens)
-    chosen = _backend_for(backend, k_pool, v_pool, starts, lens, q)
-    module = _module(chosen)
-    if causal and not lse:
-        return module.attend(q, k_pool, v_pool, starts, lens, scale)
-    out, logarithm = module.attend_with_lse(q, k_pool, v_pool, starts, lens, scale, causal)
-    return (out, logarithm) if lse else out
+    chosen = _choose(backend, q, k_pool, v_pool, starts, lens)
+    if chosen not in _FUSED:
+        for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool), ("starts", starts), ("lens", lens)):
+            check_storage(name, x)
+        _check_spans(k_pool, starts, lens)
+    if not q.numel():
+        out = q.new_zeros((*q.shape[:3], v_pool.shape[1]))
+        return (out, out.new_zeros(q.shape[:3])) if lse else out
+    out, log_sum_exp = _module(chosen).attend(q, k_pool, v_pool, starts, lens, scale, causal, lse)
+    return (out, log_sum_exp) if lse else out
 
 
 def append_and_attend(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    scale: float,
-    backend: str = "auto",
-    buffers: dict[Any, Any] | None = None,
-    quantized: QuantizedKV | None = None,
-) -> Tensor:
-    """Append new `key` [B, Hkv, Tq, d] and `value` [B, Hkv, Tq, dv] to the spans, then attend as `ragged_attention`.
+    q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
+    backend: str = "auto", buffers: dict[Any, Any] | None = None, quantized: QuantizedKV | None = None,
+) -> Tensor:  # fmt: skip
+    """Append the k and v of new tokens to the spans, then attend as `ragged_attention` does: a decode step.
 
-    There must be room for Tq entries behind the `lens` [B, Hkv] of each span. Changes the pools, and `lens` in place: a
-    replay of what was launched appends once more. Returns [B, Hq, Tq, dv]. `buffers`: a dictionary in which a backend
-    keeps what it needs from step to step; for the layers of one cache, which take turns. `quantized`: the first entries
-    of each span, which the pools lack: entry i of a span is at place starts + i of the pools only where it is none of
-    these, so that `starts` may be below 0. Raises as `ragged_attention`, and BackendError for codes where
-    `can_attend_quantized` says no.
+    Changes the pools, and `lens` in place: a replay of what was launched on a GPU appends once more.
+
+    Args:
+        q: Queries [B, Hq, Tq, d].
+        key: New keys [B, Hkv, Tq, d].
+        value: New values [B, Hkv, Tq, dv].
+        k_pool: As in `ragged_attention`, with free slots for Tq entries after each span.
+        v_pool: As in `ragged_attention`.
+        starts: As in `ragged_attention`.
+        lens: As in `ragged_attention`, without the new tokens.
+        scale: As in `ragged_attention`.
+        backend: As in `ragged_attention`.
+        buffers: A dictionary in which a backend keeps its work space from step to step, for the layers of one cache,
+            which take turns.
+        quantized: The first entries of each span, which the pools then lack: entry i of a span is at place
+            starts + i of the pools only if it is none of these, so that `starts` may be negative.
+
+    Returns:
+        Outputs [B, Hq, Tq, dv].
+
+    Raises:
+        ValueError: As `ragged_attention`, for the quantised entries too.
+        BackendError: As `ragged_attention`, and where `can_attend_quantized` returns False.
     """
-    _check(q, k_pool, v_pool, starts, lens)
-    chosen = _backend_for(backend, k_pool, v_pool, starts, lens, q, key, value, quantized=quantized)
-    if chosen == "triton":
-        return _module(chosen).append_and_attend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, quantized)
-    if chosen == "numba":
-        return _module(chosen).append_and_attend(q, key, value, k_pool, v_pool, starts, lens, scale, quantized)
+    _check(q, k_pool, v_pool, starts, lens, key, value, quantized)
+    chosen = _choose(backend, q, k_pool, v_pool, starts, lens, key, value, quantized=quantized)
+    if not q.numel():
+        return q.new_zeros((*q.shape[:3], v_pool.shape[1]))
+    if chosen in _FUSED:
+        module = _module(chosen)
+        return module.append_and_attend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, quantized)
     if quantized is not None:
-        raise BackendError(chosen, "it reads no codes, as 'triton' and 'numba' do: restore the entries.")
-    _module("loop").append(key, value, k_pool, v_pool, starts, lens)
-    return _module(chosen).attend(q, k_pool, v_pool, starts, lens, scale)
+        raise BackendError(chosen, "it reads no codes, as 'triton' and 'cpp' do: restore the entries.")
+    _append(key, value, k_pool, v_pool, starts, lens)
+    return ragged_attention(q, k_pool, v_pool, starts, lens, scale, chosen)
 
 
 def can_attend_quantized(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    starts: Tensor,
-    lens: Tensor,
+    q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor,
     quantized: QuantizedKV,
-) -> bool:
-    """Whether `append_and_attend` attends to entries in 8 or 4 bits as they are, given these tensors."""
-    return _backend_for("auto", k_pool, v_pool, starts, lens, q, key, value, quantized=quantized) in ("triton", "numba")
+) -> bool:  # fmt: skip
+    """Whether `append_and_attend` can attend to the codes of `quantized` as they are, with these tensors."""
+    return _choose("auto", q, k_pool, v_pool, starts, lens, key, value, quantized=quantized) in _FUSED
 
 
 def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
-    """The first half of `append_and_attend`, by plain index assignment on any device; waits for nothing."""
-    _module("loop").append(key, value, k_pool, v_pool, starts, lens)
+    """Append the k and v of new tokens as `append_and_attend` does, by plain indexing; waits for no device.
+
+    Args:
+        key: New keys [B, Hkv, Tq, d].
+        value: New values [B, Hkv, Tq, dv].
+        k_pool: Keys [P, d], changed in place.
+        v_pool: Values [P, dv], changed in place.
+        starts: int32 [B, Hkv], the first entry of each span.
+        lens: int32 [B, Hkv], the entries of each span; Tq more afterwards.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit; on a CPU also where a span reaches beyond the pools.
+    """
+    _check(None, k_pool, v_pool, starts, lens, key, value)
+    _append(key, value, k_pool, v_pool, starts, lens)
 
 
-def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
-    if starts.shape != lens.shape or starts.ndim != 2 or starts.shape[0] != q.shape[0] or q.shape[1] % starts.shape[1]:
-        raise ValueError(f"starts {tuple(starts.shape)} and lens {tuple(lens.shape)} do not fit q {tuple(q.shape)}.")
-    if (
-        k_pool.shape[-1] != q.shape[-1]
-        or k_pool.shape[0] != v_pool.shape[0]
-        or not q.dtype == k_pool.dtype == v_pool.dtype
-    ):
+def masked_attention(
+    q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend to keys of equal number a head under a mask, for `merge_attention`.
+
+    Args:
+        q: Queries [B, Hq, Tq, d].
+        key: Keys [B, Hkv, Tk, d].
+        value: Values [B, Hkv, Tk, dv].
+        visible: bool, broadcast to [B, Hkv, Tq, Tk]: which keys a query sees.
+        scale: What scores are multiplied by.
+
+    Returns:
+        Outputs [B, Hq, Tq, dv] in the dtype of `q`, and the log-sum-exp of the scores [B, Hq, Tq]. A row that sees
+        nothing has outputs of 0 and a log-sum-exp of -inf.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit.
+    """
+    for name, x in (("q", q), ("key", key), ("value", value), ("visible", visible)):
+        check_tensor(name, x, 4)
+        check_storage(name, x)
+    (batch, heads, tokens, dim), (_, kv_heads, keys, _) = q.shape, key.shape
+    if key.shape != (batch, kv_heads, keys, dim) or value.shape[:3] != key.shape[:3] or heads % max(kv_heads, 1):
         raise ValueError(
-            f"k_pool {tuple(k_pool.shape)} {k_pool.dtype} and v_pool {tuple(v_pool.shape)} {v_pool.dtype} do not fit "
-            f"q {tuple(q.shape)} {q.dtype} and each other."
+            f"Expected key [{batch}, Hkv, Tk, {dim}] and value [{batch}, Hkv, Tk, dv] with {heads} a multiple of Hkv, "
+            f"but got {list(key.shape)} and {list(value.shape)}."
+        )
+    fits = all(n in (1, size) for n, size in zip(visible.shape, (batch, kv_heads, tokens, keys), strict=True))
+    if visible.dtype != torch.bool or not fits:
+        raise ValueError(
+            f"Expected a bool mask that broadcasts to {[batch, kv_heads, tokens, keys]}, but got "
+            f"{list(visible.shape)} {visible.dtype}."
+        )
+    return _module("loop").attend_masked(q, key, value, visible, scale)
+
+
+def merge_attention(
+    left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Merge the attention over two sets of keys into that over both.
+
+    Args:
+        left: Outputs [..., dv] over the first set.
+        left_lse: Natural log-sum-exp [...] of its scores, -inf where nothing was visible.
+        right: Outputs [..., dv] over the second set.
+        right_lse: Log-sum-exp [...] of its scores.
+
+    Returns:
+        Outputs [..., dv] in the dtype of `left`, and their log-sum-exp [...]; 0 and -inf where nothing was visible in
+        either set.
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    if left.shape != right.shape or not left.ndim or not left_lse.shape == right_lse.shape == left.shape[:-1]:
+        raise ValueError(
+            f"Expected two outputs of one shape [..., dv] and their log-sum-exps [...], but got {list(left.shape)} "
+            f"with {list(left_lse.shape)} and {list(right.shape)} with {list(right_lse.shape)}."
+        )
+    for name, x in (("left", left), ("left_lse", left_lse), ("right", right), ("right_lse", right_lse)):
+        check_storage(name, x)
+    return _module("loop").merge(left, left_lse, right, right_lse)
+
+
+def _check(
+    q: Tensor | None, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor,
+    key: Tensor | None = None, value: Tensor | None = None, quantized: QuantizedKV | None = None,
+) -> None:  # fmt: skip
+    """Raise ValueError unless all tensors fit one another; what starts and lens say is not read.
+
+    Part of every decode step of every layer, so that it makes few calls.
+    """
+    check_tensor("k_pool", k_pool, 2)
+    check_tensor("v_pool", v_pool, 2)
+    check_tensor("starts", starts, 2)
+    check_tensor("lens", lens, 2)
+    (batch, kv_heads), dtype, device = starts.shape, k_pool.dtype, k_pool.get_device()
+    (entries, dim), (value_entries, value_dim) = k_pool.shape, v_pool.shape
+    if lens.shape != (batch, kv_heads) or starts.dtype not in _INTEGERS or lens.dtype not in _INTEGERS:
+        raise ValueError(
+            f"Expected starts and lens as int32 of one shape [B, Hkv] but got {list(starts.shape)} {starts.dtype} and "
+            f"{list(lens.shape)} {lens.dtype}: they do not fit each other."
+        )
+    if value_entries != entries or v_pool.dtype != dtype or not dtype.is_floating_point or not dim or not value_dim:
+        raise ValueError(
+            f"k_pool {list(k_pool.shape)} {dtype} and v_pool {list(v_pool.shape)} {v_pool.dtype} do not fit each other:"
+            " expected [P, d] and [P, dv] of one floating-point dtype."
+        )
+    same = v_pool.get_device() == starts.get_device() == lens.get_device() == device
+    tokens = None
+    if q is not None:
+        check_tensor("q", q, 4)
+        rows, heads, tokens, q_dim = q.shape
+        if rows != batch or not 0 < kv_heads <= heads or heads % kv_heads or q_dim != dim or q.dtype != dtype:
+            raise ValueError(
+                f"q {list(q.shape)} {q.dtype} does not fit starts {list(starts.shape)} and k_pool "
+                f"{list(k_pool.shape)} {dtype}: expected [{batch}, multiple of {kv_heads}, Tq, {dim}] {dtype}."
+            )
+        same = same and q.get_device() == device
+    if key is not None and value is not None:
+        check_tensor("key", key, 4)
+        check_tensor("value", value, 4)
+        tokens = key.shape[2] if tokens is None else tokens
+        shape, value_shape = (batch, kv_heads, tokens, dim), (batch, kv_heads, tokens, value_dim)
+        if key.shape != shape or value.shape != value_shape or not key.dtype == value.dtype == dtype:
+            raise ValueError(
+                f"key {list(key.shape)} {key.dtype} and value {list(value.shape)} {value.dtype} do not fit the pools, "
+                f"starts and q: expected {list(shape)} and {list(value_shape)} {dtype}."
+            )
+        same = same and key.get_device() == value.get_device() == device
+    if quantized is not None:
+        _check_quantized(quantized, starts, dim, value_dim)
+        same = same and all(x.get_device() == device for x in quantized[:7])
+    if not same:
+        raise ValueError(f"All tensors must be on one device, {k_pool.device} as k_pool is.")
+
+
+def _check_quantized(quantized: QuantizedKV, starts: Tensor, dim: int, value_dim: int) -> None:
+    bits, size = quantized.bits, quantized.group_size
+    if bits not in (8, 4) or size < 1:
+        raise ValueError(f"Expected 8 or 4 bits and a positive group size, but got bits={bits}, group_size={size}.")
+    tensors = quantized[:7]
+    for name, x in zip(quantized._fields, tensors, strict=False):
+        check_tensor(name, x, 3 if name == "tables" else 2)
+    entries, groups = tensors[0].shape[0], tensors[1].shape[0]
+    width, value_width = (dim, value_dim) if bits == 8 else (-(-dim // 2), -(-value_dim // 2))
+    k_groups, v_groups = (groups, dim), (entries, -(-value_dim // size))
+    expected = ((entries, width), k_groups, k_groups, (entries, value_width), v_groups, v_groups, (3, *starts.shape))
+    dtypes = [x.dtype for x in tensors]
+    if (
+        tuple(x.shape for x in tensors) != expected
+        or not dtypes[0] == dtypes[3] == torch.uint8
+        or dtypes[6] != torch.int32
+        or not all(dtypes[i].is_floating_point for i in (1, 2, 4, 5))
+    ):
+        found = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(quantized._fields, tensors, strict=False))
+        raise ValueError(
+            f"The quantised entries do not fit {bits} bits, groups of {size} and the pools: expected uint8 codes, "
+            f"floating-point scales and minimums and int32 tables of shapes "
+            f"{', '.join(map(str, map(list, expected)))}, but got {found} of {', '.join(map(str, dtypes))}."
         )
 
 
-def _backend_for(
-    backend: str,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    q: Tensor,
-    *new: Tensor,
+def _check_spans(k_pool: Tensor, starts: Tensor, lens: Tensor, added: int | None = None) -> None:
+    """Raise ValueError where a span, or the slots of the `added` new entries after it, lie outside of the pools.
+
+    On a CPU alone: elsewhere reading the answer would wait for the device.
+    """
+    if starts.device.type != "cpu":
+        return
+    for start, length in zip(starts.flatten().tolist(), lens.flatten().tolist(), strict=True):
+        first, count = (start, length) if added is None else (start + length, added)
+        if first < 0 or length < 0 or first + count > len(k_pool):
+            raise ValueError(
+                f"The {count} entries from {first} on, of a span of {length}, reach beyond the pools of {len(k_pool)}."
+            )
+
+
+def _append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
+    for name, x in (("key", key), ("value", value), ("k_pool", k_pool), ("v_pool", v_pool), ("starts", starts),
+                    ("lens", lens)):  # fmt: skip
+        check_storage(name, x)
+    _check_spans(k_pool, starts, lens, key.shape[2])
+    _module("loop").append(key, value, k_pool, v_pool, starts, lens)
+
+
+def _choose(
+    backend: str, q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, *new: Tensor,
     quantized: QuantizedKV | None = None,
-) -> str:
-    """The name of the backend for these tensors; `_chosen` does not know how they lie."""
-    chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[-1], v_pool.shape[-1])
-    if chosen != "numba":
+) -> str:  # fmt: skip
+    """The name of the backend for these tensors."""
+    chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[1], v_pool.shape[1])
+    if chosen not in _FUSED:
         return chosen
-    numba, rows = _module("numba"), q.shape[2] * (q.shape[1] // starts.shape[1])
-    reason = numba.unfit(k_pool, v_pool, starts, lens, q, *new, codes=quantized)
+    reason = _layout_problem(k_pool, v_pool, starts, lens, quantized)
+    reason = reason or _module(chosen).unfit(q, k_pool, v_pool, *new, quantized=quantized)
     if backend == "auto":
-        return "loop" if reason or rows > numba.MOST_ROWS else "numba"
+        rows = q.shape[2] * (q.shape[1] // starts.shape[1])
+        return "loop" if reason or (chosen == "cpp" and rows > _MAX_ROWS_OF_CPP) else chosen
     if reason:
-        raise BackendError("numba", reason)
+        raise BackendError(chosen, reason)
     return chosen
+
+
+def _layout_problem(
+    k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, quantized: QuantizedKV | None
+) -> str | None:
+    """Why compiled code that takes addresses cannot read these tensors, in one sentence."""
+    if not (k_pool.is_contiguous() and v_pool.is_contiguous() and starts.is_contiguous() and lens.is_contiguous()):
+        return "pools, starts and lens must be contiguous."
+    if starts.dtype != torch.int32 or lens.dtype != torch.int32:
+        return f"starts and lens must be int32, not {starts.dtype} and {lens.dtype}."
+    if quantized is not None and not all(x.is_contiguous() for x in quantized[:7]):
+        return "codes, scales, minimums and tables must be contiguous."
+    return None
 
 
 @functools.cache
 def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str:
-    """The name of the backend to use; cached, so that a fallback is logged once and a step decides nothing."""
+    """The backend by device, dtype and head sizes; cached, so that a fallback is logged once."""
     if backend != "auto":
-        if backend not in _NAMES:
-            raise ValueError(f"backend is {backend!r}, but it must be 'auto' or one of {_NAMES}.")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend is {backend!r}, but it must be 'auto' or one of {BACKENDS}.")
         if reason := _refusal(backend, device, dtype, dim, value_dim):
             raise BackendError(backend, reason)
         return backend
     if not devices.is_gpu(device):
-        return "loop" if _refusal("numba", device, dtype, dim, value_dim) else "numba"
-    reasons = {name: _refusal(name, device, dtype, dim, value_dim) for name in _ON_CUDA}
-    chosen = next(name for name in _ON_CUDA if reasons[name] is None)
-    for name in _ON_CUDA[: _ON_CUDA.index(chosen)]:
+        return "loop" if _refusal("cpp", device, dtype, dim, value_dim) else "cpp"
+    reasons = {name: _refusal(name, device, dtype, dim, value_dim) for name in _GPU_BACKENDS}
+    chosen = next(name for name in _GPU_BACKENDS if reasons[name] is None)
+    for name in _GPU_BACKENDS[: _GPU_BACKENDS.index(chosen)]:
         logging.getLogger(__name__).warning("ragged attention goes without %r: %s", name, reasons[name])
     return chosen
 

@@ -1,29 +1,25 @@
-"""Ragged attention head by head, in float64 and with every matrix in full. The oracle for the fast backends."""
+"""Ragged attention head by head in float64, with every matrix in full: the oracle of the fast backends."""
 
 import torch
 from torch import Tensor
 
 
-def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float) -> Tensor:
-    """Shapes as in `api.ragged_attention`."""
-    return attend_with_lse(q, k_pool, v_pool, starts, lens, scale, True)[0]
-
-
-def attend_with_lse(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """`attend` and the log-sum-exp of the scores [B, Hq, Tq] in float64; without `causal` all entries are visible."""
-    batch, heads, rows, _ = q.shape
-    groups = heads // starts.shape[1]
-    out = q.new_empty((batch, heads, rows, v_pool.shape[-1]))
-    lse = q.new_empty((batch, heads, rows), dtype=torch.float64)
+def attend(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
+    causal: bool = True, with_lse: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Shapes as in `api.ragged_attention`; the log-sum-exp is always computed."""
+    batch, heads, tokens, _ = q.shape
+    group = heads // starts.shape[1]
+    out = q.new_empty((batch, heads, tokens, v_pool.shape[-1]))
+    lse = q.new_empty((batch, heads, tokens), dtype=torch.float64)
     for b in range(batch):
         for head in range(heads):
-            start, length = int(starts[b, head // groups]), int(lens[b, head // groups])
-            k, v = k_pool[start : start + length].double(), v_pool[start : start + length].double()
+            start, length = int(starts[b, head // group]), int(lens[b, head // group])
+            k, v = (pool[start : start + length].double() for pool in (k_pool, v_pool))
             scores = q[b, head].double() @ k.T * scale
             if causal:
-                visible = torch.ones(rows, length, dtype=torch.bool, device=q.device).tril(length - rows)
+                visible = torch.ones(tokens, length, dtype=torch.bool, device=q.device).tril(length - tokens)
                 scores = scores.masked_fill(~visible, -torch.inf)
             out[b, head] = (torch.softmax(scores, -1) @ v).to(q.dtype)
             lse[b, head] = torch.logsumexp(scores, -1)

@@ -15,28 +15,31 @@ from triton.compiler import CompiledKernel
 
 import lkv.kernels.ragged_attention.triton_code_kernels as code_kernels
 import lkv.kernels.ragged_attention.triton_kernels as kernels
-from lkv.kernels.ragged_attention.codes import QuantizedKV
+from lkv.kernels.ragged_attention.api import QuantizedKV
 from lkv.kernels.ragged_attention.triton_launch import APPENDED_AT_ONCE, Ready, code_options, launch_of, refusal
 from lkv.utils import devices
 
-__all__ = ["append_and_attend", "attend", "attend_with_lse", "refusal"]
+__all__ = ["append_and_attend", "attend", "refusal", "unfit"]
 
 _LOG2_E = 1.4426950408889634
 # What the join does for new tokens: nothing; attend to one and append it; count those that are in the pools already.
+GROUP_SIZES = (16, 32, 64, 128)
 _NONE, _SINGLE, _COUNT = 0, 1, 2
 
 
-def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float) -> Tensor:
+def unfit(*tensors: Tensor, quantized: QuantizedKV | None = None) -> str | None:
+    """Why these kernels cannot run on these tensors, in one sentence; None where they can."""
+    if quantized is not None and quantized.group_size not in GROUP_SIZES:
+        return f"groups are of {quantized.group_size} values, but the Triton kernels take {GROUP_SIZES}."
+    return None
+
+
+def attend(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
+    causal: bool = True, with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Shapes as in `api.ragged_attention`. Nothing here waits for the device."""
-    with devices.current(q.device):
-        return _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None)
-
-
-def attend_with_lse(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """`attend` and the log-sum-exp of the scores, [B, Hq, Tq]; without `causal` all entries are visible."""
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32) if with_lse else None
     with devices.current(q.device):
         return _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None, None, causal, lse), lse
 
@@ -95,7 +98,7 @@ def _attend(
         return out
     kernel, options = kernels.slice_kernel, launch.slice_options | {"CAUSAL": causal}
     if codes is not None:
-        kernel, options = code_kernels.code_slice_kernel, code_options(launch, q.dtype, codes.bits, codes.group)
+        kernel, options = code_kernels.code_slice_kernel, code_options(launch, q.dtype, codes.bits, codes.group_size)
     slices = kernel[grids[0]](*to_slices, **options)
     join_options = launch.join_options | {"NEW": new, "LSE": lse is not None}
     join = kernels.join_kernel[grids[1]](*to_join, **join_options)

@@ -31,22 +31,20 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
     return None
 
 
-def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float) -> Tensor:
+def attend(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
+    causal: bool = True, with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Shapes as in `api.ragged_attention`. Nothing here waits for the device."""
-    return _attend(q, k_pool, v_pool, starts, lens, scale, causal=True)
-
-
-def attend_with_lse(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """`attend` and the log-sum-exp of the scores, [B, Hq, Tq]; without `causal` all entries are visible."""
+    if causal and not with_lse:
+        return _attend(q, k_pool, v_pool, starts, lens, scale, causal), None
     from torch.nn.attention.varlen import AuxRequest
 
     batch, heads, rows, _ = q.shape
     kv_heads = starts.shape[1]
     out, lse = _attend(q, k_pool, v_pool, starts, lens, scale, causal, return_aux=AuxRequest(lse=True))
     lse = lse.view(-1, batch, kv_heads, rows).permute(1, 2, 0, 3).reshape(batch, heads, rows)
-    # A sequence without keys: what the operator leaves there is not said.
+    # PyTorch does not document what a sequence without keys gives.
     empty = (lens == 0).repeat_interleave(heads // kv_heads, 1)[..., None]
     return out.masked_fill(empty[..., None], 0.0), lse.float().masked_fill(empty, -torch.inf)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import BackendError
+from lkv.kernels.checks import check_storage, check_tensor
 from lkv.utils import devices
 
 _NAMES = ("reference", "sdpa", "triton")
@@ -34,6 +35,11 @@ def soft_mask_attention(
     CPU only, because elsewhere reading the answer waits for the device. Raises ValueError for shapes, dtypes or masks
     that do not fit, BackendError where the named backend cannot run.
     """
+    for name, x, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("log_mask", log_mask, 3)):
+        check_tensor(name, x, ndim)
+        check_storage(name, x)
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}.")
     batch, kv_heads, length, head_dim = k.shape
     if v.shape[:3] != k.shape[:3] or not q.dtype == k.dtype == v.dtype:
         raise ValueError(

@@ -1,0 +1,292 @@
+"""The compiled attention of the ragged cache on a CPU, over entries and over codes, against the float64 reference."""
+
+import os
+import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.errors import BackendError
+from lkv.kernels.ragged_attention import api, append_and_attend, cpp, loop, ragged_attention
+from lkv.utils import cpp as build
+from tests.conftest import tiny_llama
+from tests.kernels.codes import assert_exact, exact, quantised
+from tests.kernels.pools import pool_of
+from tests.kernels.test_ragged_attention import Without
+
+if reason := cpp.refusal(torch.device("cpu"), torch.float32, 64, 64):
+    pytest.skip(reason, allow_module_level=True)
+TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="quantised storage needs torchao")
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """Sets PyTorch's number of threads for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def assert_close(ours, expected, dtype, factor=1.0):
+    tolerance = TOLERANCES[dtype] * factor
+    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 200), min_size=2, max_size=2), min_size=1, max_size=3),
+    st.integers(1, 3), st.integers(1, 5), st.booleans(), st.sampled_from([(16, 16), (48, 32), (64, 128), (7, 20)]),
+    st.sampled_from(list(TOLERANCES)), st.integers(1, 2), st.sampled_from([3, 900]), st.floats(0.01, 5),
+)  # fmt: skip
+def test_equals_reference(older, groups, tokens, causal, dims, dtype, threads, slack, scale):
+    """Empty spans, several new tokens, both head sizes, slices that end anywhere, large scores; one slice, and (pools
+    with much slack) several."""
+    torch.manual_seed(1)
+    lengths = [[length + tokens if causal else length for length in row] for row in older]
+    k, v, starts, lens = pool_of(lengths, slack, *dims, dtype)
+    q = torch.randn(len(older), 2 * groups, tokens, dims[0]).to(dtype)
+    torch.set_num_threads(threads)
+    out, lse = ragged_attention(q, k, v, starts, lens, scale, "cpp", causal=causal, lse=True)
+    expected, expected_lse = ragged_attention(q, k, v, starts, lens, scale, "reference", causal=causal, lse=True)
+    empty = lens.repeat_interleave(groups, 1) == 0
+    assert out.dtype == dtype and (out[empty] == 0).all() and (lse[empty] == -torch.inf).all()
+    # What float32 leaves off a score counts in its exponential.
+    assert_close(out, torch.nan_to_num(expected, nan=0.0), dtype, max(1.0, scale * dims[0] ** 0.5))
+    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=3e-6)
+    assert lens.tolist() == lengths
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("count", [1, 2])
+def test_append_and_attend_equals_the_loop(dtype, tokens, count, threads):
+    threads(count)
+    torch.manual_seed(2)
+    pools = pool_of([[70, 0], [1, 300]], 900, 32, 16, dtype)
+    others = [x.clone() for x in pools]
+    for _ in range(4):
+        # As models give them: heads behind tokens.
+        q, key = (torch.randn(2, tokens, heads, 32).to(dtype).transpose(1, 2) for heads in (6, 2))
+        value = torch.randn(2, tokens, 2, 16).to(dtype).transpose(1, 2)
+        ours = append_and_attend(q, key, value, *pools, 0.2, "cpp")
+        assert_close(ours, append_and_attend(q, key, value, *others, 0.2, "loop"), dtype)
+        assert_close(ours, ragged_attention(q, *pools, 0.2, "reference"), dtype)
+    for pool, other in zip(pools, others, strict=True):
+        torch.testing.assert_close(pool, other, rtol=0, atol=0, equal_nan=True)
+    assert pools[3].tolist() == [[70 + 4 * tokens, 4 * tokens], [1 + 4 * tokens, 300 + 4 * tokens]]
+
+
+@needs_torchao
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3).flatmap(
+        lambda heads: st.lists(st.lists(st.integers(0, 150), min_size=heads, max_size=heads), min_size=1, max_size=2)
+    ),
+    st.sampled_from([8, 4]), st.sampled_from([12, 16, 32, 64, 128]), st.integers(1, 3),
+    st.lists(st.integers(1, 4), min_size=1, max_size=3), st.sampled_from([(32, 64), (96, 32), (160, 128), (7, 33)]),
+    st.sampled_from(list(TOLERANCES)), st.integers(0, 99),
+)  # fmt: skip
+def test_attention_over_codes(lengths, bits, group, heads, steps, dims, dtype, seed):
+    """Several steps of one and more tokens, so that some entries are no codes; groups that end in the middle of a
+    byte's half or go beyond the channels; odd head sizes; spans without entries; slices that begin within a group."""
+    torch.manual_seed(seed)
+    store = quantised(lengths, sum(steps) + 600 * (seed % 2), *dims, dtype, bits, group)
+    torch.set_num_threads(1 + seed % 2)
+    for rows in steps:
+        assert_exact(store, heads, rows, dims[0] ** -0.5, "cpp")
+
+
+@needs_torchao
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_quantised_store_attends_to_its_codes(bits, rows, monkeypatch):
+    """And restores nothing."""
+    torch.manual_seed(bits)
+    store = quantised([[70, 0], [1, 300]], 2 * rows, 64, 64, torch.float32, bits)
+    for _ in range(2):
+        query, key, value = (torch.randn(2, heads, rows, 64) for heads in (6, 2, 2))
+        expected = exact(store, query, (key, value), 0.125)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(store), "for_attention", None)
+            patch.setattr(type(store), "_attend_to_codes", None)
+            out = store.extend(query, key, value, 0.125)
+        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    assert store.tail == 2 * rows
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_nan_and_infinity_stay_in_their_head(bad, dtype):
+    torch.manual_seed(3)
+    k, v, starts, lens = pool_of([[90, 90]], 2, 16, 16, dtype)
+    v[181] = bad
+    q = torch.randn(1, 2, 1, 16).to(dtype)
+    out = ragged_attention(q, k, v, starts, lens, 0.3, "cpp")
+    expected = ragged_attention(q, k, v, starts, lens, 0.3, "reference")
+    assert out[0, 0].isfinite().all() and not out[0, 1].isfinite().any()
+    torch.testing.assert_close(out[0, 1], expected[0, 1], equal_nan=True)
+    k[:] = torch.nan
+    assert ragged_attention(q, k, v, starts, lens, 0.3, "cpp").isnan().all()
+
+
+def test_scores_of_minus_infinity_have_no_weight():
+    torch.manual_seed(3)
+    k, v, starts, lens = pool_of([[150]], 2, 16, 16, torch.float32)
+    k[:100, 0] = -torch.inf
+    q = torch.randn(1, 3, 1, 16)
+    q[..., 0] = 1.0
+    out, lse = ragged_attention(q, k, v, starts, lens, 0.3, "cpp", lse=True)
+    expected, expected_lse = ragged_attention(q, k, v, starts, lens, 0.3, "reference", lse=True)
+    assert_close(out, expected, torch.float32)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_concurrent_calls(threads):
+    threads(2)
+
+    def ask(seed):
+        generator = torch.Generator().manual_seed(seed)
+        k, v = (torch.randn(1900, 32, generator=generator) for _ in "kv")
+        starts, lens = (torch.tensor([row], dtype=torch.int32) for row in ([0, 500], [480 - seed, 300 + seed]))
+        q = torch.randn(1, 6, 1, 32, generator=generator)
+        expected = ragged_attention(q, k, v, starts, lens, 0.2, "reference")
+        torch.set_num_threads(2)
+        return max((ragged_attention(q, k, v, starts, lens, 0.2, "cpp") - expected).abs().max() for _ in range(20))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert max(pool.map(ask, range(8))) < 3e-6
+
+
+def arguments(dim=16, tokens=1, dtype=torch.float32):
+    return torch.randn(1, 4, tokens, dim).to(dtype), *pool_of([[8 + tokens, 9 + tokens]], 2, dim, dim, dtype)
+
+
+def test_auto_takes_it_where_it_can_run_and_is_faster():
+    def chosen(q, *tensors, new=()):
+        return api._choose("auto", q, *tensors, *new)
+
+    for able in ((16, 1, torch.float32), (16, 4, torch.float32), (16, 1, torch.bfloat16), (7, 1, torch.float16)):
+        assert chosen(*arguments(*able)) == "cpp"
+    assert chosen(*arguments(dtype=torch.float64)) == chosen(*arguments(tokens=40)) == "loop"
+    q, k, v, starts, lens = arguments()
+    assert chosen(q, k, v, starts.long(), lens) == "loop"
+    assert chosen(q, k.t().contiguous().t(), v, starts, lens) == "loop"
+    assert chosen(q, k, v, starts, lens, new=[torch.ones(1, requires_grad=True)]) == "loop"
+    assert chosen(q.requires_grad_(), k, v, starts, lens) == "loop"
+    with torch.no_grad():
+        assert chosen(q, k, v, starts, lens) == "cpp"
+
+
+def test_without_a_compiler_auto_takes_the_loop_and_warns_once(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    for cached in (api._chosen, cpp._load):
+        cached.cache_clear()
+    q, *pools = arguments()
+    calls, attend = [], loop.attend
+    monkeypatch.setattr(loop, "attend", lambda *args: calls.append(args) or attend(*args))
+    for _ in range(2):
+        ragged_attention(q, *pools, 1.0)
+    assert len(calls) == 2 and [record.levelname for record in caplog.records] == ["WARNING"]
+    with pytest.raises(BackendError, match=r"'cpp' cannot run: there is no C\+\+ compiler .* install one"):
+        ragged_attention(q, *pools, 1.0, "cpp")
+    for cached in (api._chosen, cpp._load):
+        cached.cache_clear()
+
+
+def test_a_failing_compiler_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    source = tmp_path / "broken.cpp"
+    source.write_text("int main( {}")
+    with pytest.raises(RuntimeError, match=r"fails: .*error"):
+        build.build_library(source)
+    assert list((tmp_path / "lkv").iterdir()) == []
+
+
+def test_a_library_is_compiled_once_and_again_where_damaged(monkeypatch, tmp_path):
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "kept"))
+    first = build.build_library(source)
+    monkeypatch.setattr(subprocess, "run", None)
+    assert build.build_library(source) == first and first.parent == tmp_path / "kept" / "lkv"
+    monkeypatch.undo()
+    first.write_bytes(b"")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "kept"))
+    assert build.build_library(source, rebuild=True).stat().st_size > 0
+    # A folder that cannot be made: a temporary one.
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(source))
+    assert build.build_library(source).exists()
+
+
+def test_by_name_it_raises_with_the_reason():
+    def assert_refused(reason, q, *pools):
+        with pytest.raises(BackendError, match=f"'cpp' cannot run: .*{reason}"):
+            ragged_attention(q, *pools, 1.0, "cpp")
+
+    assert_refused("takes float32, bfloat16 and float16", *arguments(dtype=torch.float64))
+    q, k, v, starts, lens = arguments()
+    assert_refused("contiguous", q, k.t().contiguous().t(), v, starts, lens)
+    assert_refused("int32, not torch.int64", q, k, v, starts.long(), lens)
+    assert_refused("no_grad", q.requires_grad_(), k, v, starts, lens)
+    assert "on 'cuda'" in cpp.refusal(torch.device("cuda"), torch.float32, 64, 64)
+
+
+@torch.no_grad()
+def test_a_cache_decodes_as_with_the_loop(monkeypatch):
+    torch.manual_seed(0)
+    model, ids, calls = tiny_llama(dtype=torch.float32, head_dim=16), torch.arange(3, 90)[None] % 67, []
+    run = cpp.append_and_attend
+    monkeypatch.setattr(cpp, "append_and_attend", lambda *args: calls.append(1) or run(*args))
+
+    def logits():
+        api._chosen.cache_clear()
+        cache = RaggedCache(model, method="knorm", retention=0.4)
+        model(ids, past_key_values=cache)
+        steps = [model(torch.tensor([[5 + step]]), past_key_values=cache).logits for step in range(40)]
+        return torch.stack(steps).double()
+
+    ours = logits()
+    # Slack runs out on the way; appending is part of the step.
+    assert len(calls) == 40 * model.config.num_hidden_layers
+    monkeypatch.setattr(api, "_module", Without("cpp"))
+    of_loop = logits()
+    model.double()
+    expected = logits()
+    torch.testing.assert_close(ours, expected, atol=3e-5, rtol=0)
+    # Two ways of rounding, neither of them farther off.
+    assert (ours - expected).square().mean() < 2 * (of_loop - expected).square().mean()
+    api._chosen.cache_clear()
+
+
+@needs_torchao
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"key_scale": torch.ones(1, 64)}, "bfloat16"),
+        ({"value_minimum": torch.zeros(8, 2, dtype=torch.float16)}, "of one dtype"),
+        ({"key_codes": torch.zeros(64, 8, dtype=torch.uint8).t()}, "contiguous"),
+    ],
+)
+def test_codes_that_it_cannot_read_are_named(change, reason):
+    new = [torch.zeros(1, 1, 1, 64)] * 2
+    pools, codes, starts, lens = quantised([[8]], 1, 64, 64, torch.float32, 8).for_codes()
+    with pytest.raises(BackendError, match=reason):
+        append_and_attend(new[0], *new, *pools, starts, lens, 1.0, "cpp", quantized=codes._replace(**change))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of that kind")
+def test_processors_without_avx512_compute_the_same(tmp_path):
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "equals or codes or infinity"]
+    older = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, *words], env=older, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
