@@ -115,11 +115,11 @@ def test_a_quantised_store_attends_to_its_codes(bits, rows, monkeypatch):
         query, key, value = (torch.randn(2, heads, rows, 64) for heads in (6, 2, 2))
         expected = exact(store, query, (key, value), 0.125)
         with monkeypatch.context() as patch:
-            patch.setattr(type(store), "for_attention", None)
+            patch.setattr(type(store), "attention_view", None)
             patch.setattr(type(store), "_attend_to_codes", None)
             out = store.extend(query, key, value, 0.125)
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-    assert store.tail == 2 * rows
+    assert store.appended_tokens == 2 * rows
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -278,7 +278,8 @@ def test_a_cache_decodes_as_with_the_loop(monkeypatch):
 )
 def test_codes_that_it_cannot_read_are_named(change, reason):
     new = [torch.zeros(1, 1, 1, 64)] * 2
-    pools, codes, starts, lens = quantised([[8]], 1, 64, 64, torch.float32, 8).for_codes()
+    store = quantised([[8]], 1, 64, 64, torch.float32, 8)
+    (*pools, starts, lens), codes = store.append_view(), store.quantized_kv()
     with pytest.raises(BackendError, match=reason):
         append_and_attend(new[0], *new, *pools, starts, lens, 1.0, "cpp", quantized=codes._replace(**change))
 
