@@ -389,7 +389,7 @@ class RaggedLayer(AttentionCacheLayer):
 def check_state(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
     """Check what `RaggedLayer.state` returned for one text of `tokens` tokens, before any memory is allocated by it.
 
-    Raises ValueError, KeyError or QuantizationError for anything else.
+    Raises ValueError, KeyError or CacheError for anything else.
     """
     kept, real, length = state["kept"], state["real"], state["length"]
     if any(counts.dtype != torch.long for counts in (kept, real, length)):

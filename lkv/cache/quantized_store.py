@@ -61,20 +61,20 @@ class QuantizedStore:
     def attention_view(self) -> StoreView:
         """As `KVStore.attention_view`, over pools dequantised for this call."""
         counts = self.appended.counts
-        whole = RaggedStore(self.lens + counts, 0, self.appended.k, self.appended.v)
+        store = RaggedStore(self.lens + counts, 0, self.appended.k, self.appended.v)
         device = self.appended.k.device
-        compressed = slot_indices(whole.starts, self.lens, device)
-        late, fresh = (slot_indices(at, counts, device) for at in (whole.starts + self.lens, self.appended.starts))
+        compressed = slot_indices(store.starts, self.lens, device)
+        late, fresh = (slot_indices(at, counts, device) for at in (store.starts + self.lens, self.appended.starts))
         # A loaded pool has the dtype it was saved in, which need not be the model's.
-        whole.k[compressed], whole.v[compressed] = self.key.unpack().to(whole.k), self.value.unpack().to(whole.v)
-        whole.k[late], whole.v[late] = self.appended.k[fresh], self.appended.v[fresh]
-        return whole.attention_view()
+        store.k[compressed], store.v[compressed] = self.key.unpack().to(store.k), self.value.unpack().to(store.v)
+        store.k[late], store.v[late] = self.appended.k[fresh], self.appended.v[fresh]
+        return store.attention_view()
 
     def compressed_view(self) -> StoreView:
         """As `KVStore.compressed_view`, over pools dequantised for this call."""
-        whole = RaggedStore(self.lens, 0, self.appended.k, self.appended.v)
-        whole.unpack(self.key.unpack(), self.value.unpack())
-        return whole.compressed_view()
+        store = RaggedStore(self.lens, 0, self.appended.k, self.appended.v)
+        store.unpack(self.key.unpack(), self.value.unpack())
+        return store.compressed_view()
 
     def append_view(self) -> StoreView:
         """As `KVStore.append_view`."""
@@ -84,7 +84,7 @@ class QuantizedStore:
         """The compressed entries as `ragged_attention.append_and_attend` takes them, beside `append_view`."""
         k, v = self.key, self.value
         tables = self._tables[1:]
-        return QuantizedKV(k.codes, k.step, k.least, v.codes, v.step, v.least, tables, k.bits, k.group)
+        return QuantizedKV(k.codes, k.scale, k.minimum, v.codes, v.scale, v.minimum, tables, k.bits, k.group)
 
     def extend(
         self,
@@ -120,12 +120,12 @@ class QuantizedStore:
         grouped = (query.float() * scale).reshape(self.lens.numel(), -1, dim).unbind()
         places = (x.flatten().tolist() for x in (self.lens, self.appended.starts, self.appended.counts))
         outputs, begin = [], 0
-        for q, scores, count, start, appended in zip(grouped, self.key.scores(grouped), *places, strict=True):
+        for q, scores, count, start, appended in zip(grouped, self.key.dot_products(grouped), *places, strict=True):
             late = slice(start, start + appended)
             late_scores = q @ self.appended.k[late].float().t()
             weights = torch.softmax(torch.cat([scores, late_scores], 1), -1)
             out = weights[:, count:] @ self.appended.v[late].float()
-            outputs.append(out.add_(self.value.weighted(weights[:, :count], begin, begin + count)))
+            outputs.append(out.add_(self.value.weighted_sum(weights[:, :count], begin, begin + count)))
             begin += count
         return torch.cat(outputs).to(query.dtype).view(batch, heads, rows, -1)
 
@@ -153,7 +153,7 @@ class QuantizedStore:
         numbers = (rows[:, None] * heads + torch.arange(heads, device="cpu")).flatten()
         starts = (self.lens.flatten().cumsum(0) - self.lens.flatten()).view_as(self.lens)
         entries = slot_indices(starts[rows], self.lens[rows], self.appended.k.device)
-        key, value = self.key.take_spans(numbers), self.value.take(entries)
+        key, value = self.key.take_heads(numbers), self.value.take(entries)
         return QuantizedStore(self.lens[rows], key, value, self.appended.select(rows, free_slots))
 
     def reallocate(self, free_slots: int) -> "QuantizedStore":
@@ -169,7 +169,7 @@ class QuantizedStore:
     def check_state(state: dict[str, Tensor], lens: Tensor, width: int) -> None:
         """Check that `state` has `lens` [B, H] entries with `width` channels.
 
-        Raises KeyError, ValueError or QuantizationError otherwise.
+        Raises KeyError, ValueError or CacheError otherwise.
         """
         key, value = _pools(state)
         if key.lens != tuple(lens.flatten().tolist()) or value.lens is not None:

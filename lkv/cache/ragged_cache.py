@@ -357,19 +357,21 @@ class TokenHistory:
 
         Raises CacheError for ids that do not begin with those read, or that contain nothing new.
         """
-        known = self.ids
+        read = self.ids
+        if read is not None and len(read) != len(ids):
+            read = None
         if not is_full:
-            is_complete = known is not None and known.shape[1] == length and len(known) == len(ids)
-            self._announced = torch.cat([known, ids.to(known.device)], 1) if known is not None and is_complete else None
+            is_complete = read is not None and read.shape[1] == length
+            self._announced = torch.cat([read, ids.to(read.device)], 1) if read is not None and is_complete else None
             return
         if length and ids.shape[1] <= length:
             raise CacheError(
                 f"this cache has read {length} tokens, but the ids given are {ids.shape[1]}: give all that it has read "
                 "followed by new ones, or make a new cache (or reset() this one) for another prompt."
             )
-        if is_first_step and known is not None and len(known) == len(ids):
-            common = min(length, known.shape[1])
-            if not torch.equal(known[:, :common], ids[:, :common].to(known.device)):
+        if is_first_step and read is not None:
+            common = min(length, read.shape[1])
+            if not torch.equal(read[:, :common], ids[:, :common].to(read.device)):
                 raise CacheError(
                     "the ids given do not begin with those that this cache has read; for another prompt make a new "
                     "cache, or reset() this one."

@@ -62,7 +62,7 @@ def test_no_value_is_off_by_more_than_half_a_step(seed, entries, width, group, l
     seen = torch.zeros(pool.shape)
     for row, column, rows, columns in group_members(entries, width, group, lens):
         values = exact[rows, columns]
-        step, least = float(packed.step[row, column]), float(packed.least[row, column])
+        step, least = float(packed.scale[row, column]), float(packed.minimum[row, column])
         low, high, largest = float(values.min()), float(values.max()), float(values.abs().max())
         slack = 0.0 if dtype in (torch.float16, torch.bfloat16) else abs(low) / 128
         assert least <= low + rounding * largest
@@ -80,10 +80,10 @@ def test_bytes_are_exactly_those_predicted(bits, width, dtype):
     pool = random_pool(70, width, dtype)
     assert QuantizedPool.pack(pool, bits).nbytes() == 70 * (codes + 2 * 4)
     assert QuantizedPool.pack(pool[:1], bits).nbytes() == codes + 2 * 4
-    # RaggedStore of 33, 0 and 37 entries: two groups, none and two.
+    # Heads of 33, 0 and 37 entries: two groups, none and two.
     by_channel = QuantizedPool.pack(pool, bits, lens=[33, 0, 37])
     assert by_channel.nbytes() == 70 * codes + 4 * 4 * width
-    assert by_channel.take_spans([0]).nbytes() == 33 * codes + 2 * 4 * width
+    assert by_channel.take_heads([0]).nbytes() == 33 * codes + 2 * 4 * width
 
 
 def same(one: QuantizedPool, other: QuantizedPool) -> bool:
@@ -105,7 +105,7 @@ def test_taking_spans_is_packing_the_taken(bits, index):
     pool = random_pool(30, 9)
     chosen = torch.cat([pool[:0], *(pool.split(lens)[i] for i in index)])
     expected = QuantizedPool.pack(chosen, bits, 8, [lens[i] for i in index])
-    assert same(QuantizedPool.pack(pool, bits, 8, lens).take_spans(torch.tensor(index, dtype=torch.long)), expected)
+    assert same(QuantizedPool.pack(pool, bits, 8, lens).take_heads(torch.tensor(index, dtype=torch.long)), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -175,8 +175,8 @@ def test_arguments_that_cannot_be_served_are_refused():
             QuantizedPool.pack(pool, 8, lens=lens)
     packed = QuantizedPool.pack(pool, 8)
     with pytest.raises(ValueError, match="use take"):
-        packed.take_spans([0])
-    with pytest.raises(ValueError, match="use take_spans"):
+        packed.take_heads([0])
+    with pytest.raises(ValueError, match="use take_heads"):
         QuantizedPool.pack(pool, 8, lens=[5]).take(torch.tensor([0]))
 
 
@@ -203,9 +203,9 @@ def test_products_with_codes_are_those_with_the_entries_they_stand_for(bits, wid
     key, value = QuantizedPool.pack(pool, bits, lens=lens), QuantizedPool.pack(pool, bits)
     queries = [torch.randn(3, width) for _ in lens]
     begin = 0
-    for query, found, n in zip(queries, key.scores(queries), lens, strict=True):
+    for query, found, n in zip(queries, key.dot_products(queries), lens, strict=True):
         torch.testing.assert_close(found, query @ key.unpack()[begin : begin + n].T, atol=1e-4, rtol=1e-4)
         shares = torch.rand(3, n)
-        own = value.weighted(shares, begin, begin + n)
+        own = value.weighted_sum(shares, begin, begin + n)
         torch.testing.assert_close(own, shares @ value.unpack()[begin : begin + n], atol=1e-4, rtol=1e-4)
         begin += n

@@ -141,27 +141,27 @@ class BaseCache(Cache):
 
 
 class SlidingWindowLayer(DynamicSlidingWindowLayer):
-    """transformers' own layer for sliding attention: the last tokens, whole, beside layers that are evicted from."""
+    """A sliding-window layer of transformers, for caches in which other layers are evicted from."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append k and v; returns all that the new tokens may see."""
         rows = key_states.shape[0]
         if self.keys is not None and self.values is not None and len(self.keys) == 1 < rows:
-            # One text that goes on in several rows.
+            # One text continues in several rows.
             self.keys, self.values = self.keys.expand(rows, -1, -1, -1), self.values.expand(rows, -1, -1, -1)
         seen = super().update(key_states, value_states, *args, **kwargs)
-        # What is kept is a view of all that was seen; after a long prompt that would hold the whole prompt.
+        # What is stored is a view of all keys; after a long prompt it would keep the whole prompt in memory.
         if key_states.shape[2] > self.sliding_window and self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys.clone(), self.values.clone()
         return seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the keys that `update` returns."""
-        held = min(self.cumulative_length, self.sliding_window - 1)
-        return held + query_length, self.cumulative_length - held
+        stored = min(self.cumulative_length, self.sliding_window - 1)
+        return stored + query_length, self.cumulative_length - stored
 
     def fork(self) -> "SlidingWindowLayer":
-        """A copy that goes on independently; what it holds is replaced, never written to."""
+        """A copy that continues independently; its tensors are replaced, never written to."""
         return copy.copy(self)
 
     def state(self) -> dict[str, Tensor]:
@@ -171,15 +171,15 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         return {"sliding_k": self.keys, "sliding_v": self.values}
 
     def restore(self, state: dict[str, Tensor], tokens: int, like: Tensor) -> None:
-        """Take up what `state` gave after `tokens` tokens, on the device and in the dtype of `like`."""
+        """Load what `state` returned after `tokens` tokens, on the device and in the dtype of `like`."""
         self.lazy_initialization(like, like)
         self.keys, self.values = state["sliding_k"].to(like), state["sliding_v"].to(like)
         self.cumulative_length = tokens
 
     def nbytes(self) -> int:
-        """Bytes of the k and v held."""
-        held = (self.keys, self.values) if self.is_initialized else ()
-        return sum(x.untyped_storage().nbytes() for x in held if x is not None)
+        """Bytes of k and v."""
+        tensors = (self.keys, self.values) if self.is_initialized else ()
+        return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
 
 
 def kv_nbytes(cache: Any) -> int:
