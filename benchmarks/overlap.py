@@ -2,8 +2,8 @@
 
 python -m benchmarks.overlap --data TRAIN_FOLDER --against EVAL_FOLDER    (writes overlap.json; --cards: the cards too)
 
-The policies were trained on the recipe `wide` of that folder, before there was a check: nothing was left out. What they
-learned from MMLU included its test questions, which today's reader leaves; they are compared here too.
+The policies were trained on the recipe `wide` of that folder before overlaps were checked, so nothing was removed.
+Their MMLU data included its test questions, which today's reader leaves out; they are compared here too.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def compared(name: str, items: list[Any], overlap: NgramOverlap, each: dict[str,
 
 
 def write_cards(files: dict[str, str], rows: list[dict[str, Any]]) -> None:
-    """Tell it in the cards of the shipped policies, whose parameters stay bit for bit the same."""
+    """Write the overlaps into the cards of the shipped policies, whose parameters stay the same."""
     sets = {row["set"]: {"compared": row["n"], "shared": row["shared"], "overlapping": row["value"]} for row in rows}
     for entry in shipped_policies():
         policy = Policy.from_pretrained(entry.folder)

@@ -13,6 +13,7 @@ from lkv.evaluation.example import PROTOCOLS, Example, make_prompt
 from lkv.evaluation.longbench import load_examples
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils.prompts import chat_template_parts, encode_context, encode_question
+from tests.evaluation.test_longbench import OFFICIAL
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</>\n{% endfor %}"
@@ -73,30 +74,18 @@ def test_order_of_template_question_and_answer_prefix(protocol, tokenizer, chat,
     assert not prompt.truncated and not prompt.answer_lost
 
 
-@given(st.sampled_from(["trec", "lcc", "multi_news", "passage_count"]), st.text(max_size=30), st.text(max_size=30))
+@given(st.sampled_from(sorted(OFFICIAL)), st.text(max_size=30), st.text(max_size=30))
 def test_longbench_protocol_gives_the_official_prompt(tmp_path_factory, task, context, question):
     """Character for character, with the chat template only around the tasks that have it in the official script."""
-    official = {
-        "trec": "Please determine the type of the question below. Here are some examples of questions.\n\n"
-        "{context}\n{input}",
-        "lcc": "Please complete the code given below. \n{context}Next line of code:\n",
-        "multi_news": "You are given several news passages. Write a one-page summary of all news. \n\n"
-        "News:\n{context}\n\nNow, write a one-page summary of all the news.\n\nSummary:",
-        "passage_count": "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. "
-        "Please carefully read these paragraphs and determine how many unique paragraphs there are after removing "
-        "duplicates. In other words, how many non-repeating paragraphs are there in total?\n\n{context}\n\nPlease "
-        "enter the final count of unique paragraphs after removing duplicates. The output format should only contain "
-        "the number, such as 1, 2, 3, and so on.\n\nThe final answer is: ",
-    }[task]
     context, question = context + "x", question + "\nType:"
     folder = tmp_path_factory.mktemp("longbench")
     row = {"input": question, "context": context, "answers": ["x"], "all_classes": ["x"]}
     (folder / f"{task}.jsonl").write_text(json.dumps(row), encoding="utf-8")
     (item,) = load_examples(task, folder)
-    before, after = official.split("{context}")
+    before, after = OFFICIAL[task].split("{context}")
     text = before + context + after.replace("{input}", question)
     whole = "".join(texts(make_prompt(item, CHAT, "longbench", 10_000), CHAT))
-    chat = task in ("multi_news", "passage_count")
+    chat = task in ("hotpotqa", "gov_report")
     assert whole == (f"<user>{text}</>\n<assistant><think></think>" if chat else text)
 
 

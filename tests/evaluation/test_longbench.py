@@ -30,23 +30,13 @@ REPOBENCH = "Please complete the code given below. \n{context}{input}Next line o
 OFFICIAL = {"hotpotqa": HOTPOTQA, "trec": TREC, "samsum": SAMSUM, "gov_report": GOV_REPORT, "repobench-p": REPOBENCH}
 # Generation lengths and metrics as LongBench lists them.
 LISTED = {
-    "narrativeqa": (128, "qa_f1"),
-    "qasper": (128, "qa_f1"),
-    "multifieldqa_en": (64, "qa_f1"),
-    "hotpotqa": (32, "qa_f1"),
-    "2wikimqa": (32, "qa_f1"),
-    "musique": (32, "qa_f1"),
-    "gov_report": (512, "rouge_l"),
-    "qmsum": (512, "rouge_l"),
-    "multi_news": (512, "rouge_l"),
-    "trec": (64, "classification"),
-    "triviaqa": (32, "qa_f1"),
-    "samsum": (128, "rouge_l"),
-    "passage_count": (32, "count"),
-    "passage_retrieval_en": (32, "retrieval"),
-    "lcc": (64, "code_sim"),
-    "repobench-p": (64, "code_sim"),
-}
+    "narrativeqa": (128, "qa_f1"), "qasper": (128, "qa_f1"), "multifieldqa_en": (64, "qa_f1"),
+    "hotpotqa": (32, "qa_f1"), "2wikimqa": (32, "qa_f1"), "musique": (32, "qa_f1"),
+    "gov_report": (512, "rouge_l"), "qmsum": (512, "rouge_l"), "multi_news": (512, "rouge_l"),
+    "trec": (64, "classification"), "triviaqa": (32, "qa_f1"), "samsum": (128, "rouge_l"),
+    "passage_count": (32, "count"), "passage_retrieval_en": (32, "retrieval"),
+    "lcc": (64, "code_sim"), "repobench-p": (64, "code_sim"),
+}  # fmt: skip
 
 
 def row(**changes) -> dict:
@@ -95,7 +85,7 @@ words = st.text(st.sampled_from("ab{}%\\\n:éγ "), min_size=1, max_size=20).fil
 
 
 @given(st.sampled_from(sorted(OFFICIAL)), words, words, st.sampled_from(["", "\nType:", "\nSummary: ", "Summary:\n"]))
-def test_the_parts_are_the_official_prompt(tmp_path_factory, task, context, question, end):
+def test_parts_make_the_official_prompt(tmp_path_factory, task, context, question, end):
     folder = tmp_path_factory.mktemp("longbench")
     write(folder, task, row(context=context, input=question + end))
     (example,) = load_examples(task, folder)
@@ -121,7 +111,7 @@ def test_few_shot_inputs_end_with_the_beginning_of_the_answer(task, given, prefi
     assert example.question + example.answer_prefix == given
 
 
-def test_files_may_be_compressed_and_blank_lines_do_not_count(tmp_path):
+def test_compressed_files_and_blank_lines(tmp_path):
     rows = [row(input=str(number)) for number in range(4)]
     write(tmp_path, "qmsum", rows[0], "", rows[1], "  ", *rows[2:], suffix=".jsonl.gz")
     assert [(item.number, item.question) for item in load_examples("qmsum", tmp_path, count=3)] == [
@@ -154,7 +144,7 @@ def test_the_hub_serves_the_archive(archive, monkeypatch):
         load_examples("trec", None)
 
 
-def test_a_failed_download_says_what_else_helps(monkeypatch):
+def test_a_failed_download_suggests_a_folder(monkeypatch):
     def download(*_, **__):
         raise FileNotFoundError("no connection")
 
@@ -186,14 +176,14 @@ def test_an_unknown_task_lists_near_ones(tmp_path):
         ("passage_retrieval_en", row(answers=["three"]), r"line 2: field 'answers' must name a paragraph"),
     ],
 )
-def test_malformed_rows_are_named_by_file_line_and_field(task, line, message, tmp_path):
+def test_malformed_rows_are_refused_with_line_and_field(task, line, message, tmp_path):
     write(tmp_path, task, row(answers=["Paragraph 1"]), line)
     with pytest.raises(DataError, match=message):
         load_examples(task, tmp_path)
     assert len(load_examples(task, tmp_path, count=1)) == 1
 
 
-def test_missing_empty_and_broken_files_are_named(tmp_path):
+def test_missing_empty_and_damaged_files_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"holds none of qasper\.jsonl, qasper\.jsonl\.gz, data\.zip"):
         load_examples("qasper", tmp_path)
     write(tmp_path, "qasper")
@@ -213,7 +203,7 @@ def test_missing_empty_and_broken_files_are_named(tmp_path):
         load_examples("musique", tmp_path)
 
 
-def test_a_task_scored_by_rouge_asks_for_the_package_before_any_answer(tmp_path, monkeypatch):
+def test_rouge_tasks_need_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge", None)
     write(tmp_path, "samsum", row())
     with pytest.raises(IntegrationError, match="ROUGE-L needs the package rouge"):

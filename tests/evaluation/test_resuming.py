@@ -1,4 +1,4 @@
-"""Interrupted, grown and shared evaluations: what a run takes up, and what it refuses to."""
+"""Evaluations that are interrupted, extended or shared by processes, and files that they refuse."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.conftest import tiny_llama
 from tests.fake_suite import make_examples, run, without_seconds
 
 
-def test_a_run_goes_on_where_it_was_and_grows(model, policy, tmp_path):
+def test_a_run_resumes_and_takes_more_examples(model, policy, tmp_path):
     examples, out = make_examples(3), tmp_path / "x.jsonl"
     _, whole = run(model, policy, tmp_path / "whole.jsonl", examples)
     _, first = run(model, policy, out, examples[:2])
@@ -68,7 +68,7 @@ def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
         run(model, policy, out, examples)
 
 
-def test_what_is_added_to_a_finished_run_is_measured_alone(model, policy, tmp_path, monkeypatch):
+def test_only_added_methods_and_retentions_are_measured(model, policy, tmp_path, monkeypatch):
     examples, out = make_examples(2), tmp_path / "x.jsonl"
     whole = run(model, policy, tmp_path / "whole.jsonl", examples, ["knorm", "snapkv", "lkv"], [0.3, 0.2])[1]
     # Without a policy first: one that comes later does not make it another run.
@@ -90,7 +90,7 @@ def test_what_is_added_to_a_finished_run_is_measured_alone(model, policy, tmp_pa
     assert run(model, policy, out, examples, ["knorm"], [0.3]) == (header, lines)
 
 
-def test_a_run_torn_while_it_adds_methods_is_read_and_taken_up(model, policy, tmp_path):
+def test_a_run_interrupted_while_it_adds_methods_resumes(model, policy, tmp_path):
     examples, out = make_examples(2), tmp_path / "x.jsonl"
     _, first = run(model, policy, out, examples, ["knorm"])
     _, both = run(model, policy, tmp_path / "both.jsonl", examples, ["knorm", "snapkv"])
@@ -99,6 +99,30 @@ def test_a_run_torn_while_it_adds_methods_is_read_and_taken_up(model, policy, tm
     assert read_results([out]).frame.groupby("key", sort=False).size().tolist() == [3, *[2] * (len(first) - 1)]
     _, lines = run(model, policy, out, examples, ["knorm", "snapkv"])
     assert [line["rows"] for line in lines] == [line["rows"] for line in both]
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from lkv.utils.journal import lock_journal
+
+with lock_journal(Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_file_that_another_process_writes_to_is_refused(model, policy, tmp_path):
+    out = tmp_path / "x.jsonl"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "locked\n"
+            with pytest.raises(DataError, match=r"another evaluation is writing to .*x\.jsonl; wait for it to finish"):
+                run(model, policy, out, make_examples(1))
+            assert not out.exists()
+        finally:
+            process.kill()
+    assert len(run(model, policy, out, make_examples(1))[1]) == 2  # the system releases the lock of a killed process
 
 
 SECONDS = 300  # starting Python with transformers takes a minute on a busy machine
@@ -145,12 +169,6 @@ def start(folder: Path, rank: int = 0, size: int = 1, pause: float = 0.0) -> sub
         return subprocess.Popen(command, cwd=root, env=env, stdout=log, stderr=log)
 
 
-def wait_for(condition) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-
-
 @pytest.fixture
 def saved(model, policy, tmp_path):
     """A folder with model and policy for other processes, and the samples of a run that nothing interrupts."""
@@ -160,12 +178,16 @@ def saved(model, policy, tmp_path):
     return tmp_path, policy, run(model, policy, tmp_path / "whole.jsonl", make_examples(4))
 
 
-def test_a_killed_run_ends_as_one_that_was_not(model, saved):
+def test_a_killed_run_resumes_to_the_same_result(model, saved):
     folder, policy, (_, whole) = saved
     out = folder / "out.jsonl"
     process = start(folder, pause=0.2)
     try:
-        wait_for(lambda: process.poll() is not None or (out.is_file() and out.read_bytes().count(b"\n") >= 4))
+        end = time.monotonic() + SECONDS
+        while process.poll() is None and time.monotonic() < end:
+            if out.is_file() and out.read_bytes().count(b"\n") >= 4:
+                break
+            time.sleep(0.02)
     finally:
         process.send_signal(signal.SIGKILL)
         code = process.wait()
@@ -176,26 +198,8 @@ def test_a_killed_run_ends_as_one_that_was_not(model, saved):
     assert out.read_text().startswith(done[: done.rindex("\n") + 1])
 
 
-def test_a_second_evaluation_on_the_same_file_is_refused(model, saved):
-    """While another process measures, its file takes no samples of this one, and loses none."""
-    folder, policy, (_, whole) = saved
-    out = folder / "out.jsonl"
-    process = start(folder, pause=0.2)
-    try:
-        wait_for(lambda: process.poll() is not None or (out.is_file() and out.read_bytes().count(b"\n") >= 2))
-        with pytest.raises(DataError, match=r"another evaluation is writing to .*out\.jsonl; wait for it to finish"):
-            run(model, policy, out, make_examples(4))
-        code = process.wait(SECONDS)
-    finally:
-        process.kill()
-        process.wait()
-    assert code == 0, (folder / "log0").read_text()
-    assert run(model, policy, out, make_examples(4))[1] == [json.loads(x) for x in out.read_text().splitlines()[1:]]
-    assert len(whole) == len(out.read_text().splitlines()) - 1 and not list(folder.glob(".*"))
-
-
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-def test_two_processes_share_the_samples_and_take_up_what_another_number_left(saved):
+def test_two_processes_share_the_samples_and_merge_the_parts_of_three(saved):
     folder, _, (header, whole) = saved
     # Three processes were interrupted here: one had two samples, one half a line, one nothing.
     for rank, text in enumerate([[whole[0], whole[3]], [], None]):
