@@ -4,8 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
@@ -13,73 +11,8 @@ from lkv.evaluation.report.builders import TableRequest, build_table
 from lkv.evaluation.report.plots import plot_table
 from lkv.evaluation.report.results import read_results
 from lkv.evaluation.report.tables import to_terminal
-from lkv.methods.registry import METHODS
-from lkv.utils.statistics import bootstrap, macro_mean, ratio_of_macro_means
+from lkv.utils.statistics import macro_mean
 from tests.results import GRID, HEADER, cells, line, many, mean_of_means, results_of, row, scores_of, values, write
-
-# Statistics
-
-
-@given(st.lists(st.lists(st.floats(0, 100), min_size=1, max_size=6), min_size=1, max_size=4))
-def test_macro_counts_every_task_once(groups):
-    mean = macro_mean(groups, draws=50)
-    assert mean.value == pytest.approx(np.mean([np.mean(group) for group in groups]))
-    assert mean.n == sum(map(len, groups))
-    assert mean.low <= mean.high
-    if all(min(group) == max(group) for group in groups) and min(map(len, groups)) > 1:
-        assert (mean.low, mean.high) == pytest.approx((mean.value, mean.value))
-
-
-@pytest.mark.parametrize(("tasks", "size"), [(1, 3), (5, 2), (5, 3), (13, 2)])
-def test_intervals_of_few_samples_hold_the_mean_as_often_as_they_say(tasks, size):
-    random = np.random.default_rng(0)
-    held = 0
-    for _ in range(200):
-        means = random.uniform(0, 1, tasks)
-        found = macro_mean(random.normal(means[:, None], 0.3, (tasks, size)), draws=200)
-        held += found.low <= means.mean() <= found.high
-    assert 0.91 <= held / 200 <= 0.99  # 0.95 with its own error; a plain bootstrap: 0.5 to 0.83
-
-
-def test_one_sample_a_task_is_drawn_by_whole_tasks():
-    values = [3.0, 7.0, 8.0, 20.0]
-    assert macro_mean([[v] for v in values]) == pytest.approx(bootstrap([[v] for v in values]))
-
-
-def test_macro_interval_is_that_of_the_normal_limit():
-    random = np.random.default_rng(3)
-    groups = [random.normal(50, 10, 400), random.normal(20, 5, 100)]
-    error = 0.5 * np.sqrt(sum(group.var() / len(group) for group in groups))
-    mean = macro_mean(groups)
-    assert (mean.high - mean.low) == pytest.approx(2 * 1.96 * error, rel=0.08)
-
-
-def test_share_of_the_full_cache_draws_both_together():
-    own, full = [[10.0, 30.0], [50.0]], [[20.0, 60.0], [100.0]]
-    assert ratio_of_macro_means(own, full)[:3] == pytest.approx((0.5, 0.5, 0.5))  # paired: half in every draw
-    assert ratio_of_macro_means(own, [[0.0, 0.0], [0.0]]) is None
-
-
-def test_no_values_are_refused():
-    with pytest.raises(ValueError, match="no values"):
-        macro_mean([[1.0], []])
-
-
-# Names
-
-
-def test_the_names_are_those_of_the_methods():
-    for method, entry in METHODS.items():
-        own = names.budget_and_selector(method)
-        assert own is None or own == (entry.budget, entry.selector)
-        assert names.method_label(method) != method
-    for rule in names.RULES:
-        for selector in names.SELECTORS:
-            assert any((e.budget, e.selector) == (rule, selector) for e in METHODS.values())
-    assert names.method_label("uniform+snapkv") == names.method_label("snapkv") == "SnapKV"
-    assert names.is_lkv("lkv-h+lkv-t") and names.is_lkv("lkv") and not names.is_lkv("lkv-t")
-    assert names.sort_methods(["lkv", "snapkv", "full"]) == ["full", "snapkv", "lkv"]
-
 
 # Reading
 
@@ -96,8 +29,6 @@ def test_a_run_that_has_not_ended_is_told_first(tmp_path):
     path = write(tmp_path / "a.jsonl", lines, planned=4)
     assert read_results([path]).notes[0].startswith(f"UNFINISHED: {path} holds 3 of 4 samples; run the command")
     assert not any("UNFINISHED" in note for note in results_of(tmp_path / "b.jsonl", lines, planned=3).notes)
-    with pytest.raises(ReportError, match="header's 'planned' is 'all'"):
-        results_of(tmp_path / "c.jsonl", lines, planned="all")
 
 
 def test_truncated_contexts_and_lost_answers_are_counted(tmp_path):
@@ -113,18 +44,6 @@ def test_results_that_differ_are_refused_and_listed(tmp_path, field):
     one = write(tmp_path / "one.jsonl", scores_of("trec", [1]))
     two = write(tmp_path / "two.jsonl", scores_of("lcc", [1]), **{field: "other"})
     with pytest.raises(ReportError, match=rf"differ in {field} .*one.jsonl: {HEADER[field]}, .*two.jsonl: other"):
-        read_results([one, two])
-
-
-def test_another_format_is_refused(tmp_path):
-    with pytest.raises(ReportError, match="format 2, but this version reads 1"):
-        results_of(tmp_path / "a.jsonl", [], format=2)
-
-
-def test_samples_that_stand_twice_are_refused_and_listed(tmp_path):
-    one = write(tmp_path / "one.jsonl", scores_of("trec", [1, 2]))
-    two = write(tmp_path / "two.jsonl", scores_of("trec", [1]))
-    with pytest.raises(ReportError, match=r"1 samples occur twice.*trec-None-0 \(again in .*two.jsonl, line 2\)"):
         read_results([one, two])
 
 
@@ -144,13 +63,8 @@ def test_a_method_measured_later_stands_beside_the_others(tmp_path):
     other = [item | {"text_sha256": "of another text"} for item in scores_of("trec", [15, 45], "lkv")]
     with pytest.raises(ReportError, match="2 samples occur twice with the same method or with another text"):
         read_results([one, write(tmp_path / "three.jsonl", other)])
-
-
-def test_files_of_one_run_are_put_together(tmp_path):
-    one = write(tmp_path / "one.jsonl", scores_of("trec", [10, 20]))
-    two = write(tmp_path / "two.jsonl", scores_of("lcc", [50]))
-    table = build_table("main", read_results([one, two]), TableRequest())
-    assert cells(table, "lkv")["Avg."].value == pytest.approx((15 + 50) / 2)
+    with pytest.raises(ReportError, match=r"1 samples occur twice.*trec-None-0 \(again in .*four.jsonl, line 2\)"):
+        read_results([two, write(tmp_path / "four.jsonl", scores_of("trec", [1]))])
 
 
 @pytest.mark.parametrize(
@@ -172,12 +86,20 @@ def test_a_malformed_file_is_named_with_line_and_field(tmp_path, lines, message)
         read_results([path])
 
 
-def test_a_missing_file_and_a_file_without_header_are_refused(tmp_path):
-    with pytest.raises(ReportError, match="cannot be read"):
-        read_results([tmp_path / "none.jsonl"])
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        (None, "cannot be read"),
+        (line("trec", 0, []), "does not start with a header"),
+        (HEADER | {"format": 2}, "format 2, but this version reads 1"),
+        (HEADER | {"planned": "all"}, "header's 'planned' is 'all'"),
+    ],
+)
+def test_a_file_without_a_header_of_this_format_is_refused(tmp_path, first, message):
     path = tmp_path / "bare.jsonl"
-    path.write_text(json.dumps(line("trec", 0, [])) + "\n", encoding="utf-8")
-    with pytest.raises(ReportError, match="does not start with a header"):
+    if first:
+        path.write_text(json.dumps(first) + "\n", encoding="utf-8")
+    with pytest.raises(ReportError, match=message):
         read_results([path])
 
 
@@ -257,6 +179,7 @@ def test_samples_that_not_all_methods_have_are_left_out_and_stated(tmp_path):
     lines[1]["rows"] += [row("snapkv", 0.15, 7.0)]
     table = build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest())
     assert cells(table, "lkv")["Avg."].value == 40 and cells(table, "lkv")["Avg."].n == 2
+    assert "Avg. is over 1 of the 16 tasks." in table.notes
     assert any("1 of 3 samples left out" in note and "snapkv at R = 0.15 1" in note for note in table.notes)
     alone = build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest(methods=("lkv",)))
     assert cells(alone, "lkv")["Avg."].value == 30 and not any("left out" in note for note in alone.notes)
@@ -313,11 +236,6 @@ def test_ruler_keeps_tasks_where_the_full_cache_is_good_enough(tmp_path):
     assert cells(build_table("ruler", results, TableRequest()), "lkv", "R = 0.15")["2,048 tokens"].value == 37
     with pytest.raises(ReportError, match="at least 95 on no task"):
         build_table("ruler", results, TableRequest(min_full=95))
-
-
-def test_ruler_needs_lengths(tmp_path):
-    with pytest.raises(ReportError, match="have no lengths"):
-        build_table("ruler", results_of(tmp_path / "a.jsonl", many()), TableRequest())
 
 
 @pytest.mark.parametrize("table", ["main", "tasks", "sweep", "ruler"])
@@ -395,12 +313,9 @@ def test_unknown_names_are_refused(tmp_path):
         build_table("main", results, TableRequest(methods=("h2o",)))
     with pytest.raises(ReportError, match="no method 'h2o' to compare with"):
         build_table("main", results, TableRequest(against="h2o"))
+    with pytest.raises(ReportError, match="have no lengths"):
+        build_table("ruler", results, TableRequest())
     assert "Avg. - SnapKV" in cells(build_table("main", results, TableRequest(against="snapkv")), "lkv")
-
-
-def test_tasks_that_are_missing_from_the_average_are_counted(tmp_path):
-    table = build_table("main", results_of(tmp_path / "a.jsonl", scores_of("trec", [1])), TableRequest())
-    assert "Avg. is over 1 of the 16 tasks." in table.notes
 
 
 def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
@@ -418,27 +333,28 @@ def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
     assert not any("left out" in note for note in table.notes)
 
 
-def test_tables_say_whose_variant_of_a_method_they_hold(tmp_path):
-    told = {
-        "pyramidkv": "PyramidKV as its paper has it",
-        "pyramidkv-kvpress": "PyramidKV (kvpress) as kvpress has it",
-        "duo": "DuoAttention with the exact budget",
-        "duo-kvpress": "DuoAttention (kvpress) as kvpress has it",
-        "adakv-expected": "Expected Attention with epsilon 0,",
-        "lkv-h+expected-e2": "Expected Attention with epsilon 0.01",
-    }
-    for number, (method, start) in enumerate(told.items()):
-        for table in ("main", "tasks", "sweep"):
-            lines = many(methods=(method, "lkv"), count=2)
-            results = results_of(tmp_path / f"{number}.jsonl", lines, pattern_from="estimated on a.txt")
-            notes = build_table(table, results, TableRequest()).notes
-            assert [other for other in told.values() if any(note.startswith(other) for note in notes)] == [start]
-            pattern = "DuoAttention's retrieval heads are estimated on a.txt."
-            assert (pattern in notes) == method.startswith("duo")
-    plain = build_table(
-        "main", results_of(tmp_path / "plain.jsonl", many(methods=("snapkv", "lkv"), count=2)), TableRequest()
+@pytest.mark.parametrize(
+    ("method", "start"),
+    [
+        ("pyramidkv", "PyramidKV as its paper has it"),
+        ("pyramidkv-kvpress", "PyramidKV (kvpress) as kvpress has it"),
+        ("duo", "DuoAttention with the exact budget"),
+        ("duo-kvpress", "DuoAttention (kvpress) as kvpress has it"),
+        ("adakv-expected", "Expected Attention with epsilon 0,"),
+        ("lkv-h+expected-e2", "Expected Attention with epsilon 0.01"),
+        ("snapkv", None),
+    ],
+)
+def test_tables_state_the_variant_of_a_method(method, start, tmp_path):
+    results = results_of(
+        tmp_path / "a.jsonl", many(methods=(method, "lkv"), count=2), pattern_from="estimated on a.txt"
     )
-    assert not any("as kvpress" in note or "DuoAttention" in note for note in plain.notes)
+    notes = build_table("main", results, TableRequest()).notes
+    marks = ("as kvpress has it", "as its paper has it", "exact budget", "with epsilon")
+    assert [note.startswith(str(start)) for note in notes if any(mark in note for mark in marks)] == [True] * bool(
+        start
+    )
+    assert ("DuoAttention's retrieval heads are estimated on a.txt." in notes) == method.startswith("duo")
 
 
 def test_a_pattern_is_named_whichever_file_tells_of_it(tmp_path):

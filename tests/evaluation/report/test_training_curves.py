@@ -10,16 +10,8 @@ from lkv.evaluation.report.training_curves import build_training, plot_training,
 
 def write(folder, kls):
     folder.mkdir()
-    rows = [
-        {
-            "step": i,
-            "contexts": 8 * i,
-            "validation_kl": kl,
-            "validation_agreement": 1 - kl,
-            "validation_kl_third": 3 * kl,
-        }
-        for i, kl in enumerate(kls, 1)
-    ]
+    names = ("step", "contexts", "validation_kl", "validation_agreement", "validation_kl_third")
+    rows = [dict(zip(names, (i, 8 * i, kl, 1 - kl, 3 * kl), strict=True)) for i, kl in enumerate(kls, 1)]
     (folder / "curve.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

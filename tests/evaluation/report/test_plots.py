@@ -23,6 +23,7 @@ from lkv.evaluation.report.figures import (
 from lkv.evaluation.report.plots import plot_table
 from lkv.evaluation.report.profiles import build_prefill, plot_memory, published_prefill, read_profile
 from lkv.evaluation.report.published import with_published
+from lkv.methods import registry
 from tests.results import GRID, cells, many, mean_of_means, results_of, values
 
 
@@ -136,9 +137,12 @@ def test_the_ablation_is_a_grid_with_its_numbers(tmp_path):
     assert (measured.patches[0].get_x(), measured.patches[0].get_y()) == (1.5, 1.5)  # the frame around LKV
 
 
-def test_methods_are_told_apart_by_colour_and_marker():
-    chosen = method_styles(["full", "lkv", *(f"method {i}" for i in range(30))])
-    assert len({(style.colour, style.marker) for style in chosen.values()}) == 32
+def test_methods_are_told_apart_by_colour_and_marker(monkeypatch):
+    monkeypatch.setattr(registry, "METHODS", dict(registry.METHODS))
+    for name in ("plugin", "other-plugin"):
+        registry.register_method(name, "knorm")
+    chosen = method_styles(["full", "lkv", "plugin", "other-plugin", *(f"method {i}" for i in range(30))])
+    assert len({(style.colour, style.marker) for style in chosen.values()}) == 34
     assert [method for method, style in chosen.items() if style.colour == LKV_COLOUR] == ["lkv"]
     assert max(chosen, key=lambda method: (chosen[method].width, chosen[method].order)) == "lkv"
 
@@ -165,13 +169,10 @@ def test_pictures_are_written_whole_or_not_at_all(tmp_path, kind, start):
     figure = plot_policies({"LKV": [[0.5]]}, 0.5)
     save_figure(figure, path)
     assert path.read_bytes().startswith(start) and [p.name for p in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(ReportError, match=r"end it with one of .png, .pdf, .svg"):
+        save_figure(figure, tmp_path / "figure.gif")
     if kind == "png":
         assert imread(BytesIO(path.read_bytes())).std() > 0
-
-
-def test_another_kind_of_picture_is_refused(tmp_path):
-    with pytest.raises(ReportError, match=r"end it with one of .png, .pdf, .svg"):
-        save_figure(plot_policies({"LKV": [[0.5]]}, 0.5), tmp_path / "figure.gif")
 
 
 # Profiles
@@ -271,16 +272,12 @@ def test_retentions_of_one_method_are_lines_of_their_own(tmp_path):
     ],
 )
 def test_a_malformed_profile_is_refused(tmp_path, rows, more, message):
+    (tmp_path / "torn.json").write_text("{")
+    for name, problem in (("torn", "is not a profile"), ("none", "cannot be read")):
+        with pytest.raises(ReportError, match=problem):
+            read_profile(tmp_path / f"{name}.json")
     with pytest.raises(ReportError, match=message):
         read_profile(profile_file(tmp_path / "p.json", rows, **more))
-
-
-def test_no_json_and_no_file_are_refused(tmp_path):
-    (tmp_path / "p.json").write_text("{")
-    with pytest.raises(ReportError, match="is not a profile"):
-        read_profile(tmp_path / "p.json")
-    with pytest.raises(ReportError, match="cannot be read"):
-        read_profile(tmp_path / "none.json")
 
 
 def test_the_command_reports_a_profile(tmp_path, capsys):
