@@ -68,17 +68,23 @@ def read_under(model, press, ids: torch.Tensor) -> DynamicCache:
     return cache
 
 
+def unmasked(model, tokens: int) -> list[list[set[int]]]:
+    """The tokens that kvpress left to each head of the last text."""
+    left = [[set(range(tokens)) for _ in range(2)] for _ in range(3)]
+    for layer, module in enumerate(model.model.layers):
+        _, heads, masked = module.self_attn.masked_key_indices or ((), torch.zeros(0), torch.zeros(0))
+        for head, token in zip(heads.tolist(), masked.tolist(), strict=True):
+            left[layer][head].remove(token)
+    return left
+
+
 @pytest.mark.parametrize("retention", [0.25, 0.5, 0.9])
 @pytest.mark.parametrize("seed", range(3))
 def test_ada_keeps_what_kvpress_keeps(retention, seed):
     model, ids = tiny_llama(seed), text(seed)
     press = kvpress.AdaKVPress(kvpress.SnapKVPress(1 - retention, window_size=8, kernel_size=5))
     read_under(model, press, ids)
-    theirs = [[set(range(TOKENS)) for _ in range(2)] for _ in range(3)]
-    for layer, module in enumerate(model.model.layers):
-        _, heads, tokens = module.self_attn.masked_key_indices
-        for head, token in zip(heads.tolist(), tokens.tolist(), strict=True):
-            theirs[layer][head].remove(token)
+    theirs = unmasked(model, TOKENS)
     ours = kept_by_ours(tiny_llama(seed), ids, Method("ada", Ada(retention), SnapKV(8, 5)))
     assert ours == theirs
     assert any(len(first) != len(second) for first, second in ours)
@@ -116,13 +122,6 @@ def test_pyramid_has_kvpress_line_where_that_has_one(layers, tokens, retention):
     assert theirs[0] > theirs[-1]
 
 
-def test_kvpress_pyramid_is_no_pyramid_on_short_texts():
-    press, config = kvpress.PyramidKVPress(0.85), SimpleNamespace(num_hidden_layers=4)
-    theirs = [press.get_layer_budget(SimpleNamespace(config=config, layer_idx=i), 4000) for i in range(4)]
-    assert theirs == [600] * 4
-    assert [Pyramid(0.15, 4).limits(i, 1, 4000)[0] for i in range(4)] == [1170, 790, 410, 30]
-
-
 @pytest.mark.parametrize("layers", [1, 2, 31, 32])
 @pytest.mark.parametrize("tokens", [40, 64, 500, 4096, 8533, 8534, 16_384, 100_001])
 @pytest.mark.parametrize("retention", [0.1, 0.15, 0.5, 0.9])
@@ -143,11 +142,7 @@ def test_duo_of_heads_keeps_what_kvpress_keeps(retention, tokens):
     press.load_attention_pattern = lambda model: (128, 256, np.array(pattern))
     model.set_attn_implementation("sdpa")
     read_under(model, press, ids)
-    theirs = [[set(range(tokens)) for _ in range(2)] for _ in range(3)]
-    for layer, module in enumerate(model.model.layers):
-        _, heads, masked = module.self_attn.masked_key_indices or ((), torch.zeros(0), torch.zeros(0))
-        for head, token in zip(heads.tolist(), masked.tolist(), strict=True):
-            theirs[layer][head].remove(token)
+    theirs = unmasked(model, tokens)
     method = resolve_method("duo-kvpress", retention=retention, pattern=pattern)
     assert kept_by_ours(tiny_llama(max_position_embeddings=1024), ids, method) == theirs
 
@@ -216,7 +211,7 @@ def check_answers(model, press, method: Method, decoder, context: str, question:
     return theirs
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ["lkv", "lkv-t", "lkv-h+snapkv"])
 def test_kvpress_pipeline_answers_as_the_ragged_cache_does(name, seed, policy):
     model = tiny_llama()

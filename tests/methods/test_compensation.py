@@ -150,13 +150,13 @@ def read_at(model, text: Tensor, start: int):
 
 
 @torch.no_grad()
-def test_the_cache_holds_what_refitting_gives():
+def test_the_cache_holds_the_compensated_entries():
     model, text = tiny_llama(), ids(1, 40)
     plain, cache = (
         RaggedCache(model, method=method) for method in (Method("own", PerHead(RATIOS), OwnScores()), METHOD)
     )
-    for held in (plain, cache):
-        model(text, past_key_values=held)
+    for either in (plain, cache):
+        model(text, past_key_values=either)
     prompt = read_prompt(model, text, queries=True)
     for layer, (before, after) in enumerate(zip(plain.ragged_layers, cache.ragged_layers, strict=True)):
         assert torch.equal(before.kept_counts, after.kept_counts)
@@ -193,10 +193,10 @@ def test_padded_chunked_filled_and_compared_alike():
     ).logits
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-8, rtol=0)
 
-    budget_and_selector = RaggedCache(model, method=METHOD, prompt_tokens=40)
+    chunked = RaggedCache(model, method=METHOD, prompt_tokens=40)
     for part in texts[0].split(13, 1):
-        model(part, past_key_values=budget_and_selector)
-    torch.testing.assert_close(logits(budget_and_selector), alone[0], atol=1e-8, rtol=0)
+        model(part, past_key_values=chunked)
+    torch.testing.assert_close(logits(chunked), alone[0], atol=1e-8, rtol=0)
 
     filled = RaggedCache(model, method=METHOD)
     prompt = read_prompt(model, texts[0], queries=True)
@@ -205,9 +205,9 @@ def test_padded_chunked_filled_and_compared_alike():
 
     plain = Method("own", PerHead(RATIOS), OwnScores())
     rows = MethodComparison(model, texts[0][0].tolist(), prompt, [plain, METHOD])
-    unrefitted = RaggedCache(model, method=plain)
-    model(texts[0], past_key_values=unrefitted)
-    expected = torch.cat([logits(unrefitted), alone[0]])[:, :-1]
+    uncompensated = RaggedCache(model, method=plain)
+    model(texts[0], past_key_values=uncompensated)
+    expected = torch.cat([logits(uncompensated), alone[0]])[:, :-1]
     found = rows.predict(question[0].tolist(), 1).logits
     torch.testing.assert_close(found, expected, atol=1e-8, rtol=0)
     assert float((expected[0] - expected[1]).abs().max()) > 1e-3
@@ -293,7 +293,7 @@ def by_short_factors(x: Tensor, start: int) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def test_reports_tell_refitted_methods_apart():
+def test_reports_show_compensated_methods_apart():
     assert not is_lkv("lkv+refit") and is_lkv("lkv-h+lkv-t") and budget_and_selector("snapkv+refit") is None
     assert not is_lkv("nobody")
     drawn = method_styles(["lkv+refit", "lkv", "snapkv", "snapkv+refit"])

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from lkv.cli.main import main
 from lkv.errors import LkvError
 from lkv.methods import registry
 from lkv.methods.budgets import FixedBudget
@@ -85,6 +86,7 @@ def test_names_of_no_method(name):
 def test_typing_errors_load_no_torch():
     program = """
 import sys
+from lkv.cli.main import main
 from lkv.errors import LkvError
 from lkv.methods.registry import parse_method
 for name, message in (("snapvk", "did you mean 'snapkv'"), ("ada", "'ada' is a budget: write ada+SELECTOR"),
@@ -101,6 +103,15 @@ assert parse_method("lkv").label == "LKV"
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_list_names_methods_components_and_variants(capsys):
+    assert main(["methods"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in (*METHODS, *registry.budgets(), *registry.selectors()))
+    descriptions = {name: spec.description for name, spec in METHODS.items()}
+    assert "as its paper has it" in descriptions["pyramidkv"] and "exact budget" in descriptions["duo"]
+    assert "epsilon 0.01, as kvpress" in descriptions["adakv-expected-e2"] and "kvpress" not in descriptions["snapkv"]
 
 
 def test_every_named_method_has_its_own_combination():

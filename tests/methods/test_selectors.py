@@ -15,7 +15,7 @@ from lkv.errors import CacheError, LkvError, PromptError, UnsupportedModelError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.integrations.transformers.spec import output_projections
-from lkv.methods.budgets import PerHead, Uniform
+from lkv.methods.budgets import Uniform
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.selectors import (
     H2O,
@@ -29,10 +29,9 @@ from lkv.methods.selectors import (
     SnapKV,
     StreamingLLM,
 )
-from tests.cache.helpers import RATIOS, ids, padded
+from tests.cache.helpers import ids, padded
 from tests.conftest import tiny_llama
 from tests.families import FAMILIES, build
-from tests.oracle import hidden_from_continuation
 
 SCALE = 0.3
 shapes = given(
@@ -84,16 +83,12 @@ def test_h2o(batch, heads, groups, tokens, seed):
     close(H2O(average=True).scores(0, LayerKV(key, value, SCALE, query)), received / observers)
 
 
-def test_h2o_in_blocks_of_rows():
-    query, key, value = tensors(1, 2, 2, 600, 0)
-    close(H2O().scores(0, LayerKV(key, value, SCALE, query)), mean_of_groups(attention(query, key), 2).sum(-2))
-
-
-def test_h2o_never_holds_the_whole_attention():
-    query, key, value = (x.float() for x in tensors(1, 1, 1, 2048, 0))
+def test_h2o_of_several_blocks_never_holds_the_whole_attention():
+    query, key, value = tensors(1, 1, 1, 2048, 0)
     with torch.profiler.profile(profile_memory=True) as profile:
-        H2O().scores(0, LayerKV(key, value, SCALE, query))
-    assert max(event.self_cpu_memory_usage for event in profile.events()) <= 256 * 2048 * 4 * 2 < 2048 * 2048 * 4
+        found = H2O().scores(0, LayerKV(key, value, SCALE, query))
+    assert max(event.self_cpu_memory_usage for event in profile.events()) <= 256 * 2048 * 8 * 2 < 2048 * 2048 * 8
+    close(found, mean_of_groups(attention(query, key), 1).sum(-2))
 
 
 @shapes
@@ -332,30 +327,6 @@ def every(model) -> dict[str, Selector]:
 
 
 NAMES = list(every(tiny_llama()))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=4)
-@given(st.integers(1, 2), st.integers(8, 40), st.integers(0, 9))
-@torch.no_grad()
-def test_eviction_equals_the_stock_model_with_a_mask(name, batch, prompt, seed):
-    model, text = tiny_llama(), ids(batch, prompt + 5, seed)
-    selector = every(model)[name]
-    cache = RaggedCache(model, method=Method(name, PerHead(RATIOS), selector))
-    model(text[:, :prompt], past_key_values=cache, use_cache=True)
-    mine = [model(text[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(prompt, prompt + 5)]
-    hidden = []
-    for index, layer in enumerate(read_prompt(model, text[:, :prompt], queries=True)):
-        counts = [int(ratio * prompt + 1e-6) for ratio in RATIOS[index]]
-        scores = selector.refine(index, layer, selector.scores(index, layer), [counts] * batch)
-        gone = torch.ones(batch, 2, prompt, dtype=torch.bool)
-        for head, count in enumerate(counts):
-            best = scores[:, head].argsort(dim=-1, descending=True, stable=True)[:, :count]
-            gone[:, head].scatter_(-1, best, False)
-        hidden.append(gone)
-    with hidden_from_continuation(model, hidden, prompt):
-        expected = model(text).logits[:, prompt:]
-    torch.testing.assert_close(torch.cat(mine, 1), expected, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", NAMES)
