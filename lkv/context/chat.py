@@ -98,7 +98,7 @@ class Chat:
             raise
         self.answer_tokens = len(answer)
         self.is_truncated = is_truncated(self._model, answer, options["max_new_tokens"], options)
-        text = self._tokenizer.decode(answer, skip_special_tokens=True).strip()
+        text = str(self._tokenizer.decode(answer, skip_special_tokens=True)).strip()
         # The last token was never read. If it ends the answer, the template of the next turn contains it.
         self._ids = ids + (answer[:-1] if answer[-1] in end_tokens(self._model, options) else answer)
         self.turns.append(Turn(question, text, start))

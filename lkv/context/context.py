@@ -277,7 +277,7 @@ class Context:
         return encode_question(self.tokenizer, question)
 
     def _decode(self, answer: list[int]) -> str:
-        return self.tokenizer.decode(answer, skip_special_tokens=True).strip()
+        return str(self.tokenizer.decode(answer, skip_special_tokens=True)).strip()
 
     def _ragged(self) -> RaggedCache:
         if not isinstance(self.cache, RaggedCache):
@@ -404,7 +404,7 @@ def compress_ids(
         "budget_tokens": None if target is None else target.tokens,
         "bits": options.get("bits"),
         "policy": cache.policy.digest() if cache.policy is not None else None,
-        "text_sha256": hashlib.sha256((tokenizer.decode(ids) if text is None else text).encode()).hexdigest(),
+        "text_sha256": hashlib.sha256((str(tokenizer.decode(ids)) if text is None else text).encode()).hexdigest(),
     }
     return Context(model, tokenizer, ids, cache, metadata)
 

@@ -94,7 +94,8 @@ def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
 
 def _restored_cache(model: Any, method: str, ids: list[int], tensors: dict[str, Tensor]) -> RaggedCache:
     """A cache with `tensors`, as `context_tensors` gives them."""
-    cache = RaggedCache(model, method=Method(method, _AlreadyCompressed(), _AlreadyCompressed()))
+    compressed: Any = _AlreadyCompressed()
+    cache = RaggedCache(model, method=Method(method, compressed, compressed))
     like = model.get_input_embeddings().weight[:0]
     sliding = {name: tensors.pop(name) for name in list(tensors) if name.startswith("sliding_")}
     states: list[dict[str, Tensor]] = [{} for _ in cache.ragged_layers]

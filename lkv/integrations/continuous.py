@@ -450,7 +450,7 @@ def token_chooser(
     def choose_token(ids: list[int], logits: Tensor) -> int:
         if penalties:
             seen: Any = torch.tensor([context_ids + ids], device=logits.device)
-            logits = penalties(seen, logits[None].float())[0]  # type: ignore[arg-type]
+            logits = penalties(seen, logits[None].float())[0]
         return int(logits.argmax()) if sampler is None else sampler(logits)
 
     return choose_token

@@ -307,7 +307,7 @@ class Service:
     def metrics_registry(self) -> CollectorRegistry:
         """A registry of this service alone: several may run in one process."""
         registry = CollectorRegistry()
-        registry.register(self)  # type: ignore[arg-type]
+        registry.register(self)
         return registry
 
 

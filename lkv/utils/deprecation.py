@@ -6,7 +6,8 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, ParamSpec, TypeVar
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def positional_keywords(*names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -34,6 +35,6 @@ def positional_keywords(*names: str) -> Callable[[Callable[_P, _R]], Callable[_P
             )
             return function(*args[:count], **kwargs, **old)
 
-        return call  # type: ignore[return-value]
+        return call
 
     return decorate
