@@ -20,12 +20,12 @@ def test_a_few_seconds_of_soaking(part):
 def test_bad_inputs_get_one_sentence(tmp_path):
     every = Inputs(tmp_path)
     assert len(every.names) > 2000
-    found, end = {None: 0, "of the command line": 0, "of the API": 0}, time.monotonic() + 4
+    found = {None: 0, "of the command line": 0, "of the API": 0}
     for name in every.names:
         found[every.try_one(name)] += 1
-        if time.monotonic() > end:
-            break
-    assert found["of the command line"] > 3 and found["of the API"] > 3
+        if min(found["of the command line"], found["of the API"]) > 3:
+            return
+    raise AssertionError(found)
 
 
 @pytest.mark.parametrize("kind", ["contexts saved", "policies saved", "trainings", "evaluations", "results collected"])

@@ -1,5 +1,7 @@
 """Compress once, ask many: every question starts from the same cache."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -233,8 +235,11 @@ def test_a_fork_goes_its_own_way(model, policy):
     assert context.cache.get_seq_length() == 60 and twin.cache.get_seq_length() == 65
     twin.rewind()
     assert twin.ask("what is one ?", max_new_tokens=8) == context.ask("what is one ?", max_new_tokens=8) == answer
+    copied, full = copy.deepcopy(context), compress(model, Words(), TEXT, method="full")
+    assert copied.model is model and copied.cache is not context.cache and copied.ask("what is one ?", 8) == answer
     with pytest.raises(CacheError, match="every method but 'full'"):
-        compress(model, Words(), TEXT, method="full").fork()
+        full.fork()
+    assert copy.deepcopy(full).ask("what is one ?", 8) == full.ask("what is one ?", 8)
 
 
 @pytest.mark.parametrize("options", [{"chunk": 7}, {"chunk": 100}, {"chunk": 60, "streaming": True}])

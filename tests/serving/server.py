@@ -33,6 +33,15 @@ def tiny(folder):
     return AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer
 
 
+def until(condition, seconds=30):
+    """Wait for a condition; its last value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert value
+    return value
+
+
 class Server:
     """One service, served; ask it with `get`, `post`, `delete`, which give (status, content)."""
 
@@ -83,13 +92,18 @@ class Server:
         """The id of a context of `text`, once it is there."""
         status, made = self.ask("/v1/contexts", {"text": text, **fields})
         assert status in (200, 202), made
-        deadline = time.monotonic() + 60
-        while made["status"] == "compressing":
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-            made = self.ask(f"/v1/contexts/{made['id']}")[1]
+        made = self.finished(made)
         assert made["status"] == "ready", made
         return made["id"]
+
+    def finished(self, made):
+        """A context that is ready or failed."""
+
+        def finished():
+            found = self.ask(f"/v1/contexts/{made['id']}")[1]
+            return found["status"] != "compressing" and found
+
+        return until(finished, 60)
 
     def chat(self, question, context=None, **fields):
         body = {"messages": [{"role": "user", "content": question}], "max_tokens": 8, "context": context, **fields}

@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 
 import pytest
 from pydantic import ValidationError
@@ -15,16 +14,9 @@ from lkv.serving import service as service_module
 from lkv.serving.schemas import ChatRequest
 from lkv.serving.service import Limits, Service
 from lkv.serving.store import StoredContext, context_id
-from tests.serving.server import KNORM, OTHER, TEXT, form, serving
+from tests.serving.server import KNORM, OTHER, TEXT, form, serving, until
 
 TURN = [{"role": "user", "content": "Who?"}]
-
-
-def until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
 
 
 def make(parts, folder, **options):

@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
 
 import pytest
 
@@ -19,9 +18,10 @@ from lkv.serving.text import IncrementalDetokenizer
 from lkv.utils.prompts import render_messages
 from tests.conftest import save_model
 
+pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
+from tests.serving.server import KNORM, OTHER, TEXT, form, serving, until
+
 openai = pytest.importorskip("openai")
-helpers = pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
-serving, form, KNORM, TEXT, OTHER = helpers.serving, helpers.form, helpers.KNORM, helpers.TEXT, helpers.OTHER
 
 QUESTIONS = ["Who?", "How many boats are there?", "And then?"]
 
@@ -82,9 +82,7 @@ def test_curl_uploads_a_file_and_asks(server, tmp_path):
         return done.stdout.decode()
 
     made = json.loads(curl("-F", f"file=@{file}", "-F", "retention=1", f"{server.url}/v1/contexts"))
-    deadline = time.monotonic() + 30
-    while made["status"] != "ready" and time.monotonic() < deadline:
-        made = json.loads(curl(f"{server.url}/v1/contexts/{made['id']}"))
+    made = server.finished(json.loads(curl(f"{server.url}/v1/contexts/{made['id']}")))
     assert made["name"] == "note.txt" and made["retention"] == made["realised_retention"] == 1.0
     body = json.dumps({"messages": [{"role": "user", "content": "Warum?"}], "context": made["id"], "stream": True,
                        "max_tokens": 3})  # fmt: skip
@@ -177,7 +175,7 @@ def test_sampling_seeds_and_stops(server, context, expected):
         ({"model": "tiny:" + "a" * 32 + "-" + "b" * 16}, 404, "there is no context"),
         ({"model": "tiny:a", "context": "b"}, 400, "name two contexts"),
         ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"max_tokens": 4000}, 400, "the model reads at most 2048"),
+        ({"messages": [{"role": "user", "content": "x" * 1500}], "max_tokens": 900}, 400, "reads at most 2048"),
         ({"temperature": 9}, 400, "temperature is 9.0"),
         ({"temperature": "hot"}, 400, "temperature"),
         ({"stop": ["a"] * 5}, 400, "stop"),
@@ -190,15 +188,7 @@ def test_sampling_seeds_and_stops(server, context, expected):
 def test_bad_chats_get_one_sentence(server, body, status, says):
     if isinstance(body, dict) and body and "messages" not in body:
         body = {"messages": [{"role": "user", "content": "Hello"}], **body}
-    headers = {"Content-Type": "application/json"}
-    if body == {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4000}:
-        server.service.limits.__dict__["answer_tokens"], kept = 5000, server.service.limits.answer_tokens
-        try:
-            found = server.problem("/v1/chat/completions", body, **headers)
-        finally:
-            server.service.limits.__dict__["answer_tokens"] = kept
-    else:
-        found = server.problem("/v1/chat/completions", body, **headers)
+    found = server.problem("/v1/chat/completions", body, **{"Content-Type": "application/json"})
     assert found[0] == status and says in found[1], found
     assert "Traceback" not in found[1] and "\n" not in found[1]
 
@@ -230,9 +220,7 @@ def test_files_of_another_encoding_or_none(server):
 def test_a_text_too_short_for_its_retention_is_a_failed_job(server):
     status, made = server.ask("/v1/contexts", {"text": "x", "retention": 0.01})
     assert status == 202
-    deadline = time.monotonic() + 30
-    while made["status"] == "compressing" and time.monotonic() < deadline:
-        made = server.ask(f"/v1/contexts/{made['id']}")[1]
+    made = server.finished(made)
     assert made["status"] == "failed" and "nothing of it would be kept" in made["error"]
     status, said = server.problem(
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "?"}], "context": made["id"]}
@@ -244,9 +232,8 @@ def test_a_text_too_short_for_its_retention_is_a_failed_job(server):
 def test_unknown_paths_and_methods(server):
     assert server.problem("/v2") == (404, "GET /v2: Not Found; the API is described at /.")
     assert server.problem("/v1/contexts", b"", "PUT")[0] == 405
-    assert (
-        server.problem("/v1/contexts/nothing")[0] == server.problem("/v1/contexts/nothing", method="DELETE")[0] == 404
-    )
+    for method in ("GET", "DELETE"):
+        assert server.problem("/v1/contexts/nothing", method=method)[0] == 404
 
 
 def test_a_context_deleted_while_it_is_asked_answers_to_the_end(server, parts):
@@ -255,11 +242,8 @@ def test_a_context_deleted_while_it_is_asked_answers_to_the_end(server, parts):
     body = {"messages": [{"role": "user", "content": "Who?"}], "context": name, "max_tokens": 60, "stream": True}
     with server.open("/v1/chat/completions", body) as stream:
         first = stream.readline()
-        assert server.ask(f"/v1/contexts/{name}", method="DELETE")[1] == {
-            "object": "context",
-            "id": name,
-            "deleted": True,
-        }
+        deleted = server.ask(f"/v1/contexts/{name}", method="DELETE")[1]
+        assert deleted == {"object": "context", "id": name, "deleted": True}
         rest = first + stream.read()
     events = [json.loads(line[6:]) for line in rest.decode().split("\n\n") if line.startswith("data: {")]
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == own.ask("Who?", 60)
@@ -274,9 +258,7 @@ def test_a_client_that_goes_ends_its_answer(server, context):
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
                        b"Content-Length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
         client.recv(400)
-    deadline = time.monotonic() + 30
-    while server.service.engine.open and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: not server.service.engine.open)
     assert server.service.engine.open == 0 and server.service.engine.tokens - before < 1000
 
 
@@ -332,18 +314,14 @@ def test_a_key_and_limits(parts, tmp_path):
         long = threading.Thread(target=lambda: found.append(server.chat("Who?", name, max_tokens=900)))
         found: list = []
         long.start()
-        deadline = time.monotonic() + 10
-        while not server.service.engine.open and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: server.service.engine.open)
         status, said = server.problem(
             "/v1/chat/completions", {"messages": [{"role": "user", "content": "Who?"}], "context": name}
         )
         assert status == 429 and "ask again later" in said
         long.join()
         assert found[0][0] == 504 and "took more than 0.2 seconds" in found[0][1]["error"]["message"]
-        deadline = time.monotonic() + 10
-        while server.service.engine.open and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: not server.service.engine.open)
         assert server.service.engine.open == 0
 
 
@@ -358,9 +336,7 @@ def test_texts_beyond_those_that_may_wait_get_429(parts, tmp_path, monkeypatch):
     monkeypatch.setattr(Service, "_compress", slow)
     with serving(*parts, tmp_path, limits=Limits(texts=1)) as server:
         first = server.ask("/v1/contexts", {"text": "one " * 9})[1]
-        deadline = time.monotonic() + 10
-        while server.service._waiting.qsize() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: not server.service._waiting.qsize())
         second = server.ask("/v1/contexts", {"text": "two " * 9})[1]
         assert server.ask("/v1/contexts", {"text": "one " * 9})[1]["id"] == first["id"]
         assert server.problem("/v1/contexts", {"text": "three " * 9})[0] == 429
@@ -370,8 +346,7 @@ def test_texts_beyond_those_that_may_wait_get_429(parts, tmp_path, monkeypatch):
         assert status == 404 and "is being compressed (0%)" in said
         assert server.ask(f"/v1/contexts/{second['id']}", method="DELETE")[0] == 200
         release.set()
-        while server.ask(f"/v1/contexts/{first['id']}")[1]["status"] != "ready" and time.monotonic() < deadline + 30:
-            time.sleep(0.02)
+        assert server.finished(first)["status"] == "ready"
         assert [one["id"] for one in server.ask("/v1/contexts")[1]["data"]] == [first["id"]]
 
 
@@ -382,9 +357,7 @@ def test_a_stop_lets_answers_end(parts, tmp_path):
         found: list = []
         asking = threading.Thread(target=lambda: found.append(server.answer("Who?", name, max_tokens=40)))
         asking.start()
-        deadline = time.monotonic() + 10
-        while not server.service.engine.open and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: server.service.engine.open)
     asking.join()
     assert found == [right] and server.service.engine.open == 0
 
@@ -450,3 +423,20 @@ def test_text_grows_as_it_will_stay(text, stops, right, step):
         if growing.is_stopped:
             break
     assert given == right
+
+
+@pytest.mark.parametrize(
+    "text", ["  Grüße, Łódź! 😀 👩‍👩‍👧 \n", "a stop b", "tab\tand  two  spaces", "日本語のテキスト", "👍🏽"]
+)
+def test_text_of_a_real_tokenizer_grows_as_it_will_stay(parts, text):
+    tokenizer = parts[1]
+    ids, sent = tokenizer(text, add_special_tokens=False)["input_ids"], ""
+    detokenizer = IncrementalDetokenizer(tokenizer, ["stop"])
+    assert detokenizer._backend is not None
+    right = tokenizer.decode(ids, skip_special_tokens=True).strip().partition("stop")[0].rstrip()
+    for end in range(1, len(ids) + 1):
+        sent += detokenizer.push(ids[:end], end == len(ids))
+        assert right.startswith(sent)
+        if detokenizer.is_stopped:
+            break
+    assert sent == right
