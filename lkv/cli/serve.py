@@ -51,7 +51,7 @@ class Serve(StrictPolicyOptions, RunOptions):
         import uvicorn
 
         from lkv.serving.app import make_app
-        from lkv.serving.middleware import LOOPBACK
+        from lkv.serving.middleware import LOOPBACK, HeaderTimeoutProtocol
         from lkv.serving.service import make_service
 
         service = make_service(self.model_dump())
@@ -61,6 +61,7 @@ class Serve(StrictPolicyOptions, RunOptions):
             app,
             host=self.host,
             port=self.port,
+            http=HeaderTimeoutProtocol,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=int(self.grace) + 1,

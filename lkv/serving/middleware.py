@@ -1,17 +1,50 @@
-"""Checks before every request: host and origin, the key, the size."""
+"""Checks before every request: complete headers in time, host and origin, the key, the size."""
 
+import asyncio
 import hmac
+from typing import Any
 from urllib.parse import urlsplit
 
+import h11
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lkv.serving.schemas import error_object
 
 _PUBLIC = ("/", "/healthz")  # without a key: the page has none, and asks for it
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class HeaderTimeoutProtocol(H11Protocol):
+    """uvicorn's protocol, which would wait for the rest of a request's headers for ever; this one closes the connection
+    after `header_seconds`."""
+
+    header_seconds = 10.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Start to wait for headers."""
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(self.header_seconds, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Stop to wait once they are complete; start again with the next request."""
+        super().data_received(data)
+        is_incomplete = self.conn.their_state is h11.IDLE
+        if self._timer is not None and not is_incomplete:
+            self._timer.cancel()
+            self._timer = None
+        elif self._timer is None and is_incomplete:
+            self._timer = self.loop.call_later(self.header_seconds, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop to wait."""
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class RequestGuard:

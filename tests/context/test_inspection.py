@@ -132,4 +132,4 @@ def test_what_cannot_be_looked_at_is_one_sentence(folder, capsys, monkeypatch, t
     assert main(["inspect", "log.html", "--model", str(folder / "model")]) == 2
     assert "the page would overwrite log.html itself" in capsys.readouterr().err
     assert main(["inspect", "nowhere.txt", "--question", "why?"]) == 2
-    assert "there is no file 'nowhere.txt'" in capsys.readouterr().err
+    assert "'nowhere.txt' does not exist" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from lkv.errors import PromptError, StoreError, UnknownContextError
 
 pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
 from lkv.serving import service as service_module
+from lkv.serving.middleware import HeaderTimeoutProtocol
 from lkv.serving.schemas import ChatRequest
 from lkv.serving.service import Limits, Service
 from lkv.serving.store import StoredContext, context_id
@@ -249,3 +250,19 @@ def test_ids_do_not_depend_on_the_server(parts, tmp_path):
     assert context_id(TEXT, service._settings) == make(parts, tmp_path).add(TEXT).id
     with pytest.raises(PromptError, match="the text is empty"):
         service.add(" ")
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"])
+def test_half_sent_headers_are_not_waited_for(server, monkeypatch, before):
+    monkeypatch.setattr(HeaderTimeoutProtocol, "header_seconds", 0.3)
+    clients = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(20)]
+    for client in clients:
+        client.sendall(before)
+        if before:
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Half: ")
+    for client in clients:
+        while client.recv(1000):
+            pass
+        client.close()
+    assert server.ask("/healthz") == (200, "ok\n")
