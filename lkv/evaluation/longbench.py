@@ -61,7 +61,7 @@ def load_examples(task: str, folder: Path | None, count: int | None = None) -> l
         hint = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(TASKS)}."
         raise DataError(f"there is no LongBench task {task!r}; {hint} (The five Chinese tasks are left out.)")
     if count is not None and count < 1:
-        raise DataError(f"{count} rows of {task} are asked for; ask for at least 1, or for None to take all.")
+        raise DataError(f"count is {count}, but at least 1 row of {task} is needed; give None for all.")
     if _definitions()[task]["metric"] == "rouge_l":
         require_rouge()
     path = _download() if folder is None else _find_file(task, Path(folder))

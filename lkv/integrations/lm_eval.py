@@ -1,7 +1,8 @@
 """LKV in lm-evaluation-harness: a model type `lkv`, which compresses a prompt's context before it reads the question.
 
-    python -m lkv.integrations.lm_eval run --model lkv --tasks longbench_qasper \\
-        --model_args pretrained=owner/name,retention=0.15
+    python -m lkv.integrations.lm_eval run --model lkv --tasks longbench_qasper --model_args '...'
+
+with `--model_args pretrained=owner/name,retention=0.15`, for example.
 
 This is the harness's own command line, with `lkv` registered; in Python, importing this module registers it.
 """
@@ -72,8 +73,10 @@ class TaskStatistics:
 
 @register_model("lkv")
 class LKVLM(HFLM):
-    """The harness's transformers model, which reads each prompt in two parts: the context, of which `method` keeps the
-    share `retention`, and after eviction the question. Prompts are read one at a time."""
+    """The harness's transformers model, which compresses the context of each prompt before it reads the question.
+
+    Prompts are read one at a time.
+    """
 
     def __init__(
         self,
@@ -239,8 +242,11 @@ class LKVLM(HFLM):
 
 
 def check_size(context: Context, max_retention: float, task: str) -> None:
-    """Raise IntegrationError if `context` keeps more than the share `max_retention` of its entries, or takes more bytes
-    than these entries and their slack need."""
+    """Check the entries and the bytes of a compressed context.
+
+    Raises IntegrationError if it keeps more than the share `max_retention` of its entries, or takes more bytes than
+    these entries and their slack.
+    """
     realised, cache = context.realised_retention(), context.cache
     if realised > max_retention + 1e-9:
         raise IntegrationError(

@@ -26,11 +26,10 @@ _ADVICE = "delete the damaged line to measure that sample again, or give another
 
 
 class JournalLines(NamedTuple):
-    """The JSON objects of a journal with their line numbers, header first, and whether an incomplete last line was
-    dropped."""
+    """The JSON objects of a journal with their line numbers, header first."""
 
     rows: list[tuple[int, Record]]
-    is_truncated: bool
+    is_truncated: bool  # an incomplete last line was dropped
 
 
 def read_journal(path: Path, error: type[LkvError], advice: str) -> JournalLines:

@@ -32,8 +32,8 @@ def chat_template_parts(tokenizer: "PreTrainedTokenizerBase", system: str | None
     text = _apply_template(tokenizer, [*turns, {"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}])
     if text.count(_CONTEXT) != 1 or text.count(_QUESTION) != 1:
         raise PromptError(
-            "the tokenizer's chat template does not carry the user's text exactly once, so no context can be told from "
-            "its question; use a tokenizer with another template, or with none."
+            "the tokenizer's chat template does not carry the user's text exactly once, so its context cannot be "
+            "separated from its question; use a tokenizer with another template, or with none."
         )
     before, rest = text.split(_CONTEXT)
     if system and system.strip() not in before:

@@ -178,6 +178,7 @@ def saved(model, policy, tmp_path):
     return tmp_path, policy, run(model, policy, tmp_path / "whole.jsonl", make_examples(4))
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_result(model, saved):
     folder, policy, (_, whole) = saved
     out = folder / "out.jsonl"
@@ -198,6 +199,7 @@ def test_a_killed_run_resumes_to_the_same_result(model, saved):
     assert out.read_text().startswith(done[: done.rindex("\n") + 1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_two_processes_share_the_samples_and_merge_the_parts_of_three(saved):
     folder, _, (header, whole) = saved

@@ -53,11 +53,11 @@ def make_examples(task: str, length: int, count: int, tokenizer: Any, sources: S
         near = get_close_matches(task, TASKS, 3) or TASKS
         raise EvaluationError(f"RULER has no task {task!r}; did you mean {', '.join(near)}?")
     if count < 1:
-        raise EvaluationError(f"{count} examples of {task} are asked for; ask for at least one.")
+        raise EvaluationError(f"count is {count}, but at least 1 example of {task} is needed.")
     examples = list(islice(_generate(task, length, tokenizer, sources, seed), count))
     if len(examples) < count:
         raise EvaluationError(
-            f"{task} has {len(examples)} questions that fit {length} tokens, but {count} are asked for."
+            f"{task} has only {len(examples)} questions that fit {length} tokens, not {count}; ask for fewer."
         )
     return examples
 
@@ -88,8 +88,8 @@ def _generate(task: str, length: int, tokenizer: Any, sources: Sources, seed: in
             break
         if fit.units == template.max_units and total < length - length // 256:
             raise EvaluationError(
-                f"all {fit.units} documents for {task} make {total} tokens, but {length} are asked for; "
-                "give a larger set or ask for a shorter length."
+                f"all {fit.units} documents for {task} have {total} tokens, fewer than the length of {length}; "
+                "give a larger set or a shorter length."
             )
         yield Example(
             suite="ruler",
@@ -106,8 +106,8 @@ def _generate(task: str, length: int, tokenizer: Any, sources: Sources, seed: in
         number += 1
     if number == 0 and too_long:
         raise EvaluationError(
-            f"{task} needs at least {min(too_long)} tokens with this tokenizer, but {length} are asked for; "
-            "ask for a longer length."
+            f"{task} needs at least {min(too_long)} tokens with this tokenizer, but the length is {length}; "
+            "give a longer one."
         )
 
 

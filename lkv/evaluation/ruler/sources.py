@@ -82,11 +82,11 @@ class Sources:
     def from_folder(
         cls, folder: Path, essays: Path | None = None, download: Callable[..., str] = hf_hub_download
     ) -> "Sources":
-        """The files of a folder: PaulGrahamEssays*.json(.gz) or a folder essays (unless `essays` is given), *quad* and
-        *hotpot_*.
+        """Find the files of a folder.
 
-        Question sets that the folder lacks come from the hub; files with "train" in their name are ignored. Raises
-        DataError if the folder does not exist.
+        These are PaulGrahamEssays*.json(.gz) or a folder essays (unless `essays` is given), *quad* and *hotpot_*; files
+        with "train" in their name are ignored. Question sets that the folder lacks come from the hub. Raises DataError
+        if the folder does not exist.
         """
         if not folder.is_dir():
             raise DataError(f"there is no folder {folder}; give one with RULER's source files.")

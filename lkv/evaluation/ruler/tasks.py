@@ -124,7 +124,7 @@ def _insert_at_depths(essay: Sequence[str], words: int, needles: list[str], dept
 
 
 def chain_template(seed: str, demo_lines: int) -> ExampleTemplate:
-    """A chain of four variable assignments after the first, behind a solved example of `demo_lines` noise lines.
+    """A chain of four variable assignments after the first, after a solved example of `demo_lines` noise lines.
 
     One unit is a noise line.
     """
@@ -175,7 +175,7 @@ def _chain_question(value: str) -> tuple[str, str]:
 
 
 def common_words_template(seed: str, length: int) -> ExampleTemplate:
-    """Ten words 30 times each among others three times each, behind a solved example. One unit is a word.
+    """Ten words 30 times each among others three times each, after a solved example. One unit is a word.
 
     Below 4,096 tokens the frequencies are 6 and 1, as officially. Where a long list needs more words than the package
     has, hyphenated pairs of them follow (the official script has another list there).
@@ -280,10 +280,9 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def _draw_unused(rng: random.Random, kind: str, used: set[str]) -> str:
-    """A key or value that is not in `used` yet, and is added: "words" (adjective-noun), "numbers" (seven digits) or
-    "uuids"."""
+    """A key or value that is not in `used` yet, and is added; its kind is "words", "numbers" or "uuids"."""
     while True:
-        if kind == "words":
+        if kind == "words":  # adjective-noun
             value = f"{rng.choice(word_list('adjective'))}-{rng.choice(word_list('noun'))}"
         elif kind == "numbers":
             value = str(rng.randint(1_000_000, 9_999_999))
