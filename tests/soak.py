@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from tests.inputs import Inputs
 from tests.kills import Kills
 from tests.machine import HAS_BITS, CacheMachine
 from tests.results import many, write
-from tests.test_trust import QUESTIONS, in_threads
+from tests.test_trust import QUESTIONS
 from tests.training.test_training import train_for, trainer
 
 OUT = Path(__file__).parents[1] / "benchmarks" / "results" / "soak.json"
@@ -72,13 +73,12 @@ def threads(until: float, start: int) -> tuple[Counts, int]:
     context = compress(model, Words(), TEXT, method="knorm", retention=0.4)
     expected = {question: context.ask(question, 6) for question in QUESTIONS}
 
-    def work(question):
-        for _ in range(50):
-            assert context.ask(question, 6) == expected[question]
-
-    while time.monotonic() < until:
-        in_threads(work, QUESTIONS)
-        asks += 50 * len(QUESTIONS)
+    questions = [*QUESTIONS] * 10
+    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
+        while time.monotonic() < until:
+            answers = pool.map(lambda question: context.ask(question, 6), questions)
+            assert list(answers) == [expected[question] for question in questions]
+            asks += len(questions)
     return {"asks of 4 threads": asks}, start + 1
 
 
