@@ -37,45 +37,31 @@ def rows_of(name, count=30):
     for i in range(count):
         if name == "hotpotqa":
             titles = [f"Title {i} {j}" for j in range(10)]
+            sentences = [[prose(rng, 20), f" Mason {i}."] for _ in titles]
             yield {
-                "id": str(i),
-                "question": f"Who built tower {i}?",
-                "answer": f"Mason {i}",
-                "type": "bridge",
-                "level": "hard",
-                "supporting_facts": {"title": titles[1:3], "sent_id": [0, 1]},
-                "context": {"title": titles, "sentences": [[prose(rng, 20), f" Mason {i}."] for _ in titles]},
-            }
+                "id": str(i), "question": f"Who built tower {i}?", "answer": f"Mason {i}", "type": "bridge",
+                "level": "hard", "supporting_facts": {"title": titles[1:3], "sent_id": [0, 1]},
+                "context": {"title": titles, "sentences": sentences},
+            }  # fmt: skip
         elif name == "multi_news":
             articles = [prose(rng, 60).replace(". ", ". NEWLINE_CHAR ") for _ in range(3)]
             yield {"document": " ||||| ".join(articles), "summary": "\u2013 " + prose(rng, 30)}
         elif name == "the_stack":
-            language = ("py", "java", "cpp", "cs")[i % 4]
             yield {
-                "content": "\n".join(f"value_{k} = {i} + {k}" for k in range(60)),
-                "size": 7,
-                "lang": "X",
-                "hexsha": "0",
-                "max_stars_repo_path": f"src/file{i}.{language}",
+                "content": "\n".join(f"value_{k} = {i} + {k}" for k in range(60)), "size": 7, "lang": "X",
+                "hexsha": "0", "max_stars_repo_path": f"src/file{i}.{('py', 'java', 'cpp', 'cs')[i % 4]}",
                 "max_stars_repo_licenses": ["MIT"],
-            }
+            }  # fmt: skip
         elif name == "squad":
             yield {
-                "id": str(i),
-                "title": f"T_{i // 3}",
-                "context": f"{prose(rng, 80)} Key {i}.",
-                "question": f"Which key {i}?",
-                "answers": {"text": [f"Key {i}"], "answer_start": [3]},
-            }
+                "id": str(i), "title": f"T_{i // 3}", "context": f"{prose(rng, 80)} Key {i}.",
+                "question": f"Which key {i}?", "answers": {"text": [f"Key {i}"], "answer_start": [3]},
+            }  # fmt: skip
         elif name == "trec":
             yield {"text": f"What is the {rng.choice(WORDS)} of {i} ?", "coarse_label": 1, "fine_label": i % 50}
         elif name == "mmlu":
-            yield {
-                "question": f"How many are {i} and {i}?",
-                "subject": "sums",
-                "choices": ["1", "2", "3", str(2 * i)],
-                "answer": 3,
-            }
+            choices = ["1", "2", "3", str(2 * i)]
+            yield {"question": f"How many are {i} and {i}?", "subject": "sums", "choices": choices, "answer": 3}
         else:
             story = prose(random.Random(i // 2), 900)
             yield {

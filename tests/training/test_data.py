@@ -69,15 +69,8 @@ def test_samples_are_a_function_of_seed_and_index(folder):
 def test_validation_items_are_never_trained_on(folder):
     """Paragraphs of the validation mixture do not occur in the training mixture."""
     parts = [Mixture(folder, 100, 400, validation=flag) for flag in (False, True)]
-    keys = [
-        {
-            paragraph
-            for i in range(400)
-            for paragraph in mixture.sample(i, 1).context.split("\n\n")
-            if "Key" in paragraph
-        }
-        for mixture in parts
-    ]
+    texts = [[text for i in range(400) for text in own.sample(i, 1).context.split("\n\n")] for own in parts]
+    keys = [{text for text in own if "Key" in text} for own in texts]
     assert keys[0] and keys[1] and not keys[0] & keys[1]
 
 
@@ -99,14 +92,7 @@ def test_hidden_facts_keep_the_text_and_answer_their_question():
         assert question.endswith("?")
         assert answer.removeprefix("in ").lower() in sentence.lower()
         text = insert_sentences(rng, "One two. Three four! Five six?", [sentence])
-        assert sentence in text and text.replace(sentence, "").split() == [
-            "One",
-            "two.",
-            "Three",
-            "four!",
-            "Five",
-            "six?",
-        ]
+        assert sentence in text and text.replace(sentence, "").split() == "One two. Three four! Five six?".split()
 
 
 def test_missing_empty_and_malformed_data_is_named(tmp_path):
@@ -141,10 +127,8 @@ def test_one_short_text_is_too_little_to_hold_any_out(tmp_path):
 def test_separators_inside_a_line_do_not_end_it(tmp_path):
     (tmp_path / "train.src.cleaned").write_text("a b\u2028c ||||| d\r\nx\x0by ||||| z\n", newline="")
     (tmp_path / "train.tgt").write_text("\u2013 one\n\u2013 two\x85more\n")
-    texts = [
-        (item.text, item.questions[0][1])
-        for item in read_dataset("multi_news", [tmp_path / "train.src.cleaned"], tmp_path)
-    ]
+    items = read_dataset("multi_news", [tmp_path / "train.src.cleaned"], tmp_path)
+    texts = [(item.text, item.questions[0][1]) for item in items]
     assert texts == [("a b\u2028c\n\nd", "one"), ("x\x0by\n\nz", "two\x85more")]
     assert split_lines("") == [] and split_lines("a\n\nb") == ["a", "", "b"]
 

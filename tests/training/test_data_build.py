@@ -25,15 +25,17 @@ from lkv.training.data.samples import Continuation, Sample
 from tests.training.made_sets import Tokens, lines_of, prose, rows_of, settings
 
 
+def build(out, folder, **changes):
+    return build_dataset(settings(out, folder, **changes), Tokens(), "words")
+
+
 def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_a_build_without_one_sample_says_why(folder, tmp_path):
     with pytest.raises(DataError, match=r"no train sample has between 3 and 4 tokens \(candidates: [\d,]+ too long\)"):
-        build_dataset(
-            settings(tmp_path / "out", folder, recipe="loom-literal", min_tokens=3, max_tokens=4), Tokens(), "words"
-        )
+        build(tmp_path / "out", folder, recipe="loom-literal", min_tokens=3, max_tokens=4)
 
 
 def test_ratios_are_the_paper_s():
@@ -46,11 +48,10 @@ def test_ratios_are_the_paper_s():
 
 
 def test_a_build_has_its_ratios_and_bounds_and_is_the_same_twice(tmp_path, folder, capsys):
-    tokenizer = Tokens()
     for out in ("one", "two"):
-        build_dataset(settings(tmp_path / out, folder), tokenizer, "words")
+        build(tmp_path / out, folder)
     assert files(tmp_path / "one") == files(tmp_path / "two")
-    build_dataset(settings(tmp_path / "other", folder, seed=1), tokenizer, "words")
+    build(tmp_path / "other", folder, seed=1)
     assert files(tmp_path / "one") != files(tmp_path / "other")
     rows = lines_of(tmp_path / "one")
     assert len(rows) == 40 and not (tmp_path / "one" / "progress.json").exists()
@@ -74,7 +75,7 @@ def test_a_build_has_its_ratios_and_bounds_and_is_the_same_twice(tmp_path, folde
 
 
 def test_held_out_items_are_in_no_training_sample(tmp_path, folder):
-    build_dataset(settings(tmp_path, folder), Tokens(), "words")
+    build(tmp_path, folder)
     asked = [
         {tuple(own.values()) for row in lines_of(tmp_path, side) for own in row["continuations"]}
         for side in ("train", "heldout")
@@ -84,9 +85,7 @@ def test_held_out_items_are_in_no_training_sample(tmp_path, folder):
 
 
 def test_the_literal_recipe_says_what_its_filter_leaves(tmp_path, folder):
-    manifest = build_dataset(
-        settings(tmp_path, folder, recipe="loom-literal", min_tokens=200, max_tokens=400), Tokens(), "words"
-    )
+    manifest = build(tmp_path, folder, recipe="loom-literal", min_tokens=200, max_tokens=400)
     streams = manifest["streams"]
     # Five short questions never have 200 words; each item serves once.
     assert streams["train-trec"]["samples"] == 0 and streams["train-trec"]["rejected"] == {
@@ -120,38 +119,39 @@ class Counted:
         return Sample(source, f"{source} {number} " + "word " * (number % 7), (Continuation("what", f"{number}"),))
 
 
+def build_counted(out, recipe=None, seed=0):
+    plan = {"recipe": "counted", "seed": seed}
+    return DatasetBuilder(out, plan, Tokens(), (8, 12)).build({"train": (recipe or Counted(), 50)})
+
+
 def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(building, "_SHARD_SAMPLES", 8)
-    plan = {"recipe": "counted", "seed": 0}
-    bounds = (8, 12)
-    DatasetBuilder(tmp_path / "whole", plan, Tokens(), bounds).build({"train": (Counted(), 50)})
+    build_counted(tmp_path / "whole")
     for stop in (1, 30, 70):
         out = tmp_path / f"stopped{stop}"
         with pytest.raises(OSError, match="out of order"):
-            DatasetBuilder(out, plan, Tokens(), bounds).build({"train": (Counted(stop), 50)})
+            build_counted(out, Counted(stop))
         if stop > 1:
             with pytest.raises(DataError, match="is not finished; run its `lkv data build` again"):
                 read_manifest(out)
         recipe = Counted()
-        DatasetBuilder(out, plan, Tokens(), bounds).build({"train": (recipe, 50)})
+        build_counted(out, recipe)
         assert files(out) == files(tmp_path / "whole")
         assert stop < 70 or recipe.asked < 120  # what was there is not made again
-    idle = Counted(1)  # a finished build is not made again
-    DatasetBuilder(tmp_path / "whole", plan, Tokens(), bounds).build({"train": (idle, 50)})
+    build_counted(tmp_path / "whole", Counted(1))  # a finished build is not made again
     with pytest.raises(DataError, match=r"belongs to a build with other settings \(seed\)"):
-        DatasetBuilder(tmp_path / "whole", plan | {"seed": 1}, Tokens(), bounds)
+        build_counted(tmp_path / "whole", seed=1)
     (tmp_path / "stopped1" / "build.json").unlink()
     (tmp_path / "stopped1" / "progress.json").write_text(
-        json.dumps({"plan": plan, "streams": {"x": {"next": 1, "odd": 2}}})
+        json.dumps({"plan": {"recipe": "counted", "seed": 0}, "streams": {"x": {"next": 1, "odd": 2}}})
     )
     with pytest.raises(DataError, match="is not the progress of a build; delete it"):
-        DatasetBuilder(tmp_path / "stopped1", plan, Tokens(), bounds)
+        build_counted(tmp_path / "stopped1")
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(building, "_SHARD_SAMPLES", 8)
     written = building.write_text
-    plan = {"recipe": "counted", "seed": 0}
 
     def full(path, *rest):
         if path.name == "train-a-0002.jsonl":
@@ -160,15 +160,15 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(building, "write_text", full)
     with pytest.raises(DataError, match="no space left"):
-        DatasetBuilder(tmp_path / "out", plan, Tokens(), (1, 99)).build({"train": (Counted(), 50)})
+        build_counted(tmp_path / "out")
     assert {"train-a-0000.jsonl", "train-a-0001.jsonl", "progress.json"} == set(files(tmp_path / "out"))
     monkeypatch.setattr(building, "write_text", written)
-    DatasetBuilder(tmp_path / "out", plan, Tokens(), (1, 99)).build({"train": (Counted(), 50)})
+    build_counted(tmp_path / "out")
     assert len(lines_of(tmp_path / "out")) == 50
 
 
 def test_built_samples_are_read_in_an_order_of_their_own(tmp_path, folder):
-    build_dataset(settings(tmp_path, folder), Tokens(), "words")
+    build(tmp_path, folder)
     built = BuiltDataset(tmp_path, seed=3)
     first = [built.sample(i, 1).context for i in range(40)]
     again = [built.sample(i, 1).context for i in range(40, 80)]
@@ -186,34 +186,22 @@ def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
     rng = random.Random(5)
     shared, apart = prose(rng, 60), prose(rng, 60)
     file = tmp_path / "eval.jsonl.gz"
-    rows = [
-        {
-            "context": f"Before. {shared.upper()} After.",
-            "answers": ["x"],
-            "input": "Who was it that saw the old keeper?",
-        }
-    ]
-    file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    row = {"context": f"Before. {shared.upper()} After.", "input": "Who was it that saw the old keeper?"}
+    file.write_bytes(gzip.compress(json.dumps(row).encode() + b"\n"))
     overlap = NgramOverlap([file])
     assert overlap.share(shared) == 1.0 and overlap.share(apart) == 0.0 and overlap.share("too short") == 0.0
     quote = " ".join(apart.split()[:40] + shared.split()[:20])
     grams = [tuple(quote.lower().rstrip(".").split()[i : i + 13]) for i in range(60 - 12)]
     known = {tuple(shared.lower().rstrip(".").split()[i : i + 13]) for i in range(60 - 12)}
-    assert (
-        overlap.share(quote) == pytest.approx(sum(g in known for g in grams) / len(grams))
-        and 0 < overlap.share(quote) < 0.2
-    )
-    items = [
-        Passage("", apart),
-        Passage("", shared),
-        Passage("", quote),
-        Passage("", apart[::-1], (("who was it that saw the old keeper", "x"),)),
-    ]
+    assert 0 < overlap.share(quote) < 0.2
+    assert overlap.share(quote) == pytest.approx(sum(g in known for g in grams) / len(grams))
+    items = [Passage("", text) for text in (apart, shared, quote)]
+    items.append(Passage("", apart[::-1], (("who was it that saw the old keeper", "x"),)))
     kept, found = overlap.clean(items)
     assert kept == items[:1] and (found.compared, found.shared, found.dropped) == (4, 3, 3)
     squad = list(rows_of("squad"))
     (tmp_path / "squad.json").write_text(json.dumps([{"paragraph": row["context"]} for row in squad[:4]]))
-    made = build_dataset(settings(tmp_path / "out", folder, against=(tmp_path / "squad.json",)), Tokens(), "words")
+    made = build(tmp_path / "out", folder, against=(tmp_path / "squad.json",))
     assert made["sources"]["squad"]["dropped"] == 4 and made["sources"]["hotpotqa"]["dropped"] == 0
     assert set(made["decontamination"]["files"]) == {"squad.json"}
     card = {"decontamination": BuiltDataset(tmp_path / "out").decontamination}
@@ -250,7 +238,7 @@ def test_an_evaluation_file_that_cannot_be_read_is_named(tmp_path, name, content
 def test_other_columns_are_named(tmp_path, folder):
     (tmp_path / "hotpot_train_v1.1.json").write_text(json.dumps([{"query": "Who?"}]))
     with pytest.raises(DataError, match=r"hotpot_train_v1\.1\.json, entry 1: field 'supporting_facts' is missing"):
-        build_dataset(settings(tmp_path / "out", tmp_path), Tokens(), "words")
+        build(tmp_path / "out", tmp_path)
     assert not (tmp_path / "out").exists()
 
 
@@ -293,9 +281,9 @@ def test_the_wide_recipe_is_our_own_mixture(tmp_path, folder):
     (sets / "train-v1.1.json").write_bytes((folder / "train-v1.1.json").read_bytes())
     (sets / "book.txt").write_text(prose(random.Random(1), 9000))
     for out in ("one", "two"):
-        made = build_dataset(settings(tmp_path / out, sets, recipe="wide", samples=12, held_out=4), Tokens(), "words")
+        made = build(tmp_path / out, sets, recipe="wide", samples=12, held_out=4)
     assert files(tmp_path / "one") == files(tmp_path / "two") and set(made["sources"]) == {"squad", "text"}
     assert all(200 <= row["tokens"] <= 900 and len(row["continuations"]) >= 2 for row in lines_of(tmp_path / "one"))
     (sets / "book.txt").write_text(prose(random.Random(2), 9000))
     with pytest.raises(DataError, match="other settings"):
-        build_dataset(settings(tmp_path / "one", sets, recipe="wide", samples=12, held_out=4), Tokens(), "words")
+        build(tmp_path / "one", sets, recipe="wide", samples=12, held_out=4)

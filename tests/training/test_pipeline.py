@@ -1,0 +1,116 @@
+"""The stages of a training, and which settings fit a model."""
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lkv.cli.main import main
+from lkv.config import PRESETS, check_positions, fit_to_positions
+from lkv.errors import TrainingError
+from lkv.models.loading import load_model
+from lkv.policy.policy import Policy
+from lkv.training.pipeline import build, export, fit, prepare, resolve_config
+from tests.conftest import save_model
+from tests.training.test_data import folder  # noqa: F401
+
+
+def test_the_stages_of_a_training_one_by_one(tmp_path, folder):  # noqa: F811
+    model, out = save_model(tmp_path / "model"), tmp_path / "out"
+    weights = (model / "model.safetensors").rename(tmp_path / "weights")
+    overrides = {"steps": 1, "batch": 2, "min_tokens": 60, "max_tokens": 120, "validation_samples": 1}
+    setup = prepare("paper-cpu", overrides, str(model), folder, out)
+    assert setup.config.steps == 1 and not setup.is_initialized and setup.shape.layers == 3
+    weights.rename(model / "model.safetensors")  # which nothing has read so far
+    run = build(setup)
+    before = run.policy.tokens.output.detach().clone()
+    assert fit(run) is run.policy and not torch.equal(run.policy.tokens.output, before)
+    exported = Policy.from_pretrained(export(run))
+    assert exported.card["data_digest"] == setup.data.digest
+    again = prepare("paper-cpu", overrides, str(model), folder, out)
+    assert again.is_initialized
+    with pytest.raises(TrainingError, match=r"other settings \(lr "):
+        prepare("paper-cpu", overrides | {"lr": 0.5}, str(model), folder, out)
+
+
+@pytest.mark.parametrize("positions", [512, 2048, 8192, 131_072])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_settings_without_a_preset_fit_any_model(positions, preset):
+    config = fit_to_positions(PRESETS[preset], positions)
+    check_positions(config, positions)
+    assert config.min_tokens <= config.max_tokens
+    if positions == 131_072:
+        assert config == PRESETS[preset]
+
+
+def test_lengths_beyond_the_positions_are_refused():
+    assert resolve_config(None, {}, 8192).max_tokens + resolve_config(None, {}, 8192).max_continuation <= 8192
+    assert resolve_config(None, {"max_tokens": 100}, 512).min_tokens == 50
+    for preset, chosen in (("paper", {}), (None, {"max_tokens": 8100}), ("cpu", {"max_continuation": 512})):
+        with pytest.raises(TrainingError, match="are more than the 8,192 positions of this model"):
+            resolve_config(preset, chosen, 8192)
+
+
+def train(model, data, out, *more):
+    return main(["train", "--model", str(model), "--data", str(data), "--out", str(out), *more])
+
+
+def test_settings_come_from_a_file_and_options_win(tmp_path, folder, capsys):  # noqa: F811
+    model = save_model(tmp_path / "model")
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "preset = 'cpu'\nsteps = 9\nmax_tokens = 120\nmin_tokens = 60\nbatch = 2\nbeta = 0.25\nposition = true\n"
+        "checkpoint_every = 1\nmax_continuation = 60\nvalidation_samples = 2\ndtype = 'float32'\n"
+    )
+    assert train(model, folder, tmp_path / "out", "--config", str(file), "--steps", "2", "--no-position") == 0
+    said = json.loads((tmp_path / "out" / "policy" / "config.json").read_text())["card"]["training"]
+    assert (said["steps"], said["beta"], said["position"], said["lr"]) == (2, 0.25, False, PRESETS["cpu"].lr)
+    told = capsys.readouterr().err
+    assert "2 steps of 2 contexts in 1 process, 60 to 120 tokens each; R drawn from 0.03 to 0.5" in told
+    assert re.search(r"4 contexts, about [1-9]\d\d tokens", told) and re.search(r"about \d+ s in all", told)
+    assert re.search(r"about \d+ s left, at the pace of the first steps", told)
+    assert "squad: squad_train_subset.jsonl.gz" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stpes = 3", "there is no setting 'stpes'; did you mean 'steps'?"),
+        ("steps = ", "cannot be read as TOML"),
+        ("preset = 'big'", "preset is 'big', but must be 'cpu', 'finish', 'paper'"),
+        ("steps = 2.5", "steps is 2.5, but must be a whole number of at least 1"),
+        ("dtype = 'int8'", "dtype is 'int8', but must be 'float32', 'bfloat16' or 'float16'"),
+        ("position = 1", "position is 1, but must be true or false"),
+        ("lr = nan", "lr is nan, but must be a number"),
+    ],
+)
+def test_a_file_of_settings_that_cannot_be_is_named_before_the_model_loads(tmp_path, capsys, text, message):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert train("no/such", tmp_path, tmp_path / "out", "--config", str(file)) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+def test_lengths_are_checked_against_the_model_before_its_weights_load(tmp_path, folder, capsys):  # noqa: F811
+    model = save_model(tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"not read")
+    assert train(model, folder, tmp_path / "out", "--preset", "paper") == 2
+    assert "are more than the 512 positions of this model" in capsys.readouterr().err
+
+
+def test_weights_go_straight_to_their_device(tmp_path, monkeypatch):
+    """Eight processes of a node would else hold eight copies of the weights on the CPU first."""
+    saved, asked = save_model(tmp_path / "model"), []
+    load = AutoModelForCausalLM.from_pretrained
+
+    def watched(path, device_map=None, **options):
+        asked.append(device_map)
+        return load(path, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
+    for device in (None, torch.device("cpu"), torch.device("cuda", 3)):
+        load_model(str(saved), torch.float32, device=device)
+    assert asked == [None, None, {"": torch.device("cuda", 3)}]
