@@ -10,7 +10,7 @@ from torch import Tensor
 from lkv.config import ModelSpec
 from lkv.errors import LkvError, TrainingError
 from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.sharding import sharded
+from lkv.integrations.transformers.sharding import shard_model
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import load_config, load_model, load_tokenizer
 
@@ -108,6 +108,6 @@ def _load_shard(
     spec = broadcast_object_list(outcome)[0]
     if isinstance(spec, LkvError):
         raise spec
-    model = sharded(load_config(name, revision), dtype, weights, state.device)
+    model = shard_model(load_config(name, revision), dtype, weights, state.device)
     patch_attention(model, spec)
     return model, load_tokenizer(name, revision)

@@ -82,8 +82,10 @@ def test_a_padded_batch_under_snapkv_equals_its_rows_alone():
         {"num_beams": 3, "do_sample": False, "num_return_sequences": 3, "length_penalty": 0.5},
         {"do_sample": True, "num_return_sequences": 3, "temperature": 1.5},
         {"num_beams": 2, "do_sample": True},
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.8, "top_k": 20},
     ],
-    ids=["beams", "beams-3", "samples-3", "beam-sample"],
+    ids=["beams", "beams-3", "samples-3", "beam-sample", "greedy", "sample"],
 )
 def test_generate_at_full_retention_equals_the_stock_model(how, policy):
     """Beam search, several return sequences and a padded batch, against transformers' own cache."""

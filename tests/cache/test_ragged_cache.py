@@ -99,16 +99,6 @@ def test_any_budgets_equal_the_stock_model_with_a_mask(ratios, chunks, slack, ba
     assert cache.kept_counts() == [[batch * int(r * PROMPT + 1e-6) for r in row] for row in table]
 
 
-def test_generate_equals_the_stock_model_greedy_and_sampled(model, policy):
-    text = ids(PROMPT)
-    for settings_ in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}):
-        outs = []
-        for cache in (None, RaggedCache(model, policy=policy, retention=1.0)):
-            torch.manual_seed(7)
-            outs.append(model.generate(text, max_new_tokens=12, past_key_values=cache, **settings_))
-        assert torch.equal(*outs)
-
-
 def test_eviction_during_generate_follows_the_policy(model, policy):
     text = ids(PROMPT)
     cache = RaggedCache(model, policy=policy, retention=0.4)

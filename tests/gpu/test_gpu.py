@@ -189,7 +189,7 @@ def test_methods_of_whole_prompts_over_two_devices(base, split, method):
 def test_weights_that_are_nowhere_are_refused():
     with torch.device("meta"):
         model = tiny_llama()
-    with pytest.raises(UnsupportedModelError, match="kept off its devices"):
+    with pytest.raises(UnsupportedModelError, match="are offloaded"):
         inspect_model(model)
 
 

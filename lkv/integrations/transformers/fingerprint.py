@@ -1,11 +1,12 @@
-"""A model's fingerprint: directions of stretches of rows from the matrices of its first, middle and last layer.
+"""A model's fingerprint: the directions of short row segments of the matrices in its first, middle and last layer.
 
-Rows are read from whatever holds them: plain tensors, DTensors, and the packed tensors of torchao and bitsandbytes.
-What reads a norm is taken together with that norm: AWQ and SmoothQuant, which many quantised files were made with, move
-factors of the columns from the one to the other and leave the model as it is.
+Rows are read from plain tensors, DTensors, and the packed tensors of torchao and bitsandbytes. Matrices that read the
+output of a norm are multiplied by its weight: AWQ and SmoothQuant, by which many quantised files were made, move column
+factors from one to the other without changing the model.
 """
 
 import base64
+import contextlib
 import hashlib
 import math
 import re
@@ -17,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-_ROWS = 2  # stretches of each matrix
-# Short and aligned: within a block of columns that share a scale the direction is the same before it is applied.
+_ROWS = 2  # segments of each matrix
+# Short and aligned: where a block of columns shares a quantisation scale, the scale does not change the direction.
 _WIDTH = 64
 _ADAPTER_VALUES = 64  # of each matrix of an adapter
-_VALUES = 4  # single values of each matrix, for policies saved before
+_VALUES = 4  # single values of each matrix, for policies of older versions
 # The matrices of a layer that read a norm's output, and the names that this norm may have.
 _READERS = (
     (re.compile(r"self_attn\.(q|k|v|qkv)_proj\.weight$"), ("input_layernorm",)),
@@ -30,7 +31,7 @@ _READERS = (
 
 
 def encode_direction(position: str, values: Sequence[float]) -> str | None:
-    """The direction of `values`, 8 bits a value, under the name of its `position`; None where it has none."""
+    """Encode the direction of `values` in 8 bits a value, after its `position`; None for zeros and infinite values."""
     largest = max(map(abs, values), default=0.0)
     if not 0.0 < largest < math.inf or not all(map(math.isfinite, values)):
         return None
@@ -40,7 +41,7 @@ def encode_direction(position: str, values: Sequence[float]) -> str | None:
 
 @torch.no_grad()
 def read_norms(decoder: nn.Module, layers: int) -> dict[str, Tensor]:
-    """What the norms of the sampled layers multiply their input by: [columns] by the norm's name within the decoder."""
+    """The factors [columns] of the sampled layers' norms, by the norm's name within the decoder."""
     wanted = {name for _, names in _READERS for name in names}
     norms = {}
     for name, norm in decoder.named_modules():
@@ -49,7 +50,7 @@ def read_norms(decoder: nn.Module, layers: int) -> dict[str, Tensor]:
             continue
         if not isinstance(weight, Tensor) or weight.ndim != 1 or getattr(weight, "device_mesh", None) is not None:
             continue
-        # Asked of the norm itself: some multiply by 1 + weight. Of mean 0 and variance 1, for all kinds of norms.
+        # Computed by the norm itself, because some multiply by 1 + weight. The probe has mean 0 and variance 1.
         probe = torch.ones_like(weight)
         probe[1::2] = -1
         norms[name] = (norm.forward(probe) - norm.forward(-probe)) / 2 * probe
@@ -61,8 +62,8 @@ def read_directions(
 ) -> tuple[str, ...]:
     """The fingerprint of the decoder's `weights` by name, as `lkv.policy.model_match.agreement` compares it.
 
-    `norms` is what `read_norms` gives. Matrices in a form that cannot be read as rows are left out: nothing is left of
-    a model that has only such. Under tensor parallelism every process of the group must call this.
+    `norms` is what `read_norms` returned. Matrices whose rows cannot be read are left out, so that a model may have an
+    empty fingerprint. Under tensor parallelism every process of the group must call this.
     """
     norms = norms or {}
     places: list[str] = []
@@ -122,7 +123,7 @@ def read_adapters(model: nn.Module) -> str:
 
 
 def read_values(weights: Mapping[str, Tensor], layers: int) -> tuple[float, ...]:
-    """A few single values of each matrix, which policies saved before know their model by."""
+    """A few single values of each matrix, by which policies of older versions recognise their model."""
     values: list[float] = []
     for _, weight in _matrices(weights, layers, plain=True):
         height, columns = weight.shape
@@ -134,7 +135,7 @@ def read_values(weights: Mapping[str, Tensor], layers: int) -> tuple[float, ...]
 
 
 def _matrices(weights: Mapping[str, Tensor], layers: int, plain: bool = False) -> Iterable[tuple[str, Tensor]]:
-    """(name, matrix) of the sampled layers, in the order of their names."""
+    """Yield (name, matrix) of the sampled layers, sorted by name."""
     for name, weight in sorted(weights.items()):
         if _layer(name) not in _sampled(layers) or len(_shape(weight)) != 2:
             continue
@@ -147,22 +148,22 @@ def _sampled(layers: int) -> set[int]:
 
 
 def _layer(name: str) -> int | None:
-    """The layer that a module or parameter belongs to, by its name."""
+    """The index of the layer that a module or parameter belongs to, by its name."""
     match = re.search(r"(?:^|\.)(\d+)\.", name)
     return int(match[1]) if match else None
 
 
 def _short(name: str) -> str:
-    """A parameter's name from its layer's number on."""
+    """A parameter's name from its layer's index on."""
     return re.sub(r"^(?:.*?\.)?(?=\d+\.)", "", name)
 
 
 def _norm_before(name: str, norms: Mapping[str, Tensor]) -> str | None:
-    """The one of `norms` whose output the matrix `name` reads, where that is known."""
+    """The one of `norms` whose output the matrix `name` reads; None where it is unknown."""
     for matrix, possible in _READERS:
         if match := matrix.search(name):
             layer = name[: match.start()]
-            # Without a norm before the attention, those of the layer follow what they are named after.
+            # In layers without an input norm, the norms come after the modules that they are named after.
             before = [layer + norm for norm in possible if layer + "input_layernorm" in norms and layer + norm in norms]
             return before[0] if before else None
     return None
@@ -173,34 +174,34 @@ def _kind(weight: Tensor) -> str:
 
 
 def _shape(weight: Tensor) -> tuple[int, ...]:
-    """Of the matrix that `weight` stands for: bitsandbytes packs two values of 4 bits into a byte."""
+    """The shape of the matrix that `weight` represents: bitsandbytes packs two 4-bit values into a byte."""
     state = getattr(weight, "quant_state", None)
     return tuple(weight.shape if state is None else state.shape)
 
 
 def _start(columns: int, number: int) -> int:
-    """First column of a row's stretch, a multiple of its width."""
+    """The first column of a row's segment, a multiple of its width."""
     blocks = max(1, columns // _WIDTH)
     return _WIDTH * min(blocks - 1, blocks * (number + 1) // (_ROWS + 1))
 
 
 @torch.no_grad()
 def _rows(weight: Tensor, rows: list[int]) -> Tensor | None:
-    """The `rows` [n, columns] of a matrix, or None where its form does not give them."""
+    """The `rows` [n, columns] of a matrix, or None where they cannot be read."""
     if getattr(weight, "device_mesh", None) is not None:
-        return _gathered(weight, rows)
-    if type(weight) in (Tensor, torch.nn.Parameter):
+        return _gather_rows(weight, rows)
+    if type(weight) in (Tensor, nn.Parameter):
         return torch.stack([weight[row] for row in rows])
     if _kind(weight) == "Params4bit" and getattr(weight, "quant_state", None) is not None:
-        return _four_bits(weight, rows)
+        return _dequantize_bitsandbytes(weight, rows)
     if _kind(weight) == "Int8Params":
-        # Each row has one scale, which leaves its direction as it is.
+        # Each row has one scale, which does not change its direction.
         return torch.stack([weight.data[row] for row in rows])
-    return _dequantised(weight, rows)
+    return _dequantize_rows(weight, rows)
 
 
-def _gathered(weight: Any, rows: list[int]) -> Tensor | None:
-    """Of a matrix whose rows or columns lie in several processes; a lookup fetches the few rows alone."""
+def _gather_rows(weight: Any, rows: list[int]) -> Tensor | None:
+    """Rows of a matrix that is sharded over processes; an embedding lookup fetches only these rows."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = weight.device_mesh
@@ -208,11 +209,11 @@ def _gathered(weight: Any, rows: list[int]) -> Tensor | None:
     try:
         gathered: Any = embedding(DTensor.from_local(index, mesh, [Replicate()] * mesh.ndim, run_check=False), weight)
     except NotImplementedError:
-        return None  # packed as well as shared out
+        return None  # packed as well as sharded
     return gathered.full_tensor()
 
 
-def _four_bits(weight: Any, rows: list[int]) -> Tensor | None:
+def _dequantize_bitsandbytes(weight: Any, rows: list[int]) -> Tensor | None:
     try:
         from bitsandbytes.functional import dequantize_4bit
 
@@ -221,15 +222,15 @@ def _four_bits(weight: Any, rows: list[int]) -> Tensor | None:
         return None
 
 
-def _dequantised(weight: Any, rows: list[int]) -> Tensor | None:
-    """Of a tensor class with a `dequantize` of its own, as torchao's have: the rows alone, or else all of it."""
+def _dequantize_rows(weight: Any, rows: list[int]) -> Tensor | None:
+    """Rows of a tensor class with its own `dequantize`, such as torchao's: only these, or all where that fails."""
     if type(weight).dequantize is Tensor.dequantize:
         return torch.stack([weight[row] for row in rows])
-    try:
-        return torch.cat([weight[row : row + 1].dequantize() for row in rows])
-    except (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError, IndexError):
-        pass  # packed in tiles: no row can be taken out by itself
-    try:
-        return weight.dequantize()[rows]
-    except (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError, IndexError):
-        return None
+    # A matrix that is packed in tiles gives no single rows.
+    for read in (
+        lambda: torch.cat([weight[row : row + 1].dequantize() for row in rows]),
+        lambda: weight.dequantize()[rows],
+    ):
+        with contextlib.suppress(NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError, IndexError):
+            return read()
+    return None

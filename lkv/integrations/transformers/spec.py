@@ -22,7 +22,7 @@ def inspect_model(model: Any) -> ModelSpec:
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
-        raise UnsupportedModelError("this is no transformers causal language model; give one with .generate().")
+        raise UnsupportedModelError("this is not a causal language model of transformers; give one with .generate().")
     name = type(model).__name__
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None)
@@ -35,8 +35,8 @@ def inspect_model(model: Any) -> ModelSpec:
     unknown = {kind for kind in getattr(text, "layer_types", None) or [] if kind not in _KINDS}
     if unknown or None not in windows:
         raise UnsupportedModelError(
-            f"{name} has layers of kind {sorted(unknown) or ['sliding_attention']}; LKV evicts from full-attention "
-            "ones beside sliding ones that stay as they are. Use a model of such layers."
+            f"{name} has layers of kind {sorted(unknown) or ['sliding_attention']}; LKV works with "
+            "full-attention layers, which it evicts from, and sliding-window ones beside them. Use such a model."
         )
     weights = without_adapters(dict(model.named_parameters()))
     if any(key.endswith(".sinks") for key in weights) or getattr(text, "attn_logit_softcapping", None):
@@ -48,12 +48,12 @@ def inspect_model(model: Any) -> ModelSpec:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; LKV works with decoder-only models.")
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int):
-        raise UnsupportedModelError(f"{name} states no number of positions; LKV works with models that have a limit.")
+        raise UnsupportedModelError(
+            f"{name} does not state its number of positions; LKV works with models that have a limit."
+        )
     devices = {weight.device.type for weight in weights.values()}
     if "meta" in devices:
-        raise UnsupportedModelError(
-            f"weights of {name} are kept off its devices; load all of them on GPUs, or on the CPU."
-        )
+        raise UnsupportedModelError(f"some weights of {name} are offloaded; load all of them on GPUs, or on the CPU.")
     local_kv_heads(model)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     rope = getattr(text, "rope_parameters", None) or {}

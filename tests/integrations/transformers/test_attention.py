@@ -214,7 +214,7 @@ def test_unsupported_architectures_are_refused():
     flex.set_attn_implementation("flex_attention")
     with pytest.raises(UnsupportedModelError, match="'flex_attention' yet"):
         patch_attention(flex)
-    with pytest.raises(UnsupportedModelError, match="no transformers causal language model"):
+    with pytest.raises(UnsupportedModelError, match="not a causal language model of transformers"):
         patch_attention(torch.nn.Linear(2, 2))
 
 

@@ -91,8 +91,11 @@ def two_processes(folder: Path) -> list[dict]:
     return found
 
 
+_TIED = pytest.param({"num_key_value_heads": 4, "tie_word_embeddings": True}, marks=pytest.mark.slow, id="tied")
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4, "tie_word_embeddings": True}])
+@pytest.mark.parametrize("changes", [{}, _TIED])
 def test_each_process_has_its_share_of_the_heads_and_the_spec_of_the_whole_model(tmp_path, changes):
     model = tiny_llama(vocab_size=68, **changes)
     model.save_pretrained(tmp_path)
