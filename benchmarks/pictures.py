@@ -1,16 +1,17 @@
-"""The pictures of benchmarks/results/small that committed result files hold all of, drawn anew without measuring.
+"""Draw the figures of benchmarks/results/small that follow from committed result files; nothing is measured.
 
-python -m benchmarks.pictures    (benchmarks/results/small/README.md says what the others need)
+python -m benchmarks.pictures    (benchmarks/results/small/README.md lists what the others need)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import length
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
-from benchmarks.readme import read as rows
+from benchmarks.readme import read
 from lkv.evaluation.report.figures import save_figure
 from lkv.evaluation.report.names import AVERAGE, FULL, method_label, sort_methods
 from lkv.evaluation.report.plots import plot_table
@@ -23,43 +24,40 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    folder = RESULTS / "small"
     for name, draw in PICTURES.items():
-        draw(folder / f"{name}.png")
-        print(folder / f"{name}.png")
+        path = RESULTS / "small" / f"{name}.png"
+        draw(path)
+        print(path)
 
 
 def draw_lengths(path: Path) -> None:
-    """Fidelity over length and over R, of the policy that is shipped."""
-    length.draw([{"model": _MODEL, **row} for row in rows("length")], path)
+    """Fidelity over length and over R."""
+    length.draw([{"model": _MODEL, **row} for row in read("length")], path)
 
 
-def draw_refit(path: Path) -> None:
-    """Methods with what they keep refitted, beside themselves."""
-    length.draw(rows("refit"), path)
+def draw_compensation(path: Path) -> None:
+    """Methods with compensation, beside themselves."""
+    length.draw(read("refit"), path)
 
 
 def draw_sweep(path: Path) -> None:
     """RULER over R at one length."""
-    measured = rows("ruler_sweep", task="all")
-    retentions = sorted({row["retention"] for row in measured if row["method"] != FULL}, reverse=True)
-    columns = tuple(Column(_retention(retention), x=retention) for retention in retentions)
-    full = [{**row, "retention": r} for row in measured if row["method"] == FULL for r in retentions]
-    measured = [*full, *(row for row in measured if row["method"] != FULL)]
-    made = [_row(method, measured, "retention", _retention) for method in _methods(measured)]
-    caption = f"{_MODEL}; {_tokens(measured[0]['tokens'])}; n = {measured[0]['n']} samples of five retrieval tasks"
-    axis = "retention (kept / all entries)"
-    _save(Table("sweep", "RULER, over retention", columns, make_cells(made, columns), axis=axis, caption=caption), path)
+    rows = read("ruler_sweep", task="all")
+    retentions = sorted({row["retention"] for row in rows if row["method"] != FULL}, reverse=True)
+    full = [{**row, "retention": retention} for row in rows if row["method"] == FULL for retention in retentions]
+    columns = {retention: Column(f"R = {retention:g}", x=retention) for retention in retentions}
+    caption = f"{_MODEL}; {rows[0]['tokens']:,} tokens; n = {rows[0]['n']} samples of five retrieval tasks"
+    rows = [*full, *(row for row in rows if row["method"] != FULL)]
+    _draw_table("sweep", "RULER, over retention", rows, "retention", columns, caption, path)
 
 
-def draw_ruler_tasks(path: Path) -> None:
-    """RULER by task, a panel a length."""
-    _save(_tasks("ruler", "RULER, by task"), path)
-
-
-def draw_longbench_tasks(path: Path) -> None:
-    """The sample of LongBench by task."""
-    _save(_tasks("longbench", "LongBench, by task"), path)
+def draw_tasks(name: str, suite: str, path: Path) -> None:
+    """A suite by task, a panel a length."""
+    rows = [row | {"task": row["task"].replace("all", AVERAGE)} for row in read(name) if row["task"] != ABLE]
+    columns = {task: Column(task) for task in dict.fromkeys(row["task"] for row in rows)}
+    samples = min(row["n"] for row in rows if row["task"] != AVERAGE)
+    caption = f"{_MODEL}; R = 0.15; n = {samples} samples a task"
+    _draw_table("tasks", f"{suite}, by task", rows, "task", columns, caption, path)
 
 
 def draw_profile(path: Path) -> None:
@@ -67,55 +65,31 @@ def draw_profile(path: Path) -> None:
     save_figure(plot_memory(read_profile(RESULTS / "profile.json")), path)
 
 
-def _tasks(name: str, title: str) -> Table:
-    measured = [row for row in rows(name) if row["task"] != ABLE]
-    measured = [{**row, "task": AVERAGE if row["task"] == "all" else row["task"]} for row in measured]
-    lengths = dict.fromkeys(row["tokens"] for row in measured)
-    made = []
-    for tokens in lengths:
-        at = [row for row in measured if row["tokens"] == tokens]
-        group = "" if tokens is None else _tokens(tokens)
-        made += [_row(method, at, "task", str, group) for method in _methods(at)]
-    columns = tuple(Column(task) for task in dict.fromkeys(row["task"] for row in measured))
-    counts = {row["n"] for row in measured if row["task"] != AVERAGE}
-    caption = f"{_MODEL}; R = 0.15; n = {min(counts)} samples a task"
-    return Table("tasks", title, columns, make_cells(made, columns), caption=caption)
-
-
-def _row(method: str, measured: Sequence[Row], key: str, name: Callable[[Any], str], group: str = "") -> TableRow:
-    """The row of a method: a cell for every value of `key`."""
-    own = [row for row in measured if row["method"] == method]
-    cells = {name(row[key]): _cell(row) for row in own}
-    return TableRow(method, method_label(method), cells, group, own[0]["retention"])
-
-
-def _cell(row: Row) -> Cell:
-    low, high = (row["low"], row["high"]) if row["n"] >= MIN_SAMPLES else (None, None)
-    return Cell(row["value"], low, high, row["n"], row["realised"])
-
-
-def _methods(measured: Sequence[Row]) -> list[str]:
-    return sort_methods(row["method"] for row in measured)
-
-
-def _tokens(tokens: int) -> str:
-    return f"{tokens:,} tokens"
-
-
-def _retention(retention: float) -> str:
-    return f"R = {retention:g}"
-
-
-def _save(table: Table, path: Path) -> None:
-    save_figure(plot_table(table), path)
+def _draw_table(
+    name: str, title: str, rows: Sequence[Row], key: str, columns: Mapping[Any, Column], caption: str, path: Path
+) -> None:
+    """Draw result rows as a table with a line a length and method, and a column for every value of `key`."""
+    lines: dict[tuple[str, str], dict[str, Cell]] = {}
+    for row in rows:
+        group = f"{row['tokens']:,} tokens" if name == "tasks" and row["tokens"] else ""
+        low, high = (row["low"], row["high"]) if row["n"] >= MIN_SAMPLES else (None, None)
+        cell = Cell(row["value"], low, high, row["n"], row["realised"])
+        lines.setdefault((group, row["method"]), {})[columns[row[key]].name] = cell
+    order = sort_methods(method for _, method in lines)
+    made = [
+        TableRow(method, method_label(method), cells, group)
+        for (group, method), cells in sorted(lines.items(), key=lambda item: order.index(item[0][1]))
+    ]
+    every, axis = tuple(columns.values()), "retention (kept / all entries)" if name == "sweep" else ""
+    save_figure(plot_table(Table(name, title, every, make_cells(made, every), axis=axis, caption=caption)), path)
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {
     "length": draw_lengths,
-    "refit": draw_refit,
+    "refit": draw_compensation,
     "swept_sweep": draw_sweep,
-    "ruler_tasks": draw_ruler_tasks,
-    "longbench_tasks": draw_longbench_tasks,
+    "ruler_tasks": partial(draw_tasks, "ruler", "RULER"),
+    "longbench_tasks": partial(draw_tasks, "longbench", "LongBench"),
     "profile": draw_profile,
 }
 
