@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from lkv.errors import ReportError
 from lkv.evaluation.report.figures import finish_figure, method_styles, new_figure
 from lkv.evaluation.report.names import FULL, method_label, paper_models, paper_numbers, sort_methods
@@ -136,33 +138,39 @@ def plot_memory(profile: Profile, published: str = "", weights: bool = False) ->
         published: A model of the paper whose published sizes are drawn as hollow points, if the profile is of it.
         weights: Whether the peak includes the weights, as in the paper's Fig. 5.
     """
-    panels = [("kv_bytes", "k and v held")]
-    if any(row["peak_bytes"] is not None for row in profile.rows):
-        panels.insert(0, ("peak_bytes", "peak memory, weights included" if weights else "peak memory"))
+    panels = {"kv_bytes": "k and v held"}
+    frame = pd.DataFrame(profile.rows).sort_values("tokens", kind="stable")
+    if frame.peak_bytes.notna().any():
+        panels = {"peak_bytes": "peak memory, weights included" if weights else "peak memory"} | panels
+    if weights:
+        if not isinstance(profile.rows[0].get("weight_bytes"), int):
+            raise ReportError("the profile does not state the bytes of the weights; make it anew with `lkv profile`.")
+        frame["peak_bytes"] += frame.weight_bytes
     figure = new_figure(0.6 + 5.0 * len(panels), 4.6)
     all_axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
-    series = _series(profile)
-    styles = method_styles([method for method, _ in series])
-    for axes, (field, title) in zip(all_axes, panels, strict=True):
+    methods = sort_methods(frame.method)
+    styles = method_styles(methods)
+    for axes, (field, title) in zip(all_axes, panels.items(), strict=True):
         comparable = bool(published) and published in profile.model.lower() and field == "kv_bytes"
         points = _published_sizes(published) if comparable else {}
-        base = _weight_bytes(profile) if weights and field == "peak_bytes" else 0
-        most = max([base + (row[field] or 0) for row in profile.rows] + [size for _, size in points.values()])
+        most = max([frame[field].max(), *(size for _, size in points.values())])
         unit, scale = next(((name, size) for name, size in _UNITS if most >= size), ("bytes", 1))
-        for (method, name), rows in series.items():
-            measured = [(row["tokens"], (base + row[field]) / scale) for row in rows if row[field] is not None]
-            style = styles[method]
-            axes.plot(
-                *zip(*measured, strict=True),
-                color=style.colour,
-                marker="." if method == FULL else style.marker,
-                linewidth=style.width,
-                zorder=style.order,
-                linestyle=":" if method == FULL else style.line,
-                label=name,
-            )
-            for row in (row for row in rows if row.get("failed_at")):
-                axes.axvline(row["failed_at"], color=style.colour, linestyle="--", linewidth=1)
+        for method in methods:
+            of_method, style = frame[frame.method == method], styles[method]
+            for retention, rows in of_method.groupby("retention", sort=False):
+                measured = rows.dropna(subset=field)
+                axes.plot(
+                    measured.tokens,
+                    measured[field] / scale,
+                    color=style.colour,
+                    marker="." if method == FULL else style.marker,
+                    linewidth=style.width,
+                    zorder=style.order,
+                    linestyle=":" if method == FULL else style.line,
+                    label=method_label(method) + f", R = {retention:g}" * (of_method.retention.nunique() > 1),
+                )
+            for tokens in of_method.get("failed_at", pd.Series()).dropna():
+                axes.axvline(tokens, color=style.colour, linestyle="--", linewidth=1)
         for method, (tokens, size) in points.items():
             axes.plot(
                 [tokens], [size / scale], "D", color=styles[method].colour if method in styles else _NEUTRAL,
@@ -174,37 +182,17 @@ def plot_memory(profile: Profile, published: str = "", weights: bool = False) ->
         axes.set_ylim(bottom=0)
         axes.set_xlabel("context length (tokens)")
         axes.set_ylabel(f"{title} ({unit})")
-    retentions = sorted({row["retention"] for row in profile.rows if row["method"] != FULL}, reverse=True)
+    retentions = sorted(frame.retention[frame.method != FULL].unique(), reverse=True)
     amounts = f"R = {', '.join(f'{r:g}' for r in retentions)}; " if retentions else ""
     caption = f"{profile.model}; {amounts}batch {profile.rows[0]['batch']}; measured on {profile.machine}"
     finish_figure(figure, all_axes, "Memory over context length", caption)
     return figure
 
 
-def _weight_bytes(profile: Profile) -> int:
-    size = profile.rows[0].get("weight_bytes")
-    if not isinstance(size, int):
-        raise ReportError("the profile does not state the bytes of the weights; make it anew with `lkv profile`.")
-    return size
-
-
-def _series(profile: Profile) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """The rows of each (method, name) by rising length; names state the retention where a method has several."""
-    series: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for method in sort_methods(row["method"] for row in profile.rows):
-        of_method = sorted((row for row in profile.rows if row["method"] == method), key=lambda row: row["tokens"])
-        amounts = {row["retention"] for row in of_method}
-        for row in of_method:
-            name = method_label(method) + (f", R = {row['retention']:g}" if len(amounts) > 1 else "")
-            series.setdefault((method, name), []).append(row)
-    return series
-
-
 def _published_sizes(model: str) -> dict[str, tuple[int, float]]:
     """(tokens, bytes of k and v) by method. The paper's "25.0 GB at 200k" are GiB of bfloat16 at 200 x 1024 tokens."""
     published = paper_numbers()["memory"].get(model)
     if published is None:
-        raise ReportError(
-            f"the paper prints no memory sizes with {paper_models()[model]}; use --published llama-3.1-8b."
-        )
+        name = paper_models()[model]
+        raise ReportError(f"the paper prints no memory sizes with {name}; use --published llama-3.1-8b.")
     return {method: (published["tokens"], size * 2**30) for method, size in published["kv_gib"].items()}
