@@ -9,18 +9,15 @@ device is full: the rules of PyTorch's CUDACachingAllocator with its default set
 older ones cannot run on the meta device.
 """
 
-import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from benchmarks.common import parse_options, save_rows
+from lkv.evaluation.profiling.memory import LiveBytes
 from lkv.evaluation.profiling.predict import longest_prompt
 from lkv.evaluation.profiling.random_models import read_config
 from lkv.models.shapes import Shape
@@ -110,34 +107,22 @@ class CachingAllocator:
         return _Block(size)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(LiveBytes):
+    """The storages that are made and released, in their order."""
+
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self._known: dict[int, int] = {}
-        self._count = 0
+        self._numbers: dict[int, int] = {}
 
-    def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
-        for x in _tensors(result):
-            storage = x.untyped_storage()
-            if storage._cdata not in given and storage._cdata not in self._known:
-                self._made(storage)
-        return result
+    def add(self, address: int, size: int) -> None:
+        self._numbers[address] = len(self.events)
+        self.events.append(Event(self._numbers[address], size))
+        super().add(address, size)
 
-    def _made(self, storage: torch.UntypedStorage) -> None:
-        self._count += 1
-        self._known[storage._cdata] = self._count
-        weakref.finalize(storage, self._gone, storage._cdata).atexit = False
-        self.events.append(Event(self._count, storage.nbytes()))
-
-    def _gone(self, address: int) -> None:
-        self.events.append(Event(self._known.pop(address), 0))
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    yield from (x for x in tree_leaves(values) if isinstance(x, torch.Tensor) and x.device.type == "meta")
+    def release(self, address: int, size: int) -> None:
+        self.events.append(Event(self._numbers.pop(address), 0))
+        super().release(address, size)
 
 
 def _attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[torch.Tensor, None]:

@@ -40,16 +40,20 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, x: Tensor) -> None:
         storage, address = x.untyped_storage(), _address(x)
         size = storage.nbytes()
-        if not size or address in self._counted:
-            return
-        self._counted.add(address)
-        weakref.finalize(storage, self._release, address, size).atexit = False
+        if size and address not in self._counted:
+            self._counted.add(address)
+            weakref.finalize(storage, self.release, address, size).atexit = False
+            self.add(address, size)
+
+    def add(self, address: int, size: int) -> None:
+        """Count a new storage."""
         self.current += size
         self.peak = max(self.peak, self.current)
         if self._limit is not None and self.current > self._limit:
             raise MemoryError(f"out of memory: {self.current:,} bytes are held, but {self._limit:,} are allowed")
 
-    def _release(self, address: int, size: int) -> None:
+    def release(self, address: int, size: int) -> None:
+        """Count a storage no longer."""
         self._counted.discard(address)
         self.current -= size
 
@@ -89,4 +93,4 @@ def measure_peak(device: torch.device, limit: int | None = None) -> Iterator[Pea
 
 
 def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+    return x.untyped_storage()._cdata  # unique on the meta device too, where every data_ptr is 0

@@ -69,7 +69,7 @@ def method_styles(methods: Sequence[str]) -> dict[str, Style]:
 
 
 def full_cache_line(style: Style) -> dict[str, Any]:
-    """matplotlib's options of the full cache's line."""
+    """Options of matplotlib for the full cache's line."""
     return {"color": style.colour, "linestyle": ":", "linewidth": style.width, "zorder": style.order}
 
 
