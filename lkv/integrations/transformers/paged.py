@@ -19,7 +19,7 @@ from transformers.generation import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from lkv.integrations.transformers.attention import PAGED, patch_attention
+from lkv.integrations.transformers.attention import override_attention, patch_attention
 from lkv.kernels.ragged_attention import masked_attention, merge_attention, ragged_attention
 
 # Attention scores of a head that are computed at once. Most are masked, but for many short requests one matrix product
@@ -230,12 +230,11 @@ class PrefixBatchingManager(ContinuousBatchingManager):
                 ids = future.state.initial_tokens + future.state.generated_tokens
                 self._sampling.append((name, info.choose_token and partial(info.choose_token, ids)))
             start += new
-        setattr(io.cache, PAGED, PagedBatch(rows, io.device).attend)
         try:
-            super()._generation_step()
+            # In the block alone, so that prefixes that no request follows any more are released.
+            with override_attention(PagedBatch(rows, io.device).attend):
+                super()._generation_step()
         finally:
-            # Release prefixes that no request follows any more.
-            delattr(io.cache, PAGED)
             self._sampling = []
 
     def _sample(self, scores: Tensor, output_ids: Tensor) -> None:

@@ -15,7 +15,7 @@ _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")
 
 
-def inspect_model(model: Any) -> ModelSpec:
+def inspect_model(model: PreTrainedModel) -> ModelSpec:
     """Read what a policy must know from a causal language model; UnsupportedModelError says why one is refused.
 
     Under tensor parallelism the spec is that of the whole model, and every process of the group must call this.
@@ -73,7 +73,7 @@ def inspect_model(model: Any) -> ModelSpec:
     )
 
 
-def sliding_windows(model: Any) -> list[int | None]:
+def sliding_windows(model: PreTrainedModel) -> list[int | None]:
     """The sliding window of each layer, None where a layer sees everything: the ones that are evicted from."""
     text = model.config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
@@ -83,7 +83,7 @@ def sliding_windows(model: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def local_kv_heads(model: Any) -> slice:
+def local_kv_heads(model: PreTrainedModel) -> slice:
     """The KV heads whose k and v this process computes: all of them, or its share under tensor parallelism.
 
     Raises UnsupportedModelError where the heads cannot be shared out evenly, or the model is split in another way.
@@ -114,7 +114,7 @@ def _kv_heads(text: Any) -> Any:
     return getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
 
 
-def output_projections(model: Any) -> list[Tensor]:
+def output_projections(model: PreTrainedModel) -> list[Tensor]:
     """The weight [hidden, Hq * d] of each full-attention layer's output projection.
 
     Under tensor parallelism it has only the columns of the heads computed here. Raises UnsupportedModelError for a
@@ -134,7 +134,7 @@ def output_projections(model: Any) -> list[Tensor]:
     return weights
 
 
-def full_attention_modules(model: Any) -> list[tuple[nn.Module, str]]:
+def full_attention_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     """The attention module of each full-attention layer, with the name of its output projection."""
     modules: dict[int, tuple[nn.Module, str]] = {}
     for module in model.get_decoder().modules():
@@ -151,12 +151,12 @@ def full_attention_modules(model: Any) -> list[tuple[nn.Module, str]]:
     return [modules[index] for index, window in enumerate(windows) if window is None]
 
 
-def hub_commit(model: Any) -> str | None:
+def hub_commit(model: PreTrainedModel) -> str | None:
     """The commit on the hub that `model` is of, None where it comes from elsewhere."""
     return getattr(model.config, "_commit_hash", None)
 
 
-def max_positions(model: Any) -> int:
+def max_positions(model: PreTrainedModel) -> int:
     """How many tokens `model`, to which LKV is attached, can read."""
     return model.config.get_text_config(decoder=True).max_position_embeddings
 
