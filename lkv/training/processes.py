@@ -27,7 +27,9 @@ def process_state() -> "PartialState":
         raise TrainingError(
             f"training needs accelerate, which cannot be imported ({error}); run `pip install 'lkv-cache[train]'`."
         ) from error
-    return PartialState()
+    # Accelerate takes a launched process without an accelerator for the only one, unless it is told to use the CPU.
+    is_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.accelerator.is_available()
+    return PartialState(cpu=is_cpu)
 
 
 def all_reduce(tensor: Tensor, reduction: str = "sum") -> Tensor:

@@ -168,7 +168,6 @@ SHARED = """
 import sys, torch
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from accelerate import Accelerator
 from lkv.training import processes
 from lkv.config import ScorerInputs, replace
 from lkv.policy.policy import Policy
@@ -176,8 +175,7 @@ from lkv.training.trainer import Trainer
 from tests.training.test_sharing import CONFIG, uneven
 from tests.training.test_training import sample
 
-accelerator = Accelerator(cpu=True)
-rank = accelerator.process_index
+rank = processes.process_state().process_index
 loads = []
 load = processes.load_model
 processes.load_model = lambda *a: loads.append(a) or load(*a)

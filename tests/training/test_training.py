@@ -152,10 +152,8 @@ def test_the_full_student_learns(tmp_path):
 TWO = """
 import sys, torch
 sys.path.insert(0, {root!r})
-from accelerate import Accelerator
 from pathlib import Path
 from tests.training.test_training import CONFIG, trainer
-Accelerator(cpu=True)
 run, policy = trainer(Path({folder!r}), CONFIG)
 run.run()
 if torch.distributed.get_rank() == 0:
