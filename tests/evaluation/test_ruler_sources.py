@@ -3,12 +3,14 @@
 import gzip
 import json
 import re
+import sys
 
 import pytest
 
 from lkv.errors import DataError
 from lkv.evaluation.ruler import TASKS, Sources, check_sources, make_examples
-from lkv.evaluation.ruler.tasks import split_sentences
+from lkv.evaluation.ruler.tasks import split_sentences, word_list
+from lkv.evaluation.ruler.templates import NEEDLE_TASKS
 from tests.ruler import ESSAY, hotpot_rows, one, squad_data, words, write_lines, write_sources
 
 
@@ -71,47 +73,27 @@ def test_the_hub_s_parquet_files_give_the_same_examples(tmp_path, sources):
     ]
 
 
-def test_a_failed_download_says_the_way_out(tmp_path):
-    def download(**_):
-        raise ConnectionError("no route")
-
-    for sources in (Sources(download=download), Sources.from_folder(tmp_path, download=download)):
-        with pytest.raises(
-            DataError, match=r"rajpurkar/squad_v2 cannot be downloaded \(ConnectionError: no route\); put SQuAD"
-        ):
-            one("qa_1", 1000, 0, sources)
-
-
 def no_hub(**_):
     raise ConnectionError("no route")
 
 
-def test_a_haystack_of_one_s_own(tmp_path):
-    path = tmp_path / "mine.txt"
-    path.write_text("A text of my own. It ends.")
-    assert (
-        Sources.from_folder(tmp_path, path).words == Sources(path).words == tuple("A text of my own. It ends.".split())
-    )
-
-
-def test_what_the_tasks_need_is_read_before_any_example(tmp_path):
-    empty = Sources.from_folder(tmp_path, download=no_hub)
-    check_sources(["niah_single_1", "niah_multikey_3", "vt", "cwe", "fwe"], empty)
-    for task in TASKS:
-        if task in ("qa_1", "qa_2", "niah_multivalue", "niah_single_2"):
-            with pytest.raises(DataError):
-                check_sources(["vt", task], empty)
-
-
-def test_missing_sources(tmp_path):
-    empty = Sources.from_folder(tmp_path, download=no_hub)
-    for task, what in (
-        ("niah_single_2", "or name a text file or such a folder with --haystack"),
-        ("qa_1", r"dev-v2.0.json\)"),
-        ("qa_2", "Hotpot"),
-    ):
-        with pytest.raises(DataError, match=what):
-            one(task, 1000, 0, empty)
+def test_missing_sources_are_refused_before_any_example(tmp_path):
+    downloads = r"{} cannot be downloaded \(ConnectionError: no route\); put {}.* as one of {}"
+    complaints = {
+        "essay": "or name a text file or such a folder with --haystack",
+        "qa_1": downloads.format("rajpurkar/squad_v2", "SQuAD's validation file", r"dev-v2\.0\.json"),
+        "qa_2": downloads.format("hotpotqa/hotpot_qa", "HotpotQA's validation file", r".*hotpot_"),
+    }
+    for empty in (Sources.from_folder(tmp_path, download=no_hub), Sources(download=no_hub)):
+        for task in TASKS:
+            needs_essay = NEEDLE_TASKS[task].haystack == "essay" if task in NEEDLE_TASKS else False
+            if complaint := complaints.get("essay" if needs_essay else task):
+                with pytest.raises(DataError, match=complaint):
+                    check_sources(["vt", task], empty)
+                with pytest.raises(DataError, match=complaint):
+                    one(task, 1000, 0, empty)
+            else:
+                check_sources([task], empty)
     assert one("niah_single_1", 1000, 0, empty) and one("cwe", 1000, 0, empty)
     with pytest.raises(DataError, match="there is no folder"):
         Sources.from_folder(tmp_path / "nowhere")
@@ -119,6 +101,13 @@ def test_missing_sources(tmp_path):
         one("qa_1", 1000, 0, Sources(squad=tmp_path / "squad.json"))
     with pytest.raises(DataError, match="has no text to hide needles in"):
         one("niah_single_2", 1000, 0, Sources(haystack=" \n"))
+
+
+def test_a_haystack_of_one_s_own(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("A text of my own. It ends.")
+    for sources in (Sources.from_folder(tmp_path, path), Sources(path)):
+        assert sources.words == tuple("A text of my own. It ends.".split())
 
 
 def without(row, name):
@@ -185,10 +174,6 @@ def test_malformed_files(tmp_path):
 
 
 def test_without_its_package_the_word_list_says_what_to_install(monkeypatch):
-    import sys
-
-    from lkv.evaluation.ruler.tasks import word_list
-
     word_list.cache_clear()
     monkeypatch.setitem(sys.modules, "wonderwords", None)
     with pytest.raises(DataError, match=r"pip install lkv-cache\[evals\]"):
