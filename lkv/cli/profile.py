@@ -84,7 +84,7 @@ def _predict(options: Profile) -> None:
     from lkv.models.shapes import Shape
 
     config = read_config(options.config) if options.config else load_config(options.model_name, options.revision)
-    Shape.check_plain(config)
+    Shape.check_uniform(config)
     shape, element = Shape.of(config), 4 if options.dtype == "float32" else 2
     settings: dict[str, Any] = {
         "retention": options.retention, "element": element, "batch": options.batch, "chunk": options.chunk,

@@ -1,4 +1,4 @@
-"""The shape of a decoder, from its configuration alone, and what its parts weigh and compute; no torch here."""
+"""The shape of a decoder from its configuration: weights, KV bytes and operations. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,44 +26,47 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any) -> "Shape":
-        """The shape that a transformers configuration states; UnsupportedModelError for one that lacks a field."""
+        """The shape that a transformers configuration states.
+
+        Raises:
+            UnsupportedModelError: For a configuration that lacks a field.
+        """
         text = config.get_text_config(decoder=True)
         try:
-            return cls._of(config, text)
+            return cls(
+                layers=text.num_hidden_layers,
+                hidden=text.hidden_size,
+                intermediate=text.intermediate_size,
+                heads=text.num_attention_heads,
+                kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+                head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+                vocabulary=text.vocab_size,
+                tied=bool(getattr(config, "tie_word_embeddings", False)),
+                positions=text.max_position_embeddings,
+                query_norms=text.model_type.startswith("qwen3"),
+                biased=text.model_type.startswith("qwen2") or bool(getattr(text, "attention_bias", False)),
+            )
         except AttributeError as error:
             raise UnsupportedModelError(
-                f"the model's configuration has no {error.name!r}, so what it costs cannot be told; give a decoder of "
+                f"the model's configuration has no {error.name!r}, so its cost cannot be predicted; give a decoder of "
                 "full attention such as Llama, Mistral or Qwen."
             ) from error
 
-    @classmethod
-    def _of(cls, config: Any, text: Any) -> "Shape":
-        kind = text.model_type
-        return cls(
-            layers=text.num_hidden_layers,
-            hidden=text.hidden_size,
-            intermediate=text.intermediate_size,
-            heads=text.num_attention_heads,
-            kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-            vocabulary=text.vocab_size,
-            tied=bool(getattr(config, "tie_word_embeddings", False)),
-            positions=text.max_position_embeddings,
-            query_norms=kind.startswith("qwen3"),
-            biased=kind.startswith("qwen2") or bool(getattr(text, "attention_bias", False)),
-        )
-
     @staticmethod
-    def check_plain(config: Any) -> None:
-        """Raise UnsupportedModelError for a decoder whose bytes do not follow from its shape alone."""
+    def check_uniform(config: Any) -> None:
+        """Check that all layers are alike and all weights are used, so that bytes follow from the shape alone.
+
+        Raises:
+            UnsupportedModelError: For sliding windows and mixtures of experts.
+        """
         text = config.get_text_config(decoder=True)
         windows = any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ())
         windows = windows or bool(getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True))
         if windows or any(getattr(text, name, None) for name in _EXPERTS):
-            unlike = "layers with a window" if windows else "a mixture of experts"
+            reason = "layers with a window" if windows else "a mixture of experts"
             raise UnsupportedModelError(
-                f"{text.model_type} has {unlike}, and what that needs does not follow from the shape alone; measure "
-                "it, without --dry-run."
+                f"{text.model_type} has {reason}, and its memory does not follow from the shape alone; measure it, "
+                "without --dry-run."
             )
 
     @property
@@ -82,13 +85,18 @@ class Shape:
         )
 
     def kv_bytes(self, tokens: float, element: int) -> float:
-        """Bytes of k and v of `tokens` tokens in every head, of `element` bytes a number."""
+        """Bytes of k and v of `tokens` tokens in every head, with `element` bytes a number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * tokens * element
 
     def forward_flops(self, tokens: float, seen: float = 0.0, logits: float = 0.0) -> float:
-        """Of a causal forward pass over `tokens` tokens after `seen` others, with logits for `logits` of them.
+        """Floating-point operations of a causal forward pass.
 
-        Two a weight and token; of attention, two products of every head over all pairs.
+        Two a weight and token; of attention, two products of every head over all pairs of tokens.
+
+        Args:
+            tokens: Tokens that are read.
+            seen: Tokens before them, in the cache.
+            logits: Tokens whose logits are computed.
         """
         linear = 2 * self.layers * self.layer_parameters * tokens + 2 * self.hidden * self.vocabulary * logits
         pairs = tokens * seen + tokens * (tokens + 1) / 2

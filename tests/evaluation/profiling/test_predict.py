@@ -101,6 +101,6 @@ def test_the_command_tells_without_measuring(capsys):
 def test_what_does_not_follow_from_the_shape_is_not_told(config, what, tmp_path, capsys):
     config.save_pretrained(tmp_path)
     assert main(["profile", "--dry-run", "--config", str(tmp_path / "config.json")]) == 2
-    assert f"{what}, and what that needs does not follow from the shape alone" in capsys.readouterr().err
+    assert f"{what}, and its memory does not follow from the shape alone" in capsys.readouterr().err
     for plain in (MistralConfig(sliding_window=None), Qwen2Config(), LlamaConfig(), Qwen3Config()):
-        Shape.check_plain(plain)
+        Shape.check_uniform(plain)

@@ -14,6 +14,7 @@ from lkv.errors import UnsupportedModelError
 from lkv.evaluation.profiling.measure import OUT_OF_MEMORY, Profiler, ProfileSettings, find_largest
 from lkv.evaluation.profiling.random_models import CONFIGS, extend_positions, random_model, random_policy, read_config
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.models.shapes import Shape
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, WIDTH = 3, 2, 8
@@ -251,9 +252,10 @@ def test_files_that_are_no_configuration_are_refused(tmp_path):
     ],
 )
 def test_shapes_have_the_parameters_that_their_models_have(name, published):
+    config = read_config(name)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read_config(name))
-    assert sum(weight.numel() for weight in model.parameters()) == published
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(weight.numel() for weight in model.parameters()) == Shape.of(config).parameters == published
     assert len(CONFIGS) == 6
 
 
