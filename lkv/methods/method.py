@@ -144,17 +144,19 @@ def resolve_method(
         raise PolicyFileError(
             f"policy is {policy!r}; give a Policy, its folder or its hub id, and how much is kept as retention=0.15."
         )
-    spec = parse_method(method) if isinstance(method, str) else None
-    if pattern is not None and (spec is None or not spec.needs_pattern):
-        name = method if isinstance(method, str) else method.name
-        raise BudgetError(f"the method {name!r} reads no pattern of retrieval heads: leave it out, or use 'duo'.")
-    if isinstance(method, Method) or spec is None:
+    no_pattern = "the method {!r} reads no pattern of retrieval heads: leave it out, or use 'duo'."
+    if isinstance(method, Method):
+        if pattern is not None:
+            raise BudgetError(no_pattern.format(method.name))
         if retention is not None or budget_tokens is not None:
             raise RetentionError(
                 f"the method {method.name!r} has a budget of its own: leave retention and budget_tokens out, or "
                 "give a method by its name."
             )
         return method
+    spec = parse_method(method)
+    if pattern is not None and not spec.needs_pattern:
+        raise BudgetError(no_pattern.format(method))
     if spec.needs_second_pass and tokenizer is None:
         raise CacheError(f"{method!r} reads the text a second time: use lkv.compress(..., method={method!r}).")
     target = RetentionTarget.from_arguments(retention, budget_tokens)

@@ -26,8 +26,6 @@ REFIT = "+refit"
 _GREY = "#7F7F7F"
 _RENAMED_BUDGETS = {"contest": "global"}  # as result files of earlier versions name them
 
-T = TypeVar("T", bound=type)
-
 
 class Buildable:
     """Base of budgets and selectors, which are built from `lkv.methods.method.MethodInputs`.
@@ -42,6 +40,9 @@ class Buildable:
     def from_inputs(cls, inputs: Any, **options: Any) -> Any:
         """Build it for one model, with the options it was registered with. Raises LkvError for missing inputs."""
         return cls(*(inputs.require(name) for name in cls.required_inputs), **options)
+
+
+T = TypeVar("T", bound=type[Buildable])
 
 
 @dataclass(frozen=True)
@@ -286,17 +287,17 @@ def register_method(
         )
     _import_components()
     names, new = [], []
-    for kind, component, registry in (("budget", budget, _BUDGETS), ("selector", selector, _SELECTORS)):
-        if callable(component):
+    for kind, given, registry in (("budget", budget, _BUDGETS), ("selector", selector, _SELECTORS)):
+        if callable(given):
             if name in registry:
                 raise LkvError(f"there is a {kind} {name!r} already; give the method another name.")
-            line = description or (component.__doc__ or name).strip().splitlines()[0]
-            new.append((registry, Component(name, line, label or name, component, needs)))
+            line = description or (given.__doc__ or name).strip().splitlines()[0]
+            new.append((registry, Component(name, line, label or name, given, needs)))
             names.append(name)
-        elif component in registry:
-            names.append(component)
+        elif given in registry:
+            names.append(given)
         else:
-            raise LkvError(f"there is no {kind} {component!r}; give one of {_listed(registry)}, or a callable.")
+            raise LkvError(f"there is no {kind} {given!r}; give one of {_listed(registry)}, or a callable.")
     for registry, component in new:  # after all checks, so that a refused call leaves nothing behind
         registry[name] = component
     METHODS[name] = MethodSpec(

@@ -62,7 +62,7 @@ class Budget(Buildable, ABC):
         compares_heads: whether heads compete for tokens by their scores, which must then be comparable across heads.
     """
 
-    required_inputs = ("target",)
+    required_inputs: tuple[str, ...] = ("target",)
     compares_heads = False
 
     @abstractmethod

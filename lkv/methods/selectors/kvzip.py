@@ -89,7 +89,7 @@ def replay_scores(
     device = prompt[0].key.device
     limit = patch_attention(model).spec.max_positions
     for start in range(0, len(ids), _CHUNK):
-        request = _NEXT + tokenizer.decode(ids[start - _OVERLAP : start]) if start else _REQUEST
+        request = _NEXT + str(tokenizer.decode(ids[start - _OVERLAP : start])) if start else _REQUEST
         replay = encode_question(tokenizer, request) + ids[start : start + _CHUNK]
         end = len(ids) + len(replay)
         if end > limit:
