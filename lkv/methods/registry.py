@@ -361,13 +361,8 @@ def parse_method(name: str) -> MethodSpec:
     pair = plain.removesuffix(REFIT)
     compensation = pair != plain
     spec = METHODS.get(pair) or _combination(pair)
-    return replace(
-        spec,
-        name=name,
-        compensation=compensation,
-        policy_name=policy_name,
-        canonical=spec.canonical + REFIT * compensation,
-    )
+    canonical = spec.canonical + REFIT * compensation
+    return replace(spec, name=name, compensation=compensation, policy_name=policy_name, canonical=canonical)
 
 
 def method_label(name: str) -> str:
