@@ -57,8 +57,10 @@ class Chat:
         return self._answer(question, ids, **options)
 
     def stream(self, question: str, max_new_tokens: int | None = None, **generation: Any) -> Iterator[str]:
-        """Answer a question piece by piece. Closing the iterator ends the answer; its pieces so far stay as the turn's
-        answer."""
+        """Answer a question piece by piece.
+
+        Closing the iterator ends the answer; its pieces so far stay as the turn's answer.
+        """
         ids, options = self._prepare(question, max_new_tokens, generation)
         return stream_text(self._tokenizer, lambda **more: self._answer(question, ids, **options | more))
 

@@ -59,8 +59,11 @@ def is_assisted(model: Any, options: dict[str, Any]) -> bool:
 
 
 def answer_length(model: Any, tokens: int, max_new_tokens: int | None, options: dict[str, Any] | None = None) -> int:
-    """New tokens to generate after `tokens`: `max_new_tokens`, else that of a generation_config among `options`, else
-    at most 128. Raises PromptError if the model has no positions for them."""
+    """The number of new tokens to generate after `tokens`.
+
+    It is `max_new_tokens`, else that of a generation_config among `options`, else at most 128. Raises PromptError if
+    the model has no positions for them.
+    """
     if max_new_tokens is None:
         max_new_tokens = _requested(options or {}, "max_new_tokens")
     if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 1):
@@ -166,4 +169,5 @@ class StopOnRequest(StoppingCriteria):
         self.requested = threading.Event()
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
+        """Whether each row [B] ends."""
         return torch.full((len(input_ids),), self.requested.is_set(), dtype=torch.bool, device=input_ids.device)

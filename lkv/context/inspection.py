@@ -130,8 +130,7 @@ def token_texts(tokenizer: Any, text: str, ids: list[int]) -> list[str]:
 
 @dataclass(frozen=True)
 class MethodAnswer:
-    """The answer of one method: its printed name, kept entries divided by all, bytes of its cache and of a full one,
-    and the text."""
+    """The answer of one method: its printed name, realised retention, bytes of its cache and of a full one, text."""
 
     label: str
     realised: float

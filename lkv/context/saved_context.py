@@ -83,8 +83,10 @@ def read_context_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
-    """The tensors that are saved of `cache`, which holds the text `ids`. Raises CacheError if there is no compressed
-    text, or only a part of its heads."""
+    """The tensors that are saved of `cache`, which holds the text `ids`.
+
+    Raises CacheError if there is no compressed text, or only a part of its heads.
+    """
     if cache.ragged_layers[0].kept_counts.shape[1] != cache.spec.kv_heads:
         raise CacheError("this process holds a part of the heads only; save the context from a model in one piece.")
     states = enumerate(layer.state() for layer in cache.ragged_layers)

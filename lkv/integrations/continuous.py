@@ -113,8 +113,6 @@ class Answer:
 class Engine(ABC):
     """Answers requests about contexts of one model. It may be used from several threads."""
 
-    is_batched = False  # whether answers are generated side by side
-
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_requests: int):
         self.model, self.tokenizer = model, tokenizer
         self._max_requests = max_requests
@@ -225,8 +223,6 @@ class ContinuousEngine(Engine):
 
     A request that raises ends alone. When a whole step raises, its requests fail and the batching is started again.
     """
-
-    is_batched = True
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_requests: int = 256, pages: int = 512,
@@ -436,8 +432,10 @@ class _SampledToken(LogitsProcessor):
 def token_chooser(
     model: PreTrainedModel, context_ids: list[int], sampling: SamplingParams
 ) -> Callable[[list[int], Tensor], int] | None:
-    """A function from a request's ids and logits [V] to its next token: repetition penalties of the model's own
-    configuration, over the context's ids, too, then sampling. None for plain greedy decoding."""
+    """A function from a request's ids and logits [V] to its next token; None for plain greedy decoding.
+
+    Repetition penalties of the model's own configuration come first, over the context's ids, too, then sampling.
+    """
     config, sampler = model.generation_config, sampling.sampler()
     penalties = LogitsProcessorList()
     if (penalty := getattr(config, "repetition_penalty", None)) not in (None, 1.0):

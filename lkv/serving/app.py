@@ -116,13 +116,13 @@ def _add_contexts(app: FastAPI, service: Service, wait: bool) -> None:
         return {"object": "list", "data": [_object(context) for context in contexts]}
 
     @app.get("/v1/contexts/{name}")
-    async def context(name: str) -> dict[str, Any]:
-        found: StoredContext | Job | None = service.job(name)
-        if found is None:
-            found = await asyncio.to_thread(service.store.describe, name)
-        if found is None:
+    async def describe(name: str) -> dict[str, Any]:
+        context: StoredContext | Job | None = service.job(name)
+        if context is None:
+            context = await asyncio.to_thread(service.store.describe, name)
+        if context is None:
             raise unknown_context(name)
-        return _object(found)
+        return _object(context)
 
     @app.delete("/v1/contexts/{name}")
     async def delete(name: str) -> dict[str, Any]:

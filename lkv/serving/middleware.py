@@ -19,8 +19,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class HeaderTimeoutProtocol(H11Protocol):
-    """uvicorn's protocol, which would wait for the rest of a request's headers for ever; this one closes the connection
-    after `header_seconds`."""
+    """Closes connections whose headers are incomplete after `header_seconds`; uvicorn's own protocol waits for ever."""
 
     header_seconds = 10.0
     _timer: asyncio.TimerHandle | None = None

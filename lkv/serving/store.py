@@ -152,9 +152,7 @@ class ContextStore:
         try:
             data = self._files.cat_file(self._path(name + _DESCRIPTION))
             stored = StoredContext.model_validate_json(data)
-        except FileNotFoundError:
-            return None
-        except ValueError:
+        except (FileNotFoundError, ValueError):
             return None
         except Exception as error:
             raise StoreError(f"the stored context cannot be read ({error_reason(error)}); try again.") from error
@@ -164,8 +162,8 @@ class ContextStore:
         """Descriptions of all stored contexts, the newest first."""
         names = [Path(file["name"]).name for file in self._listing()]
         ids = [name.removesuffix(_DESCRIPTION) for name in names if name.endswith(_DESCRIPTION)]
-        found = [stored for name in ids if (stored := self.describe(name)) is not None]
-        return sorted(found, key=lambda stored: stored.created, reverse=True)
+        contexts = [stored for name in ids if (stored := self.describe(name)) is not None]
+        return sorted(contexts, key=lambda stored: stored.created, reverse=True)
 
     def nbytes(self) -> int:
         """Bytes of all files of the store."""
@@ -181,17 +179,17 @@ class ContextStore:
     def delete(self, name: str) -> bool:
         """Delete a context; running answers continue. False if there is none."""
         with self._lock:
-            found = self._loaded.pop(name, None) is not None
+            is_stored = self._loaded.pop(name, None) is not None
         if not _ID.fullmatch(name):
             return False
         for suffix in (_DESCRIPTION, _CONTEXT):
             with self._store_errors("deleted", "check its folder"):
                 try:
                     self._files.rm_file(self._path(name + suffix))
-                    found = True
+                    is_stored = True
                 except FileNotFoundError:
                     pass
-        return found
+        return is_stored
 
     def resident(self) -> dict[str, int]:
         """Bytes of every context in memory."""

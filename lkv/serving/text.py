@@ -29,12 +29,11 @@ class IncrementalDetokenizer:
     def push(self, ids: list[int], ended: bool) -> str:
         """The new text, given all ids so far."""
         text = self._decode(ids, ended).lstrip()
-        # A stop that was complete before has been found before.
         start = max(0, self._sent - self._longest)
-        found = [place for stop in self._stops if (place := text.find(stop, start)) >= 0]
-        if found:
-            self.is_stopped, text = True, text[: min(found)]
-        text = text.rstrip() if ended or found else text[: self._certain(text)]
+        places = [place for stop in self._stops if (place := text.find(stop, start)) >= 0]
+        if places:
+            self.is_stopped, text = True, text[: min(places)]
+        text = text.rstrip() if ended or places else text[: self._certain(text)]
         piece = text[self._sent :]
         self._sent += len(piece)
         return piece
@@ -48,7 +47,6 @@ class IncrementalDetokenizer:
         return self._text
 
     def _certain(self, text: str) -> int:
-        """How many characters of `text` stay, whatever follows: no half character, no white space at the end, no begun
-        stop."""
+        """How many characters of `text` stay: all but half characters, trailing white space and a begun stop."""
         begun = (len(text) - size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
         return len(text[: min([len(text), *begun])].rstrip(_INCOMPLETE).rstrip())

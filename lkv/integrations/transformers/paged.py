@@ -29,16 +29,14 @@ _MAX_SCORES = 2**18
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """A context that requests follow: its length in tokens, and the k, v, starts and lengths of a layer as
-    `ragged_attention` takes them. It is shared and only read."""
+    """A context that requests follow: its length, and a layer's k, v, starts and lengths for `ragged_attention`."""
 
     tokens: int
     pools: Callable[[int], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 class RequestInfo(NamedTuple):
-    """The prefix of one request, and the function that chooses its next token from its ids so far and logits [V]; None
-    takes the most probable one."""
+    """One request's prefix and the function that chooses its next token from its ids and logits [V]; None: greedy."""
 
     prefix: Prefix | None
     choose_token: Callable[[list[int], Tensor], int] | None
@@ -238,8 +236,7 @@ class PrefixBatchingManager(ContinuousBatchingManager):
             self._sampling = []
 
     def _sample(self, scores: Tensor, output_ids: Tensor) -> None:
-        """Choose the next token of each request from `scores` [1, n, V]; replaces transformers' choice, which is one
-        for all requests."""
+        """Choose each request's next token from `scores` [1, n, V], instead of transformers' one way for all."""
         chosen = scores[0].argmax(-1)
         for row, (request, choose_token) in enumerate(self._sampling):
             if choose_token is None:
