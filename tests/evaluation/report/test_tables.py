@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -185,3 +186,11 @@ def test_the_command_refuses_in_one_sentence(tmp_path, capsys):
     ):
         assert main(["report", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_without_pandas_the_command_says_what_to_install(tmp_path, monkeypatch, capsys):
+    path = write(tmp_path / "a.jsonl", many(count=1))
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert main(["report", str(path)]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "lkv report needs pandas, which is not installed" in error and "[plots]" in error
