@@ -352,20 +352,3 @@ def check_positions(config: TrainingConfig, positions: int) -> None:
             f"are more than the {positions:,} positions of this model; lower max_tokens or max_continuation, or omit "
             "--preset for settings that fit."
         )
-
-
-__all__ = [
-    "PRESETS",
-    "SETTINGS",
-    "ModelSpec",
-    "ScorerInputs",
-    "TrainingConfig",
-    "asdict",
-    "check_positions",
-    "describe_allowed",
-    "describe_error",
-    "fit_to_positions",
-    "from_dict",
-    "replace",
-    "unwrap",
-]

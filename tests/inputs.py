@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
-from lkv.config import TrainingConfig, replace
+from lkv.config import TrainingConfig
 from lkv.context.context import Context, compress
 from lkv.errors import LkvError
 from lkv.evaluation.report.results import read_results

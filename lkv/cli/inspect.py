@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict
 from os.path import exists, isfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,6 @@ from lkv.cli.options import (
     check_pattern,
     find_needs,
 )  # fmt: skip
-from lkv.config import asdict
 from lkv.errors import LkvError
 from lkv.policy.shipped import describe_card, shipped_policies
 

@@ -4,6 +4,7 @@ One safetensors file holds the tensors of every layer, as "NAME.LAYER", those of
 in its header: the model's fingerprint and how the text was compressed. A checksum covers all of it.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lkv.cache.layer import check_state
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.config import ModelSpec, asdict, from_dict
+from lkv.config import ModelSpec, from_dict
 from lkv.errors import CacheError, ContextFileError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import LayerKV

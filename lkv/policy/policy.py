@@ -4,12 +4,13 @@ import copy
 import hashlib
 import os
 import warnings
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lkv.config import ModelSpec, ScorerInputs, asdict, from_dict
+from lkv.config import ModelSpec, ScorerInputs, from_dict
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
 from lkv.kernels.soft_topk import soft_topk
 from lkv.policy import policy_file

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from filelock import FileLock, Timeout
 from safetensors.torch import save
 from torch import Tensor
 
-from lkv.config import ModelSpec, TrainingConfig, asdict, from_dict, replace
+from lkv.config import ModelSpec, TrainingConfig, from_dict
 from lkv.errors import PolicyMismatchError, TrainingError
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy

@@ -3,14 +3,14 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lkv.config import PRESETS, TrainingConfig, asdict, check_positions, fit_to_positions, num_knots, replace
+from lkv.config import PRESETS, TrainingConfig, check_positions, fit_to_positions, num_knots
 from lkv.errors import TrainingError
 from lkv.integrations.transformers.attention import evaluation_mode, input_device, patch_attention
 from lkv.integrations.transformers.spec import hub_commit

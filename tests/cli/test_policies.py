@@ -1,10 +1,12 @@
 """lkv policies for a model that has none."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lkv.cli.main import main
-from lkv.config import PRESETS, replace
+from lkv.config import PRESETS
 from lkv.models.shapes import Shape
 from lkv.training import pipeline
 from lkv.training.cost import Speed, estimate, format_duration

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from lkv.config import ModelSpec, ScorerInputs, asdict, replace
+from lkv.config import ModelSpec, ScorerInputs
 from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.integrations.transformers.spec import inspect_model

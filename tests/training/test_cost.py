@@ -1,5 +1,7 @@
 """What a training costs and which settings fit a model: against counted weights and operations."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from lkv.config import PRESETS, replace
+from lkv.config import PRESETS
 from lkv.errors import UnsupportedModelError
 from lkv.evaluation.profiling.random_models import CONFIGS, read_config
 from lkv.models.loading import load_model

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save, save_file
 
 from lkv.cli.main import main
-from lkv.config import TrainingConfig, replace
+from lkv.config import TrainingConfig
 from lkv.errors import TrainingError, TrainingStoppedError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt

@@ -4,12 +4,13 @@ import copy
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from lkv.config import ScorerInputs, TrainingConfig, replace
+from lkv.config import ScorerInputs, TrainingConfig
 from lkv.errors import TrainingError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import inspect_model
@@ -169,7 +170,8 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from lkv.training import processes
-from lkv.config import ScorerInputs, replace
+from dataclasses import replace
+from lkv.config import ScorerInputs
 from lkv.policy.policy import Policy
 from lkv.training.trainer import Trainer
 from tests.training.test_sharing import CONFIG, uneven

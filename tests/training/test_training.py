@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from torch.nn.functional import kl_div
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.config import PRESETS, TrainingConfig, replace
+from lkv.config import PRESETS, TrainingConfig
 from lkv.errors import DataError, TrainingError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import inspect_model

@@ -5,6 +5,7 @@ import sys
 import warnings
 from base64 import b64decode
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lkv.config import asdict, from_dict, replace
+from lkv.config import from_dict
 from lkv.errors import PolicyMismatchError
 from lkv.integrations.transformers.fingerprint import encode_direction, read_directions, read_norms
 from lkv.integrations.transformers.spec import inspect_model
