@@ -298,7 +298,7 @@ def measure_speed(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
             return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum().item()
 
     def train(tokens: int) -> float:
-        sample = TokenizedSample("probe", [1] * tokens, [([1] * own, own // 2) for own in continuations])
+        sample = TokenizedSample("probe", [1] * tokens, [([1] * ids, ids // 2) for ids in continuations])
         kl, hidden = distillation_losses(model, policy, SampleGroup([(0, sample)]), config, schedule(config, 0))
         (kl + hidden).backward()
         return kl.item()

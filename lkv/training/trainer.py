@@ -191,12 +191,12 @@ class Trainer:
         numbers = range(self._step * config.batch, (self._step + 1) * config.batch)
         samples, is_whole = [self._samples(number) for number in numbers], config.student == "full"
         costs = [
-            context_flops(self._shape, len(own.context), [len(ids) for ids, _ in own.continuations], is_whole)
-            for own in samples
+            context_flops(self._shape, len(sample.context), [len(ids) for ids, _ in sample.continuations], is_whole)
+            for sample in samples
         ]
         self._step_flops = sum(costs)
-        own = split_by_cost(costs, self._process.num_processes)[self._process.process_index]
-        return [(numbers[item], samples[item]) for item in own]
+        items = split_by_cost(costs, self._process.num_processes)[self._process.process_index]
+        return [(numbers[item], samples[item]) for item in items]
 
     def _time_step(self, steps: int, seconds: float) -> None:
         """Print the remaining time after the first steps of this process; the first is slower and rarely counts."""
@@ -239,15 +239,15 @@ class Trainer:
     def _validate(self, means: dict[str, float]) -> None:
         """Add a row to the curve: means of the step's losses, and a validation."""
         is_main = self._process.is_main_process
-        measured = self.evaluate() if self._validation and (self._is_sharded or is_main) else {}
+        validation = self.evaluate() if self._validation and (self._is_sharded or is_main) else {}
         if not is_main:
             return
         row: dict[str, Any] = {"step": self._step, "contexts": self._step * self._config.batch}
         row |= {f"train_{name}": round(value, 5) for name, value in means.items()}
-        if measured:
-            measured = {f"validation_{name}": round(value, 5) for name, value in measured.items()}
-            self._track(measured)
-        append_to_curve(self._folder, row | measured)
+        if validation:
+            validation = {f"validation_{name}": round(value, 5) for name, value in validation.items()}
+            self._track(validation)
+        append_to_curve(self._folder, row | validation)
 
     def _save(self) -> None:
         if self._process.is_main_process:

@@ -179,6 +179,7 @@ def test_a_policy_goes_on_at_other_lengths(tmp_path, finished):
 @pytest.mark.parametrize("place", ["a file", "below a file", "/proc/nowhere"])
 def test_a_folder_that_takes_nothing_is_named_before_anything_is_loaded(tmp_path, capsys, place):
     (tmp_path / "mine").write_text("mine")
+    (tmp_path / "data").mkdir()
     out = {"a file": tmp_path / "mine", "below a file": tmp_path / "mine" / "out"}.get(place, place)
     (tmp_path / "data").mkdir()
     assert main(["train", "--data", str(tmp_path / "data"), "--out", str(out), "--model", "no/such"]) == 2

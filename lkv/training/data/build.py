@@ -45,7 +45,6 @@ RECIPES = ("loom", "loom-literal", "wide")
 MANIFEST, PROGRESS = "build.json", "progress.json"
 _FORMAT = 1
 _SHARD_SAMPLES = 200  # in a file, after which a stopped build continues
-_CANDIDATES_AT_ONCE = 16
 _UNLIMITED = 2**40  # tokens
 _CHARS_SAMPLE = 40  # items of which characters a token are counted
 _ROWS_A_SAMPLE = {"loom": 4, "loom-literal": 20}  # rows of the hub for one sample
@@ -155,7 +154,7 @@ def _open_loom(
     for name in LOOM_RATIOS:
         if index and name in index.used:
             paths = index.used[name]
-            raw = read_dataset(name, paths, index.folder)
+            all_items = read_dataset(name, paths, index.folder)
             origin = ", ".join(f"{path.name} (SHA-256 {sha256_of(path)[:16]})" for path in paths)
             sources[name] = _describe_source(name, paths, origin)
         else:
@@ -168,27 +167,25 @@ def _open_loom(
                 file=sys.stderr,
             )
             path, commit = download_rows(name, config.out / "fetched", rows, commit, load)
-            raw = list(ROW_READERS[name](read_records(path)))
+            all_items = list(ROW_READERS[name](read_records(path)))
             origin = f"{hub.repository} at {commit}, {', '.join(hub.splits)}"
             sources[name] = {**_describe_source(name, (), origin), "commit": commit}
-        usable = [item for item in raw if is_usable(name, item)]
+        usable = [item for item in all_items if is_usable(name, item)]
         sources[name]["items"] = len(usable)
         items[name] = remove_overlapping(name, usable)
         if len(items[name]) < 2:
             title = PUBLIC_DATASETS[name].title
             raise DataError(f"{title} has {len(items[name])} usable items ({origin}); give more of it.")
-    chars = {name: _chars_per_token(listed, tokenizer) for name, listed in items.items()}
+    chars = {name: _chars_per_token(texts, tokenizer) for name, texts in items.items()}
     bounds, is_literal = (config.min_tokens, config.max_tokens), config.recipe == "loom-literal"
-    training, held_out = (
-        Loom({name: split_held_out(own, side) for name, own in items.items()}, chars, bounds, config.seed, is_literal)
-        for side in (False, True)
-    )
+    sides = [{name: split_held_out(group, side) for name, group in items.items()} for side in (False, True)]
+    training, held_out = (Loom(side, chars, bounds, config.seed, is_literal) for side in sides)
     return training, held_out
 
 
 def _describe_source(name: str, paths: Sequence[Path], origin: str) -> dict[str, Any]:
     """A source in the manifest and on a policy's card; a set that stands in for it by the map is named as itself."""
-    other = next((meant for path in paths if (meant := match_dataset(path)) not in ("", name)), name)
+    other = next((match for path in paths if (match := match_dataset(path)) not in ("", name)), name)
     expected, actual = PUBLIC_DATASETS[name], PUBLIC_DATASETS[other]
     title = actual.title if other == name else f"{actual.title}, in place of {expected.title}"
     return {"title": title, "licence": actual.licence, "from": origin}
@@ -296,17 +293,17 @@ class DatasetBuilder:
             return read_manifest(self._out)
         streams: dict[str, Any] = {}
         for side, (recipe, samples) in sides.items():
-            for source, wanted in split_samples(recipe.shares(), samples).items():
+            for source, count in split_samples(recipe.shares(), samples).items():
                 name = f"{side}-{source}"
-                own = self._progress.setdefault(name, SourceProgress())
-                self._build_source(recipe, name, source, wanted, own)
+                progress = self._progress.setdefault(name, SourceProgress())
+                self._build_source(recipe, name, source, count, progress)
                 streams[name] = {
-                    "wanted": wanted,
-                    "samples": len(own.tokens),
-                    "candidates": own.next,
-                    "rejected": dict(sorted(own.rejected.items())),
-                    "tokens": _quantiles(own.tokens),
-                    "files": own.files,
+                    "wanted": count,
+                    "samples": len(progress.tokens),
+                    "candidates": progress.next,
+                    "rejected": dict(sorted(progress.rejected.items())),
+                    "tokens": _quantiles(progress.tokens),
+                    "files": progress.files,
                 }
             if samples:
                 self._check_side(side)
@@ -318,9 +315,9 @@ class DatasetBuilder:
 
     def _check_side(self, side: str) -> None:
         """Raise DataError if a side, of which samples are wanted, has none."""
-        own = [progress for name, progress in self._progress.items() if name.startswith(f"{side}-")]
-        if own and not any(progress.tokens for progress in own):
-            rejected = sum((Counter(progress.rejected) for progress in own), Counter())
+        sources = [p for name, p in self._progress.items() if name.startswith(f"{side}-")]
+        if sources and not any(source.tokens for source in sources):
+            rejected = sum((Counter(source.rejected) for source in sources), Counter())
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(rejected.items()))
             least, most = self._bounds
             raise DataError(
@@ -329,29 +326,26 @@ class DatasetBuilder:
                 "folder for --out."
             )
 
-    def _build_source(self, recipe: Recipe, name: str, source: str, wanted: int, own: SourceProgress) -> None:
-        end = recipe.num_candidates(source, wanted)
-        bar = tqdm(total=wanted, initial=len(own.tokens), desc=name.replace("-", " ", 1), disable=None)
-        while len(own.tokens) < wanted and own.next < end:
+    def _build_source(self, recipe: Recipe, name: str, source: str, count: int, progress: SourceProgress) -> None:
+        end = recipe.num_candidates(source, count)
+        bar = tqdm(total=count, initial=len(progress.tokens), desc=name.replace("-", " ", 1), disable=None)
+        while len(progress.tokens) < count and progress.next < end:
             lines: list[str] = []
-            shard_size = min(_SHARD_SAMPLES, wanted - len(own.tokens))
-            while len(lines) < shard_size and own.next < end:
-                numbers = range(own.next, min(end, own.next + _CANDIDATES_AT_ONCE))
-                for sample in [recipe.candidate(source, number) for number in numbers]:
-                    tokens = self._count_tokens(sample)
-                    own.next += 1
-                    if reason := self._rejection(tokens):
-                        own.rejected[reason] = own.rejected.get(reason, 0) + 1
-                        continue
+            shard_size = min(_SHARD_SAMPLES, count - len(progress.tokens))
+            while len(lines) < shard_size and progress.next < end:
+                sample = recipe.candidate(source, progress.next)
+                tokens = self._count_tokens(sample)
+                progress.next += 1
+                if reason := self._rejection(tokens):
+                    progress.rejected[reason] = progress.rejected.get(reason, 0) + 1
+                else:
                     lines.append(_to_line(sample, tokens))
-                    own.tokens.append(tokens)
+                    progress.tokens.append(tokens)
                     bar.update()
-                    if len(lines) == shard_size:
-                        break
             if lines:
-                file, content = f"{name}-{len(own.files):04d}.jsonl", "".join(lines)
+                file, content = f"{name}-{len(progress.files):04d}.jsonl", "".join(lines)
                 write_text(self._out / file, content, DataError, "the training data")
-                own.files[file] = hashlib.sha256(content.encode()).hexdigest()
+                progress.files[file] = hashlib.sha256(content.encode()).hexdigest()
             state = {"plan": self._plan, "streams": {key: vars(value) for key, value in self._progress.items()}}
             write_text(self._out / PROGRESS, json.dumps(state), DataError, "the progress")
         bar.close()
@@ -374,8 +368,8 @@ def split_samples(shares: dict[str, float], samples: int) -> dict[str, int]:
     """Whole numbers in the ratio of `shares` that sum to `samples`: the largest remainders get what is left over."""
     exact = {name: share * samples for name, share in shares.items()}
     counts = {name: int(value) for name, value in exact.items()}
-    rest = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
-    for name in rest[: samples - sum(counts.values())]:
+    by_remainder = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
+    for name in by_remainder[: samples - sum(counts.values())]:
         counts[name] += 1
     return counts
 
@@ -389,7 +383,7 @@ def _quantiles(tokens: list[int]) -> dict[str, float]:
 
 
 def _to_line(sample: Sample, tokens: int) -> str:
-    continuations = [{"question": own.question, "target": own.target} for own in sample.continuations]
+    continuations = [{"question": c.question, "target": c.target} for c in sample.continuations]
     row = {"source": sample.source, "tokens": tokens, "context": sample.context, "continuations": continuations}
     # A lone surrogate would not go into UTF-8.
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace").decode() + "\n"
@@ -480,11 +474,11 @@ class BuiltDataset:
             raise DataError(f"{path} is not what was built ({error}); build it again.") from error
         if tokens_a_continuation:
             continuations = min(continuations, 2 + max(0, int(row["tokens"] - 2000) // tokens_a_continuation))
-        own = [Continuation(c["question"], c["target"]) for c in row["continuations"]][:continuations]
+        answers = [Continuation(c["question"], c["target"]) for c in row["continuations"]][:continuations]
         rng = random.Random(f"{self._seed}-{index}")
-        while len(own) < continuations:
-            own.append(ask_to_repeat(rng, row["context"]))
-        return Sample(row["source"], row["context"], tuple(own))
+        while len(answers) < continuations:
+            answers.append(ask_to_repeat(rng, row["context"]))
+        return Sample(row["source"], row["context"], tuple(answers))
 
     @property
     def max_tokens(self) -> int:

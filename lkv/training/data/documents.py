@@ -96,19 +96,19 @@ def squad_passages(questions: Iterable[SquadQuestion]) -> Iterator[Passage]:
     """SQuAD's paragraphs, each with all its questions."""
     passages: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for question in questions:
-        listed = passages.setdefault((question.title, question.context), [])
+        pairs = passages.setdefault((question.title, question.context), [])
         if question.answers:
-            listed.append((question.question, question.answers[0]))
+            pairs.append((question.question, question.answers[0]))
     for (title, paragraph), pairs in passages.items():
         yield Passage(title.replace("_", " "), paragraph, tuple(pairs))
 
 
 def hotpot(rows: LocatedRows) -> Iterator[MultiHopQuestion]:
     """HotpotQA's questions over titled paragraphs, and 2WikiMultihopQA's."""
-    for own in hotpot_questions(rows):
-        passages = tuple(Passage(title, text) for title, text in own.paragraphs)
-        needed = frozenset(i for i, passage in enumerate(passages) if passage.title in own.supporting_titles)
-        yield MultiHopQuestion(own.question, own.answer, passages, needed)
+    for question in hotpot_questions(rows):
+        passages = tuple(Passage(title, text) for title, text in question.paragraphs)
+        needed = frozenset(i for i, passage in enumerate(passages) if passage.title in question.supporting_titles)
+        yield MultiHopQuestion(question.question, question.answer, passages, needed)
 
 
 def musique(rows: LocatedRows) -> Iterator[MultiHopQuestion]:
@@ -206,8 +206,8 @@ def mmlu(rows: LocatedRows) -> Iterator[ShortQuestion]:
         choices = require_field(row, "choices", list, position)
         answer = require_field(row, "answer", (int, str), position)
         number = "ABCD".index(answer) if isinstance(answer, str) else answer
-        listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", choices, strict=True))
-        question = f"{require_field(row, 'question', str, position)}\n{listed}"
+        choice_lines = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", choices, strict=True))
+        question = f"{require_field(row, 'question', str, position)}\n{choice_lines}"
         yield ShortQuestion(question, f"{'ABCD'[number]}. {choices[number]}", row.get("subject") or "")
 
 

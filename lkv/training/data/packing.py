@@ -84,6 +84,6 @@ def ask_to_repeat(rng: random.Random, context: str) -> Continuation:
     """Ask for a part of the context: a strong signal that needs no particular fact."""
     words = context.split(" ")
     start = rng.randint(0, max(0, len(words) - _REPEATED_WORDS))
-    opening, rest = words[start : start + 8], words[start + 8 : start + _REPEATED_WORDS]
+    opening, answer = words[start : start + 8], words[start + 8 : start + _REPEATED_WORDS]
     question = f'Repeat the part of the text that starts with: "{" ".join(opening)}"'
-    return Continuation(question, " ".join(rest) or " ".join(opening))
+    return Continuation(question, " ".join(answer) or " ".join(opening))

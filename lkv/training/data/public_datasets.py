@@ -141,7 +141,7 @@ class DatasetIndex:
         """A line for each set with its files, then a line for each reason with the files skipped for it."""
         lines = [f"used as {name}: {_join_names(self.folder, paths)}" for name, paths in self.used.items()]
         for reason in dict.fromkeys(self.skipped.values()):
-            paths = [path for path, own in self.skipped.items() if own == reason]
+            paths = [path for path, why in self.skipped.items() if why == reason]
             lines.append(f"skipped ({reason}): {_join_names(self.folder, paths)}")
         return lines
 
@@ -159,8 +159,8 @@ def index_folder(
     used: dict[str, list[Path]] = {}
     skipped: dict[Path, str] = {}
     if names:
-        for name, listed in names.items():
-            used[name] = [folder / file for file in ([listed] if isinstance(listed, str) else listed)]
+        for name, files_of_set in names.items():
+            used[name] = [folder / file for file in ([files_of_set] if isinstance(files_of_set, str) else files_of_set)]
             if missing := [path for path in used[name] if not path.is_file()]:
                 raise DataError(f"{missing[0]}, named for the set {name!r}, is not there; correct the map of names.")
         mapped = {path for paths in used.values() for path in paths}
@@ -211,8 +211,10 @@ def _classify(path: Path, relative: Path) -> tuple[str, str]:
 
 def match_dataset(path: Path) -> str:
     """The public set whose official names `path` matches; "" for none."""
-    matches = (name for name, own in PUBLIC_DATASETS.items() if any(path.match(pattern) for pattern in own.files))
-    return next(matches, "")
+    for name, dataset in PUBLIC_DATASETS.items():
+        if any(path.match(pattern) for pattern in dataset.files):
+            return name
+    return ""
 
 
 def read_name_map(path: Path) -> NameMap:
@@ -293,11 +295,12 @@ def download_rows(
         raise
     # Whatever stopped it (no network, no permission, a set that has moved), the way out is the same.
     except Exception as error:
-        own, first = PUBLIC_DATASETS[name], (str(error).strip() or type(error).__name__).splitlines()[0]
+        dataset, first = PUBLIC_DATASETS[name], (str(error).strip() or "no message").splitlines()[0]
+        reason = f"{type(error).__name__}: {first:.200}"
         terms = " its terms must be accepted there first (`hf auth login`);" if source.gated else ""
         raise DataError(
-            f"{own.title} cannot be downloaded from {source.repository} ({type(error).__name__}: {first:.200});{terms} "
-            f"run the same command again to continue, or put one of {', '.join(own.files)} into the --data folder."
+            f"{dataset.title} cannot be downloaded from {source.repository} ({reason});{terms} "
+            f"run the same command again to continue, or put one of {', '.join(dataset.files)} into the --data folder."
         ) from error
     with atomic_write(path, DataError, "the download") as temporary, temporary.open("wb") as whole:
         for part in parts:

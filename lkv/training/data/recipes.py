@@ -106,7 +106,7 @@ class Mixture:
             items[source] = split_held_out(items[source], validation)
         items["python"] = split_held_out(read_standard_library(), validation)
         items["facts"] = [*items["prose"], *items["stories"], *items["papers"]] or items["squad"]
-        if not any(listed for source, listed in items.items() if source != "python"):
+        if not any(texts for source, texts in items.items() if source != "python"):
             if self.item_counts:
                 raise DataError(
                     f"{folder} holds too little to keep some apart for evaluation; give more texts, or longer ones."
@@ -169,7 +169,8 @@ class Mixture:
         origins = {}
         for source in self.names:
             sets = [PUBLIC_DATASETS[name] for name in _SOURCES.get(source, ()) if name in self.index.used]
-            origins[source] = ", ".join(f"{own.title} ({own.licence})" for own in sets) or _OWN_SOURCES[source]
+            titles = [f"{dataset.title} ({dataset.licence})" for dataset in sets]
+            origins[source] = ", ".join(titles) or _OWN_SOURCES[source]
         return origins
 
 
@@ -273,8 +274,7 @@ class Loom:
         self._items, self._chars_per_token, self._seed, self._is_literal = items, chars_per_token, seed, is_literal
         self._bounds = (math.log(bounds[0] * (1 + _MARGIN)), math.log(bounds[1] * (1 - _MARGIN)))
         self._orders = {
-            name: random.Random(f"{seed}-{name}").sample(range(len(listed)), len(listed))
-            for name, listed in items.items()
+            name: random.Random(f"{seed}-{name}").sample(range(len(group)), len(group)) for name, group in items.items()
         }
 
     def shares(self) -> dict[str, float]:
@@ -308,15 +308,15 @@ class _Draw(NamedTuple):
         """Draw other items: `count` where the recipe is literal, else as many as fit beside `used_chars` characters."""
         if self.chars is None:
             return self.rng.sample(self.items, min(count, len(self.items)))
-        drawn: list[Any] = []
+        items: list[Any] = []
         free = self.chars - used_chars
         for _ in range(len(self.items)):
             item = self.rng.choice(self.items)
             free -= length(item)
             if free < 0:
                 break
-            drawn.append(item)
-        return drawn
+            items.append(item)
+        return items
 
 
 def _loom_hotpot(draw: _Draw) -> ContextAndAnswer:
@@ -361,13 +361,13 @@ def _loom_code(draw: _Draw) -> ContextAndAnswer:
     related = related or list(draw.items)
     if draw.chars is None:
         before = draw.rng.sample(related, min(2, len(related)))
-        text = "\n\n".join(f"{own.title}\n{own.text}" for own in (*before, file))
+        text = "\n\n".join(f"{source.title}\n{source.text}" for source in (*before, file))
         cut = max(1, len(text) - COMPLETION_CHARS)
         return text[:cut], Continuation(None, text[cut:])
     chosen = [file]
-    while len(chosen) < 3 or (sum(len(own.text) for own in chosen) < draw.chars and len(chosen) < 64):
+    while len(chosen) < 3 or (sum(len(source.text) for source in chosen) < draw.chars and len(chosen) < 64):
         chosen.append(draw.rng.choice(related))
-    texts = [f"{own.title}\n{own.text}" for own in reversed(chosen)]
+    texts = [f"{source.title}\n{source.text}" for source in reversed(chosen)]
     context, answers = split_to_continue(draw.rng, texts, int(draw.chars))
     return context, answers[0]
 
