@@ -20,7 +20,7 @@ from lkv.models.loading import DEFAULT
 from lkv.utils.journal import FIDELITY_METRICS
 from lkv.utils.results import write_results
 
-LEAST_SCORE = 50.0  # the full cache's score from which on a task says something about eviction
+LEAST_SCORE = 50.0  # of the full cache, for a task to say something about eviction
 ABLE = f"full >= {LEAST_SCORE:g}"
 
 
@@ -34,20 +34,16 @@ def main() -> None:
     results = read_results([options.file])
     name = options.name or str(results.header["suite"])
     header = results.header
-    measured = {key: header[key] for key in ("date", "machine", "versions", "policy") if header.get(key)}
-    write_results(
-        options.out or RESULTS / f"{name}.json",
-        name,
-        rows_of(results, options.methods),
-        header["seed"],
-        _command(results),
-        measured,
-    )
+    details = {key: header[key] for key in ("date", "machine", "versions", "policy") if header.get(key)}
+    out, rows = options.out or RESULTS / f"{name}.json", rows_of(results, options.methods)
+    write_results(out, name, rows, header["seed"], _command(results), details)
 
 
 def rows_of(results: Results, methods: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Flat rows; "all" is the mean over a length's tasks, "full >= 50" over those where the full cache scores that at
-    every length."""
+    """Rows by method, retention and length for each task and for means over tasks.
+
+    "all" is the mean over a length's tasks, "full >= 50" over those where the full cache scores that at every length.
+    """
     pairs = method_pairs(results, methods)
     averages = Scores(results, pairs)
     try:
@@ -98,7 +94,7 @@ def _command(results: Results) -> str:
 
 
 def counts(frame: pd.DataFrame) -> list[list[str]]:
-    """--lengths and --samples of the runs that measured `frame`: one for all lengths with as many samples."""
+    """--lengths and --samples of the runs that measured `frame`: a run for all lengths with as many samples."""
     most = 1 + frame.groupby("length", dropna=False, sort=False).number.max()
     options = []
     for count, of in most.groupby(most, sort=False):

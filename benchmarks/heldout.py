@@ -61,8 +61,8 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
         rest = [p.passages[i] for p in (first, second) for i in range(len(p.passages)) if i not in p.needed]
         for more in rng.sample(puzzles, tokens // 1500):
             rest += more.passages
-        room = tokens * CHARS_PER_TOKEN - sum(len(p.text) for p in needed)
-        chosen = [*needed, *pack(rng, rest, room, lambda p: len(p.text))]
+        free_chars = tokens * CHARS_PER_TOKEN - sum(len(p.text) for p in needed)
+        chosen = [*needed, *pack(rng, rest, free_chars, lambda p: len(p.text))]
         rng.shuffle(chosen)
         text = "\n\n".join(f"{p.title}\n{p.text}" for p in chosen)
         return text, [Continuation(p.question, p.answer) for p in (first, second)]
@@ -75,10 +75,8 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
         start = window_start_around(rng, tale.text, size, tale.text.find(first[1]))
         text = tale.text[start : start + size]
         near = [qa for qa in explicit if qa[1] in text and qa != first]
-        asked = [first, *rng.sample(near, min(len(near), CONTINUATIONS - 1))]
-        return surround_with_texts(rng, text, tales, size), [
-            Continuation(question, answer) for question, answer in asked
-        ]
+        questions = [first, *rng.sample(near, min(len(near), CONTINUATIONS - 1))]
+        return surround_with_texts(rng, text, tales, size), [Continuation(*question) for question in questions]
 
     def meeting(rng: random.Random, tokens: int) -> Case:
         chosen = rng.choice([m for m in meetings if m.queries])
@@ -100,10 +98,10 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
             start = rng.randint(0, max(0, len(row["context"]) - size - 400))
             text = row["context"][start : start + size]
             following = row["context"][start + size : start + size + 400]
-            asked = [Continuation(row["input"], row["answers"][0])] if row["input"] else []
-            asked += [Continuation(None, following)] if following else []
-            if asked:  # of a whole text without a question there is nothing
-                return text, asked
+            continuations = [Continuation(row["input"], row["answers"][0])] if row["input"] else []
+            continuations += [Continuation(None, following)] if following else []
+            if continuations:  # a whole text without a question has none
+                return text, continuations
         raise DataError(f"of {_DRAWS} LongBench texts none has a question or is longer than {tokens:,} tokens.")
 
     return {
@@ -157,15 +155,15 @@ class HeldOut:
         ]
         self._tokenizer, self._seed = tokenizer, seed
 
-    def _after_others(self, context: str, task: str, rng: random.Random, tokens: int) -> str:
-        """`context` behind other texts of its task, as many as make `tokens` tokens by the tokenizer."""
+    def _prepend_other_texts(self, context: str, task: str, rng: random.Random, tokens: int) -> str:
+        """Put other texts of the task before `context`, as many as make `tokens` tokens by the tokenizer."""
         before: list[str] = []
-        room = tokens - len(encode(self._tokenizer, context))
-        while room > tokens // 20 and len(before) < 100:
+        free = tokens - len(encode(self._tokenizer, context))
+        while free > tokens // 20 and len(before) < 100:
             text, _ = self._build[task](rng, tokens)
             ids = encode(self._tokenizer, text)
-            before.append(text if len(ids) <= room else text[: len(text) * room // len(ids)])
-            room -= len(ids)
+            before.append(text if len(ids) <= free else text[: len(text) * free // len(ids)])
+            free -= len(ids)
         return "\n\n".join([*before, context])
 
     def case(self, task: str, number: int, tokens: int | None = None) -> tuple[list[int], Continuations]:
@@ -175,14 +173,14 @@ class HeldOut:
         tokens = tokens or rng.randint(1000, 2000)
         if task == "needles":
             item = make_needles(self._tokenizer, self._prose, tokens, 4, self._seed * 100_000 + number)
-            asked = []
+            continuations = []
             for question, answer in item.facts:
                 prefix = encode_question(self._tokenizer, question)
                 target = encode(self._tokenizer, f"The special magic number is {answer}.")
-                asked.append((prefix + target, len(prefix)))
-            return item.ids, asked
-        context, continuations = self._build[task](rng, tokens)
+                continuations.append((prefix + target, len(prefix)))
+            return item.ids, continuations
+        context, targets = self._build[task](rng, tokens)
         if tokens > _LONG:
-            context = self._after_others(context, task, rng, tokens)
-        tokenized = tokenize_sample(Sample(task, context, tuple(continuations)), self._tokenizer, longest, LONGEST)
+            context = self._prepend_other_texts(context, task, rng, tokens)
+        tokenized = tokenize_sample(Sample(task, context, tuple(targets)), self._tokenizer, longest, LONGEST)
         return tokenized.context, tokenized.continuations

@@ -211,9 +211,9 @@ def test_long_contexts_are_made_of_several_texts(monkeypatch):
     held._build, held._tokenizer = {"code": lambda rng, tokens: (words(rng, 700), [])}, None
     rng = random.Random(0)
     own = words(rng, 900)
-    long = held._after_others(own, "code", rng, 3000)
+    long = held._prepend_other_texts(own, "code", rng, 3000)
     assert long.endswith(own) and 2800 <= len(long.split()) <= 3000
-    assert held._after_others(own, "code", rng, 910) == own
+    assert held._prepend_other_texts(own, "code", rng, 910) == own
 
 
 def test_a_longbench_text_always_has_something_to_ask(monkeypatch):
