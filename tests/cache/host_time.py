@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 import lkv.kernels.ragged_attention.api as api
-import lkv.kernels.ragged_attention.triton_launch as launch
+import lkv.kernels.ragged_attention.triton as launch
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.prefill import LayerKV

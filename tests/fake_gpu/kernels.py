@@ -9,7 +9,6 @@ from torch import Tensor
 
 import lkv.kernels.ragged_attention.api as ragged_api
 import lkv.kernels.ragged_attention.triton as ragged
-import lkv.kernels.ragged_attention.triton_launch as launch
 import lkv.kernels.soft_mask_attention.api as soft_api
 import lkv.kernels.soft_mask_attention.triton as soft
 from lkv.utils import devices
@@ -17,11 +16,10 @@ from tests.fake_gpu.device import NAME, load, logs, watched
 
 _GRID = (2**31 - 1, 65_535, 65_535)
 _KERNELS = (
-    (ragged.kernels, ("slice_kernel", "join_kernel", "append_kernel")),
-    (ragged.code_kernels, ("code_slice_kernel",)),
+    (ragged.kernels, ("slice_kernel", "code_slice_kernel", "join_kernel", "append_kernel")),
     (soft.kernels, ("forward", "query_gradient", "key_gradient")),
 )
-_CACHED = (ragged_api._chosen, soft_api._chosen, launch._launch, soft.tiles_on)
+_CACHED = (ragged_api._chosen, soft_api._chosen, ragged._launch, soft.tiles_on)
 
 
 class Launches:
@@ -79,7 +77,7 @@ def fake_gpus(stubbed: bool = False) -> Iterator[list[Launch]]:
         for module, names in _KERNELS:
             for name in names:
                 patch.setattr(module, name, Launches(getattr(module, name), name, made, stubbed))
-        patch.setattr(launch, "interpreted", lambda: True)
+        patch.setattr(ragged, "interpreted", lambda: True)
         patch.setattr(soft, "interpreted", lambda: True)
         _forget()
         yield made

@@ -27,7 +27,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 import lkv.kernels.ragged_attention.triton as ragged
-import lkv.kernels.ragged_attention.triton_launch as launch
 import lkv.kernels.soft_mask_attention.triton as soft
 from lkv.kernels.ragged_attention import QuantizedKV
 from lkv.utils import devices
@@ -92,7 +91,7 @@ class Compiler:
         torch.cuda.get_device_properties = lambda device=None: properties
         # There is no device to make the current one.
         devices.current = lambda device: nullcontext()
-        for cached in (launch._launch, launch._shared_memory, launch._multiprocessors, soft.tiles_on):
+        for cached in (ragged._launch, ragged._shared_memory, ragged._multiprocessors, soft.tiles_on):
             cached.cache_clear()
         plain, rows, limit = self._run, self.rows, GPUS[self._arch][0]
 
@@ -133,7 +132,7 @@ def decode_rows(dim: int, dtype: torch.dtype, rows: int = 1) -> None:
     q, new = on_gpu(1, 32, rows, dim, dtype=dtype), on_gpu(1, 8, rows, dim, dtype=dtype)
     pool = on_gpu(4096, dim, dtype=dtype)
     starts, lens = (on_gpu(1, 8, dtype=torch.int32) for _ in range(2))
-    ragged.extend(q, new, new, pool, pool, starts, lens, dim**-0.5)
+    ragged.append_and_attend(q, new, new, pool, pool, starts, lens, dim**-0.5)
 
 
 def code_rows(dim: int, dtype: torch.dtype, bits: int) -> None:
@@ -147,7 +146,7 @@ def code_rows(dim: int, dtype: torch.dtype, bits: int) -> None:
         on_gpu(4096, width, dtype=byte), on_gpu(4096, groups, dtype=half), on_gpu(4096, groups, dtype=half),
         on_gpu(3, 1, 8, dtype=torch.int32), bits, 32,
     )  # fmt: skip
-    ragged.extend(q, new, new, pool, pool, starts, lens, dim**-0.5, codes=codes)
+    ragged.append_and_attend(q, new, new, pool, pool, starts, lens, dim**-0.5, quantized=codes)
 
 
 def soft_rows(dim: int, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ from tests.kernels import codes as cases
 from tests.kernels.codes import exact
 
 pytest.importorskip("torchao")
-launch = pytest.importorskip("lkv.kernels.ragged_attention.triton_launch")
+launch = pytest.importorskip("lkv.kernels.ragged_attention.triton")
 if not launch.interpreted() and not torch.cuda.is_available():
     pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
 DEVICE = "cpu" if launch.interpreted() else "cuda"
@@ -68,7 +68,7 @@ def test_head_sizes(bits, dim):
 def test_slices_that_begin_within_a_group(bits, monkeypatch):
     torch.manual_seed(bits)
     monkeypatch.setattr(launch, "_PROGRAMS_WITHOUT_GPU", 40)
-    monkeypatch.setattr(launch, "_LEAST_SLICE", 2)
+    monkeypatch.setattr(launch, "_MIN_SLICE", 2)
     launch._launch.cache_clear()
     held = quantised([[150, 20], [0, 97]], 9, 16, 8, torch.float32, bits)
     for rows in (1, 3, 5):

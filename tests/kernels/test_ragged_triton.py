@@ -23,10 +23,9 @@ from tests.conftest import tiny_llama
 from tests.kernels.pools import pool_of
 
 triton = pytest.importorskip("lkv.kernels.ragged_attention.triton")
-launch = pytest.importorskip("lkv.kernels.ragged_attention.triton_launch")
-if not launch.interpreted() and not torch.cuda.is_available():
+if not triton.interpreted() and not torch.cuda.is_available():
     pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
-DEVICE = "cpu" if launch.interpreted() else "cuda"
+DEVICE = "cpu" if triton.interpreted() else "cuda"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -113,14 +112,14 @@ def test_a_large_batch():
 def test_slices_much_shorter_than_heads_and_new_tokens(older, rows, monkeypatch):
     """More parts a head than are joined at once; slices in which a row sees nothing."""
     torch.manual_seed(rows)
-    monkeypatch.setattr(launch, "_PROGRAMS_WITHOUT_GPU", 40)
-    monkeypatch.setattr(launch, "_LEAST_SLICE", 2)
-    launch._launch.cache_clear()
+    monkeypatch.setattr(triton, "_PROGRAMS_WITHOUT_GPU", 40)
+    monkeypatch.setattr(triton, "_MIN_SLICE", 2)
+    triton._launch.cache_clear()
     k, v, starts, lens = pool_of([[count + rows for count in older]], 1, 8, 8, torch.float32)
     # Later entries weigh more, so that the greatest score rises from part to part.
     k *= torch.linspace(0.1, 3, len(k))[:, None]
     assert_as_exact_as_eager(torch.randn(1, 4, rows, 8), k, v, starts, lens, 1.0)
-    launch._launch.cache_clear()
+    triton._launch.cache_clear()
 
 
 @pytest.mark.parametrize("older", [[127, 127], [255, 127]])
@@ -167,27 +166,27 @@ def test_a_backend_by_name_never_falls_back():
 
 
 def test_the_device_is_named_where_triton_cannot_run(monkeypatch):
-    monkeypatch.setattr(launch, "interpreted", lambda: False)
-    assert "needs a CUDA device" in launch.refusal(torch.device("cpu"), torch.float32, 64, 64)
+    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    assert "needs a CUDA device" in triton.refusal(torch.device("cpu"), torch.float32, 64, 64)
 
 
 def test_a_gpu_with_little_shared_memory_is_refused(monkeypatch):
     properties = SimpleNamespace(name="Small", major=8, minor=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(launch, "interpreted", lambda: False)
-    monkeypatch.setattr(launch, "_shared_memory", lambda device: 48 * 1024)
-    assert "Small has too little shared memory" in launch.refusal(torch.device("cuda", 0), torch.float32, 256, 256)
-    monkeypatch.setattr(launch, "_shared_memory", lambda device: 227 * 1024)
-    assert launch.refusal(torch.device("cuda", 0), torch.float32, 256, 256) is None
+    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    monkeypatch.setattr(triton, "_shared_memory", lambda device: 48 * 1024)
+    assert "Small has too little shared memory" in triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256)
+    monkeypatch.setattr(triton, "_shared_memory", lambda device: 227 * 1024)
+    assert triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256) is None
     properties.major = 7
-    assert "Small has compute capability 7.9" in launch.refusal(torch.device("cuda", 0), torch.float16, 64, 64)
+    assert "Small has compute capability 7.9" in triton.refusal(torch.device("cuda", 0), torch.float16, 64, 64)
 
 
 @pytest.mark.parametrize(("memory", "stages"), [(166_912, 3), (101_376, 2), (232_448, 4)])
 def test_stages_are_counted_as_triton_buffers_them(memory, stages):
     """One block less than stages is in shared memory: 99 KB are enough for asynchronous copies."""
-    assert launch.fitting(16, 128, 128, torch.bfloat16, memory) == stages
-    assert launch.fitting(64, 128, 128, torch.bfloat16, 101_376) == 2
+    assert triton.pipeline_stages(16, 128, 128, torch.bfloat16, memory) == stages
+    assert triton.pipeline_stages(64, 128, 128, torch.bfloat16, 101_376) == 2
 
 
 class NoWaiting(TorchDispatchMode):

@@ -7,24 +7,80 @@ attends to the new token, appends it to the pools and counts it, so that a step 
 them (CUDA graphs) is a step of its own.
 """
 
-from typing import Any
+import functools
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-import lkv.kernels.ragged_attention.triton_code_kernels as code_kernels
 import lkv.kernels.ragged_attention.triton_kernels as kernels
 from lkv.kernels.ragged_attention.api import QuantizedKV
-from lkv.kernels.ragged_attention.triton_launch import APPENDED_AT_ONCE, Ready, code_options, launch_of, refusal
 from lkv.utils import devices
 
-__all__ = ["append_and_attend", "attend", "refusal", "unfit"]
-
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST_DIM = 256
+_APPEND_BLOCK = 16
+# Below this many entries a program has too little to read to be worth starting.
+_MIN_SLICE = 128
+_PARTS_AT_ONCE = 32
+_PROGRAMS_WITHOUT_GPU = 7
+# What Triton takes beside blocks, queries and shares, to exchange numbers between warps.
+_OWN_SHARED_MEMORY = 4096
+GROUP_SIZES = (16, 32, 64, 128)  # of quantised entries: blocks are at most groups of k
 _LOG2_E = 1.4426950408889634
 # What the join does for new tokens: nothing; attend to one and append it; count those that are in the pools already.
-GROUP_SIZES = (16, 32, 64, 128)
 _NONE, _SINGLE, _COUNT = 0, 1, 2
+
+
+class CompiledStep(NamedTuple):
+    """The two kernels of a step as they are compiled, and their constants.
+
+    Launched like this, update and attention take the host 29 us a layer and step, by Triton's own launch 63 us: it binds
+    some forty arguments anew. `python -m tests.cache.host_time` measures it.
+    """
+
+    slices: Any
+    slice_constants: tuple[Any, ...]
+    join: Any
+    join_constants: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """Everything about a call that its shapes decide; `compiled` by what else of the arguments is compiled in."""
+
+    programs: int
+    tiles: int
+    slice_options: dict[str, Any]
+    join_options: dict[str, Any]
+    append_options: dict[str, Any]
+    compiled: dict[Any, CompiledStep] = field(default_factory=dict)
+
+
+def interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), on any device."""
+    return not isinstance(kernels.slice_kernel, triton.JITFunction)
+
+
+def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
+    """Why these kernels cannot run, in one sentence; None where they can."""
+    if not devices.is_gpu(device) and not interpreted():
+        return f"the pools are on {device.type!r}, but Triton needs a CUDA device (or TRITON_INTERPRET=1)."
+    if dtype not in DTYPES:
+        return f"the dtype is {dtype}, but the Triton kernels take float32, bfloat16 and float16."
+    if not 0 < min(dim, value_dim) <= max(dim, value_dim) <= LARGEST_DIM:
+        return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take 1 to {LARGEST_DIM}."
+    if not devices.is_gpu(device) or interpreted():
+        return None
+    gpu = devices.runtime(device).get_device_properties(device)
+    if gpu.major < 8:
+        return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, but the Triton kernels need 8.0."
+    if not pipeline_stages(16, dim, value_dim, dtype, _shared_memory(device)):
+        return f"{gpu.name} has too little shared memory for heads of {dim} in {dtype}."
+    return None
 
 
 def unfit(*tensors: Tensor, quantized: QuantizedKV | None = None) -> str | None:
@@ -46,32 +102,32 @@ def attend(
 
 def append_and_attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    buffers: dict[Any, Any] | None = None, codes: QuantizedKV | None = None,
+    buffers: dict[Any, Any] | None = None, quantized: QuantizedKV | None = None,
 ) -> Tensor:  # fmt: skip
     """As `api.append_and_attend`. Two launches for one new token, three for more; nothing waits for the device."""
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     rows = key.shape[2]
     with devices.current(q.device):
         if rows == 1:
-            return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _SINGLE, buffers, codes)
-        kernels.append_kernel[(starts.numel(), -(-rows // APPENDED_AT_ONCE))](
+            return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _SINGLE, buffers, quantized)
+        kernels.append_kernel[(starts.numel(), -(-rows // _APPEND_BLOCK))](
             key, value, k_pool, v_pool, starts, lens, starts.shape[1], rows, *key.stride()[:3], *value.stride()[:3],
-            **launch_of(q, starts, value.shape[-1], 1).append_options,
+            **_launch_for(q, starts, value.shape[-1], 1).append_options,
         )  # fmt: skip
-        return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _COUNT, None, codes)
+        return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _COUNT, None, quantized)
 
 
 def _attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    new: int, buffers: dict[Any, Any] | None, codes: QuantizedKV | None = None, causal: bool = True,
+    new: int, buffers: dict[Any, Any] | None, quantized: QuantizedKV | None = None, causal: bool = True,
     lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     batch, heads, rows, _ = q.shape
     kv_heads, value_dim, spans = starts.shape[1], v_pool.shape[-1], starts.numel()
     q = q if q.stride(-1) == 1 else q.contiguous()
     packed = rows * (heads // kv_heads)
-    launch = launch_of(q, starts, value_dim, packed)
-    parts, extremes, counted = _room(q, (launch.programs + spans - 1) * packed, value_dim, spans, buffers)
+    launch = _launch_for(q, starts, value_dim, packed)
+    parts, extremes, counted = _work_space(q, (launch.programs + spans - 1) * packed, value_dim, spans, buffers)
     # Laid out by token, as the caller's next product reads it.
     out = q.new_empty((batch, rows, heads, value_dim)).transpose(1, 2)
     scale *= _LOG2_E
@@ -81,35 +137,35 @@ def _attend(
         q, k_pool, v_pool, starts, lens, parts, extremes, counted, spans, kv_heads, rows, rows if new == _COUNT else 0,
         scale, q_batch, q_head, q_row,
     )  # fmt: skip
-    if codes is not None:
-        to_slices += codes[:7]
+    codes = () if quantized is None else quantized[:7]
+    to_slices += codes
     to_join = (
         parts, extremes, counted, out, extremes if lse is None else lse, q, key, value, k_pool, v_pool, starts, lens,
         spans, kv_heads, rows, launch.programs, scale, *out.stride()[:3], q_batch, q_head, k_batch, k_head, v_batch,
         v_head,
     )  # fmt: skip
     grids = (launch.programs, launch.tiles, 1), (packed, spans, 1)
-    compiled = new, strides, None if codes is None else codes[7:], causal, lse is None
-    known = compiled if _aligned(q, key, value, *to_slices[1:5]) else None
-    ready = launch.ready.get(known)
-    if ready is not None and (codes is None or _aligned(*codes[:7])):
-        ready.slices[grids[0]](*to_slices, *ready.slice_constants)
-        ready.join[grids[1]](*to_join, *ready.join_constants)
+    variant = new, strides, None if quantized is None else quantized[7:], causal, lse is None
+    is_aligned = _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *codes)
+    step = launch.compiled.get(variant) if is_aligned else None
+    if step is not None:
+        step.slices[grids[0]](*to_slices, *step.slice_constants)
+        step.join[grids[1]](*to_join, *step.join_constants)
         return out
     kernel, options = kernels.slice_kernel, launch.slice_options | {"CAUSAL": causal}
-    if codes is not None:
-        kernel, options = code_kernels.code_slice_kernel, code_options(launch, q.dtype, codes.bits, codes.group_size)
+    if quantized is not None:
+        kernel = kernels.code_slice_kernel
+        options = _code_options(launch, q.dtype, quantized.bits, quantized.group_size)
     slices = kernel[grids[0]](*to_slices, **options)
     join_options = launch.join_options | {"NEW": new, "LSE": lse is not None}
     join = kernels.join_kernel[grids[1]](*to_join, **join_options)
-    if known is not None and isinstance(slices, CompiledKernel) and (codes is None or _aligned(*codes[:7])):
-        launch.ready[known] = Ready(
-            slices, _constants(kernel, options), join, _constants(kernels.join_kernel, join_options)
-        )
+    if is_aligned and isinstance(slices, CompiledKernel):
+        constants = _constants(kernel, options), _constants(kernels.join_kernel, join_options)
+        launch.compiled[variant] = CompiledStep(slices, constants[0], join, constants[1])
     return out
 
 
-def _aligned(*tensors: Tensor) -> bool:
+def _are_aligned(*tensors: Tensor) -> bool:
     """Whether all begin at multiples of 16 bytes, as Triton's code for such may be used for."""
     places = 0
     for tensor in tensors:
@@ -122,7 +178,7 @@ def _constants(kernel: Any, options: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(options[name] for name in kernel.arg_names if name in options)
 
 
-def _room(
+def _work_space(
     q: Tensor, places: int, value_dim: int, spans: int, buffers: dict[Any, Any] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums [places, value_dim] and extremes [places, 2] of the parts, and the lengths read [spans]: from `buffers`
@@ -139,3 +195,83 @@ def _room(
         buffers.clear()
         buffers[key] = made
     return made
+
+
+def _launch_for(q: Tensor, starts: Tensor, value_dim: int, packed: int) -> Launch:
+    """How to launch the kernels for the queries `q` with `packed` rows a span; see `_launch`."""
+    spans, kv_heads = starts.numel(), starts.shape[1]
+    return _launch(q.device, q.dtype, packed, spans, q.shape[1] // kv_heads, q.shape[-1], value_dim)
+
+
+@functools.lru_cache(maxsize=256)
+def _launch(
+    device: torch.device, dtype: torch.dtype, packed: int, spans: int, group: int, dim: int, value_dim: int
+) -> Launch:  # fmt: skip
+    """How to launch the kernels over `spans` with `packed` rows each; made once a shape."""
+    gpu = devices.is_gpu(device) and not interpreted()
+    memory = _shared_memory(device) if gpu else 2**20
+    # More rows of float32 than that do not fit a program's registers.
+    block_m = min(128 // dtype.itemsize, 64, max(16, triton.next_power_of_2(packed)))
+    while not pipeline_stages(block_m, dim, value_dim, dtype, memory):
+        block_m //= 2
+    blocks, stages = _blocks(dim, value_dim, dtype), pipeline_stages(block_m, dim, value_dim, dtype, memory)
+    tiles = -(-packed // block_m)
+    wanted = 2 * _multiprocessors(device) if gpu else _PROGRAMS_WITHOUT_GPU
+    sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
+    shared = sizes | {"GROUP": group, "SPANS": triton.next_power_of_2(spans), "LEAST": _MIN_SLICE}
+    return Launch(
+        # Many tiles fill a GPU by themselves, and every slice costs room for its part.
+        max(1, wanted // tiles),
+        tiles,
+        shared | {
+            "BLOCK_M": block_m, "BLOCK_N": blocks["BLOCK_N"],
+            # The interpreter knows bfloat16 as bits, and would multiply those.
+            "WIDEN": interpreted() and dtype == torch.bfloat16,
+            "num_warps": 8 if block_m * blocks["BLOCK_V"] > 8192 else 4, "num_stages": stages,
+        },
+        shared | {"BLOCK_S": _PARTS_AT_ONCE, "num_warps": 4},
+        sizes | {"BLOCK_T": _APPEND_BLOCK, "num_warps": 4},
+    )  # fmt: skip
+
+
+def _code_options(launch: Launch, dtype: torch.dtype, bits: int, group: int) -> dict[str, Any]:
+    """How to launch the slice kernel over codes: its blocks are at most groups of entries."""
+    options = launch.slice_options
+    # QuantizedKV and what restores them take registers as well.
+    wide = dtype.itemsize * max(options["BLOCK_D"], options["BLOCK_V"]) >= 512
+    block_n = min(group, max(16, options["BLOCK_N"] // 2) if wide else options["BLOCK_N"])
+    blocks = {"BLOCK_N": block_n, "num_warps": 8 if wide else options["num_warps"]}
+    return options | blocks | {"BITS": bits, "SHARING": group, "HALF": dtype == torch.float16}
+
+
+def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Block sizes; a dot product takes at least 16 of everything."""
+    block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
+    # About 16 KiB of k at once: enough loads in flight, and room for several stages.
+    wide = max(block_d, block_v) * dtype.itemsize
+    return {"BLOCK_D": block_d, "BLOCK_V": block_v, "BLOCK_N": max(16, min(128, 16384 // wide))}
+
+
+def pipeline_stages(block_m: int, dim: int, value_dim: int, dtype: torch.dtype, shared_memory: int) -> int:
+    """Pipeline stages for tiles of `block_m` packed rows: as many, up to 4, as leave room for two programs on a
+    multiprocessor, or the 2 that asynchronous copies need where one program alone has room; 0 where there is none."""
+    blocks = _blocks(dim, value_dim, dtype)
+    block_n = blocks["BLOCK_N"]
+    # One block is in registers while the others are on their way; beside them lie the queries and the shares.
+    block = block_n * (blocks["BLOCK_D"] + blocks["BLOCK_V"]) * dtype.itemsize
+    rest = block_m * (blocks["BLOCK_D"] + block_n) * dtype.itemsize + _OWN_SHARED_MEMORY
+    for stages in (4, 3, 2):
+        if 2 * ((stages - 1) * block + rest) <= shared_memory:
+            return stages
+    return 2 if block + rest <= shared_memory else 0
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return devices.runtime(device).get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one block may use, as Triton checks them."""
+    return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]

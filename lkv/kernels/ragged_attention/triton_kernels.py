@@ -1,46 +1,122 @@
-"""The kernels of `triton` over entries: one slice of the flat axis, the join of its parts, and the append."""
+"""The Triton kernels of ragged attention: slices over entries and over codes, the join of their parts, the append.
 
+A span is what one KV head of one batch row holds. The entries of all spans, one span after another, are the flat axis;
+a program of a slice kernel takes one slice of it for one tile of BLOCK_M packed rows. Packed row m of a span is new
+token m // GROUP of query head m % GROUP of its group. Pools are [P, DIM] and [P, VALUE_DIM]. What a slice gives a span
+is its weighted sum of v in `parts` [places, VALUE_DIM], and largest score and sum of weights in `extremes` [places, 2];
+scores are in base 2.
+"""
+
+# ruff: noqa: N803 (constants are in capitals)
 import triton
 import triton.language as tl
-
-from lkv.kernels.ragged_attention.triton_parts import attended_in_pools, query_of, rows_of, slice_of, store_part
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _slice_bounds(lens, counted, spans, added, SPANS: tl.constexpr, LEAST: tl.constexpr):
+    """Where this program's slice begins and ends, how many entries each span has, and where each ends.
+
+    `added` entries a span are in the pools, but not counted in `lens` yet; `counted` gets the lengths that were read.
+    """
+    all_spans = tl.arange(0, SPANS)
+    lengths = tl.load(lens + all_spans, mask=all_spans < spans, other=-added) + added
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(counted + all_spans, lengths, mask=all_spans < spans)
+    total = tl.sum(lengths, 0)
+    size = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
+    low = tl.program_id(0) * size
+    return low, tl.minimum(low + size, total), lengths, tl.cumsum(lengths, 0)
+
+
+@triton.jit
+def _packed_rows(rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The packed rows of this program's tile, the new token of each, whether it is one, and the tile's last token."""
+    first = tl.program_id(1) * BLOCK_M
+    packed = first + tl.arange(0, BLOCK_M)
+    latest = tl.minimum((first + BLOCK_M - 1) // GROUP, rows - 1)
+    return packed, packed // GROUP, packed < rows * GROUP, latest
+
+
+@triton.jit
+def _load_query(
+    q, span, kv_heads, packed, token, within, q_batch, q_head, q_row, dims, real, GROUP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The queries of a span's packed rows, for the channels `dims` that are `real`."""
+    head = (span % kv_heads) * GROUP + packed % GROUP
+    query_at = q + (span // kv_heads).to(tl.int64) * q_batch + head * q_head + token * q_row
+    query = tl.load(query_at[:, None] + dims[None, :], mask=within[:, None] & real[None, :], other=0.0)
+    return query.to(tl.float32) if WIDEN else query
+
+
+@triton.jit
+def _attend_block(query, key, value, seen, scale, highest, weight, sums):
+    """Running maximum, weight and sums of rows with one more block of entries."""
+    scores = tl.dot(query, key, input_precision="ieee") * scale
+    scores = tl.where(seen, scores, float("-inf"))
+    new = tl.maximum(highest, tl.max(scores, 1))
+    # A row that sees nothing yet would give inf - inf.
+    base = tl.where(new == float("-inf"), 0.0, new)
+    shrink = tl.exp2(highest - base)
+    share = tl.exp2(scores - base[:, None])
+    sums = sums * shrink[:, None] + tl.dot(share.to(value.dtype), value, input_precision="ieee")
+    return new, weight * shrink + tl.sum(share, 1), sums
+
+
+@triton.jit
+def _attend_pools(
+    query, k_span, v_span, begin, end, visible, dims, real, value_dims, value_real, scale, highest, weight, sums,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`_attend_block` over the entries `begin` to `end` of a span, of which each row sees those up to `visible`."""
+    for at in range(begin, end, BLOCK_N):
+        entry = at + tl.arange(0, BLOCK_N)
+        inside = entry < end
+        key = tl.load(
+            k_span + entry[None, :].to(tl.int64) * DIM + dims[:, None],
+            mask=inside[None, :] & real[:, None],
+            other=0.0,
+        )
+        value = tl.load(
+            v_span + entry[:, None].to(tl.int64) * VALUE_DIM + value_dims[None, :],
+            mask=inside[:, None] & value_real[None, :],
+            other=0.0,
+        )
+        key, value = (key.to(tl.float32), value.to(tl.float32)) if WIDEN else (key, value)
+        seen = inside[None, :] & (entry[None, :] <= visible[:, None])
+        highest, weight, sums = _attend_block(query, key, value, seen, scale, highest, weight, sums)
+    return highest, weight, sums
+
+
+@triton.jit
+def _store_part(
+    parts, extremes, span, rows, packed, within, value_dims, value_real, highest, weight, sums, GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Write what this program's slice gave for one span."""
+    # Programs and spans rise together, so their sum is a place that no other pair has.
+    slot = ((tl.program_id(0) + span) * rows * GROUP).to(tl.int64) + packed
+    tl.store(extremes + 2 * slot, highest, mask=within)
+    tl.store(extremes + 2 * slot + 1, weight, mask=within)
+    tl.store(
+        parts + slot[:, None] * VALUE_DIM + value_dims[None, :],
+        sums,
+        mask=within[:, None] & value_real[None, :],
+    )
+
+
+@triton.jit
 def slice_kernel(
-    q,
-    k_pool,
-    v_pool,
-    starts,
-    lens,
-    parts,
-    extremes,
-    counted,
-    spans,
-    kv_heads,
-    rows,
-    added,
-    scale,
-    q_batch,
-    q_head,
-    q_row,
-    GROUP: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    VALUE_DIM: tl.constexpr,  # noqa: N803
-    SPANS: tl.constexpr,  # noqa: N803
-    LEAST: tl.constexpr,  # noqa: N803
-    CAUSAL: tl.constexpr,  # noqa: N803
-    WIDEN: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-    BLOCK_D: tl.constexpr,  # noqa: N803
-    BLOCK_V: tl.constexpr,  # noqa: N803
-):
+    q, k_pool, v_pool, starts, lens, parts, extremes, counted, spans, kv_heads, rows, added, scale, q_batch, q_head,
+    q_row, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPANS: tl.constexpr, LEAST: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """One slice of the flat axis for one tile of packed rows; row m of a span is new token m // GROUP."""
-    low, high, held, ends = slice_of(lens, counted, spans, added, SPANS, LEAST)
-    packed, token, within, latest = rows_of(rows, GROUP, BLOCK_M)
+    low, high, lengths, ends = _slice_bounds(lens, counted, spans, added, SPANS, LEAST)
+    packed, token, within, latest = _packed_rows(rows, GROUP, BLOCK_M)
     all_spans = tl.arange(0, SPANS)
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     real, value_real = dims < DIM, value_dims < VALUE_DIM
@@ -49,7 +125,7 @@ def slice_kernel(
         last = tl.sum((ends < high).to(tl.int32), 0)
         for span in range(first, last + 1):
             length = tl.load(lens + span) + added
-            before = tl.sum(tl.where(all_spans < span, held, 0), 0)
+            before = tl.sum(tl.where(all_spans < span, lengths, 0), 0)
             begin = tl.maximum(low - before, 0)
             end = tl.minimum(high - before, length)
             visible = length - 1 + 0 * token
@@ -58,15 +134,114 @@ def slice_kernel(
                 end = tl.minimum(end, length - rows + latest + 1)
                 visible = length - rows + token
             start = tl.load(starts + span).to(tl.int64)
-            query = query_of(q, span, kv_heads, packed, token, within, q_batch, q_head, q_row, dims, real, GROUP, WIDEN)
+            query = _load_query(
+                q, span, kv_heads, packed, token, within, q_batch, q_head, q_row, dims, real, GROUP, WIDEN
+            )
             highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
             weight = tl.zeros([BLOCK_M], tl.float32)
             sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-            highest, weight, sums = attended_in_pools(
+            highest, weight, sums = _attend_pools(
                 query, k_pool + start * DIM, v_pool + start * VALUE_DIM, begin, end, visible, dims, real, value_dims,
                 value_real, scale, highest, weight, sums, DIM, VALUE_DIM, WIDEN, BLOCK_N,
             )  # fmt: skip
-            store_part(
+            _store_part(
+                parts, extremes, span, rows, packed, within, value_dims, value_real, highest, weight, sums, GROUP,
+                VALUE_DIM,
+            )  # fmt: skip
+
+
+@triton.jit
+def _restore(codes, step, least, HALF: tl.constexpr):
+    """code * step + least in float32; within the range of float16 if HALF."""
+    values = codes.to(tl.float32) * step.to(tl.float32) + least.to(tl.float32)
+    return tl.minimum(tl.maximum(values, -65504.0), 65504.0) if HALF else values
+
+
+@triton.jit
+def code_slice_kernel(
+    q, k_pool, v_pool, starts, lens, parts, extremes, counted, spans, kv_heads, rows, added, scale, q_batch, q_head,
+    q_row, k_codes, k_step, k_least, v_codes, v_step, v_least, tables, GROUP: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, SPANS: tl.constexpr, LEAST: tl.constexpr, WIDEN: tl.constexpr, HALF: tl.constexpr,
+    BITS: tl.constexpr, SHARING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """As the slice kernel, where the first entries of each span are codes: code * step + least.
+
+    `tables` [3, spans]: how many entries of a span are codes, its first one among all codes, its first group of k.
+    SHARING values share a step: entries of one channel in k (BLOCK_N divides them), channels of one entry in v. Two
+    codes of 4 bits lie in a byte, those of the first half of the channels below; the axes of the blocks are so ordered
+    that they come apart.
+    """
+    low, high, lengths, ends = _slice_bounds(lens, counted, spans, added, SPANS, LEAST)
+    packed, token, within, latest = _packed_rows(rows, GROUP, BLOCK_M)
+    all_spans = tl.arange(0, SPANS)
+    # Channels in the order of the blocks, the bytes that hold their codes, and where in the byte.
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    byte, value_byte = dims, value_dims
+    shift, value_shift = dims * 0, value_dims * 0
+    real, value_real = dims < DIM, value_dims < VALUE_DIM
+    if BITS == 4:
+        byte, value_byte = dims % (BLOCK_D // 2), value_dims % (BLOCK_V // 2)
+        above, value_above = dims // (BLOCK_D // 2), value_dims // (BLOCK_V // 2)
+        dims, value_dims = byte + above * ((DIM + 1) // 2), value_byte + value_above * ((VALUE_DIM + 1) // 2)
+        real = (byte < (DIM + 1) // 2) & (dims < DIM)
+        value_real = (value_byte < (VALUE_DIM + 1) // 2) & (value_dims < VALUE_DIM)
+        shift, value_shift = above * 4, value_above * 4
+    width: tl.constexpr = (DIM * BITS + 7) // 8
+    value_width: tl.constexpr = (VALUE_DIM * BITS + 7) // 8
+    value_groups: tl.constexpr = (VALUE_DIM + SHARING - 1) // SHARING
+
+    if low < high:
+        first = tl.sum((ends <= low).to(tl.int32), 0)
+        last = tl.sum((ends < high).to(tl.int32), 0)
+        for span in range(first, last + 1):
+            length = tl.load(lens + span) + added
+            before = tl.sum(tl.where(all_spans < span, lengths, 0), 0)
+            begin = tl.maximum(low - before, 0)
+            # New tokens that no row of this tile sees are not read.
+            end = tl.minimum(tl.minimum(high - before, length), length - rows + latest + 1)
+            coded = tl.load(tables + span)
+            first_code = tl.load(tables + spans + span).to(tl.int64)
+            first_group = tl.load(tables + 2 * spans + span).to(tl.int64)
+            start = tl.load(starts + span).to(tl.int64)
+            query = _load_query(
+                q, span, kv_heads, packed, token, within, q_batch, q_head, q_row, dims, real, GROUP, WIDEN
+            )
+            visible = length - rows + token
+            highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            weight = tl.zeros([BLOCK_M], tl.float32)
+            sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+            # Every block is of one group of k, within which a slice may begin.
+            codes_end = tl.minimum(end, coded)
+            for at in range(begin // BLOCK_N * BLOCK_N, codes_end, BLOCK_N):
+                entry = at + tl.arange(0, BLOCK_N)
+                inside = (entry >= begin) & (entry < codes_end)
+                code_at = first_code + entry
+                key_here, value_here = inside[None, :] & real[:, None], inside[:, None] & value_real[None, :]
+                key = tl.load(k_codes + code_at[None, :] * width + byte[:, None], mask=key_here, other=0)
+                group = (first_group + at // SHARING) * DIM + dims
+                key = _restore(
+                    (key >> shift[:, None]) & (2**BITS - 1),
+                    tl.load(k_step + group, mask=real, other=0.0)[:, None],
+                    tl.load(k_least + group, mask=real, other=0.0)[:, None],
+                    HALF,
+                ).to(query.dtype)
+                value = tl.load(
+                    v_codes + code_at[:, None] * value_width + value_byte[None, :], mask=value_here, other=0
+                )
+                value_group = code_at[:, None] * value_groups + (value_dims // SHARING)[None, :]
+                value = _restore(
+                    (value >> value_shift[None, :]) & (2**BITS - 1),
+                    tl.load(v_step + value_group, mask=value_here, other=0.0),
+                    tl.load(v_least + value_group, mask=value_here, other=0.0),
+                    HALF,
+                ).to(query.dtype)
+                highest, weight, sums = _attend_block(query, key, value, inside[None, :], scale, highest, weight, sums)
+            highest, weight, sums = _attend_pools(
+                query, k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end, visible, dims,
+                real, value_dims, value_real, scale, highest, weight, sums, DIM, VALUE_DIM, WIDEN, BLOCK_N,
+            )  # fmt: skip
+            _store_part(
                 parts, extremes, span, rows, packed, within, value_dims, value_real, highest, weight, sums, GROUP,
                 VALUE_DIM,
             )  # fmt: skip
@@ -74,50 +249,18 @@ def slice_kernel(
 
 @triton.jit
 def join_kernel(
-    parts,
-    extremes,
-    counted,
-    out,
-    lse,
-    q,
-    key,
-    value,
-    k_pool,
-    v_pool,
-    starts,
-    lens,
-    spans,
-    kv_heads,
-    rows,
-    programs,
-    scale,
-    out_batch,
-    out_head,
-    out_row,
-    q_batch,
-    q_head,
-    k_batch,
-    k_head,
-    v_batch,
-    v_head,
-    NEW: tl.constexpr,  # noqa: N803
-    LSE: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    VALUE_DIM: tl.constexpr,  # noqa: N803
-    SPANS: tl.constexpr,  # noqa: N803
-    LEAST: tl.constexpr,  # noqa: N803
-    BLOCK_S: tl.constexpr,  # noqa: N803
-    BLOCK_D: tl.constexpr,  # noqa: N803
-    BLOCK_V: tl.constexpr,  # noqa: N803
-):
+    parts, extremes, counted, out, lse, q, key, value, k_pool, v_pool, starts, lens, spans, kv_heads, rows, programs,
+    scale, out_batch, out_head, out_row, q_batch, q_head, k_batch, k_head, v_batch, v_head, NEW: tl.constexpr,
+    LSE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPANS: tl.constexpr,
+    LEAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """One packed row of one span from its parts and, if NEW is 1, the new token; the lengths grow if it is not 0."""
     # Packed rows first: a part of a prompt has more of them than the second axis of a grid may have.
     packed, span = tl.program_id(0), tl.program_id(1)
     all_spans = tl.arange(0, SPANS)
-    held = tl.load(counted + all_spans, mask=all_spans < spans, other=0)
-    size = tl.maximum(tl.cdiv(tl.sum(held, 0), programs), LEAST)
-    before = tl.sum(tl.where(all_spans < span, held, 0), 0)
+    lengths = tl.load(counted + all_spans, mask=all_spans < spans, other=0)
+    size = tl.maximum(tl.cdiv(tl.sum(lengths, 0), programs), LEAST)
+    before = tl.sum(tl.where(all_spans < span, lengths, 0), 0)
     length = tl.load(counted + span)
     first = before // size + span
     # A span without entries has no parts.
@@ -176,26 +319,9 @@ def join_kernel(
 
 @triton.jit
 def append_kernel(
-    key,
-    value,
-    k_pool,
-    v_pool,
-    starts,
-    lens,
-    kv_heads,
-    rows,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    DIM: tl.constexpr,  # noqa: N803
-    VALUE_DIM: tl.constexpr,  # noqa: N803
-    BLOCK_T: tl.constexpr,  # noqa: N803
-    BLOCK_D: tl.constexpr,  # noqa: N803
-    BLOCK_V: tl.constexpr,  # noqa: N803
-):
+    key, value, k_pool, v_pool, starts, lens, kv_heads, rows, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """New entries of one span, copied to its end; `lens` stays as it is."""
     span, tile = tl.program_id(0), tl.program_id(1)
     batch, head = (span // kv_heads).to(tl.int64), span % kv_heads
