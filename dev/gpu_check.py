@@ -20,7 +20,6 @@ import torch
 ROOT = Path(__file__).parents[1]
 CHECKS = [
     "tests/kernels/test_ragged_triton.py",
-    "tests/kernels/test_code_kernels.py",
     "tests/kernels/test_soft_mask_triton.py",
     "tests/gpu/test_cuda.py",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.fake_gpu.build import library
+from lkv.utils.cpp import build_library
 
 NAME = "fake"
 PACKAGE = Path(__file__).parents[2] / "lkv"
@@ -25,7 +25,7 @@ _WATCH = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_
 @functools.cache
 def load() -> ctypes.CDLL:
     """Register the devices "fake:0" and "fake:1" and the module `torch.fake`; once a process, for good."""
-    own = ctypes.CDLL(str(library()))
+    own = ctypes.CDLL(str(build_library(Path(__file__).with_name("backend.cpp"), ["-O1"])))
     for name in ("fake_gpu_held", "fake_gpu_most"):
         getattr(own, name).restype = ctypes.c_size_t
     for name in ("fake_gpu_limit", "fake_gpu_fail_after"):

@@ -25,12 +25,12 @@ from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm
 from lkv.policy.policy import Policy
 from lkv.utils import devices
+from lkv.utils.cpp import find_compiler
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
-from tests.fake_gpu.build import compiler
 from tests.fake_suite import Letters, make_examples, make_prompt, score
 
-if compiler() is None:
+if find_compiler() is None:
     pytest.skip("there is no C++ compiler to build the fake GPU with", allow_module_level=True)
 pytest.importorskip("triton")
 from tests.fake_gpu.device import load, memory_limit, watched

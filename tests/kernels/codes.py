@@ -10,7 +10,7 @@ from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
 
 def quantised(lengths, room, dim, value_dim, dtype, bits, group=32, device="cpu"):
     """Random spans in `bits` bits, with room whose entries are NaN."""
-    lens = torch.tensor(lengths)
+    lens = torch.tensor(lengths, device="cpu")
     draw = [torch.randn(int(lens.sum()), size, device=device).to(dtype) for size in (dim, value_dim)]
     # Channels of k with outliers, as models have them.
     draw[0] *= torch.linspace(0.2, 5, dim, device=device).to(dtype)

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
         (100, 128, "bfloat16"),
         (89, 128, "bfloat16"),
         (90, 256, "bfloat16"),
+        pytest.param(90, 128, "bfloat16", marks=pytest.mark.slow),
         (80, 96, "float16"),
         (80, 256, "float32"),
     ],

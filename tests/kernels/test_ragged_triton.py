@@ -4,6 +4,8 @@ They run in Triton's interpreter on the CPU, and on a GPU where TRITON_INTERPRET
 """
 
 import json
+from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import ragged_attention as benchmark
+from lkv.cache.quantization import QuantizedPool
+from lkv.cache.quantized_store import QuantizedStore
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import api, append_and_attend, ragged_attention
@@ -20,12 +24,15 @@ from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm, Random
 from tests.conftest import tiny_llama
+from tests.kernels.codes import assert_exact, exact, quantised
 from tests.kernels.pools import pool_of
 
 triton = pytest.importorskip("lkv.kernels.ragged_attention.triton")
 if not triton.interpreted() and not torch.cuda.is_available():
     pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
 DEVICE = "cpu" if triton.interpreted() else "cuda"
+quantised_on_device = partial(quantised, device=DEVICE)
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="quantised storage needs torchao")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -305,3 +312,78 @@ def test_log_sum_exp_equals_the_reference(held, group, rows, causal, dim, dtype,
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.double(), exact_lse, atol=tolerance, rtol=tolerance)
+
+
+@needs_torchao
+@settings(max_examples=25)
+@given(
+    st.integers(1, 3).flatmap(
+        lambda heads: st.lists(st.lists(st.integers(0, 150), min_size=heads, max_size=heads), min_size=1, max_size=2)
+    ),
+    st.sampled_from([8, 4]), st.integers(1, 3), st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.sampled_from([(8, 8), (24, 40), (64, 64), (33, 7)]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 99),
+)  # fmt: skip
+def test_attention_over_codes_equals_that_over_what_they_stand_for(lengths, bits, group, steps, dims, dtype, seed):
+    """Several steps of one and more tokens, so that there are tails as well."""
+    torch.manual_seed(seed)
+    held = quantised_on_device(lengths, sum(steps), *dims, dtype, bits)
+    for rows in steps:
+        assert_exact(held, group, rows, dims[0] ** -0.5, "triton")
+
+
+@needs_torchao
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_head_sizes_over_codes(bits, dim):
+    torch.manual_seed(dim)
+    held = quantised_on_device([[1, 200]], 3, dim, dim, torch.bfloat16, bits)
+    assert_exact(held, 2, 1, dim**-0.5, "triton")
+    assert_exact(held, 2, 2, dim**-0.5, "triton")
+
+
+@needs_torchao
+@pytest.mark.parametrize("bits", [8, 4])
+def test_slices_that_begin_within_a_group(bits, monkeypatch):
+    torch.manual_seed(bits)
+    monkeypatch.setattr(triton, "_PROGRAMS_WITHOUT_GPU", 40)
+    monkeypatch.setattr(triton, "_MIN_SLICE", 2)
+    triton._launch.cache_clear()
+    held = quantised_on_device([[150, 20], [0, 97]], 9, 16, 8, torch.float32, bits)
+    for rows in (1, 3, 5):
+        assert_exact(held, 2, rows, 1.0, "triton")
+    triton._launch.cache_clear()
+
+
+@needs_torchao
+def test_a_backend_without_codes_says_so():
+    held = quantised_on_device([[5]], 1, 8, 8, torch.float32, 8)
+    (*pools, starts, lens), codes = held.append_view(), held.quantized_kv()
+    new = [torch.zeros(1, 1, 1, 8, device=DEVICE)] * 2
+    with pytest.raises(BackendError, match="'loop' cannot run: it reads no codes"):
+        append_and_attend(new[0], *new, *pools, starts, lens, 1.0, "loop", quantized=codes)
+
+
+@needs_torchao
+@pytest.mark.parametrize("groups", [(32, 16), (24, 24)])
+def test_groups_that_the_kernel_cannot_take_are_restored(groups, monkeypatch):
+    """As a file may hold them."""
+    torch.manual_seed(0)
+    held = quantised_on_device([[40, 3]], 2, 8, 8, torch.float32, 8)
+    pools = [pool.unpack() for pool in (held.key, held.value)]
+    key = QuantizedPool.pack(pools[0], 8, groups[0], [40, 3])
+    held = QuantizedStore(held.lens, key, QuantizedPool.pack(pools[1], 8, groups[1]), held.appended)
+    monkeypatch.setattr("lkv.cache.quantized_store.can_attend_quantized", lambda *args: True)
+    query, *new = (torch.randn(1, 2, 2, 8, device=DEVICE) for _ in range(3))
+    right = exact(held, query, new, 0.3)
+    torch.testing.assert_close(held.extend(query, *new, 0.3).double(), right, atol=1e-4, rtol=1e-4)
+
+
+@needs_torchao
+@pytest.mark.parametrize("group", [16, 64])
+def test_other_groups(group):
+    """Blocks are at most groups of k."""
+    torch.manual_seed(group)
+    held = quantised_on_device([[70, 33], [0, 150]], 3, 24, 40, torch.float32, 4, group)
+    assert_exact(held, 2, 1, 0.4, "triton")
+    assert_exact(held, 2, 2, 0.4, "triton")

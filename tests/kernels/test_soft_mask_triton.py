@@ -4,10 +4,6 @@ They run in Triton's interpreter on the CPU, and on a GPU where TRITON_INTERPRET
 """
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -209,16 +205,3 @@ def test_without_triton_the_reason_is_named(monkeypatch):
     api._chosen.cache_clear()
     with pytest.raises(BackendError, match="triton cannot be imported"):
         api._chosen("triton", torch.device("cuda"), torch.bfloat16, 128, 128)
-
-
-def test_kernels_compile_for_hopper_within_the_shared_memory_their_tiles_state():
-    """No GPU is needed to compile; a process of its own, because here the kernels may be interpreted."""
-    kernels = Path(triton.__file__).with_name("triton_kernels.py")
-    chosen = triton._TILES[2, 128][0]
-    script = Path(__file__).with_name("compile_soft_mask.py")
-    needs = subprocess.run(
-        [sys.executable, str(script), str(kernels), *(str(n) for tile in chosen[:3] for n in tile)],
-        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    sizes = [int(line) for line in needs.stdout.split()]
-    assert len(sizes) == 3 and 16_384 < max(sizes) <= chosen.shared

@@ -132,10 +132,11 @@ def test_what_cannot_share_a_pass_is_refused(tmp_path):
 
 def test_a_model_over_two_devices_gives_the_same_training():
     """`device_map` puts layers on two devices; the policy lies on the first."""
-    from tests.fake_gpu.build import compiler
 
     accelerate = pytest.importorskip("accelerate")
-    if compiler() is None:
+    from lkv.utils.cpp import find_compiler
+
+    if find_compiler() is None:
         pytest.skip("there is no C++ compiler to build the fake GPU with")
     from tests.fake_gpu.device import load
 

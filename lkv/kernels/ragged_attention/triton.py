@@ -38,8 +38,8 @@ _NONE, _SINGLE, _COUNT = 0, 1, 2
 class CompiledStep(NamedTuple):
     """The two kernels of a step as they are compiled, and their constants.
 
-    Launched like this, update and attention take the host 29 us a layer and step, by Triton's own launch 63 us: it binds
-    some forty arguments anew. `python -m tests.cache.host_time` measures it.
+    Launched like this, update and attention take the host 29 us a layer and step; by Triton's own launch, which binds
+    some forty arguments anew, 63 us. `python -m tests.cache.host_time` measures it.
     """
 
     slices: Any
