@@ -6,11 +6,11 @@ Rows of the method "lkv" are of the backend that "auto" takes, which they name; 
 "lkv, loop" stand beside them.
 """
 
-import argparse
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
-from benchmarks.common import RESULTS
+from benchmarks.common import parse_options
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.cache.store import RaggedStore
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.kernels.ragged_attention import api, ragged_attention
@@ -62,46 +61,36 @@ def full_attention(query: Tensor, prompt: list[LayerKV], form: str) -> None:
 
 def ragged(query: Tensor, cache: RaggedCache, scale: float, backend: str) -> None:
     for layer in cache.ragged_layers:
-        assert isinstance(layer.store, RaggedStore)
         ragged_attention(query, *layer.store.attention_view(), scale, backend)
 
 
-def one_token(model: Any, cache: Any) -> None:
-    model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
+def one_token(model: Any, cache: Any, backend: str = "auto") -> None:
+    """A whole step of the model; with `backend` instead of the one that the cache would take."""
+
+    def choose(*_: Any) -> str:  # a plain function: a Mock would be part of the time
+        return backend
+
+    with mock.patch.object(api, "_chosen", choose) if backend != "auto" else nullcontext():
+        model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
 
 
-def _loop(*_: Any) -> str:
-    return "loop"
+def wall_clock(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
 
 
-def one_token_by_loop(model: Any, cache: Any) -> None:
-    with mock.patch.object(api, "_chosen", _loop):
-        one_token(model, cache)
-
-
-def backends(query: Tensor, cache: RaggedCache) -> dict[str, str]:
-    """The methods to measure, and the backend of each."""
-    spans = cache.ragged_layers[0].store
-    assert isinstance(spans, RaggedStore)
-    automatic = api._choose("auto", query, *spans.attention_view())
-    return {"lkv": automatic} | ({"lkv, loop": "loop"} if automatic != "loop" else {})
-
-
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+def interleaved(
+    runs: dict[str, Callable[[], Any]], repeats: int, seconds_of: Callable[[Callable[[], Any]], float] = wall_clock
+) -> dict[str, list[float]]:
     """Seconds of each run in turn, so that a noisy moment falls on all of them alike; two rounds warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(repeats + 2):
-        for name, run in runs.items():
-            started = time.perf_counter()
-            run()
-            if repeat > 1:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
+    rounds = [{name: seconds_of(run) for name, run in runs.items()} for _ in range(repeats + 2)]
+    return {name: [seconds[name] for seconds in rounds[2:]] for name in runs}
 
 
 def row_of(what: str, method: str, tokens: int, retention: float, seconds: list[float], full: list[float], **more: Any):
     ratio = bootstrap([[mine / theirs] for mine, theirs in zip(seconds, full, strict=True)])
-    middle = sorted(seconds)[len(seconds) // 2]
+    middle = median(seconds)
     print(f"{what:10} {tokens:5} {method:12} {1e3 * middle:8.2f} ms, {1 / ratio.value:.2f} times as fast")
     unit = "time by that of the full cache, mean of pairs"
     return (
@@ -120,43 +109,36 @@ def rows_at(
     cache, prompt = RaggedCache(model, policy=policy, retention=retention), random_prompt(model, tokens)
     cache.fill(prompt)
     query = torch.randn(1, cache.spec.heads, 1, cache.spec.head_dim).to(model.dtype)
-    forms: dict[str, Callable[[], Any]] = {
+    automatic = api._choose("auto", query, *cache.ragged_layers[0].store.attention_view())
+    methods = {"lkv": automatic} | ({"lkv, loop": "loop"} if automatic != "loop" else {})
+    runs: dict[str, Callable[[], Any]] = {
         form: partial(full_attention, query, prompt, form) for form in ("grouped", "repeated", "rows")
     }
-    methods = backends(query, cache)
-    ours: dict[str, Callable[[], Any]] = {
-        method: partial(ragged, query, cache, prompt[0].scale, backend) for method, backend in methods.items()
-    }
-    seconds = interleaved(forms | ours, repeats)
-    best = min(forms, key=lambda form: sorted(seconds[form])[repeats // 2])
-    of_full, of_lkv = about | {"realised": 1.0}, about | {"realised": cache.realised_retention()}
-    rows = [row_of("attention", "full", tokens, 1.0, seconds[best], seconds[best], **of_full, full_form=best)]
-    for method, backend in methods.items():
-        more = of_lkv | {"full_form": best, "backend": backend}
-        rows.append(row_of("attention", method, tokens, retention, seconds[method], seconds[best], **more))
+    runs |= {name: partial(ragged, query, cache, prompt[0].scale, backend) for name, backend in methods.items()}
+    seconds = interleaved(runs, repeats)
+    best = min(("grouped", "repeated", "rows"), key=lambda form: median(seconds[form]))
+    attention = seconds | {"full": seconds[best]}
     stock = DynamicCache()
     for index, layer in enumerate(prompt):
         stock.update(layer.key, layer.value, index)
-    steps: dict[str, Callable[[], Any]] = {"full": partial(one_token, model, stock)}
-    steps |= {
-        method: partial(one_token if method == "lkv" else one_token_by_loop, model, cache.fork()) for method in methods
-    }
-    seconds = interleaved(steps, repeats)
-    rows.append(row_of("token", "full", tokens, 1.0, seconds["full"], seconds["full"], **of_full))
-    for method, backend in methods.items():
-        more = of_lkv | {"backend": backend}
-        rows.append(row_of("token", method, tokens, retention, seconds[method], seconds["full"], **more))
+    runs = {"full": partial(one_token, model, stock)}
+    for name in methods:
+        runs[name] = partial(one_token, model, cache.fork(), "auto" if name == "lkv" else "loop")
+    token = interleaved(runs, repeats)
+    rows = []
+    for what, seconds, more in (("attention", attention, about | {"full_form": best}), ("token", token, about)):
+        rows.append(row_of(what, "full", tokens, 1.0, seconds["full"], seconds["full"], **more, realised=1.0))
+        more = more | {"realised": cache.realised_retention()}
+        for name, backend in methods.items():
+            rows.append(row_of(what, name, tokens, retention, seconds[name], seconds["full"], **more, backend=backend))
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8000])
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--retention", type=float, default=0.15)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()])
-    parser.add_argument("--out", type=Path, default=RESULTS / "decode.json")
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__ or "", "decode", tokens=[512, 1024, 2048, 4096, 8000], repeats=30, retention=0.15,
+        threads=[1, torch.get_num_threads()],
+    )  # fmt: skip
     rows = []
     for threads in dict.fromkeys(options.threads):
         torch.set_num_threads(threads)

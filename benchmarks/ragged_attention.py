@@ -8,11 +8,11 @@ TRITON_INTERPRET=1 python -m benchmarks.ragged_attention --device cpu --tokens 6
 import argparse
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import RESULTS
+from benchmarks.decode import interleaved, wall_clock
 from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
 from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
@@ -105,9 +106,7 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
 
 def seconds_of(run: Callable[[], Any], device: str) -> float:
     if device == "cpu":
-        started = time.perf_counter()
-        run()
-        return time.perf_counter() - started
+        return wall_clock(run)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()
@@ -116,22 +115,12 @@ def seconds_of(run: Callable[[], Any], device: str) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, list[float]]:
-    """Seconds of each run in turn, so that a noisy moment falls on all of them alike; two rounds warm up."""
-    rounds = [{name: seconds_of(run, device) for name, run in runs.items()} for _ in range(repeats + 2)]
-    return {name: [seconds[name] for seconds in rounds[2:]] for name in runs}
-
-
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
 def copy_bandwidth(device: str) -> float:
     """Bytes read and written a second by a plain copy."""
     source = torch.zeros(_COPIED[device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     run = partial(target.copy_, source)
-    return 2 * len(source) / median(interleaved({"copy": run}, 10, device)["copy"])
+    return 2 * len(source) / median(interleaved({"copy": run}, 10, partial(seconds_of, device=device))["copy"])
 
 
 def rows_of(options: argparse.Namespace, batch: int, copied: float) -> list[dict[str, Any]]:
@@ -150,7 +139,7 @@ def rows_of(options: argparse.Namespace, batch: int, copied: float) -> list[dict
     fast |= {form: over(partial(Layer.full, scale=scale, form=form)) for form in forms}
     runs = dict(fast) if options.device == "cpu" else {name: captured(run) for name, run in fast.items()}
     runs |= {"triton, launched": fast["triton"], "loop": over(lambda layer: layer.ragged(scale, "loop"))}
-    seconds = interleaved(runs, options.repeats, options.device)
+    seconds = interleaved(runs, options.repeats, partial(seconds_of, device=options.device))
 
     best = min(forms, key=lambda form: median(seconds[form]))
     entries = sum(int(layer.lens.sum()) for layer in layers)
@@ -164,22 +153,17 @@ def rows_of(options: argparse.Namespace, batch: int, copied: float) -> list[dict
         through = (read / realised if full else read) / middle
         print(
             f"batch {batch:2} {'full, ' + best if full else name:18} {1e3 * middle:9.3f} ms, "
-            f"{1 / ratio.value:6.2f} times"
-            f" as fast as the full cache, {through / copied:.2f} of copy bandwidth"
+            f"{1 / ratio.value:6.2f} times as fast as the full cache, {through / copied:.2f} of copy bandwidth"
         )
-        rows.append(
-            {"method": "full" if full else "lkv", "backend": best if full else name, "baseline": "full", "batch": batch}
-            | {"tokens": options.tokens, "retention": 1.0 if full else options.retention}
-            | {
-                "realised": 1.0 if full else realised,
-                "layers": len(layers),
-                "microseconds_a_layer": 1e6 * middle / len(layers),
-            }
-            | {"unit": "time by that of the full cache's fastest attention, mean of pairs"}
-            | ratio._asdict()
-            | {"bytes_a_second": through, "of_copy_bandwidth": through / copied}
-            | ({} if full else {"error": error})
-        )
+        row = {
+            "method": "full" if full else "lkv", "backend": name, "baseline": "full", "batch": batch,
+            "tokens": options.tokens, "retention": 1.0 if full else options.retention,
+            "realised": 1.0 if full else realised, "layers": len(layers),
+            "microseconds_a_layer": 1e6 * middle / len(layers),
+            "unit": "time by that of the full cache's fastest attention, mean of pairs", **ratio._asdict(),
+            "bytes_a_second": through, "of_copy_bandwidth": through / copied,
+        }  # fmt: skip
+        rows.append(row if full else row | {"error": error})
     return rows
 
 
@@ -205,8 +189,9 @@ def main(arguments: list[str] | None = None) -> None:
     shape = {key: getattr(options, key) for key in ("heads", "kv_heads", "dim", "dtype")}
     rows = [row for batch in options.batches for row in rows_of(options, batch, copied)]
     shared = shape | {"device": device, "copy_bytes_a_second": copied}
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.ragged_attention", *given])
+    command = shlex.join(
+        ["python", "-m", "benchmarks.ragged_attention", *(sys.argv[1:] if arguments is None else arguments)]
+    )
     write_results(options.out, "ragged_attention", [row | shared for row in rows], 0, command)
 
 

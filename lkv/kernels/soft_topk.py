@@ -29,12 +29,21 @@ class SoftTopK(NamedTuple):
 def soft_topk(x: Tensor, k: Tensor | float, temperature: float = 1.0) -> SoftTopK:
     """Apply Soft-TopK to the last dimension of `x` (Sec. 3.2).
 
-    `x`: scores [..., n], any floating dtype. `k`: how many entries to keep, in [0, n]; a number or a tensor that
-    broadcasts to x.shape[:-1]; values at the ends are moved inside by a relative 1e-12, as App. A demands.
-    `temperature`: tau > 0; the scores are divided by it. Returns mask and log-mask in the dtype of `x`, or in float32
-    where `x` has half precision (a half-precision mask could not sum to k). Gradients reach `x` and `k` by the
-    implicit formula of App. A. Computed in float64, on the CPU where the device of `x` has none. Raises ValueError for
-    an empty last dimension, integer scores or tau <= 0.
+    Computed in float64, on the CPU where the device of `x` has none. Gradients reach `x` and `k` by the implicit
+    formula of App. A.
+
+    Args:
+        x: Scores [..., n] of any floating-point dtype.
+        k: How many entries to keep, in [0, n]: a number, or a tensor that broadcasts against x.shape[:-1]. Values at
+            the ends are moved inside by a relative 1e-12, as App. A demands.
+        temperature: tau > 0, by which the scores are divided.
+
+    Returns:
+        Mask and log-mask [..., n] in the dtype of `x`, or in float32 where `x` has half precision (a mask in half
+        precision could not sum to k).
+
+    Raises:
+        ValueError: The last dimension is empty, the scores are integers, `k` does not broadcast, or tau <= 0.
     """
     if not x.is_floating_point():
         raise ValueError(f"soft_topk needs floating-point scores, got {x.dtype}; convert them with .float().")
@@ -48,7 +57,7 @@ def soft_topk(x: Tensor, k: Tensor | float, temperature: float = 1.0) -> SoftTop
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}, but it must be positive.")
     if not devices.has_float64(x.device):
-        _say_that_the_cpu_computes(x.device.type)
+        _warn_that_the_cpu_computes(x.device.type)
         k = k.cpu() if isinstance(k, Tensor) else k
         return SoftTopK(*(part.to(x.device) for part in soft_topk(x.cpu(), k, temperature)))
     k = torch.as_tensor(k, dtype=torch.float64 if not isinstance(k, Tensor) else None, device=x.device)
@@ -58,7 +67,7 @@ def soft_topk(x: Tensor, k: Tensor | float, temperature: float = 1.0) -> SoftTop
 
 
 @functools.cache
-def _say_that_the_cpu_computes(kind: str) -> None:
+def _warn_that_the_cpu_computes(kind: str) -> None:
     """Once a kind of device."""
     logging.getLogger(__name__).warning("soft_topk needs float64, which %r has not: it is computed on the CPU.", kind)
 

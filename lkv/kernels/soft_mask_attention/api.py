@@ -25,15 +25,24 @@ def soft_mask_attention(
 ) -> Tensor:
     """Causal attention in which key i counts m_i times: p_i ~ m_i exp(scale q k_i) (App. B, Sec. 3.5).
 
-    `q` [B, Hq, Tq, d]; `k`, `v` [B, Hkv, Tk, d] with Hq a multiple of Hkv and Tk >= Tq (the queries are the last Tq
-    positions); `log_mask` [B, Hkv, Tk], the logarithm of the mask: 0 leaves a key as it is, -inf removes it. A row
-    that sees no key with m > 0 is zero, and so are the gradients through it. `scale` defaults to d ** -0.5. Returns
-    [B, Hq, Tq, d]; differentiable in q, k, v and log_mask.
+    A row that sees no key with m > 0 is zero, and so are the gradients through it.
 
-    `backend`: "auto" (Triton on CUDA where it can run, else SDPA with the reason logged once; SDPA elsewhere) or
-    "triton", "sdpa" or "reference" by name, which never falls back. NaN and +inf in `log_mask` are looked for on the
-    CPU only, because elsewhere reading the answer waits for the device. Raises ValueError for shapes, dtypes or masks
-    that do not fit, BackendError where the named backend cannot run.
+    Args:
+        q: Queries [B, Hq, Tq, d], the last Tq positions; Hq is a multiple of Hkv.
+        k: Keys [B, Hkv, Tk, d], Tk >= Tq.
+        v: Values [B, Hkv, Tk, dv].
+        log_mask: Logarithm of the mask [B, Hkv, Tk]: 0 leaves a key as it is, -inf removes it.
+        scale: What scores are multiplied by, d ** -0.5 by default.
+        backend: "auto" takes Triton on CUDA where it can run (else the reason is logged once), SDPA elsewhere.
+            "triton", "sdpa" and "reference" by name never fall back.
+
+    Returns:
+        Outputs [B, Hq, Tq, dv], differentiable in `q`, `k`, `v` and `log_mask`.
+
+    Raises:
+        ValueError: Shapes, dtypes, devices or masks do not fit. NaN and +inf in `log_mask` are looked for on the CPU
+            only, because elsewhere reading the answer waits for the device.
+        BackendError: The backend given by name cannot run.
     """
     for name, x, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("log_mask", log_mask, 3)):
         check_tensor(name, x, ndim)
@@ -43,17 +52,16 @@ def soft_mask_attention(
     batch, kv_heads, length, head_dim = k.shape
     if v.shape[:3] != k.shape[:3] or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"v {tuple(v.shape)} {v.dtype} does not fit k {tuple(k.shape)} {k.dtype} and q of {q.dtype}: batch, heads, "
+            f"v {list(v.shape)} {v.dtype} does not fit k {list(k.shape)} {k.dtype} and q of {q.dtype}: batch, heads, "
             "length and dtype must be the same."
         )
     if log_mask.shape != (batch, kv_heads, length):
-        raise ValueError(f"log_mask has shape {tuple(log_mask.shape)}, but k asks for {(batch, kv_heads, length)}.")
+        raise ValueError(f"Expected log_mask of shape {[batch, kv_heads, length]} but got {list(log_mask.shape)}.")
     if q.shape[0] != batch or q.shape[3] != head_dim or q.shape[1] % kv_heads or not 1 <= q.shape[2] <= length:
         raise ValueError(f"q has shape {tuple(q.shape)}, which does not fit k of shape {tuple(k.shape)}.")
     if log_mask.device.type == "cpu" and not bool((log_mask < torch.inf).all()):
         raise ValueError(
-            "log_mask holds NaN or +inf, but it is the logarithm of a finite mask m >= 0 (-inf where m = 0); "
-            "a negative or non-finite m has none."
+            "log_mask contains NaN or +inf, but it must be the logarithm of a finite mask m >= 0 (-inf where m = 0)."
         )
     chosen = _chosen(backend, q.device, q.dtype, head_dim, v.shape[3])
     return _module(chosen).attend(q, k, v, log_mask, head_dim**-0.5 if scale is None else scale)
