@@ -129,24 +129,6 @@ def test_unknown_methods_and_missing_needs_are_named(policy):
 PATTERN = [[0.2, 0.9], [0.8, 0.1], [0.3, 0.4]]
 # Of 450 tokens and 6 heads at R = 0.5, as kvpress's DuoAttention has it: half of the heads whole, a window of the rest.
 OF_HEADS = 3 * 450 + 3 * 384
-ABLATION = [
-    f"{rule}+{selector}" for rule in ("uniform", "ada", "lkv-h") for selector in ("snapkv", "expected", "lkv-t")
-]
-
-
-@pytest.mark.parametrize("name", [*METHODS, *ABLATION])
-def test_every_method_works_by_name_in_compress(name, model, policy):
-    """In the real cache, with the share of bytes that it realised, and answers that start from the same context."""
-    options = {"pattern": PATTERN} if parse_method(name).needs_pattern else {}
-    text = " ".join(f"word{number}" for number in range(450 if parse_method(name).needs_pattern else 160))
-    retention = 0.95 if name == "duo" else 0.5
-    context = compress(model, Words(), text, method=name, retention=retention, policy=policy, **options)
-    realised = context.cache.realised_retention()
-    if name == "duo-kvpress":
-        assert realised == pytest.approx(OF_HEADS / 2700)
-    else:
-        assert 0.9 * retention < realised <= retention + 1e-9
-    assert context.ask("what is one ?", 4) == context.ask("what is one ?", 4)
 
 
 @pytest.mark.parametrize("name", [*METHODS, "uniform+critical-expected", "duo+kvzip"])
@@ -178,7 +160,8 @@ def test_every_method_equals_the_stock_model_with_a_mask(name):
             gone[0, head, scores[0, head].topk(count).indices] = False
         hidden.append(gone)
     kept = [(~gone).sum((0, 2)).tolist() for gone in hidden]
-    assert cache.kept_counts() == kept and 0 < sum(map(sum, kept)) <= (OF_HEADS if of_heads else retention * 6 * tokens)
+    most = OF_HEADS if of_heads else retention * 6 * tokens
+    assert cache.kept_counts() == kept and 0.9 * most < sum(map(sum, kept)) <= most
     later = torch.tensor([[9, 41, 5, 17, 30]])
     mine = [model(later[:, step : step + 1], past_key_values=cache, use_cache=True).logits for step in range(5)]
     with hidden_from_continuation(model, hidden, tokens):

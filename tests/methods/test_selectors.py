@@ -226,13 +226,6 @@ def test_asking_about_later_positions_leaves_the_model_as_it_was():
     assert torch.equal(model(text).logits, before)
 
 
-def test_the_model_is_asked_once_how_it_rotates():
-    model, calls = tiny_llama(), []
-    model.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    first, second = ExpectedAttention(model), ExpectedAttention(model, value_norm=False)
-    assert len(calls) == 1 and first._rotations == second._rotations
-
-
 @torch.no_grad()
 def test_layers_without_rope_are_taken_as_they_are():
     config = transformers.SmolLM3Config(
