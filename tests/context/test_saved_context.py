@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from lkv.context.saved_context import read_context_file, write_context_file
 from lkv.errors import ContextFileError
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "saved_context_v2.kv"
+ANSWER = "7 20 41 7 7 7"
 
 
 @pytest.fixture(params=[None, 8])
@@ -241,3 +245,16 @@ def test_a_model_of_another_vocabulary_does_not_take_foreign_ids(tmp_path):
     compress(tiny_llama(), Words(), TEXT, method="knorm", retention=0.4).save(path)
     with pytest.raises(ContextFileError):
         Context.load(path, tiny_llama(vocab_size=9), Words())
+
+
+def test_a_file_of_version_0_1_still_answers():
+    model = tiny_llama(dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            values = torch.arange(weight.numel(), dtype=torch.float64) * 7919 % 1009 / 1009 - 0.5
+            weight.copy_(values.reshape(weight.shape))
+    context = Context.load(FIXTURE, model, Words())
+    text = " ".join(f"word{number}" for number in range(40))
+    again = compress(model, Words(), text, method="knorm", retention=0.3)
+    assert context.metadata == again.metadata and context.cache.kept_counts() == again.cache.kept_counts()
+    assert context.ask("what is one ?", 6) == again.ask("what is one ?", 6) == ANSWER
