@@ -34,11 +34,11 @@ Work = Callable[[Path], None]
 LONGEST = 120.0  # seconds that a piece of work may take on a machine that does much else
 
 
-def killed(work: Work, folder: Path, after: float, begun: Callable[[Path], bool]) -> bool:
-    """Begin `work` in a process of its own, kill it `after` seconds from when it has `begun`; whether it worked."""
-    child = _begun(work, folder)
+def run_and_kill(work: Work, folder: Path, after: float, has_begun: Callable[[Path], bool]) -> bool:
+    """Begin `work` in a process of its own, kill it `after` seconds from when it has `has_begun`; whether it worked."""
+    child = _start(work, folder)
     end = time.monotonic() + LONGEST
-    while not begun(folder) and time.monotonic() < end:
+    while not has_begun(folder) and time.monotonic() < end:
         if os.waitpid(child, os.WNOHANG)[0]:
             return False
         time.sleep(0.002)
@@ -48,14 +48,14 @@ def killed(work: Work, folder: Path, after: float, begun: Callable[[Path], bool]
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def ended(work: Work, folder: Path) -> None:
+def run_to_end(work: Work, folder: Path) -> None:
     """`work` in a process of its own, to its end."""
-    child = _begun(work, folder)
+    child = _start(work, folder)
     status = os.waitpid(child, 0)[1]
     assert status == 0, f"{work.__name__} in {folder} ended with {status}"
 
 
-def _begun(work: Work, folder: Path) -> int:
+def _start(work: Work, folder: Path) -> int:
     """The number of a forked process that does `work`, and nothing after it."""
     with warnings.catch_warnings():
         # Python warns of threads that a forked process does not have; the work needs none.
@@ -137,12 +137,12 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "policy" / "policy.safetensors")
 
 
-def _lines(folder: Path) -> list[dict]:
+def _rows(folder: Path) -> list[dict]:
     rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()[1:]]
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
-def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def _are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -164,62 +164,66 @@ class Kills:
             write_gguf(folder / "tiny.gguf")
         for kind, work in {"trainings": train, "evaluations": measure, "conversions": convert}.items():
             if kind in kinds:
-                ended(work, self._whole)
-        every = (self.contexts, self.policies, self.trainings, self.evaluations, self.collections, self.conversions)
+                run_to_end(work, self._whole)
+        checks = (self.contexts, self.policies, self.trainings, self.evaluations, self.collections, self.conversions)
         self.kinds: dict[str, Callable[[random.Random], bool]] = {
-            kind: try_one for kind, try_one in zip(KINDS, every, strict=True) if kind in kinds
+            kind: try_one for kind, try_one in zip(KINDS, checks, strict=True) if kind in kinds
         }
 
     def contexts(self, chance: random.Random) -> bool:
-        path = self._new() / "context.kv"
-        found = killed(save_contexts, path.parent, chance.random() * 0.1, lambda _: path.exists())
+        path = self._empty_folder() / "context.kv"
+        was_killed = run_and_kill(save_contexts, path.parent, chance.random() * 0.1, lambda _: path.exists())
         context = Context.load(path, self._model, Words())
         assert context.metadata["retention"] in (0.2, 0.8) and context.ask("what ?", 3)
-        return found
+        return was_killed
 
     def policies(self, chance: random.Random) -> bool:
-        folder = self._new()
-        found = killed(save_policies, folder, chance.random() * 0.1, lambda f: (f / "policy" / "config.json").exists())
+        folder = self._empty_folder()
+        was_killed = run_and_kill(
+            save_policies, folder, chance.random() * 0.1, lambda f: (f / "policy" / "config.json").exists()
+        )
         assert Policy.from_pretrained(folder / "policy").digest() in self._digests
-        return found
+        return was_killed
 
     def trainings(self, chance: random.Random) -> bool:
-        folder = self._new()
-        found = killed(train, folder, chance.random() * 0.5, lambda f: (f / "curve.jsonl").exists() or _any(f))
-        ended(train, folder)
-        assert _equal(_weights(folder), _weights(self._whole))
+        folder = self._empty_folder()
+        was_killed = run_and_kill(
+            train, folder, chance.random() * 0.5, lambda f: (f / "curve.jsonl").exists() or _has_files(f)
+        )
+        run_to_end(train, folder)
+        assert _are_equal(_weights(folder), _weights(self._whole))
         assert (folder / "curve.jsonl").read_text() == (self._whole / "curve.jsonl").read_text()
-        return found
+        return was_killed
 
     def evaluations(self, chance: random.Random) -> bool:
-        folder = self._new()
-        found = killed(measure, folder, chance.random() * 0.5, lambda f: (f / "out.jsonl").exists())
-        ended(measure, folder)
-        assert _lines(folder) == _lines(self._whole)
-        return found
+        folder = self._empty_folder()
+        was_killed = run_and_kill(measure, folder, chance.random() * 0.5, lambda f: (f / "out.jsonl").exists())
+        run_to_end(measure, folder)
+        assert _rows(folder) == _rows(self._whole)
+        return was_killed
 
     def collections(self, chance: random.Random) -> bool:
-        folder = self._new()
-        found = killed(collect, folder, chance.random() * 0.15, lambda f: (f / "rows.jsonl").exists())
-        ended(collect, folder)
+        folder = self._empty_folder()
+        was_killed = run_and_kill(collect, folder, chance.random() * 0.15, lambda f: (f / "rows.jsonl").exists())
+        run_to_end(collect, folder)
         rows = json.loads((folder / "rows.json").read_text())["rows"]
         assert rows == [{"value": number**2} for number in range(60)] and not (folder / "rows.jsonl").exists()
-        return found
+        return was_killed
 
     def conversions(self, chance: random.Random) -> bool:
-        folder = self._new()
-        found = killed(convert, folder, chance.random() * 0.5, _any)
-        ended(convert, folder)
+        folder = self._empty_folder()
+        was_killed = run_and_kill(convert, folder, chance.random() * 0.5, _has_files)
+        run_to_end(convert, folder)
         assert is_complete(folder / "model")
-        assert _equal(*(load_file(f / "model" / "model.safetensors") for f in (folder, self._whole)))
-        return found
+        assert _are_equal(*(load_file(f / "model" / "model.safetensors") for f in (folder, self._whole)))
+        return was_killed
 
-    def _new(self) -> Path:
+    def _empty_folder(self) -> Path:
         """An empty folder; the one before goes, with whatever the kill left there."""
         shutil.rmtree(self._folder / "run", ignore_errors=True)
         (self._folder / "run").mkdir()
         return self._folder / "run"
 
 
-def _any(folder: Path) -> bool:
+def _has_files(folder: Path) -> bool:
     return any(folder.iterdir())
