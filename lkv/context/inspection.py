@@ -105,10 +105,20 @@ def _ranked(methods: Sequence[Method], prompt: list[LayerKV]) -> tuple[np.ndarra
     """`ranks` and `counts` of a result; all methods share the selector of the first."""
     ranks, counts = [], []
     for layer, read in enumerate(prompt):
-        scores = methods[0].selector.scores(layer, read)
+        selector = methods[0].selector
+        scores = selector.scores(layer, read)
+        layer_counts = [method.budget.counts(layer, scores) for method in methods]
         order = scores[0].argsort(dim=-1, descending=True, stable=True)
+        if selector.refines:
+            # A larger budget keeps all that a smaller one does: tokens that more of the budgets keep come first.
+            kept = torch.zeros_like(order)
+            for own in layer_counts:
+                best = selector.refine(layer, read, scores, own)[0].argsort(dim=-1, descending=True, stable=True)
+                for head, count in enumerate(own[0]):
+                    kept[head, best[head, :count]] += 1
+            order = order.gather(-1, kept.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
         ranks.append(order.argsort(-1).cpu().numpy())
-        counts.append([method.budget.counts(layer, scores)[0] for method in methods])
+        counts.append([own[0] for own in layer_counts])
     kind = np.uint16 if ranks[0].shape[-1] <= 1 << 16 else np.uint32
     return np.concatenate(ranks).T.astype(kind), np.asarray(counts).transpose(1, 0, 2).reshape(len(methods), -1)
 

@@ -42,22 +42,22 @@ def data_of(page: str) -> dict:
     return json.loads(text)
 
 
-@pytest.mark.parametrize("method", ["lkv", "knorm", "ada+keydiff", "snapkv"])
+@pytest.mark.parametrize("method", ["lkv", "knorm", "ada+keydiff", "snapkv", "criticalkv"])
 def test_a_head_keeps_on_the_page_what_it_keeps_in_the_cache(folder, method):
     model, tokenizer = load_model(str(folder / "model"))
     policy = Policy.from_pretrained(folder / "policy") if method == "lkv" else None
-    found = inspect_text(model, tokenizer, TEXT, method, policy, retentions=(0.3, 1.0))
+    found = inspect_text(model, tokenizer, TEXT, method, policy, retentions=(0.1, 0.3, 0.7, 1.0))
     cache = RaggedCache(model, policy=policy, retention=0.3, method=method)
     ids = torch.tensor([encode_context(tokenizer, TEXT)])
     model(ids, past_key_values=cache, use_cache=True)
-    assert cache.kept_counts() == found.counts[0].reshape(found.layers, found.heads).tolist()
+    assert cache.kept_counts() == found.counts[1].reshape(found.layers, found.heads).tolist()
     whole = RaggedCache(model, method="knorm", retention=1.0)
     model(ids, past_key_values=whole, use_cache=True)
     for layer in range(found.layers):
         for head in range(found.heads):
             keys = [held_keys(cached, layer, head) for cached in (cache, whole)]
             place = layer * found.heads + head
-            tokens = np.flatnonzero(found.ranks[:, place] < found.counts[0][place])
+            tokens = np.flatnonzero(found.ranks[:, place] < found.counts[1][place])
             torch.testing.assert_close(keys[0].sort(0).values, keys[1][tokens].sort(0).values)
 
 
