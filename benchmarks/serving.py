@@ -77,7 +77,7 @@ def at_once(
     with ThreadPoolExecutor(clients) as pool:
         answers = list(pool.map(ask, asked))
     seconds = time.perf_counter() - started
-    texts = [engine.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids, _ in answers]
+    texts = [str(engine.tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids, _ in answers]
     return texts, sum(len(ids) for ids, _ in answers), [took for _, took in answers], seconds
 
 

@@ -11,7 +11,7 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,7 +29,7 @@ from lkv.utils.statistics import bootstrap
 
 _TARGET = 120  # tokens of a continuation
 _RETENTION = 0.15
-STUDENTS = ("continuation", "full")
+STUDENTS: tuple[Literal["continuation", "full"], ...] = ("continuation", "full")
 
 
 def step(model: Any, policy: Policy, sample: TokenizedSample, whole: bool) -> float:

@@ -18,9 +18,9 @@ def main() -> None:
         prompts.append(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
     cache = RaggedCache(model, retention=0.15)
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=14, do_sample=False)
+    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=14, do_sample=False)  # type: ignore[operator]
     for (_, _, question, _), row in zip(NOTES, out[:, inputs["input_ids"].shape[1] :], strict=True):
-        print(f"{question} {tokenizer.decode(row, skip_special_tokens=True).strip()}")
+        print(f"{question} {str(tokenizer.decode(row, skip_special_tokens=True)).strip()}")
     print(f"{cache.nbytes():,} bytes held; a full cache of this batch holds {cache.full_nbytes():,}")
 
 

@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace) -> None:
     check_retention(options.retention)
     text = read_document(str(options.text))
     model, tokenizer = load_model(options.model)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
     policy.check_model(patch_attention(model).spec)
     ids = encode_context(tokenizer, text)[: options.tokens]

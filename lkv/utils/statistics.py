@@ -36,7 +36,7 @@ def bootstrap(groups: Sequence[Sequence[float]], seed: int = 0, draws: int = _DR
     return _interval(sums.sum() / sizes.sum(), sums[drawn].sum(1) / sizes[drawn].sum(1), int(sizes.sum()))
 
 
-def macro_mean(groups: Sequence[Sequence[float]], seed: int = 0, draws: int = _DRAWS) -> Mean:
+def macro_mean(groups: Sequence[Sequence[float] | np.ndarray], seed: int = 0, draws: int = _DRAWS) -> Mean:
     """The mean of the groups' means, with a percentile bootstrap that draws samples within each group.
 
     The draws of small groups vary too little, by (n - 1) / n, and so few samples are not normally distributed: the
@@ -57,7 +57,10 @@ def macro_mean(groups: Sequence[Sequence[float]], seed: int = 0, draws: int = _D
 
 
 def ratio_of_macro_means(
-    values: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]], seed: int = 0, draws: int = _DRAWS
+    values: Sequence[Sequence[float] | np.ndarray],
+    baseline: Sequence[Sequence[float] | np.ndarray],
+    seed: int = 0,
+    draws: int = _DRAWS,
 ) -> Mean | None:
     """The macro mean of `values` over that of `baseline` (the same samples in the same groups), with its interval.
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -158,7 +158,7 @@ class Profiler:
 
     @torch.no_grad()
     def _run(self, method: str, tokens: int, with_peak: bool) -> ProfileRun:
-        settings, model = self._settings, self._model
+        settings, model = self._settings, cast(Any, self._model)
         generator = torch.Generator("cpu").manual_seed(settings.seed)
         vocabulary = model.get_input_embeddings().weight.shape[0]
         shape = (settings.batch, tokens + settings.new_tokens)

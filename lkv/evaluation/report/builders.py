@@ -80,7 +80,8 @@ def build_table(name: str, results: Results, request: TableRequest) -> Table:
 
 
 def _build_main(scores: Scores, _: Sequence[str]) -> Table:
-    categories, notes = scores.categories(), ()
+    categories: dict[str, list[Unit]] = scores.categories()
+    notes: tuple[str, ...] = ()
     if list(categories.values()) == [scores.units]:  # its column would repeat the average
         categories, notes = {}, (f"All tasks are of the category {next(iter(categories))}.",)
     columns = {AVERAGE: scores.units, **categories}

@@ -93,8 +93,8 @@ def read_results(paths: Sequence[Path]) -> Results:
             f"there are no finished samples in {join_some([str(path) for path in paths], 5)}; run `lkv eval` again, "
             "which also merges what several interrupted processes left."
         )
-    if torn := counts["torn"]:
-        notes.append(f"{torn} torn last line{'s' * (torn > 1)} of interrupted runs left out.")
+    if counts["torn"]:
+        notes.append(f"{counts['torn']} torn last line{'s' * (counts['torn'] > 1)} of interrupted runs left out.")
     if counts["unusable"]:
         notes.append(f'{counts["unusable"]} more could not be made into a prompt, see "unusable" in the file.')
     if counts["truncated"]:

@@ -142,7 +142,7 @@ def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def to_latex(table: Table) -> str:
     """A booktabs table; bold marks the best measured value of a group."""
     text = _format(table, best="\\textbf{{{}}}", strong="{}", escape=_escape, interval="{{\\scriptsize {}}}")
-    body = []
+    body: list[str] = []
     for group, rows in text.groupby(text.index, sort=False):
         if group:
             body += (["\\midrule"] if body else []) + [
