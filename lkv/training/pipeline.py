@@ -168,7 +168,8 @@ def build(setup: TrainingSetup) -> TrainingRun:
         print("\n".join([*setup.data.lines, *describe(setup, cost)]), file=sys.stderr)
     model, tokenizer = place_model(setup.model_name, getattr(torch, config.dtype), setup.revision, setup.spread)
     if is_main or is_sharded:
-        seconds = estimate_seconds(cost, measure_speed(model, tokenizer, config), accelerator.num_processes)
+        speed = measure_speed(model, tokenizer, config, has_warm_start=cost.kvzip_flops > 0)
+        seconds = estimate_seconds(cost, speed, accelerator.num_processes)
         if is_main:
             print(f"{format_duration(seconds)} in all, as this machine is now", file=sys.stderr)
     torch.manual_seed(config.seed)
@@ -284,11 +285,14 @@ def describe(setup: TrainingSetup, cost: Estimate) -> list[str]:
     ]
 
 
-def measure_speed(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", config: TrainingConfig) -> Speed:
+def measure_speed(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", config: TrainingConfig, has_warm_start: bool = True
+) -> Speed:
     """Time each kind of work once on a short text, with a policy that is thrown away."""
     shape, device = Shape.of(model.config), input_device(model)
     length = min(_PROBE_TOKENS, config.max_tokens)
-    continuations = [min(_PROBE_CONTINUATION, config.max_continuation)] * config.continuations
+    # Even where the settings leave continuations without a target, which is refused later, the probe has one.
+    continuations = [max(4, min(_PROBE_CONTINUATION, config.max_continuation))] * config.continuations
     policy = Policy(patch_attention(model).spec, inputs=config.inputs).to(device)
     model.requires_grad_(False)
 
@@ -315,7 +319,7 @@ def measure_speed(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
 
     with evaluation_mode(model):
         prefill = shape.forward_flops(length) / seconds(read)
-        kvzip = kvzip_flops(shape, length) / seconds(fit) if config.warmup_contexts else prefill
+        kvzip = kvzip_flops(shape, length) / seconds(fit) if has_warm_start else prefill
         training = context_flops(shape, length, continuations, config.student == "full") / seconds(train)
     return Speed(prefill, kvzip, training)
 
@@ -324,7 +328,8 @@ def estimate_duration(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerB
     """How long one process takes to train a policy for `model` on this machine, as a phrase."""
     shape = Shape.of(model.config)
     config = fit_to_positions(config, shape.positions)
-    return format_duration(estimate_seconds(estimate(shape, config), measure_speed(model, tokenizer, config)))
+    speed = measure_speed(model, tokenizer, config, has_warm_start=config.warmup_contexts > 0)
+    return format_duration(estimate_seconds(estimate(shape, config), speed))
 
 
 def _is_read_as_data(out: Path, data: Path) -> bool:

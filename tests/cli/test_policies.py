@@ -31,7 +31,7 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(capsys):
 @pytest.mark.parametrize("steps", [10, 4000])
 def test_the_time_follows_from_the_speed_of_the_machine(monkeypatch, steps):
     model = tiny_llama(dtype=torch.float32, max_position_embeddings=8192)
-    monkeypatch.setattr(pipeline, "measure_speed", lambda *_: Speed(1e9, 1e9, 1e9))
+    monkeypatch.setattr(pipeline, "measure_speed", lambda *_, **options: Speed(1e9, 1e9, 1e9))
     config = replace(PRESETS["cpu"], steps=steps)
     phrase = pipeline.estimate_duration(model, None, config)
     assert phrase == format_duration(estimate(Shape.of(model.config), config).flops / 1e9)
