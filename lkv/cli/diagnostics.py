@@ -51,7 +51,7 @@ def examine() -> list[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    yield Finding("lkv", OK, f"{__version__}, {Path(__file__).parent}")
+    yield Finding("lkv", OK, f"{__version__}, {Path(__file__).parents[1]}")
     yield Finding("python", OK, f"{platform.python_version()}, {platform.platform()}")
     for name, least in _MIN_VERSIONS.items():
         installed = metadata.version(name)
