@@ -58,6 +58,7 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/lint-imports --no-logo --no-cache
 
 # Whether kept indices, logits, fidelity and a short training are those of another revision: make unchanged BASE=REVISION.
 BASE ?= HEAD

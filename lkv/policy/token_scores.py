@@ -4,7 +4,7 @@ Where its parts are:
 
 * the formula: `lkv.policy.token_score_formula`;
 * the learned weights, and the formula applied to a prompt: `TokenScores`, here;
-* the statistics measured before training: `lkv.training.calibration`;
+* the statistics measured before training: `lkv.training.warm_start`;
 * the selector that a cache uses: `lkv.methods.selectors.lkv_t.LearnedScores`.
 """
 
@@ -38,7 +38,7 @@ class TokenScores(nn.Module):
     Content: an MLP 2d -> d -> 1 of its own for each head over [k; v]; `mean` and `std` [L, H, 2d] normalise its input.
     `inputs` says which form of k it reads, and whether the scores have the components of expected attention and
     position as well. `mean`, `std`, `query_*` and `normaliser` are measured on training text
-    (`lkv.training.calibration`); the rest is learned.
+    (`lkv.training.warm_start`); the rest is learned.
     """
 
     mean: Tensor

@@ -21,12 +21,13 @@ PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 def test_the_selector_of_the_page_works_everywhere(own_registry, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     exec(code, {})
-    assert method_label("large-values") == "Large values" and method_styles(["large-values"])
+    assert method_label("lkv-h+large-values") == "Large values, LKV-H budgets"
+    assert method_styles(["uniform+large-values"])
     assert "values of large norm" not in parse_method("snapkv").description
     assert parse_method("pyramid+large-values").budget == "pyramid"
     assert main(["methods"]) == 0
     model = tiny_llama()
-    cache = RaggedCache(model, retention=0.5, method="large-values")
+    cache = RaggedCache(model, retention=0.5, method="uniform+large-values")
     model(torch.arange(3, 23)[None], past_key_values=cache, use_cache=True)
     assert cache.realised_retention() == 0.5
 
@@ -63,10 +64,9 @@ def test_a_plugin_that_fails_is_named(monkeypatch):
 
 
 def test_files_named_on_the_page_are_there():
-    root = PAGE.parent
-    for name in re.findall(r"`((?:lkv|tests|docs)/[\w/]+(?:\.py|\.md|/))`", PAGE.read_text(encoding="utf-8")):
-        assert (root / name).exists(), f"CONTRIBUTING.md names {name}, which is not there"
-    for name in re.findall(
-        r"`((?:cache|ops|methods|training|evals|profiling)/[\w/]*(?:\.py)?)`", PAGE.read_text("utf-8")
-    ):
-        assert (root / "lkv" / name).exists(), f"CONTRIBUTING.md names {name}, which is not there"
+    root, text = PAGE.parent, PAGE.read_text(encoding="utf-8")
+    packages = "cache|kernels|methods|policy|training|evaluation|integrations"
+    names = re.findall(r"`((?:lkv|tests|docs|benchmarks)/[\w/]+(?:\.py|\.md|/))`", text)
+    names += [f"lkv/{name}" for name in re.findall(rf"`((?:{packages})/[\w/]*(?:\.py)?)`", text)]
+    assert len(names) > 40
+    assert not [name for name in names if name != "benchmarks/NAME.py" and not (root / name).exists()]
