@@ -181,8 +181,10 @@ def _constants(kernel: Any, options: dict[str, Any]) -> tuple[Any, ...]:
 def _work_space(
     q: Tensor, places: int, value_dim: int, spans: int, buffers: dict[Any, Any] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums [places, value_dim] and extremes [places, 2] of the parts, and the lengths read [spans]: from `buffers`
-    where there are some, so that they are made once."""
+    """Sums [places, value_dim] and extremes [places, 2] of the parts, and the lengths read [spans].
+
+    They are taken from `buffers` if given, so that they are allocated once.
+    """
     key = (q.device, places, value_dim, spans)
     if buffers is not None and key in buffers:
         return buffers[key]
@@ -253,8 +255,11 @@ def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def pipeline_stages(block_m: int, dim: int, value_dim: int, dtype: torch.dtype, shared_memory: int) -> int:
-    """Pipeline stages for tiles of `block_m` packed rows: as many, up to 4, as leave room for two programs on a
-    multiprocessor, or the 2 that asynchronous copies need where one program alone has room; 0 where there is none."""
+    """Pipeline stages for tiles of `block_m` packed rows.
+
+    As many, up to 4, as let two programs share a multiprocessor; the 2 that asynchronous copies need if only one
+    fits; 0 if none does.
+    """
     blocks = _blocks(dim, value_dim, dtype)
     block_n = blocks["BLOCK_N"]
     # One block is in registers while the others are on their way; beside them lie the queries and the shares.

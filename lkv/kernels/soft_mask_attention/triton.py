@@ -25,8 +25,11 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles of the three kernels, the shared memory in bytes that the hungriest of them needs, and the major
-    compute capabilities on which they need too much of something else."""
+    """The tiles of the three kernels.
+
+    Also the shared memory in bytes that the largest of them needs, and the major compute capabilities on which they
+    need too much of something else.
+    """
 
     forward: Tile
     query_gradient: Tile
