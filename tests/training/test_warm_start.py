@@ -50,7 +50,7 @@ def scores(model, policy: Policy, ids: list[int]) -> torch.Tensor:
     return torch.cat([policy.tokens(part, layer) for layer, part in enumerate(prompt)])
 
 
-def test_imitating_kvzip_orders_unseen_tokens_as_it_does_and_shares_out_as_its_contest(loaded):
+def test_the_kvzip_warm_start_ranks_unseen_tokens_and_splits_the_budget_as_kvzip_does(loaded):
     model, tokenizer = loaded
     policy = fresh(model)
     unseen = text(50).context
@@ -67,7 +67,7 @@ def test_imitating_kvzip_orders_unseen_tokens_as_it_does_and_shares_out_as_its_c
     assert (shares.max() - shares.min()) > 0.2, "the heads of this model do not differ: the test would show nothing"
 
 
-def test_carrying_over_orders_tokens_as_the_earlier_policy_does(loaded):
+def test_the_warm_start_from_a_policy_ranks_tokens_as_it_does(loaded):
     model, _ = loaded
     earlier, policy = fresh(model, ScorerInputs()), fresh(model, ScorerInputs("unrotated"), seed=2)
     unseen = text(50).context
