@@ -85,7 +85,7 @@ def test_append_and_attend_equals_the_loop(dtype, tokens, count, threads):
 
 
 @needs_torchao
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 3).flatmap(
         lambda heads: st.lists(st.lists(st.integers(0, 150), min_size=heads, max_size=heads), min_size=1, max_size=2)

@@ -135,6 +135,7 @@ def test_heads_that_end_with_a_slice(older):
     assert_as_exact_as_eager(torch.randn(1, 2, 1, 8), *pool_of([[n + 1 for n in older]], 1, 8, 8, torch.float32), 0.5)
 
 
+@settings(max_examples=25)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(0, 5),
     st.sampled_from([8, 24]), st.sampled_from([8, 40]), st.sampled_from(DTYPES),
@@ -315,7 +316,7 @@ def test_log_sum_exp_equals_the_reference(held, group, rows, causal, dim, dtype,
 
 
 @needs_torchao
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.integers(1, 3).flatmap(
         lambda heads: st.lists(st.lists(st.integers(0, 150), min_size=heads, max_size=heads), min_size=1, max_size=2)

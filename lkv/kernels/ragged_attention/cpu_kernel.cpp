@@ -154,30 +154,26 @@ struct Step {
   int64_t scratch_size() const { return kBlock * (rows + max(dim, value_dim)) + 2 * dim; }
 };
 
-inline float from_bits(uint32_t bits) { return c10::detail::fp32_from_bits(bits); }
-inline float to_float(at::BFloat16 x) { return from_bits(uint32_t(x.x) << 16); }
-inline float to_float(at::Half x) {
-  uint32_t magnitude = uint32_t(x.x & 0x7fff) << 13, sign = uint32_t(x.x & 0x8000) << 16;
-  // A product moves the exponent, and makes subnormal numbers normal; infinity and NaN have an exponent of their own.
-  uint32_t finite = c10::detail::fp32_to_bits(from_bits(magnitude) * 0x1p112f);
-  return from_bits(sign | ((x.x & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : finite));
-}
-
 // `count` numbers in float32: where they are, or in `buffer`.
 template <typename T>
 const float* as_float(const T* source, int64_t count, float* buffer) {
   if constexpr (std::is_same_v<T, float>) {
     return source;
   } else {
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) buffer[i] = to_float(source[i]);
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+      auto [low, high] = at::vec::convert_to_float<T>(at::vec::Vectorized<T>::loadu(source + i));
+      low.store(buffer + i);
+      high.store(buffer + i + kLanes);
+    }
+    for (; i < count; ++i) buffer[i] = source[i];
     return buffer;
   }
 }
 
 inline float minimum_at(const Codes& codes, const void* minimums, int64_t index) {
-  return codes.is_half ? to_float(static_cast<const at::Half*>(minimums)[index])
-                       : to_float(static_cast<const at::BFloat16*>(minimums)[index]);
+  return codes.is_half ? float(static_cast<const at::Half*>(minimums)[index])
+                       : float(static_cast<const at::BFloat16*>(minimums)[index]);
 }
 
 // Entries of a span from its code `begin` on, into `out` [count, D]; `scales` has space for 2 * D numbers.
@@ -218,7 +214,7 @@ const float* restore_values(const Step& s, int64_t span, int64_t begin, int64_t 
   for (int64_t i = 0; i < count; ++i, out += dim) {
     int64_t entry = codes.first_entry[span] + begin + i;
     const uint8_t* code = codes.value + entry * width;
-    auto scale_of = [&](int64_t c) { return to_float(codes.value_scale[entry * groups + c / size]); };
+    auto scale_of = [&](int64_t c) { return float(codes.value_scale[entry * groups + c / size]); };
     auto minimum_of = [&](int64_t c) { return minimum_at(codes, codes.value_minimum, entry * groups + c / size); };
     if (codes.bits == 8) {
       for (int64_t low = 0; low < dim; low += size) {
