@@ -29,6 +29,8 @@ from tests.cache.helpers import ids
 from tests.families import build
 
 TOKENS = 90
+# kvpress reads them from the arguments of attention, to which newer versions of transformers do not add them.
+POSITIONS = {"cache_position": torch.arange(TOKENS)}
 families = pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 
 
@@ -69,7 +71,7 @@ def theirs(family: str, press, implementation: str = "sdpa") -> list[Tensor]:
 
     press.score = noted
     with press(model):
-        model(ids(2, TOKENS), past_key_values=DynamicCache(), use_cache=True)
+        model(ids(2, TOKENS), past_key_values=DynamicCache(), use_cache=True, **POSITIONS)
     assert len(found) == 3
     return found
 
@@ -186,7 +188,7 @@ def test_the_cache_holds_what_kvpress_leaves(kvpress, family):
     cache, left = RaggedCache(model, method=Method("snapkv", Uniform(0.5), SnapKV(8))), DynamicCache()
     model(ids(2, TOKENS), past_key_values=cache, use_cache=True)
     with kvpress.SnapKVPress(0.5, 8)(stock):
-        stock(ids(2, TOKENS), past_key_values=left, use_cache=True)
+        stock(ids(2, TOKENS), past_key_values=left, use_cache=True, **POSITIONS)
     for layer, other in zip(cache.ragged_layers, left.layers, strict=True):
         for b in range(2):
             for h in range(2):
