@@ -68,7 +68,7 @@ def test_one_sentence_names_all_that_is_missing(monkeypatch):
         require("evals", "RULER")
     # Outside a checkout the command names the package.
     monkeypatch.setattr("lkv.utils.extras.__file__", "/site-packages/lkv/utils/extras.py")
-    assert install_command("cpu") == "pip install 'lkv-cache[cpu]'"
+    assert install_command("serve") == "pip install 'lkv-cache[serve]'"
 
 
 def test_links_of_a_release_lead_to_its_tag_and_its_files_are_there(built):
