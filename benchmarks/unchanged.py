@@ -44,6 +44,10 @@ def main() -> int:
     parser.add_argument("--probe", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.probe:
+        # An editable install would find modules that the other revision does not have.
+        sys.meta_path[:] = [
+            finder for finder in sys.meta_path if not getattr(finder, "__module__", "").startswith("__editable__")
+        ]
         save_file(probe(options.model, options.samples), options.probe)
         return 0
     with tempfile.TemporaryDirectory() as name:
