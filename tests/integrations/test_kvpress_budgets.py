@@ -64,7 +64,8 @@ def kept_by_ours(model, ids: torch.Tensor, method: Method) -> list[list[set[int]
 def read_under(model, press, ids: torch.Tensor) -> DynamicCache:
     cache = DynamicCache()
     with press(model):
-        model.model(input_ids=ids, past_key_values=cache)
+        # kvpress reads the positions, which newer versions of transformers do not pass on by themselves.
+        model.model(input_ids=ids, past_key_values=cache, cache_position=torch.arange(ids.shape[1]))
     return cache
 
 
