@@ -275,7 +275,7 @@ def test_presses_name_what_they_cannot_work_with(policy):
     press = LKVHeadBudgetPress(policy, LKVScorerPress(policy, 0.5))
     with pytest.raises(UnsupportedModelError, match="cannot mask single heads in eager"), press(eager):
         pass
-    with pytest.raises(IntegrationError, match="AdaKVPress gives no scores"):
+    with pytest.raises(IntegrationError, match="AdaKVPress does not score tokens"):
         LKVHeadBudgetPress(policy, kvpress.AdaKVPress(LKVScorerPress(policy)))
     module = tiny_llama().model.layers[0].self_attn
     with pytest.raises(UnsupportedModelError, match="outside `with press"):
