@@ -6,17 +6,15 @@ validation are derived from them.
 
 import hashlib
 import json
-import types
 from dataclasses import asdict, fields, replace
 from dataclasses import dataclass as plain_dataclass
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from lkv.errors import LkvError, TrainingError
+from lkv.errors import TrainingError, describe_invalid_value
 
 SCORER_KEYS = ("cached", "unrotated")
 SCORER_ATTENTION = ("none", "learned")
@@ -84,7 +82,7 @@ def num_knots(tokens: int) -> int:
     return (tokens - 1).bit_length() + 1
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 class TrainingConfig:
     """Training schedule of App. C.3; the defaults are the paper's.
 
@@ -177,7 +175,7 @@ class TrainingConfig:
         try:
             return handler(values)
         except ValidationError as error:
-            raise TrainingError(describe_error(error, SETTINGS)) from None
+            raise TrainingError(describe_invalid_value(error, SETTINGS)) from None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "TrainingConfig":
@@ -264,65 +262,6 @@ PRESETS: dict[str, TrainingConfig] = {
         max_tokens=3072,
     ),
 }
-
-
-def describe_allowed(field: FieldInfo) -> str:
-    """Return what a field accepts in words, such as "a whole number of at least 1"."""
-    kind, rules = unwrap(field)
-    if get_origin(kind) is Literal:
-        *first, last = map(repr, get_args(kind))
-        return f"{', '.join(first)} or {last}" if first else last
-    words = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
-    bounds = {
-        name: f"{value:,.10g}"
-        for rule in rules
-        for name in ("ge", "gt", "le", "lt")
-        if (value := getattr(rule, name, None)) is not None
-    }
-    if "ge" in bounds and "le" in bounds:
-        return f"{words} from {bounds['ge']} to {bounds['le']}"
-    phrases = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
-    return " ".join([words, " and ".join(f"{phrases[name]} {bound}" for name, bound in bounds.items())]).strip()
-
-
-def unwrap(field: FieldInfo) -> tuple[Any, list[Any]]:
-    """Return the type and the constraints of a field's single values: those of `int` for `list[int] | None`."""
-    kind, rules = field.annotation, list(field.metadata)
-    while True:
-        origin, arguments = get_origin(kind), get_args(kind)
-        if origin in (Union, types.UnionType):
-            kind = next(argument for argument in arguments if argument is not type(None))
-        elif origin in (list, tuple):
-            kind = arguments[0]
-        elif origin is Annotated:
-            kind = arguments[0]
-            for rule in arguments[1:]:
-                rules += rule.metadata if isinstance(rule, FieldInfo) else [rule]
-        else:
-            return kind, rules
-
-
-def describe_error(error: ValidationError, settings: dict[str, FieldInfo], prefix: str = "") -> str:
-    """Return one sentence about the first value that pydantic refused.
-
-    Args:
-        error: What the validation raised.
-        settings: The fields by name.
-        prefix: "--" names settings as options of the command line.
-    """
-    problem = error.errors()[0]
-    name = str(problem["loc"][0])
-    shown = prefix + (name.replace("_", "-") if prefix else name)
-    if name not in settings:
-        near = get_close_matches(name, settings, n=1)
-        return f"there is no setting {shown!r}" + (f"; did you mean {near[0]!r}?" if near else ".")
-    if isinstance(cause := problem.get("ctx", {}).get("error"), LkvError):
-        return str(cause)
-    value = str(problem["input"])
-    if not prefix or not value or not value.isprintable():
-        value = repr(problem["input"])
-    value = value if len(value) < 80 else f"{value[:80]}..."
-    return f"{shown} is {value}, but must be {describe_allowed(settings[name])}."
 
 
 def from_dict(cls: type, values: dict[str, Any]) -> Any:

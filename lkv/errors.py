@@ -4,6 +4,14 @@ Every error that LKV raises on purpose derives from `LkvError`. Its message is o
 what is allowed and how to fix it; the command line prints that sentence and exits with status 2.
 """
 
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class LkvError(Exception):
     """Base class of all LKV errors."""
@@ -131,3 +139,27 @@ def check_retention(retention: float) -> float:
             "use 0.15 to keep 15%, or 1.0 to keep everything."
         )
     return value
+
+
+def describe_invalid_value(error: "ValidationError", names: Iterable[str], prefix: str = "") -> str:
+    """Return one sentence about the first value that pydantic refused.
+
+    Args:
+        error: What the validation raised.
+        names: The fields of the model.
+        prefix: "--" names fields as options of the command line.
+    """
+    problem = error.errors()[0]
+    name = str(problem["loc"][0])
+    shown = prefix + (name.replace("_", "-") if prefix else name)
+    if name not in names:
+        near = get_close_matches(name, names, n=1)
+        return f"there is no setting {shown!r}" + (f"; did you mean {near[0]!r}?" if near else ".")
+    if isinstance(cause := problem.get("ctx", {}).get("error"), LkvError):
+        return str(cause)
+    value = str(problem["input"])
+    if not prefix or not value or not value.isprintable():
+        value = repr(problem["input"])
+    value = value if len(value) < 80 else f"{value[:80]}..."
+    allowed = re.split(", (?:unable|got) ", problem["msg"].removeprefix("Input should be "))[0]
+    return f"{shown} is {value}, but must be {allowed}."

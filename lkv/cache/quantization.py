@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lkv.errors import CacheError
+from lkv.utils.extras import optional_import
 
 BITS = (8, 4)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -224,19 +225,14 @@ class QuantizedPool:
 
 
 def require_library() -> None:
-    """Raise CacheError now, rather than after a long prompt, if torchao is missing."""
+    """Raise MissingPackageError now, rather than after a long prompt, if torchao is missing."""
     _torchao()
 
 
 def _torchao() -> Any:
-    """The primitives of torchao, imported only where they are needed. Raises CacheError if they are missing."""
-    try:
+    """The primitives of torchao, imported only where they are needed. Raises MissingPackageError."""
+    with optional_import("quantization", "quantised storage"):
         from torchao.quantization import quant_primitives
-    except ImportError as error:
-        raise CacheError(
-            f"quantised storage needs torchao, which cannot be imported ({error}); "
-            "run `pip install 'lkv-cache[quantization]'`."
-        ) from error
     return quant_primitives
 
 

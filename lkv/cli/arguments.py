@@ -3,13 +3,13 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from lkv.config import describe_error, unwrap
-from lkv.errors import LkvError
+from lkv.errors import LkvError, describe_invalid_value
 
 _METAVARS = {int: "N", float: "X", Path: "PATH"}
 
@@ -47,7 +47,7 @@ def option(
 class Command(BaseModel):
     """Base class of the commands: the fields are the options, `run` does the work."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def run(self) -> None:
         """Execute the command; raises LkvError for what the user can fix."""
@@ -61,14 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> No
     parser.set_defaults(command=command)
     for name, field in command.model_fields.items():
         name = field.alias or name
-        kind, _ = unwrap(field)
+        kind = _value_type(field.annotation)
         argument: Any = field.json_schema_extra
         if argument["group"] not in groups:
             groups[argument["group"]] = parser.add_argument_group(*argument["group"].split(": ", 1))
         group = groups[argument["group"]]
         settings: dict[str, Any] = {"help": _help_text(field), "default": argparse.SUPPRESS}
         if kind is bool:
-            _add_flag(group, name, field, settings)
+            settings["action"] = "store_false" if field.default else "store_true"
+            if field.default is None:
+                settings["action"] = argparse.BooleanOptionalAction
+            flag = "--no-" if field.default else "--"
+            group.add_argument(flag + name.replace("_", "-"), dest=name, **settings)
             continue
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         settings["metavar"] = argument["metavar"] or ("{" + ",".join(choices) + "}" if choices else _METAVARS.get(kind))
@@ -95,17 +99,7 @@ def build_command(options: argparse.Namespace) -> Command:
     try:
         return options.command.model_validate(values)
     except ValidationError as error:
-        raise LkvError(describe_error(error, options.command.model_fields, "--")) from None
-
-
-def _add_flag(group: argparse._ActionsContainer, name: str, field: FieldInfo, settings: dict[str, Any]) -> None:
-    option = name.replace("_", "-")
-    if field.default is None:
-        group.add_argument(f"--{option}", dest=name, action=argparse.BooleanOptionalAction, **settings)
-    elif field.default:
-        group.add_argument(f"--no-{option}", dest=name, action="store_false", **settings)
-    else:
-        group.add_argument(f"--{option}", dest=name, action="store_true", **settings)
+        raise LkvError(describe_invalid_value(error, options.command.model_fields, "--")) from None
 
 
 def _flags(name: str, field: FieldInfo) -> list[str]:
@@ -117,6 +111,13 @@ def _flags(name: str, field: FieldInfo) -> list[str]:
 def _is_sequence(field: FieldInfo) -> bool:
     annotations = (field.annotation, *get_args(field.annotation))
     return any(get_origin(annotation) in (list, tuple) for annotation in annotations)
+
+
+def _value_type(annotation: Any) -> Any:
+    """Return the type of single values: `int` for `list[int] | None`."""
+    if get_origin(annotation) not in (Annotated, Union, UnionType, list, tuple):
+        return annotation
+    return _value_type(next(argument for argument in get_args(annotation) if argument is not NoneType))
 
 
 def _help_text(field: FieldInfo) -> str:

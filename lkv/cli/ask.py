@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lkv.cli.arguments import option
-from lkv.cli.options import (
-    MethodName,
-    PositiveInt,
-    Retention,
-    RunOptions,
-    StrictPolicyOptions,
-    check_pattern,
-    find_needs,
-    load_pattern,
-)  # fmt: skip
+from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, RunOptions, check_pattern, find_needs, load_pattern
 from lkv.errors import CacheError, DocumentError, LkvError
 
 if TYPE_CHECKING:
@@ -31,7 +22,7 @@ _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
 _COMPRESSION_OPTIONS = ("retention", "method", "policy", "pattern", "chunk", "bits", "streaming")
 
 
-class Ask(StrictPolicyOptions, RunOptions):
+class Ask(PolicyOptions, RunOptions):
     """Ask questions about a document from a compressed cache."""
 
     words: list[str] = option(
@@ -41,7 +32,6 @@ class Ask(StrictPolicyOptions, RunOptions):
         nargs="*",
         metavar="[FILE] [QUESTION ...]",
     )
-    retention: Retention = option("fraction of the KV cache to keep", 0.15)
     method: MethodName = option("a name from `lkv methods`, or full", "lkv")
     pattern: Path | None = option("for duo: full_attention_heads.tsv, or a long text to estimate it from")
     chunk: PositiveInt | None = option("read the text in chunks of this many tokens")
@@ -115,10 +105,8 @@ class Ask(StrictPolicyOptions, RunOptions):
         policy = self.load_policy()
         model, tokenizer = self.load_model()
         options: dict[str, Any] = {"bits": int(self.bits)} if self.bits else {}
-        if self.pattern:
-            options["pattern"] = load_pattern(self.pattern, model, tokenizer)
-        if self.streaming:
-            options["streaming"] = True
+        options |= {"pattern": load_pattern(self.pattern, model, tokenizer)} if self.pattern else {}
+        options |= {"streaming": True} if self.streaming else {}
         retention = None if self.method == FULL else self.retention
         chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
         started = time.perf_counter()
@@ -172,19 +160,6 @@ def _chat(context: "Context", max_new_tokens: int | None) -> None:
     except CacheError:
         answers = context
         print("[no chat history: with this cache, each question is answered from the text alone]", file=sys.stderr)
-    for question in _read_questions():
-        try:
-            for piece in answers.stream(question, max_new_tokens):
-                print(piece, end="", flush=True)
-            print()
-            _warn_if_truncated(answers)
-        except LkvError as error:
-            if not sys.stdin.isatty():
-                raise
-            print(f"lkv: {error}", file=sys.stderr)  # the chat continues without this turn
-
-
-def _read_questions() -> Iterator[str]:
     prompt = ""
     if sys.stdin.isatty():
         import readline  # noqa: F401 - arrow keys edit and recall lines
@@ -196,8 +171,14 @@ def _read_questions() -> Iterator[str]:
             question = input(prompt)
         except EOFError:
             return
-        if question.strip():
-            yield question
-
-
-COMMAND = Ask
+        if not question.strip():
+            continue
+        try:
+            for piece in answers.stream(question, max_new_tokens):
+                print(piece, end="", flush=True)
+            print()
+            _warn_if_truncated(answers)
+        except LkvError as error:
+            if not sys.stdin.isatty():
+                raise
+            print(f"lkv: {error}", file=sys.stderr)  # the chat continues without this turn

@@ -71,4 +71,4 @@ class Stats(Command):
         print("\n".join(describe_dataset(self.folder)))
 
 
-COMMAND = {"build": Build, "stats": Stats}
+Data = {"build": Build, "stats": Stats}

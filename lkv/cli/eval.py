@@ -10,10 +10,10 @@ from lkv.cli.arguments import option
 from lkv.cli.options import (
     DEVICE,
     MethodName,
+    PolicyOptions,
     PositiveInt,
     Retention,
     RunOptions,
-    StrictPolicyOptions,
     check_pattern,
     check_policy_exists,
     find_needs,
@@ -35,7 +35,7 @@ _PATTERN_SOURCES = {
 _Protocol = Literal[tuple(PROTOCOLS)]  # type: ignore[valid-type]
 
 
-class Eval(StrictPolicyOptions, RunOptions):
+class Eval(PolicyOptions, RunOptions):
     """Measure methods on RULER or LongBench, or resume a measurement."""
 
     suite: Literal["ruler", "longbench"] = option("benchmark", ..., positional=True)
@@ -45,7 +45,7 @@ class Eval(StrictPolicyOptions, RunOptions):
     lengths: tuple[PositiveInt, ...] = option("RULER: tokens of prompt and answer", (4096,))
     samples: PositiveInt | None = option(f"samples per task (default: {_RULER_SAMPLES} for RULER, else all)")
     methods: tuple[MethodName, ...] = option("names from `lkv methods`", ("lkv", "snapkv"))
-    retention: tuple[Retention, ...] = option("fractions to keep (default: 0.15)", ())
+    retention: tuple[Retention, ...] = option("fractions to keep (default: 0.15)", ())  # type: ignore[assignment]
     ladder: bool = option(f"retentions {', '.join(map(str, LADDER))}", False)
     preset: Literal["kvpress"] | None = option("retentions and protocol of a leaderboard")
     protocol: _Protocol | None = option("how prompts are made (default: kvpress)")  # type: ignore[valid-type]
@@ -209,6 +209,3 @@ def _describe_pattern(path: Path, estimate: str) -> str:
     if path.suffix == ".tsv":
         return f"read from {path.name}, as DuoAttention's authors publish theirs"
     return f"estimated on {path.name}, {_PATTERN_SOURCES[estimate]}"
-
-
-COMMAND = Eval

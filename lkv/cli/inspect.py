@@ -8,15 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lkv.cli.arguments import option
-from lkv.cli.options import (
-    MethodName,
-    PositiveInt,
-    Retention,
-    RunOptions,
-    StrictPolicyOptions,
-    check_pattern,
-    find_needs,
-)  # fmt: skip
+from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, RunOptions, check_pattern, find_needs
 from lkv.errors import LkvError
 from lkv.policy.shipped import describe_card, shipped_policies
 
@@ -30,7 +22,7 @@ _BASELINES = ("snapkv", "streaming-llm")
 _PAGE = "of a text"
 
 
-class Inspect(StrictPolicyOptions, RunOptions):
+class Inspect(PolicyOptions, RunOptions):
     """Show a policy's budgets, or what is kept of a text."""
 
     what: str | None = option(
@@ -39,7 +31,6 @@ class Inspect(StrictPolicyOptions, RunOptions):
         nargs="?",
         metavar="[TEXT | POLICY]",
     )
-    retention: Retention = option("fraction of the KV cache to keep; where the page's slider starts", 0.15)
     json_: bool = option("of a policy: print card and budgets as JSON", False, alias="json")
     figure: Path | None = option("of a policy: draw the budgets into this file")
     question: list[str] = option(
@@ -185,6 +176,3 @@ def _answer(
 
 def _log(line: str) -> None:
     print(f"[{line}]", file=sys.stderr, flush=True)
-
-
-COMMAND = Inspect

@@ -14,7 +14,7 @@ from lkv.version import __version__
 if TYPE_CHECKING:
     from lkv.cli.arguments import Command
 
-# Each is a module of this package; its COMMAND is a class derived from `Command`, or several of them by name.
+# The class of each, or several by the name of the action, is in the module of the same name unless _MODULES has it.
 COMMANDS = {
     "ask": "ask questions about a document from a compressed cache",
     "serve": "serve contexts and chats over an OpenAI-compatible API",
@@ -28,6 +28,7 @@ COMMANDS = {
     "report": "make tables and figures from result files",
     "profile": "measure prefill and decode latency, peak memory and KV cache size",
 }
+_MODULES = {"policies": "methods"}
 _EPILOG = "Sizes: 1 MB is 10^6 and 1 GB 10^9 bytes; options in MiB and GiB count 2^20 and 2^30 bytes."
 
 _USER_ERROR = 2  # as argparse exits; 1 is left to tracebacks
@@ -95,7 +96,7 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
             continue
         from lkv.cli.arguments import add_arguments
 
-        command = import_module(f"lkv.cli.{name}").COMMAND
+        command = find_command(name)
         if isinstance(command, dict):
             actions = subparser.add_subparsers(required=True, metavar="ACTION")
             for action, part in command.items():
@@ -103,6 +104,11 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
         else:
             add_arguments(subparser, command)
     return parser
+
+
+def find_command(name: str) -> "type[Command] | dict[str, type[Command]]":
+    """Import the class of a command, or its classes by action."""
+    return getattr(import_module(f"lkv.cli.{_MODULES.get(name, name)}"), name.capitalize())
 
 
 if __name__ == "__main__":

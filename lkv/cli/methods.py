@@ -1,4 +1,4 @@
-"""lkv methods: list the methods, or describe one."""
+"""lkv methods and lkv policies: list what there is, or describe one method or what is available for one model."""
 
 import json
 import shutil
@@ -6,6 +6,9 @@ import textwrap
 from typing import Any
 
 from lkv.cli.arguments import Command, option
+from lkv.policy.shipped import ShippedPolicy, describe_card, shipped_policies
+
+_TRAIN = "lkv train --preset cpu --model {} --data FOLDER --out FOLDER"
 
 
 class Methods(Command):
@@ -23,7 +26,7 @@ class Methods(Command):
         """Print a table that fits the terminal, one method in full, or JSON."""
         from lkv.methods.registry import methods
 
-        entries = [_describe(name) for name in ([self.name] if self.name else methods())]
+        entries = [_describe_method(name) for name in ([self.name] if self.name else methods())]
         width = max(60, shutil.get_terminal_size().columns)
         if self.json_:
             print(json.dumps(entries[0] if self.name else entries, indent=1))
@@ -33,7 +36,7 @@ class Methods(Command):
             _print_table(entries, width)
 
 
-def _describe(name: str) -> dict[str, Any]:
+def _describe_method(name: str) -> dict[str, Any]:
     from lkv.methods.registry import parse_method
 
     spec = parse_method(name)
@@ -80,4 +83,47 @@ def _wrap(key: str, value: str | list[str], indent: int, width: int) -> str:
     return textwrap.fill(text, width, initial_indent=start, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
-COMMAND = Methods
+class Policies(Command):
+    """List the shipped policies: models, training, fidelity."""
+
+    model: str | None = option("show what is available for this folder, GGUF file or Hub id (default: list all)")
+
+    def run(self) -> None:
+        """Print one paragraph per policy, or what is available for one model."""
+        if self.model:
+            print(_describe_model(self.model))
+            return
+        for policy in shipped_policies():
+            print(_describe_policy(policy) + "\n")
+        print(
+            f"Other models: `lkv methods` lists the methods that need no policy; `{_TRAIN.format('NAME')}` trains one; "
+            "`lkv policies --model NAME` estimates how long that takes."
+        )
+
+
+def _describe_model(name: str) -> str:
+    """Load a model, which policies recognise by its weights, and describe its policies or the alternatives."""
+    from lkv.config import PRESETS
+    from lkv.integrations.transformers.attention import patch_attention
+    from lkv.methods.registry import methods
+    from lkv.models.loading import load_model
+    from lkv.policy.model_match import model_difference
+    from lkv.training.pipeline import estimate_duration
+
+    model, tokenizer = load_model(name)
+    spec = patch_attention(model).spec
+    matching = [policy for policy in shipped_policies() if model_difference(policy.spec, spec) is None]
+    if matching:
+        return "\n\n".join(map(_describe_policy, matching))
+    free = ", ".join(method for method, described in methods().items() if not described.needs_policy)
+    times = {preset: estimate_duration(model, tokenizer, PRESETS[preset]) for preset in ("cpu", "paper")}
+    return (
+        f"No policy is shipped for {name} ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads).\n"
+        f"  methods   without a policy: {free}\n"
+        f"  training  `{_TRAIN.format(name)}`, {times['cpu']} on this machine at its present load ({times['paper']} "
+        "with --preset paper)"
+    )
+
+
+def _describe_policy(policy: ShippedPolicy) -> str:
+    return "\n".join([policy.name, *(f"  {line}" for line in describe_card(policy.spec, policy.card))])

@@ -49,8 +49,9 @@ class ModelOptions(Command):
 
 
 class RunOptions(ModelOptions):
-    """Which model is loaded, in which dtype, and where it runs."""
+    """Which model is loaded, in which dtype, where it runs, and how much of its KV cache is kept."""
 
+    retention: Retention = option("fraction of the KV cache to keep", 0.15)
     dtype: Dtype | None = option("dtype of the model (default: as stored)")
     device: str | None = option(f"{DEVICE} (default: cpu)")
 
@@ -64,10 +65,11 @@ class RunOptions(ModelOptions):
 
 
 class PolicyOptions(Command):
-    """Which policy is loaded."""
+    """Which policy is loaded, and whether it may be another model's."""
 
     policy: str | None = option("folder or Hub id of a policy (default: the shipped one)")
     policy_revision: str | None = option("commit, tag or branch of a --policy on the Hub")
+    strict: bool = option("warn instead of failing if --policy was trained for another model", True)
 
     @property
     def has_policy(self) -> bool:
@@ -76,8 +78,7 @@ class PolicyOptions(Command):
 
     @model_validator(mode="after")
     def _check_policy(self) -> Self:
-        extra = ["--no-strict"] * (not getattr(self, "strict", True))
-        extra += ["--policy-revision"] * (self.policy_revision is not None)
+        extra = ["--no-strict"] * (not self.strict) + ["--policy-revision"] * (self.policy_revision is not None)
         if extra and not self.has_policy:
             raise LkvError(
                 f"{' and '.join(extra)} without --policy; add the policy that is meant (`lkv policies` lists the "
@@ -86,12 +87,6 @@ class PolicyOptions(Command):
         if isinstance(self.policy, str):
             check_policy_exists(self.policy)
         return self
-
-
-class StrictPolicyOptions(PolicyOptions):
-    """Which policy is loaded, and whether it may be another model's."""
-
-    strict: bool = option("warn instead of failing if --policy was trained for another model", True)
 
     def load_policy(self) -> "Policy | None":
         """Load the policy of --policy, None without."""
@@ -120,13 +115,7 @@ def find_needs(method: str) -> tuple[str, ...]:
 
 
 def check_pattern(methods: Iterable[str], pattern: Path | None = None, takes_pattern: bool = True) -> None:
-    """Raise LkvError if a method lacks DuoAttention's pattern of retrieval heads; imports torch.
-
-    Args:
-        methods: Names as in `lkv methods`, or "full".
-        pattern: The file of --pattern, if any.
-        takes_pattern: Whether the command has an option --pattern.
-    """
+    """Raise LkvError if a method lacks DuoAttention's pattern of retrieval heads; imports torch."""
     from lkv.methods.registry import PATTERN
 
     if pattern and not pattern.is_file():
@@ -146,16 +135,9 @@ def check_pattern(methods: Iterable[str], pattern: Path | None = None, takes_pat
 def load_pattern(
     path: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", estimate: str = "attention"
 ) -> list[list[float]]:
-    """Read DuoAttention's pattern from a .tsv file, or estimate it on a text.
+    """Read DuoAttention's pattern, [layers][KV heads], from a .tsv file, or estimate it on a text.
 
-    Args:
-        path: `full_attention_heads.tsv`, or a UTF-8 text file.
-        model: The model whose heads are meant.
-        tokenizer: Its tokenizer.
-        estimate: "attention": the attention that a window would miss; "kvpress": the mean over pieces of 4,096 tokens.
-
-    Returns:
-        One alpha per layer and KV head, [layers][KV heads].
+    The estimate is the attention that a window would miss, or kvpress's mean over pieces of the text.
     """
     from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.budgets import estimate_mean_pattern, estimate_pattern, read_pattern

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lkv.cli.arguments import option
-from lkv.cli.options import DEVICE, Dtype, MethodName, PolicyOptions, PositiveInt, Retention, RunOptions, find_needs
+from lkv.cli.options import DEVICE, Dtype, MethodName, PolicyOptions, PositiveInt, RunOptions, find_needs
 from lkv.errors import LkvError, PolicyMismatchError
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
@@ -20,7 +20,6 @@ class Profile(PolicyOptions, RunOptions):
     policy: str | None = option("folder or Hub id of a policy (default: the shipped one, else random weights)")
     tokens: list[PositiveInt] = option("context lengths", [1024, 2048, 4096, 8192])
     methods: list[MethodName] = option("names from `lkv methods`, or full", ["full", "lkv", "snapkv"])
-    retention: Retention = option("fraction of the KV cache to keep", 0.15)
     batch: PositiveInt = option("sequences per batch", 1)
     new_tokens: PositiveInt = option("tokens generated after each context", 16)
     repeats: PositiveInt = option("timed rounds, after a warm-up round", 3)
@@ -48,7 +47,9 @@ class Profile(PolicyOptions, RunOptions):
             raise LkvError(f"--out is {self.out}, but the result is a JSON file; use a name that ends with .json.")
         if self.streaming and self.chunk is None:
             raise LkvError("--streaming reads the context in chunks; give their size, for example --chunk 4096.")
-        device = self.device or _default_device()
+        import torch
+
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.until_out_of_memory and self.memory_limit is None and not device.startswith("cuda"):
             raise LkvError(
                 f"on {device} the operating system would end the process when memory runs out; give --memory-limit."
@@ -60,7 +61,7 @@ class Profile(PolicyOptions, RunOptions):
 def _measure(options: Profile, out: Path) -> None:
     profiler = _make_profiler(options)
     rows: list[dict[str, Any]] = []
-    settings = {name: str(value) for name, value in options.model_dump(exclude={"out"}).items()}
+    settings = {name: str(value) for name, value in options.model_dump(exclude={"out", "strict"}).items()}
     with open_journal(out.with_suffix(".jsonl"), settings) as done:
         for tokens in dict.fromkeys(options.tokens):
             if str(tokens) not in done:
@@ -103,12 +104,6 @@ def _predict(options: Profile) -> None:
     )
 
 
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _make_profiler(options: Profile) -> Any:
     import torch
 
@@ -116,7 +111,7 @@ def _make_profiler(options: Profile) -> Any:
     from lkv.evaluation.profiling.random_models import extend_positions, random_model, random_policy, read_config
     from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.registry import POLICY
-    from lkv.policy.lookup import load_policy, policy_for
+    from lkv.policy.lookup import policy_for
 
     try:
         device, dtype = torch.device(str(options.device)), getattr(torch, str(options.dtype))
@@ -132,9 +127,8 @@ def _make_profiler(options: Profile) -> Any:
         model = options.load_model()[0]
     extend_positions(model, _MAX_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
     spec = patch_attention(model).spec
-    if options.policy:
-        policy = load_policy(options.policy, revision=options.policy_revision)
-    else:
+    policy = options.load_policy()
+    if policy is None:
         try:
             policy = policy_for(spec)
         except PolicyMismatchError:
@@ -166,11 +160,10 @@ def _compare_contexts(largest: list[dict[str, Any]]) -> None:
 def _command_line(options: Profile) -> str:
     """Return the command that repeats the measurement."""
     words = ["lkv", "profile"]
-    for key, value in options.model_dump().items():
-        if value is not None and value is not False:
-            words.append("--" + key.replace("_", "-"))
-            if value is not True:
-                words += map(str, value) if isinstance(value, list) else [str(value)]
+    for name, value in options.model_dump(exclude_defaults=True).items():
+        words.append(f"--{'no-' if value is False else ''}{name.replace('_', '-')}")
+        if not isinstance(value, bool):
+            words += map(str, value if isinstance(value, list) else [value])
     return shlex.join(words)
 
 
@@ -191,6 +184,3 @@ def _print_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         largest = "largest context: " if row.get("largest") else ""
         print(f"{start} {largest}{', '.join(parts)}", flush=True)
     return rows
-
-
-COMMAND = Profile

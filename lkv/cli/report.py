@@ -94,6 +94,3 @@ class Report(Command):
 
     def _published_model(self, measured: str) -> str:
         return paper_model_like(measured) if self.published == _MATCHING else str(self.published)
-
-
-COMMAND = Report

@@ -5,30 +5,29 @@ import os
 import socket
 
 from lkv.cli.arguments import option
-from lkv.cli.options import MethodName, PositiveInt, Retention, RunOptions, StrictPolicyOptions, check_pattern
+from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, RunOptions, check_pattern
 from lkv.errors import LkvError, ServerError
 
 _KEY_VARIABLE = "LKV_API_KEY"
 
 
-class Serve(StrictPolicyOptions, RunOptions):
+class Serve(PolicyOptions, RunOptions):
     """Serve contexts and chats over an OpenAI-compatible API."""
 
     name: str | None = option("the model's name for clients (default: from --model)")
     method: MethodName = option("a name from `lkv methods`, except full", "lkv")
-    retention: Retention = option("fraction of the KV cache to keep", 0.15)
     host: str = option(f"address to listen on; other than localhost needs ${_KEY_VARIABLE}", "127.0.0.1")
     port: int = option("port to listen on", 8000, ge=1, le=65535)
     store: str | None = option("folder or fsspec URL of the saved contexts (default: in the cache folder)")
-    memory: float = option("MiB of contexts in memory", 1024, ge=0, allow_inf_nan=False)
+    memory: float = option("MiB of contexts in memory", 1024, ge=0)
     pages: PositiveInt = option("pages of 32 tokens for questions and answers", 512)
     max_requests: PositiveInt = option("requests in flight; further ones get status 429", 64)
     max_texts: PositiveInt = option("texts that wait to be compressed", 16)
     max_upload: PositiveInt = option("MiB per request", 16)
     max_store: PositiveInt = option("MiB of all saved contexts", 65536)
     max_tokens: PositiveInt = option("tokens per answer", 1024)
-    timeout: float = option("seconds per answer", 300.0, gt=0, allow_inf_nan=False)
-    grace: float = option("seconds that a shutdown waits for answers in flight", 30.0, ge=0, allow_inf_nan=False)
+    timeout: float = option("seconds per answer", 300.0, gt=0)
+    grace: float = option("seconds that a shutdown waits for answers in flight", 30.0, ge=0)
     ray: bool = option("replicas behind one address, by Ray Serve (extra ray)", False)
     replicas: PositiveInt = option("replicas with --ray", 2)
 
@@ -90,6 +89,3 @@ def check_port(host: str, port: int) -> None:
         in_use = error.errno == errno.EADDRINUSE
         problem = f"port {port} is already in use" if in_use else f"cannot listen on {host}:{port} ({error.strerror})"
         raise ServerError(f"{problem}; give another --port{'' if in_use else ' or --host'}.") from error
-
-
-COMMAND = Serve

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from lkv.cli.arguments import option
 from lkv.cli.options import DEVICE, ModelOptions
-from lkv.config import PRESETS, SETTINGS, describe_error
-from lkv.errors import DataError, TrainingError
+from lkv.config import PRESETS, SETTINGS
+from lkv.errors import DataError, TrainingError, describe_invalid_value
 
 _GROUP = "settings: keys of --config as well; an option takes precedence"
 _Preset = Literal[tuple(sorted(PRESETS))]  # type: ignore[valid-type]
@@ -28,7 +28,7 @@ _Settings: Any = create_model("_Settings", **_FIELDS)
 class _File(_Settings):
     """What a file of --config may hold."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     preset: _Preset | None = None  # type: ignore[valid-type]
 
 
@@ -80,12 +80,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return _chosen(_File.model_validate(values), _File.model_fields)
     except ValidationError as error:
-        message = describe_error(error, _File.model_fields)
+        message = describe_invalid_value(error, _File.model_fields)
         raise TrainingError(f"{path}: {message} `lkv train --help` lists the settings.") from None
 
 
 def _chosen(model: BaseModel, names: Any) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(model, name)) is not None}
-
-
-COMMAND = Train

@@ -54,7 +54,7 @@ def load_examples(task: str, folder: Path | None, count: int | None = None) -> l
 
     Raises:
         DataError: For an unknown task, and files that are missing or malformed.
-        IntegrationError: If the metric of the task needs a package that is missing.
+        MissingPackageError: If the metric of the task needs a package that is missing.
     """
     if task not in TASKS:
         near = get_close_matches(task, TASKS, n=3, cutoff=0.5)

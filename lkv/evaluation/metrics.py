@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from lkv.errors import DataError, IntegrationError
+from lkv.errors import DataError
 from lkv.evaluation.example import Example
+from lkv.utils.extras import optional_import
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -26,13 +27,9 @@ def score(example: Example, answer: str) -> float:
 
 
 def require_rouge() -> Any:
-    """Import the package of ROUGE-L. Raises IntegrationError if it is missing."""
-    try:
+    """Import the package of ROUGE-L. Raises MissingPackageError if it is missing."""
+    with optional_import("evals", "ROUGE-L"):
         from rouge import Rouge
-    except ImportError as error:
-        raise IntegrationError(
-            f"ROUGE-L needs the package rouge ({error}); run `pip install 'lkv-cache[evals]'`."
-        ) from error
     return Rouge
 
 

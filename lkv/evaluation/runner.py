@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 import lkv
-from lkv.errors import CacheError, DataError, IntegrationError, PromptError
+from lkv.errors import CacheError, DataError, PromptError
 from lkv.evaluation.comparison import Fidelity, MethodComparison, MethodGrid, RowPrediction, generate_greedily
 from lkv.evaluation.example import Example, Prompt, make_prompt
 from lkv.evaluation.metrics import score
@@ -28,6 +28,7 @@ from lkv.integrations.transformers.spec import hub_commit
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils import devices
+from lkv.utils.extras import optional_import
 from lkv.utils.journal import FIDELITY_METRICS, JOURNAL_FORMAT, Record, lock_journal
 from lkv.utils.prompts import encode
 from lkv.utils.results import collect_provenance
@@ -124,13 +125,9 @@ def evaluate(
 
 
 def distributed_state() -> "PartialState":
-    """Accelerate's state of this process. Raises IntegrationError if Accelerate is missing."""
-    try:
+    """Accelerate's state of this process. Raises MissingPackageError if Accelerate is missing."""
+    with optional_import("evals", "an evaluation"):
         from accelerate import PartialState
-    except ImportError as error:
-        raise IntegrationError(
-            f"evaluations need Accelerate ({error}); run `pip install 'lkv-cache[evals]'`."
-        ) from error
     # Without a GPU, Accelerate treats a launched process as a single one unless told to use the CPU.
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.accelerator.is_available()
     # Shares take different times, and the first process to finish waits for the last.

@@ -20,13 +20,10 @@ from lkv.integrations.transformers.spec import inspect_model, sliding_windows
 from lkv.methods.budgets import LearnedBudget
 from lkv.methods.selectors import LearnedScores
 from lkv.policy.policy import Policy
+from lkv.utils.extras import optional_import
 
-try:
+with optional_import("kvpress", "lkv.integrations.kvpress"):
     from kvpress import BasePress, ScorerPress
-except ImportError as error:
-    raise IntegrationError(
-        f"lkv.integrations.kvpress needs the package kvpress ({error}); run `pip install 'lkv-cache[kvpress]'`."
-    ) from error
 
 
 class _PolicyLayers:

@@ -23,15 +23,12 @@ from lkv.integrations.splitting import ContextSplit, common_prefix_length
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.methods.method import resolve_method
 from lkv.methods.registry import FULL
+from lkv.utils.extras import optional_import
 
-try:
+with optional_import("lm-eval", "lkv.integrations.lm_eval"):
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
-except ImportError as error:
-    raise IntegrationError(
-        f"lkv.integrations.lm_eval needs lm-evaluation-harness ({error}); run `pip install 'lkv-cache[lm-eval]'`."
-    ) from error
 
 
 @dataclass

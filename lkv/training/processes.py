@@ -13,6 +13,7 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.sharding import shard_model
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import load_config, load_model, load_tokenizer
+from lkv.utils.extras import optional_import
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -20,13 +21,9 @@ if TYPE_CHECKING:
 
 
 def process_state() -> "PartialState":
-    """This process among those that Accelerate started. Raises TrainingError where Accelerate is missing."""
-    try:
+    """This process among those that Accelerate started. Raises MissingPackageError where Accelerate is missing."""
+    with optional_import("train", "training"):
         from accelerate import PartialState
-    except ImportError as error:
-        raise TrainingError(
-            f"training needs accelerate, which cannot be imported ({error}); run `pip install 'lkv-cache[train]'`."
-        ) from error
     # Accelerate takes a launched process without an accelerator for the only one, unless it is told to use the CPU.
     is_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.accelerator.is_available()
     return PartialState(cpu=is_cpu)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lkv.errors import DataError
+from lkv.utils.extras import optional_import
 
 Row = dict[str, Any]
 _MAX_FIELD_CHARS = 2**31 - 1  # a context may be a book
@@ -103,11 +104,9 @@ def _read_csv(path: Path) -> list[Row]:
 
 def _read_parquet(path: Path) -> Iterator[Row]:
     _check_file(path)
-    try:
+    with optional_import("data", str(path)):
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise DataError(f"{path} needs the package pyarrow; run `pip install lkv-cache[evals]`.") from error
     try:
         with ParquetFile(path) as file:
             for batch in file.iter_batches(_PARQUET_ROWS):

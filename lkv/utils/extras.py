@@ -1,6 +1,7 @@
 """Optional packages of each extra. Does not import torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,6 +42,17 @@ def require(extra: str, purpose: str, packages: Sequence[str] = ()) -> None:
         raise MissingPackageError(
             f"{purpose} needs {names}, which {verb} not installed; run `{install_command(extra)}`."
         )
+
+
+@contextmanager
+def optional_import(extra: str, purpose: str) -> Iterator[None]:
+    """Raise MissingPackageError, with the command that installs `extra`, if an import of the block fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{purpose} needs optional packages that cannot be imported ({error}); run `{install_command(extra)}`."
+        ) from error
 
 
 def install_command(extra: str) -> str:

@@ -190,7 +190,7 @@ def test_outliers_of_one_channel_cost_the_others_nothing_by_channel():
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(LkvError, match=r"needs torchao.*pip install 'lkv-cache\[quantization\]'"):
+    with pytest.raises(LkvError, match=r"needs .*torchao.*pip install .*\[quantization\]"):
         QuantizedPool.pack(random_pool(5, 8), 8)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lkv
-from lkv.cli import diagnostics as doctor
+from lkv.cli import doctor
 from lkv.cli.main import main
 from lkv.kernels.ragged_attention import loop
 

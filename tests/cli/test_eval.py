@@ -105,7 +105,7 @@ def test_ruler_at_two_lengths(model_folder, tmp_path):
         ("ruler", ["--lengths", "1500", "4096"], "--lengths has 4096, but"),
         ("ruler", ["--methods", "duo"], "give --pattern"),
         ("ruler", ["--device", "nowhere"], "cannot be put on the device 'nowhere'"),
-        ("ruler", ["--lengths", "0"], "--lengths is 0, but must be a whole number of at least 1"),
+        ("ruler", ["--lengths", "0"], "--lengths is 0, but must be greater than or equal to 1"),
         ("ruler", ["--dtype", "int8"], "--dtype is int8, but must be 'float32', 'bfloat16' or 'float16'"),
         ("ruler", ["--ladder", "--retention", "0.3"], "--ladder sets the retentions"),
         ("ruler", ["--tasks", "vt", "niah_multivalue"], "name a text file or such a folder with --haystack"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lkv.evaluation.longbench
-from lkv.errors import DataError, IntegrationError
+from lkv.errors import DataError, MissingPackageError
 from lkv.evaluation.longbench import CATEGORIES, TASKS, load_examples
 
 # Official prompts of five tasks, typed apart from the package's data.
@@ -206,5 +206,5 @@ def test_missing_empty_and_damaged_files_are_refused(tmp_path):
 def test_rouge_tasks_need_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge", None)
     write(tmp_path, "samsum", row())
-    with pytest.raises(IntegrationError, match="ROUGE-L needs the package rouge"):
+    with pytest.raises(MissingPackageError, match="ROUGE-L needs optional packages"):
         load_examples("samsum", tmp_path)

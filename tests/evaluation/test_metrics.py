@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.errors import DataError, IntegrationError
+from lkv.errors import DataError, MissingPackageError
 from lkv.evaluation.example import Example
 from lkv.evaluation.metrics import METRICS, score
 
@@ -92,5 +92,5 @@ def test_an_unknown_metric_and_a_retrieval_answer_without_a_number_are_named():
 
 def test_a_missing_rouge_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge", None)
-    with pytest.raises(IntegrationError, match=r"needs the package rouge .*pip install 'lkv-cache\[evals\]'"):
+    with pytest.raises(MissingPackageError, match=r"ROUGE-L needs .*rouge.*pip install .*\[evals\]"):
         score(example("rouge_l", ["x"]), "x")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lkv.errors import DataError
+from lkv.errors import DataError, MissingPackageError
 from lkv.evaluation.ruler import TASKS, Sources, check_sources, make_examples
 from lkv.evaluation.ruler.tasks import split_sentences, word_list
 from lkv.evaluation.ruler.templates import NEEDLE_TASKS
@@ -176,5 +176,5 @@ def test_malformed_files(tmp_path):
 def test_without_its_package_the_word_list_says_what_to_install(monkeypatch):
     word_list.cache_clear()
     monkeypatch.setitem(sys.modules, "wonderwords", None)
-    with pytest.raises(DataError, match=r"pip install lkv-cache\[evals\]"):
+    with pytest.raises(MissingPackageError, match=r"RULER needs .*wonderwords.*pip install .*\[evals\]"):
         word_list("noun")

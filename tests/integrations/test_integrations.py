@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from lkv.errors import IntegrationError
+from lkv.errors import MissingPackageError
 
 
 def test_a_missing_kvpress_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvpress", None)
     monkeypatch.delitem(sys.modules, "lkv.integrations.kvpress", raising=False)
-    with pytest.raises(IntegrationError, match=r"needs the package kvpress .*pip install 'lkv-cache\[kvpress\]'"):
+    with pytest.raises(MissingPackageError, match=r"kvpress needs .*pip install .*\[kvpress\]"):
         importlib.import_module("lkv.integrations.kvpress")

@@ -247,7 +247,7 @@ def test_other_columns_are_named(tmp_path, folder):
     ("words", "message"),
     [
         (["--min-tokens", "900", "--max-tokens", "100"], "--min-tokens 900 is not below --max-tokens 100"),
-        (["--share", "0"], "--share is 0, but must be a number above 0 and at most 1"),
+        (["--share", "0"], "--share is 0, but must be greater than 0"),
         (["--recipe", "wide"], "reads a folder of your own; name it with --data"),
     ],
 )

@@ -80,10 +80,10 @@ def test_settings_come_from_a_file_and_options_win(tmp_path, folder, capsys):  #
         ("stpes = 3", "there is no setting 'stpes'; did you mean 'steps'?"),
         ("steps = ", "cannot be read as TOML"),
         ("preset = 'big'", "preset is 'big', but must be 'cpu', 'finish', 'paper'"),
-        ("steps = 2.5", "steps is 2.5, but must be a whole number of at least 1"),
+        ("steps = 2.5", "steps is 2.5, but must be a valid integer"),
         ("dtype = 'int8'", "dtype is 'int8', but must be 'float32', 'bfloat16' or 'float16'"),
-        ("position = 1", "position is 1, but must be true or false"),
-        ("lr = nan", "lr is nan, but must be a number"),
+        ("position = 1", "position is 1, but must be a valid boolean"),
+        ("lr = nan", "lr is nan, but must be a finite number"),
     ],
 )
 def test_a_file_of_settings_that_cannot_be_is_named_before_the_model_loads(tmp_path, capsys, text, message):

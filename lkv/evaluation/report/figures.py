@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lkv.errors import ReportError
 from lkv.evaluation.report.names import is_lkv
 from lkv.methods.registry import FULL, METHODS, find_method
+from lkv.utils.extras import optional_import
 from lkv.utils.files import atomic_write
 
 if TYPE_CHECKING:
@@ -74,11 +75,9 @@ def full_cache_line(style: Style) -> dict[str, Any]:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure of this size in inches. Raises ReportError without matplotlib."""
-    try:
+    """An empty figure of this size in inches. Raises MissingPackageError without matplotlib."""
+    with optional_import("plots", "a figure"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ReportError("figures need matplotlib; run `pip install 'lkv-cache[plots]'`.") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

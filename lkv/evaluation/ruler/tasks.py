@@ -13,7 +13,6 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from lkv.errors import DataError
 from lkv.evaluation.ruler.sources import Question, QuestionSet
 from lkv.evaluation.ruler.templates import (
     COMMON_WORDS,
@@ -26,6 +25,7 @@ from lkv.evaluation.ruler.templates import (
     VARIABLE_TRACKING,
     NeedleTask,
 )
+from lkv.utils.extras import optional_import
 
 # Needles lie at some of 40 depths between the first and the last sentence of an essay.
 _DEPTHS = tuple(round(100 * i / 39) for i in range(40))
@@ -262,14 +262,9 @@ def _question_template(seed: str, question: Question, documents: Sequence[str]) 
 
 @cache
 def word_list(part: str) -> tuple[str, ...]:
-    """The words of one part of speech ("noun", "adjective", "verb"), sorted. Raises DataError."""
-    try:
+    """The words of one part of speech ("noun", "adjective", "verb"), sorted. Raises MissingPackageError."""
+    with optional_import("evals", "RULER"):
         from wonderwords import RandomWord
-    except ImportError as error:
-        raise DataError(
-            "RULER's word lists come from the package wonderwords, which is not installed; "
-            "run `pip install lkv-cache[evals]`."
-        ) from error
     return tuple(sorted({word.strip() for word in RandomWord().filter(include_categories=[part])}))
 
 

@@ -84,7 +84,7 @@ def test_the_command_tells_without_measuring(capsys):
     assert "8,030,261,248 weights of 2 bytes" in said and "25.000" in said and "3.750" in said
     assert "in 80 GiB: " in said
     assert main(["profile", "--dry-run", "--config", "llama-3.1-8b", "--memory", "0"]) == 2
-    assert "--memory is 0, but must be a number above 0" in capsys.readouterr().err
+    assert "--memory is 0, but must be greater than 0" in capsys.readouterr().err
     assert main(["profile", "--config", "llama-3.1-8b"]) == 2
     assert "give --out FILE.json, or --dry-run" in capsys.readouterr().err
 

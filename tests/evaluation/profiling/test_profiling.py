@@ -219,7 +219,7 @@ def test_the_largest_contexts_are_compared(tmp_path, capsys):
         (["--config", "nowhere"], "there is no configuration 'nowhere'; use one of llama-3.1-8b"),
         (["--streaming"], "for example --chunk 4096"),
         (["--until-out-of-memory", "--device", "cpu"], "give --memory-limit"),
-        (["--memory-limit", "-1"], "--memory-limit is -1, but must be a number above 0"),
+        (["--memory-limit", "-1"], "--memory-limit is -1, but must be greater than 0"),
         (["--device", "nowhere"], "there is no device 'nowhere' here"),
         (["--out", "profile.txt"], "a name that ends with .json"),
         (["--policy", "nowhere"], "there is no policy folder 'nowhere'"),
