@@ -61,7 +61,9 @@ def full_attention(query: Tensor, prompt: list[LayerKV], form: str) -> None:
 
 def ragged(query: Tensor, cache: RaggedCache, scale: float, backend: str) -> None:
     for layer in cache.ragged_layers:
-        ragged_attention(query, *layer.store.attention_view(), scale, backend)
+        assert layer.store is not None
+        k_pool, v_pool, starts, lens = layer.store.attention_view()
+        ragged_attention(query, k_pool, v_pool, starts, lens, scale, backend)
 
 
 def one_token(model: Any, cache: Any, backend: str = "auto") -> None:
@@ -109,6 +111,7 @@ def rows_at(
     cache, prompt = RaggedCache(model, policy=policy, retention=retention), random_prompt(model, tokens)
     cache.fill(prompt)
     query = torch.randn(1, cache.spec.heads, 1, cache.spec.head_dim).to(model.dtype)
+    assert cache.ragged_layers[0].store is not None
     automatic = api._choose("auto", query, *cache.ragged_layers[0].store.attention_view())
     methods = {"lkv": automatic} | ({"lkv, loop": "loop"} if automatic != "loop" else {})
     runs: dict[str, Callable[[], Any]] = {

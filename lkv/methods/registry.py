@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import iter_modules
 from typing import Any, TypeVar
 
 from lkv.errors import LkvError
@@ -322,8 +323,10 @@ def load_plugins() -> None:
 
 @cache
 def _import_components() -> None:
-    import_module("lkv.methods.budgets")
-    import_module("lkv.methods.selectors")
+    """Import every file of the two folders: its classes register themselves."""
+    for folder in ("lkv.methods.budgets", "lkv.methods.selectors"):
+        for module in iter_modules(import_module(folder).__path__, f"{folder}."):
+            import_module(module.name)
 
 
 def budgets() -> dict[str, Component]:

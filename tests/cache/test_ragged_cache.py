@@ -219,7 +219,6 @@ def test_reset_frees_everything(model, policy):
         ({"method": HALF, "retention": 0.1}, RetentionError, "'half' has a budget.* of its own: leave retention and"),
         ({"method": HALF, "budget_tokens": 3}, RetentionError, "'half' has a budget.* of its own: leave retention and"),
     ],
-    ids=str,
 )
 def test_options_that_cannot_work_are_refused(model, policy, options, error, message):
     with pytest.raises(error, match=message):
