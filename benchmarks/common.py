@@ -2,7 +2,8 @@
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from lkv.policy.lookup import default_policy, load_policy
 from lkv.policy.policy import Policy
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
+from lkv.utils.statistics import bootstrap
 
 _FOLDERS = ("data", "out")
 RESULTS = Path(__file__).parent / "results"
@@ -41,26 +43,36 @@ class Subject:
         return RESULTS / (f"{kind}.json" if short == DEFAULT else f"{kind}-{short}.json")
 
 
-def parse_options(doc: str, name: str, data: str = "", **defaults: Any) -> argparse.Namespace:
-    """The options of a benchmark: one for every keyword, with its default, then --out.
+def parse_options(
+    doc: str | None, name: str, data: str = "", arguments: list[str] | None = None, /, **defaults: Any
+) -> argparse.Namespace:
+    """The options of a benchmark: --data, one for every keyword with its default, then --out.
 
     Args:
         doc: The script's docstring, shown as help.
         name: Of the result file.
         data: What --data is a folder of; empty for none.
-        defaults: By option; a list takes several values, False makes a flag, None is a path.
+        arguments: Of the command line (default: those of the process).
+        defaults: By option; a list takes several values, a tuple some of its own, False makes a flag, a type has no
+            default.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if data:
         parser.add_argument("--data", type=Path, required=True, help=f"folder {data}")
-    for key, default in {**defaults, "out": RESULTS / f"{name}.json"}.items():
-        option, is_list = "--" + key.replace("_", "-"), isinstance(default, list)
+    for key, default in {"out": RESULTS / f"{name}.json", **defaults}.items():
+        option = "--" + key.replace("_", "-")
         if default is False:
             parser.add_argument(option, action="store_true")
+        elif isinstance(default, type):
+            parser.add_argument(option, type=default)
         else:
-            kind = Path if default is None else type(default[0] if is_list else default)
-            parser.add_argument(option, type=kind, default=default, nargs="+" if is_list else None)
-    return parser.parse_args()
+            values = [*default] if isinstance(default, list | tuple) else None
+            choices = ("float32", "bfloat16", "float16") if key == "dtype" else None
+            parser.add_argument(
+                option, type=type(values[0] if values else default), default=values or default,
+                nargs="+" if values else None, choices=default if isinstance(default, tuple) else choices,
+            )  # fmt: skip
+    return parser.parse_args(arguments)
 
 
 def save_rows(
@@ -70,11 +82,8 @@ def save_rows(
     write_results(options.out, name, rows, seed, command_of(f"benchmarks.{name}", options, data))
 
 
-def add_subject(parser: argparse.ArgumentParser) -> None:
-    """--model, --policy and --dtype, as every benchmark of several models takes them."""
-    parser.add_argument("--model", default=None, help="folder, GGUF file or hub id (default: the embedded model)")
-    parser.add_argument("--policy", type=Path, default=None, help="folder (default: the one shipped for the model)")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+# Options of every benchmark of several models: a folder, GGUF file or hub id, and its policy's folder.
+SUBJECT: dict[str, Any] = {"model": str, "policy": Path, "dtype": "float32"}
 
 
 def subject_of(options: argparse.Namespace) -> Subject:
@@ -137,6 +146,28 @@ def run_cases(
         rows = summarise({key: journal[key] for key in cases})
         write_results(options.out, name, rows, options.seed, command_of(module, options), details)
     return rows
+
+
+def wall_clock(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    seconds_of: Callable[[Callable[[], Any]], float] = wall_clock,
+    warmups: int = 2,
+) -> dict[str, list[float]]:
+    """Seconds of each run in turn, so that a noisy moment falls on all of them alike; the first rounds warm up."""
+    rounds = [{name: seconds_of(run) for name, run in runs.items()} for _ in range(repeats + warmups)]
+    return {name: [seconds[name] for seconds in rounds[warmups:]] for name in runs}
+
+
+def paired_ratio(seconds: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
+    """The mean ratio of times to those of the baseline in the same round, with its interval."""
+    return bootstrap([[own / other] for own, other in zip(seconds, baseline, strict=True)])._asdict()
 
 
 def settings_of(options: argparse.Namespace, growing: Sequence[str] = ()) -> dict[str, Any]:

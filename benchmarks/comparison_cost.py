@@ -19,7 +19,7 @@ _SETS = {"eight methods of one pass": (*_SEVEN, "tova"), "seven of them and KVzi
 
 def main() -> None:
     options = parse_options(
-        __doc__ or "", "comparison_cost", "with RULER's sources", tokens=[2048, 4096], samples=1,
+        __doc__, "comparison_cost", "with RULER's sources", tokens=[2048, 4096], samples=1,
         threads=torch.get_num_threads(),
     )  # fmt: skip
     torch.set_num_threads(options.threads)

@@ -44,18 +44,16 @@ def measured(folder: Path, options: Namespace, samples: int) -> list[dict[str, A
     counts, contexts = Counter(row["source"] for row in _lines(first)), {hash(row["context"]) for row in _lines(first)}
     total, every = counts.total(), max(1, counts.total() // _RECOUNTED)
     again = [_counted(row, tokenizer) - row["tokens"] for n, row in enumerate(_lines(first)) if n % every == 0]
-    processor, wall = min(own["processor"] for own in seconds), min(own["wall"] for own in seconds)
-    bound = " at most: the machine was busy" if options.busy else ""
+    processor, wall = (min(own[clock] for own in seconds) for clock in ("processor", "wall"))
+    distances = (abs(100 * counts[name] / total - ratio) for name, ratio in LOOM_RATIOS.items())
+    outside = sum(not BOUNDS[0] <= row["tokens"] <= BOUNDS[1] for row in _lines(first))
     made: dict[str, tuple[float, str]] = {
         "samples": (total, f"built of {samples:,} asked for"),
         "processor seconds": (processor, "of one process, one thread"),
-        "seconds": (wall, f"of the clock{bound}"),
+        "seconds": (wall, "of the clock" + " at most: the machine was busy" * options.busy),
         "samples a second": (total / processor, "of the processor, one thread"),
-        "largest distance from a ratio": (
-            max(abs(100 * counts[name] / total - ratio) for name, ratio in LOOM_RATIOS.items()),
-            "points of a hundred",
-        ),
-        "out of bounds": (sum(not BOUNDS[0] <= row["tokens"] <= BOUNDS[1] for row in _lines(first)), "samples"),
+        "largest distance from a ratio": (max(distances), "points of a hundred"),
+        "out of bounds": (outside, "samples"),
         "counted otherwise": (sum(map(bool, again)), f"of {len(again):,} samples, read back and tokenized again"),
         "different contexts": (len(contexts), f"of {total:,}"),
     }
@@ -103,15 +101,14 @@ def _counted(row: dict[str, Any], tokenizer: Any) -> int:
 
 def _differing(first: Path, second: Path) -> int:
     """How many files are not byte for byte the same, or are in one folder alone."""
-    names = {path.name for folder in (first, second) for path in folder.iterdir()}
-    content = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (first, second)]
-    return sum(content[0].get(name) != content[1].get(name) for name in names)
+    one, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (first, second))
+    return sum(one.get(name) != other.get(name) for name in one | other)
 
 
 def main() -> None:
     options = parse_options(
-        __doc__ or "", "data_build", "with the files of STAND_INS", samples=[2000, 23_000], twice_up_to=2000, seed=0,
-        busy=False, work=None, minutes=0,
+        __doc__, "data_build", "with the files of STAND_INS", samples=[2000, 23_000], twice_up_to=2000, seed=0,
+        busy=False, work=Path, minutes=0,
     )  # fmt: skip
     rows = []
     if options.out.is_file():  # of other numbers of samples

@@ -6,7 +6,6 @@ Rows of the method "lkv" are of the backend that "auto" takes, which they name; 
 "lkv, loop" stand beside them.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
-from benchmarks.common import parse_options
+from benchmarks.common import interleaved, paired_ratio, parse_options
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
@@ -28,7 +27,6 @@ from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils.results import collect_provenance, write_results
-from lkv.utils.statistics import bootstrap
 
 
 def random_prompt(model: Any, tokens: int) -> list[LayerKV]:
@@ -76,31 +74,12 @@ def one_token(model: Any, cache: Any, backend: str = "auto") -> None:
         model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
 
 
-def wall_clock(run: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
-def interleaved(
-    runs: dict[str, Callable[[], Any]], repeats: int, seconds_of: Callable[[Callable[[], Any]], float] = wall_clock
-) -> dict[str, list[float]]:
-    """Seconds of each run in turn, so that a noisy moment falls on all of them alike; two rounds warm up."""
-    rounds = [{name: seconds_of(run) for name, run in runs.items()} for _ in range(repeats + 2)]
-    return {name: [seconds[name] for seconds in rounds[2:]] for name in runs}
-
-
 def row_of(what: str, method: str, tokens: int, retention: float, seconds: list[float], full: list[float], **more: Any):
-    ratio = bootstrap([[mine / theirs] for mine, theirs in zip(seconds, full, strict=True)])
-    middle = median(seconds)
-    print(f"{what:10} {tokens:5} {method:12} {1e3 * middle:8.2f} ms, {1 / ratio.value:.2f} times as fast")
+    ratio, middle = paired_ratio(seconds, full), median(seconds)
+    print(f"{what:10} {tokens:5} {method:12} {1e3 * middle:8.2f} ms, {1 / ratio['value']:.2f} times as fast")
     unit = "time by that of the full cache, mean of pairs"
-    return (
-        {"what": what, "method": method, "tokens": tokens, "retention": retention, "unit": unit, "baseline": "full"}
-        | ratio._asdict()
-        | {"seconds": middle}
-        | more
-    )
+    row = {"what": what, "method": method, "tokens": tokens, "retention": retention, "unit": unit, "baseline": "full"}
+    return row | ratio | {"seconds": middle} | more
 
 
 @torch.no_grad()
@@ -139,7 +118,7 @@ def rows_at(
 
 def main() -> None:
     options = parse_options(
-        __doc__ or "", "decode", tokens=[512, 1024, 2048, 4096, 8000], repeats=30, retention=0.15,
+        __doc__, "decode", tokens=[512, 1024, 2048, 4096, 8000], repeats=30, retention=0.15,
         threads=[1, torch.get_num_threads()],
     )  # fmt: skip
     rows = []

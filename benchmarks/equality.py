@@ -21,7 +21,7 @@ LATER = 24
 
 @torch.no_grad()
 def main() -> None:
-    options = parse_options(__doc__ or "", "equality", tokens=400, seed=0)
+    options = parse_options(__doc__, "equality", tokens=400, seed=0)
     rng, generator = random.Random(options.seed), torch.Generator().manual_seed(options.seed)
     ids = torch.randint(100, 40_000, (1, options.tokens + LATER), generator=generator)
     rows = []

@@ -6,6 +6,7 @@ python -m benchmarks.evaluations FILE.jsonl    (writes ruler.json or longbench.j
 import argparse
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,15 @@ def rows_of(results: Results, methods: Sequence[str] = ()) -> list[dict[str, Any
     "all" is the mean over a length's tasks, "full >= 50" over those where the full cache scores that at every length.
     """
     pairs = method_pairs(results, methods)
-    averages = Scores(results, pairs)
-    try:
-        able = Scores(results, pairs, min_full=LEAST_SCORE)
-    except ReportError:  # the full cache is good at no task
-        able = None
-    rows = []
+    means = {"all": Scores(results, pairs)}
+    with suppress(ReportError):  # the full cache is good at no task
+        means[ABLE] = Scores(results, pairs, min_full=LEAST_SCORE)
+    averages, rows = means["all"], []
     for length in dict.fromkeys(length for _, length in averages.units):
-        groups: list[tuple[str, Scores, list[Unit]]] = [
-            ("all", averages, [unit for unit in averages.units if unit[1] == length]),
+        groups = [
+            (name, scores, [unit for unit in scores.units if unit[1] == length]) for name, scores in means.items()
         ]
-        if able:
-            groups.append((ABLE, able, [unit for unit in able.units if unit[1] == length]))
-        groups += [(unit[0], averages, [unit]) for unit in averages.units if unit[1] == length]
-        for task, scores, units in groups:
+        for task, scores, units in [*groups, *((unit[0], averages, [unit]) for unit in groups[0][2])]:
             rows += [_row(scores, pair, task, length, units) for pair in pairs if units]
     return [row for row in rows if row]
 

@@ -3,14 +3,13 @@
 python -m benchmarks.fidelity --data FOLDER    (FOLDER is the evaluation folder; nothing in it is trained on)
 """
 
-import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS, rows_of, run_cases
+from benchmarks.common import parse_options, rows_of, run_cases
 from benchmarks.heldout import TASKS, Continuations, HeldOut
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.integrations.transformers.prefill import read_prompt
@@ -27,15 +26,10 @@ def main(
     name: str = "fidelity", methods: Sequence[str] = METHODS, contexts: int = 12, code: int = 2, doc: str | None = None
 ) -> None:
     """Measure `methods`; `code` is how many times as many contexts of code there are."""
-    parser = argparse.ArgumentParser(description=doc or __doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--policy", type=Path, default=None)
-    parser.add_argument("--contexts", type=int, default=contexts, help=f"contexts a task (code: times {code})")
-    parser.add_argument("--retention", type=float, default=0.15)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json")
-    options = parser.parse_args()
+    options = parse_options(
+        doc or __doc__, name, "of evaluation files", policy=Path, contexts=contexts, retention=0.15, dtype="bfloat16",
+        seed=0,
+    )  # fmt: skip
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
     grids = {"": MethodGrid(model, tokenizer, methods, [options.retention], policy)}
@@ -43,14 +37,11 @@ def main(
     counts = {task: options.contexts * (code if task == "code" else 1) for task in TASKS}
     cases = {f"{t}-{n}": (t, n) for n in range(max(counts.values())) for t in TASKS if n < counts[t]}
     run_cases(
-        f"benchmarks.{name}",
-        options,
-        name,
-        cases,
+        f"benchmarks.{name}", options, name, cases,
         lambda task, number: measure(model, grids, *heldout.case(task, number)),
         lambda samples: summarise((t, None, samples[f"{t}-{n}"]) for t in TASKS for n in range(counts[t])),
         policy,
-    )
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -109,15 +100,8 @@ def fidelity_row(members: Sequence[tuple[Sample, int]]) -> dict[str, Any]:
         bootstrap([[continuation[i][k] for continuation in sample["measured"]] for sample, i in members])
         for k in (0, 1)
     )
-    return {
-        "contexts": len(members),
-        **kl._asdict(),
-        "unit": "nats a token, KL(full || compressed)",
-        "kl": kl.value,
-        "agreement": agreement.value,
-        "agreement_low": agreement.low,
-        "agreement_high": agreement.high,
-    }
+    row = {"contexts": len(members), **kl._asdict(), "unit": "nats a token, KL(full || compressed)", "kl": kl.value}
+    return row | {"agreement": agreement.value, "agreement_low": agreement.low, "agreement_high": agreement.high}
 
 
 if __name__ == "__main__":

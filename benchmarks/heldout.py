@@ -44,12 +44,12 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
     tales = list(documents.fairytale(data_files.read_records(folder / "fairytaleqa_val.jsonl.gz")))
     meetings = list(documents.qmsum(data_files.read_records(folder / "qmsum_val.jsonl.gz")))
     sample = folder / "longbench_sample"
-    code = [
-        documents.Passage("", row["context"] + row["input"])
-        for name in ("lcc", "repobench-p")
-        for row in data_files.read_json_lines(sample / f"{name}.jsonl.gz")
-    ]
-    prose = [row for name in _LONGBENCH for row in data_files.read_json_lines(sample / f"{name}.jsonl.gz")]
+
+    def rows_of(*names: str) -> list[dict[str, Any]]:
+        return [row for name in names for row in data_files.read_json_lines(sample / f"{name}.jsonl.gz")]
+
+    code = [row["context"] + row["input"] for row in rows_of("lcc", "repobench-p")]
+    prose = rows_of(*_LONGBENCH)
 
     def prose_qa(rng: random.Random, tokens: int) -> Case:
         packed = pack(rng, paragraphs, tokens * CHARS_PER_TOKEN, lambda p: len(p.text))
@@ -88,7 +88,7 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
 
     def code_lines(rng: random.Random, tokens: int) -> Case:
         size = int(tokens * CODE_CHARS_PER_TOKEN)
-        text, (following, _) = split_to_continue(rng, [rng.choice(code).text], size)
+        text, (following, _) = split_to_continue(rng, [rng.choice(code)], size)
         return text, [following]
 
     def longbench(rng: random.Random, tokens: int) -> Case:
@@ -104,14 +104,8 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
                 return text, continuations
         raise DataError(f"of {_DRAWS} LongBench texts none has a question or is longer than {tokens:,} tokens.")
 
-    return {
-        "prose QA": prose_qa,
-        "multi-hop QA": multihop_qa,
-        "stories": stories,
-        "meetings": meeting,
-        "code": code_lines,
-        "LongBench text": longbench,
-    }
+    single = {"prose QA": prose_qa, "multi-hop QA": multihop_qa, "stories": stories, "meetings": meeting}
+    return {**single, "code": code_lines, "LongBench text": longbench}
 
 
 class Needles(NamedTuple):
@@ -150,9 +144,8 @@ class HeldOut:
     def __init__(self, folder: Path, tokenizer: Any, seed: int):
         """`folder` is the evaluation folder; nothing in it is trained on."""
         self._build = builders(folder)
-        self._prose = [
-            p.text for p in documents.fairytale(data_files.read_records(folder / "fairytaleqa_val.jsonl.gz"))
-        ]
+        tales = documents.fairytale(data_files.read_records(folder / "fairytaleqa_val.jsonl.gz"))
+        self._prose = [tale.text for tale in tales]
         self._tokenizer, self._seed = tokenizer, seed
 
     def _prepend_other_texts(self, context: str, task: str, rng: random.Random, tokens: int) -> str:

@@ -123,7 +123,7 @@ def measure(browser: Browser, file: Path) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    options = parse_options(__doc__ or "", "inspect_page", tokens=[2000, 8000], size="1280,900", browser="chromium")
+    options = parse_options(__doc__, "inspect_page", tokens=[2000, 8000], size="1280,900", browser="chromium")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for tokens in options.tokens:

@@ -3,14 +3,14 @@
 python -m benchmarks.length --data FOLDER    (FOLDER is the evaluation folder; writes length.json)
 python -m benchmarks.length --data FOLDER --model NAME --tokens 4000 16000 --name longer    (longer-NAME.json)
 
-References are the gold answers, the text that follows, and the model's own answer from its full cache.
+References are the gold answers, the text that follows, and the model's own answer from its full cache. --contexts are
+those of a task, one number for each length or one for all.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import add_subject, method_grids, per_length, run_cases, subject_of
+from benchmarks.common import SUBJECT, method_grids, parse_options, per_length, run_cases, subject_of
 from benchmarks.fidelity import measure, summarise
 from benchmarks.heldout import HeldOut
 from lkv.evaluation.report.figures import finish_figure, method_styles, new_figure, save_figure
@@ -18,23 +18,15 @@ from lkv.evaluation.report.names import method_label
 from lkv.methods.registry import FULL
 
 TASKS = ("code", "LongBench text", "multi-hop QA", "meetings", "stories")
-METHODS = ("lkv", "kvzip", "lkv-h+kvzip", "lkv-h+expected", "snapkv", "adakv-snapkv", "keydiff")
+METHODS = ["lkv", "kvzip", "lkv-h+kvzip", "lkv-h+expected", "snapkv", "adakv-snapkv", "keydiff"]
 ANSWER, REFERENCE = 40, 80  # tokens of the model's own answer, and of any reference at most
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    add_subject(parser)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 2000, 4000, 7800])
-    parser.add_argument("--retention", type=float, nargs="+", default=[0.3, 0.15, 0.1, 0.05])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[3], help="contexts a task, for each length or all")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", default="length", help="of the result")
-    parser.add_argument("--out", type=Path, default=None, help="(default: benchmarks/results/NAME[-MODEL].json)")
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__, "length", "of evaluation files", **SUBJECT, methods=METHODS, tokens=[1000, 2000, 4000, 7800],
+        retention=[0.3, 0.15, 0.1, 0.05], contexts=[3], tasks=TASKS, seed=0, name="length", out=Path,
+    )  # fmt: skip
     contexts = per_length(options.tokens, options.contexts)
     subject = subject_of(options)
     options.out = options.out or subject.results(options.name)

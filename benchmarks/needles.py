@@ -2,40 +2,32 @@
 
 python -m benchmarks.needles --data FOLDER    (FOLDER holds PaulGrahamEssays_49.json.gz; writes needles.json)
 python -m benchmarks.needles --data FOLDER --model NAME --tokens 2000 16000 --samples 10 4    (needles-NAME.json)
+
+--samples are those of a number of needles, one number for each length or one for all.
 """
 
-import argparse
 import gzip
 import json
 from pathlib import Path
 
 import torch
 
-from benchmarks.common import add_subject, method_grids, per_length, rows_of, run_cases, subject_of
+from benchmarks.common import SUBJECT, method_grids, parse_options, per_length, rows_of, run_cases, subject_of
 from benchmarks.heldout import make_needles
 from lkv.evaluation.comparison import MethodComparison
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.utils.prompts import encode_question
 from lkv.utils.statistics import bootstrap
 
-METHODS = ("lkv", "kvzip", "lkv-h+expected", "snapkv")
+METHODS = ["lkv", "kvzip", "lkv-h+expected", "snapkv"]
 NEEDLES = (1, 4)  # hidden in a text; the question is about one of them
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    add_subject(parser)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 2000, 4000, 7800])
-    parser.add_argument(
-        "--samples", type=int, nargs="+", default=[10], help="a number of needles, for each length or all"
-    )
-    parser.add_argument("--retention", type=float, nargs="+", default=[0.15, 0.05])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", default="needles", help="of the result")
-    parser.add_argument("--out", type=Path, default=None, help="(default: benchmarks/results/NAME[-MODEL].json)")
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__, "needles", "with PaulGrahamEssays_49.json.gz", **SUBJECT, methods=METHODS,
+        tokens=[1000, 2000, 4000, 7800], samples=[10], retention=[0.15, 0.05], seed=0, name="needles", out=Path,
+    )  # fmt: skip
     counts = per_length(options.tokens, options.samples)
     subject = subject_of(options)
     model, tokenizer = subject.model, subject.tokenizer

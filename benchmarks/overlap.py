@@ -50,15 +50,10 @@ def compared(name: str, items: list[Any], overlap: NgramOverlap, each: dict[str,
         for file, own in each.items()
         if max(map(own.share, item_texts(item))) >= OVERLAP_SHARE
     )
-    return {
-        "set": name,
-        "title": PUBLIC_DATASETS[name].title if name in PUBLIC_DATASETS else "Python standard library",
-        "n": found.compared,
-        "shared": found.shared,
-        "value": found.dropped,
-        "unit": f"items of which a piece shares {OVERLAP_SHARE:.0%} of its {NGRAM_WORDS}-grams",
-        "files": dict(sorted(files.items())),
-    }
+    title = PUBLIC_DATASETS[name].title if name in PUBLIC_DATASETS else "Python standard library"
+    row = {"set": name, "title": title, "n": found.compared, "shared": found.shared, "value": found.dropped}
+    unit = f"items of which a piece shares {OVERLAP_SHARE:.0%} of its {NGRAM_WORDS}-grams"
+    return {**row, "unit": unit, "files": dict(sorted(files.items()))}
 
 
 def write_cards(files: dict[str, str], rows: list[dict[str, Any]]) -> None:
@@ -67,13 +62,8 @@ def write_cards(files: dict[str, str], rows: list[dict[str, Any]]) -> None:
     for entry in shipped_policies():
         policy = Policy.from_pretrained(entry.folder)
         before = policy.digest()
-        policy.card["decontamination"] = {
-            "n": NGRAM_WORDS,
-            "share": OVERLAP_SHARE,
-            "files": files,
-            "removed": False,
-            "sets": sets,
-        }
+        found = {"n": NGRAM_WORDS, "share": OVERLAP_SHARE, "files": files, "removed": False, "sets": sets}
+        policy.card["decontamination"] = found
         policy.save_pretrained(entry.folder, half=True)
         assert Policy.from_pretrained(entry.folder).digest() == before
         print(f"{entry.name}: {describe_overlap(policy.card)}")

@@ -4,53 +4,46 @@ python -m benchmarks.prefill    (writes prefill.json and cache_bytes.json)
 """
 
 import statistics
-import time
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from benchmarks.common import command_of, parse_options
+from benchmarks.common import command_of, interleaved, paired_ratio, parse_options
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.cache_layers import kv_nbytes
 from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.utils.results import write_results
-from lkv.utils.statistics import bootstrap
 
 METHODS = ("full", "lkv", "snapkv")
 
 
+@torch.no_grad()
 def main() -> None:
-    options = parse_options(__doc__ or "", "prefill", tokens=[1024, 4096], repeats=5, retention=0.15)
+    options = parse_options(__doc__, "prefill", tokens=[1024, 4096], repeats=5, retention=0.15)
     model, _ = load_default()
     policy = default_policy()
     times, sizes = [], []
     for tokens in options.tokens:
         ids = torch.randint(100, 40_000, (1, tokens), generator=torch.Generator().manual_seed(0))
-        seconds: dict[str, list[float]] = {name: [] for name in METHODS}
-        nbytes, realised = {}, {"full": 1.0}
-        # Interleaved, so that a noisy minute falls on all of them alike; the first round warms up.
-        for repeat in range(options.repeats + 1):
-            for name in METHODS:
-                cache = (
-                    DynamicCache()
-                    if name == "full"
-                    else RaggedCache(model, policy=policy, retention=options.retention, method=name)
-                )
-                started = time.perf_counter()
-                with torch.no_grad():
-                    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-                if repeat:
-                    seconds[name].append(time.perf_counter() - started)
-                nbytes[name] = cache.nbytes() if isinstance(cache, RaggedCache) else kv_nbytes(cache)
-                if isinstance(cache, RaggedCache):
-                    realised[name] = cache.realised_retention()
+        caches: dict[str, Any] = {}
+
+        def read(name: str, ids: torch.Tensor = ids, caches: dict[str, Any] = caches) -> None:
+            settings = {"policy": policy, "retention": options.retention, "method": name}
+            caches[name] = DynamicCache() if name == "full" else RaggedCache(model, **settings)
+            model.base_model(input_ids=ids, past_key_values=caches[name], use_cache=True)
+
+        seconds = interleaved({name: partial(read, name) for name in METHODS}, options.repeats, warmups=1)
+        nbytes = {name: kv_nbytes(cache) if name == "full" else cache.nbytes() for name, cache in caches.items()}
         for name, own in seconds.items():
             shared = {"method": name, "tokens": tokens, "retention": 1.0 if name == "full" else options.retention}
-            ratio = bootstrap([[second / full] for second, full in zip(own, seconds["full"], strict=True)])
-            times.append(shared | ratio._asdict() | {"unit": "mean of paired ratios", "baseline": "full"})
+            ratio = paired_ratio(own, seconds["full"])
+            times.append(shared | ratio | {"unit": "mean of paired ratios", "baseline": "full"})
             times[-1]["seconds"] = statistics.median(own)
-            size = {"realised": realised[name], "value": nbytes[name] / nbytes["full"], "bytes": nbytes[name], "n": 1}
+            realised = 1.0 if name == "full" else caches[name].realised_retention()
+            size = {"realised": realised, "value": nbytes[name] / nbytes["full"], "bytes": nbytes[name], "n": 1}
             sizes.append(shared | size | {"unit": "ratio of bytes, slack included", "baseline": "full"})
             print(f"{tokens} {name:8} {times[-1]['value']:.3f} of the time, {sizes[-1]['value']:.4f} of the bytes")
     for name, rows in (("prefill", times), ("cache_bytes", sizes)):

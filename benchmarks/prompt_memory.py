@@ -39,10 +39,10 @@ class FullError(Exception):
 
 
 class _Block:
-    def __init__(self, nbytes: int):
-        self.nbytes, self.free = nbytes, False
-        self.before: _Block | None = None
-        self.after: _Block | None = None
+    """A piece of a segment, which lists all of its pieces in their order."""
+
+    def __init__(self, nbytes: int, segment: "list[_Block]"):
+        self.nbytes, self.free, self.segment = nbytes, False, segment
 
 
 class CachingAllocator:
@@ -62,11 +62,8 @@ class CachingAllocator:
             self._free.remove(block)
         block.free = False
         if block.nbytes - nbytes > _SMALL:
-            rest = _Block(block.nbytes - nbytes)
-            rest.before, rest.after, block.nbytes = block, block.after, nbytes
-            if rest.after:
-                rest.after.before = rest
-            block.after = rest
+            rest, block.nbytes = _Block(block.nbytes - nbytes, block.segment), nbytes
+            block.segment.insert(block.segment.index(block) + 1, rest)
             self._release(rest)
         self.held += block.nbytes
         return block
@@ -78,19 +75,12 @@ class CachingAllocator:
 
     def _release(self, block: _Block) -> None:
         """Mark a block as free, one with free neighbours in its segment."""
-        for other in (block.before, block.after):
-            if other is None or not other.free:
-                continue
-            self._free.remove(other)
-            block.nbytes += other.nbytes
-            if other is block.before:
-                block.before = other.before
-                if block.before:
-                    block.before.after = block
-            else:
-                block.after = other.after
-                if block.after:
-                    block.after.before = block
+        place = block.segment.index(block)
+        for other in block.segment[max(0, place - 1) : place + 2]:
+            if other.free:
+                self._free.remove(other)
+                block.segment.remove(other)
+                block.nbytes += other.nbytes
         block.free = True
         self._free.append(block)
 
@@ -98,13 +88,15 @@ class CachingAllocator:
         size = _SEGMENT if nbytes < _MIDDLE else -(-nbytes // _STEP) * _STEP
         if self.reserved + size > self._memory:
             # Only whole segments can be given back.
-            whole = [block for block in self._free if block.before is None and block.after is None]
+            whole = [block for block in self._free if len(block.segment) == 1]
             self._free = [block for block in self._free if block not in whole]
             self.reserved -= sum(block.nbytes for block in whole)
         if self.reserved + size > self._memory:
             raise FullError
         self.reserved += size
-        return _Block(size)
+        segment: list[_Block] = []
+        segment.append(_Block(size, segment))
+        return segment[0]
 
 
 class _Recorder(LiveBytes):
@@ -210,21 +202,18 @@ def most(trace: Trace, memory: float, allocated: bool, step: int = 1024) -> int:
 
 
 def main() -> None:
-    options = parse_options(__doc__ or "", "prompt_memory", config="llama-3.1-8b", memory=[80.0, 79.0], retention=0.15)
+    options = parse_options(__doc__, "prompt_memory", config="llama-3.1-8b", memory=[80.0, 79.0], retention=0.15)
     rows = []
     for memory in options.memory:
         for method, kept in (("full", None), ("lkv", options.retention)):
             for logits in ("last", "all"):
-                trace = Trace(read_config(options.config), kept, logits == "all")
-                shape = Shape.of(read_config(options.config))
+                trace, nbytes = Trace(read_config(options.config), kept, logits == "all"), memory * 2**30
                 found = {
-                    "counted by allocator": most(trace, memory * 2**30, True),
-                    "counted by tensors": most(trace, memory * 2**30, False),
+                    f"counted by {how}": most(trace, nbytes, how == "allocator") for how in ("allocator", "tensors")
                 }
                 if logits == "last":
-                    found["predicted by lkv profile --dry-run"] = longest_prompt(
-                        shape, memory * 2**30, kept is not None
-                    )
+                    predicted = longest_prompt(Shape.of(read_config(options.config)), nbytes, kept is not None)
+                    found["predicted by lkv profile --dry-run"] = predicted
                 for how, value in found.items():
                     row = {"method": method, "logits": logits, "gib": memory, "how": how}
                     rows.append(row | {"value": value, "unit": "tokens of the longest prompt"})

@@ -2,19 +2,20 @@
 
 python -m benchmarks.quantised_decode    (writes quantised_decode.json; needs torchao)
 python -m benchmarks.quantised_decode --device cuda --config llama-3.2-1b --tokens 16384 65536 --dtype bfloat16
+
+--config: random weights of a published shape, as in `lkv profile`.
 """
 
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import RESULTS, command_of
-from benchmarks.decode import interleaved, random_prompt, row_of
+from benchmarks.common import interleaved, parse_options, save_rows
+from benchmarks.decode import random_prompt, row_of
 from lkv.cache.quantization import BITS
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.evaluation.profiling.random_models import extend_positions, random_model, random_policy, read_config
@@ -23,7 +24,6 @@ from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils import devices
-from lkv.utils.results import write_results
 
 
 def one_token(model: Any, cache: RaggedCache, token: Tensor) -> None:
@@ -80,18 +80,11 @@ def rows_of(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--config", help="random weights of a published shape, as in lkv profile")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 8000])
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--retention", type=float, default=0.15)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()], help="on a CPU")
-    parser.add_argument("--out", type=Path, default=RESULTS / "quantised_decode.json")
-    options = parser.parse_args(arguments)
-    rows = list(rows_of(options))
-    write_results(options.out, "quantised_decode", rows, 0, command_of("benchmarks.quantised_decode", options))
+    options = parse_options(
+        __doc__, "quantised_decode", "", arguments, device="cpu", config=str, dtype=["float32", "bfloat16"],
+        tokens=[1024, 4096, 8000], repeats=30, retention=0.15, threads=[1, torch.get_num_threads()],
+    )  # fmt: skip
+    save_rows(options, "quantised_decode", list(rows_of(options)))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,15 @@
 python -m benchmarks.ragged_attention    (needs CUDA; writes ragged_attention.json)
 TRITON_INTERPRET=1 python -m benchmarks.ragged_attention --device cpu --tokens 600 --layers 1 --batches 1 2 --heads 4 \
     --kv-heads 2 --dim 16 --dtype float32 --repeats 2 --out trial.json    (the same path, without a GPU)
+
+--device cpu runs in Triton's interpreter. There are --layers divided by the batch.
 """
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,11 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.common import RESULTS
-from benchmarks.decode import interleaved, wall_clock
+from benchmarks.common import interleaved, paired_ratio, parse_options, save_rows, wall_clock
 from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
-from lkv.utils.results import write_results
-from lkv.utils.statistics import bootstrap
 
 _ROOM = 256
 _COPIED = {"cuda": 2**30, "cpu": 2**20}
@@ -147,20 +144,19 @@ def rows_of(options: argparse.Namespace, batch: int, copied: float) -> list[dict
     read = entries * 2 * options.dim * dtype.itemsize
     rows = []
     for name in (best, "triton", "triton, launched", "loop"):
-        ratio = bootstrap([[second / full] for second, full in zip(seconds[name], seconds[best], strict=True)])
-        middle = median(seconds[name])
+        ratio, middle = paired_ratio(seconds[name], seconds[best]), median(seconds[name])
         full = name == best
         through = (read / realised if full else read) / middle
         print(
             f"batch {batch:2} {'full, ' + best if full else name:18} {1e3 * middle:9.3f} ms, "
-            f"{1 / ratio.value:6.2f} times as fast as the full cache, {through / copied:.2f} of copy bandwidth"
+            f"{1 / ratio['value']:6.2f} times as fast as the full cache, {through / copied:.2f} of copy bandwidth"
         )
         row = {
             "method": "full" if full else "lkv", "backend": name, "baseline": "full", "batch": batch,
             "tokens": options.tokens, "retention": 1.0 if full else options.retention,
             "realised": 1.0 if full else realised, "layers": len(layers),
             "microseconds_a_layer": 1e6 * middle / len(layers),
-            "unit": "time by that of the full cache's fastest attention, mean of pairs", **ratio._asdict(),
+            "unit": "time by that of the full cache's fastest attention, mean of pairs", **ratio,
             "bytes_a_second": through, "of_copy_bandwidth": through / copied,
         }  # fmt: skip
         rows.append(row if full else row | {"error": error})
@@ -169,30 +165,18 @@ def rows_of(options: argparse.Namespace, batch: int, copied: float) -> list[dict
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: in Triton's interpreter")
-    parser.add_argument("--tokens", type=int, default=200_000)
-    parser.add_argument("--retention", type=float, default=0.15)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--layers", type=int, default=8, help="divided by the batch")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--out", type=Path, default=RESULTS / "ragged_attention.json")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
+    options = parse_options(
+        __doc__, "ragged_attention", "", arguments, device="cuda", tokens=200_000, retention=0.15,
+        batches=[1, 8], layers=8, heads=32, kv_heads=8, dim=128, dtype="bfloat16", repeats=50,
+    )  # fmt: skip
+    if options.device != "cpu" and not torch.cuda.is_available():
         sys.exit("this benchmark times kernels on a GPU, but PyTorch sees no CUDA device here; run it where it does.")
     copied = copy_bandwidth(options.device)
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu, interpreter"
     shape = {key: getattr(options, key) for key in ("heads", "kv_heads", "dim", "dtype")}
     rows = [row for batch in options.batches for row in rows_of(options, batch, copied)]
     shared = shape | {"device": device, "copy_bytes_a_second": copied}
-    command = shlex.join(
-        ["python", "-m", "benchmarks.ragged_attention", *(sys.argv[1:] if arguments is None else arguments)]
-    )
-    write_results(options.out, "ragged_attention", [row | shared for row in rows], 0, command)
+    save_rows(options, "ragged_attention", [row | shared for row in rows])
 
 
 if __name__ == "__main__":

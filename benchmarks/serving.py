@@ -12,10 +12,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import cycle, islice
+from operator import truediv
 from typing import Any
 
-from benchmarks.common import parse_options, save_rows
+from benchmarks.common import interleaved, parse_options, save_rows, wall_clock
 from lkv.context.context import Context, compress
 from lkv.integrations.continuous import ContinuousEngine
 from lkv.models.loading import load_default
@@ -81,19 +83,25 @@ def at_once(
     return texts, sum(len(ids) for ids, _ in answers), [took for _, took in answers], seconds
 
 
-def throughput_rows(
+def ratio_row(
+    about: dict[str, Any], what: str, unit: str, baseline: str, ratios: Sequence[float], **more: Any
+) -> dict[str, Any]:
+    mean = bootstrap([[ratio] for ratio in ratios])._asdict()
+    return {**about, "what": what, "unit": unit, "baseline": baseline, **mean, **more}
+
+
+def throughput_row(
     engine: ContinuousEngine, contexts: Sequence[Context], length: int, repeats: int, about: dict[str, Any]
-) -> list[dict[str, Any]]:
+) -> dict[str, Any]:
     """Tokens a second of 16 requests at once by those of one after another, in pairs."""
     asked, ratios, equal = questions_of(contexts, 16), [], 0
     for _ in range(repeats):
         right, tokens, alone = one_after_another(asked, length)
         texts, generated, _, seconds = at_once(engine, asked, length, 16)
-        ratios.append([generated / seconds / (tokens / alone)])
+        ratios.append(generated / seconds / (tokens / alone))
         equal += sum(map(str.__eq__, texts, right))
     unit = "tokens a second of 16 requests at once by those of one after another, mean of pairs"
-    row = {"what": "throughput", "unit": unit, "baseline": "one after another"} | bootstrap(ratios)._asdict()
-    return [about | row | {"equal": equal, "answers": 16 * repeats}]
+    return ratio_row(about, "throughput", unit, "one after another", ratios, equal=equal, answers=16 * repeats)
 
 
 def latency_rows(
@@ -113,8 +121,8 @@ def latency_rows(
         for name, share in (("p50", 0.5), ("p95", 0.95)):
             value = latencies[min(len(latencies) - 1, int(share * len(latencies)))]
             rows.append(common | {"what": "latency", "statistic": name, "value": value, "unit": "seconds"})
-        rows.append(common | {"what": "tokens", "value": tokens / seconds, "unit": "tokens a second"})
         rate, middle = tokens / seconds, latencies[len(latencies) // 2]
+        rows.append(common | {"what": "tokens", "value": rate, "unit": "tokens a second"})
         print(f"{about['method']:5} {clients:3} at once: {rate:7.1f} tokens/s, median {middle:.2f} s")
     return rows
 
@@ -132,33 +140,26 @@ class Shelf:
             self.names.append(context_id(text, settings))
             self.store.put(StoredContext.describe(self.names[-1], "", context, settings), context)
 
-    def answer_all(self, engine: ContinuousEngine, length: int) -> float:
-        """Seconds of 16 requests, four at once, each of which finds its context in the store."""
+    def answer_all(self, engine: ContinuousEngine, length: int) -> None:
+        """Answer 16 requests, four at once, each of which finds its context in the store."""
         asked = list(islice(cycle(self.names), 16))
 
         def ask(name: str) -> None:
             context = self.store.get(name)
             engine.submit(encode_question(engine.tokenizer, "What does the mill hold?"), context, length).result()
 
-        started = time.perf_counter()
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(ask, asked))
-        return time.perf_counter() - started
 
     def load_seconds(self) -> list[float]:
         """Seconds to load each context from its file."""
         fresh = ContextStore(*self._made, 0)
-        seconds = []
-        for name in self.names:
-            started = time.perf_counter()
-            fresh.get(name)
-            seconds.append(time.perf_counter() - started)
-        return seconds
+        return [wall_clock(partial(fresh.get, name)) for name in self.names]
 
 
 def main() -> None:
     options = parse_options(
-        __doc__ or "", "serving", tokens=4000, retention=0.15, contexts=4, length=32, concurrency=[1, 4, 16, 64],
+        __doc__, "serving", tokens=4000, retention=0.15, contexts=4, length=32, concurrency=[1, 4, 16, 64],
         repeats=3,
     )  # fmt: skip
     model, tokenizer = load_default()
@@ -176,29 +177,25 @@ def main() -> None:
             seconds.append(time.perf_counter() - started)
         realised = held[method][0].realised_retention()
         about = {"method": method, "tokens": options.tokens, "retention": retention, "realised": realised}
-        rows += throughput_rows(engine, held[method], options.length, options.repeats, about)
+        rows.append(throughput_row(engine, held[method], options.length, options.repeats, about))
         rows += latency_rows(engine, held[method], options.length, options.concurrency, about)
     about = {"method": "lkv", "tokens": options.tokens, "retention": options.retention}
     about["realised"] = held["lkv"][0].realised_retention()
-    shares = [[context.nbytes() / context.full_nbytes()] for context in held["lkv"]]
+    shares = [context.nbytes() / context.full_nbytes() for context in held["lkv"]]
     unit = "bytes held by those of full caches, mean of contexts"
-    rows.append(about | {"what": "memory", "unit": unit, "baseline": "full"} | bootstrap(shares)._asdict())
+    rows.append(ratio_row(about, "memory", unit, "full", shares))
     room = int(1.2 * max(context.nbytes() for context in held["full"]))
     with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as large:
         compressed = Shelf(small, held["lkv"], texts, options.retention, room)
-        full = Shelf(large, held["full"], texts, 1.0, room)
-        loading = [
-            [slow / quick] for slow, quick in zip(seconds[: options.contexts], compressed.load_seconds(), strict=True)
-        ]
+        shelves = {"lkv": compressed, "full": Shelf(large, held["full"], texts, 1.0, room)}
+        loading = map(truediv, seconds[: options.contexts], compressed.load_seconds())
         unit = "time to compress by time to load, mean of contexts"
-        rows.append(about | {"what": "loading", "unit": unit, "baseline": "compressing"} | bootstrap(loading)._asdict())
+        rows.append(ratio_row(about, "loading", unit, "compressing", [*loading]))
         held.clear()
-        ratios = []
-        for _ in range(options.repeats):
-            quick, slow = compressed.answer_all(engine, options.length), full.answer_all(engine, options.length)
-            ratios.append([slow / quick])
+        runs = {name: partial(shelf.answer_all, engine, options.length) for name, shelf in shelves.items()}
+        took = interleaved(runs, options.repeats, warmups=0)
         unit = "requests a second by those of full caches in the same memory, mean of pairs"
-        rows.append(about | {"what": "same memory", "unit": unit, "baseline": "full"} | bootstrap(ratios)._asdict())
+        rows.append(ratio_row(about, "same memory", unit, "full", [*map(truediv, took["full"], took["lkv"])]))
     engine.stop()
     save_rows(options, "serving", rows)
 

@@ -4,9 +4,10 @@ On a CPU: the augmented column against SDPA with a differentiable additive mask,
 the augmented column against plain causal flash attention, which has no mask at all, Llama-3.1-8B's heads.
 
 python -m benchmarks.soft_mask_attention    (writes soft_mask_attention.json; --tune compares Triton's block sizes)
+
+--tokens are 2048 on a CPU by default and 8192 on CUDA; --out is a folder; --tune writes nothing.
 """
 
-import argparse
 import ctypes
 import functools
 import statistics
@@ -20,10 +21,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, interleaved, paired_ratio, parse_options
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.utils.results import write_results
-from lkv.utils.statistics import bootstrap
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -42,15 +42,10 @@ LLAMA_8B = Shape(32, 8, 128, torch.bfloat16)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, help="default: 2048 on a CPU, 8192 on CUDA")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument(
-        "--tune", action="store_true", help="print the times of other Triton block sizes, write nothing"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__, "soft_mask_attention", device="cuda" if torch.cuda.is_available() else "cpu", tokens=int, repeats=10,
+        tune=False, out=RESULTS,
+    )  # fmt: skip
     on_cuda = options.device.startswith("cuda")
     shape = LLAMA_8B if on_cuda else SMOLLM2
     tokens = options.tokens or (8192 if on_cuda else 2048)
@@ -122,21 +117,16 @@ def measured(
     methods: dict[str, Attention], baseline: str, arguments: list[Tensor], repeats: int
 ) -> list[dict[str, Any]]:
     """One row a method: its time as mean paired ratio to the baseline's, its median time and its peak memory."""
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    # Interleaved, so that a noisy minute falls on all of them alike; the first round warms up.
-    for repeat in range(repeats + 1):
-        for name, attend in methods.items():
-            elapsed = timed(attend, arguments)
-            if repeat:
-                seconds[name].append(elapsed)
+    runs = {name: functools.partial(forward_and_backward, attend, arguments) for name, attend in methods.items()}
+    seconds = interleaved(runs, repeats, functools.partial(timed, on_cuda=arguments[0].is_cuda), warmups=1)
     q = arguments[0]
     # Two matrix products forward and five backward, half of each under the diagonal.
     operations = 7 * q.shape[1] * q.shape[2] ** 2 * q.shape[3]
     best = matmul_tflops(q) if q.is_cuda else 0.0
     rows = []
     for name, times in seconds.items():
-        ratio = bootstrap([[x / y] for x, y in zip(times, seconds[baseline], strict=True)])
-        row: dict[str, Any] = {"method": name, "tokens": q.shape[2], "baseline": baseline} | ratio._asdict()
+        row: dict[str, Any] = {"method": name, "tokens": q.shape[2], "baseline": baseline}
+        row |= paired_ratio(times, seconds[baseline])
         row |= {"unit": "mean of paired ratios of the time forward and backward", "seconds": statistics.median(times)}
         row |= {"peak_bytes": peak_bytes(methods[name], arguments), "heads": q.shape[1], "head_dim": q.shape[3]}
         row |= {"tflops": operations / row["seconds"] / 1e12, "dtype": str(q.dtype).removeprefix("torch.")}
@@ -146,14 +136,16 @@ def measured(
     return rows
 
 
-def timed(attend: Attention, arguments: list[Tensor]) -> float:
-    """Seconds of one pass forward and backward."""
-    on_cuda = arguments[0].is_cuda
-    weights = torch.ones_like(arguments[0])
+def forward_and_backward(attend: Attention, arguments: list[Tensor]) -> None:
+    torch.autograd.grad(attend(*arguments), arguments, torch.ones_like(arguments[0]), allow_unused=True)
+
+
+def timed(run: Callable[[], Any], on_cuda: bool) -> float:
+    """Seconds of a run to its end: a GPU is waited for."""
     if on_cuda:
         torch.cuda.synchronize()
     started = time.perf_counter()
-    torch.autograd.grad(attend(*arguments), arguments, weights, allow_unused=True)
+    run()
     if on_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - started
@@ -162,14 +154,7 @@ def timed(attend: Attention, arguments: list[Tensor]) -> float:
 def matmul_tflops(like: Tensor, size: int = 8192) -> float:
     """What a large matrix product reaches on the device in the dtype of `like`."""
     x = torch.randn(size, size, device=like.device, dtype=like.dtype)
-    times = []
-    for _ in range(10):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        x @ x
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return 2 * size**3 / statistics.median(times) / 1e12
+    return 2 * size**3 / statistics.median(timed(lambda: x @ x, True) for _ in range(10)) / 1e12
 
 
 def peak_bytes(attend: Attention, arguments: list[Tensor]) -> int | None:
@@ -177,7 +162,7 @@ def peak_bytes(attend: Attention, arguments: list[Tensor]) -> int | None:
     if arguments[0].is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        timed(attend, arguments)
+        forward_and_backward(attend, arguments)
         return torch.cuda.max_memory_allocated() - before
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
@@ -186,7 +171,7 @@ def peak_bytes(attend: Attention, arguments: list[Tensor]) -> int | None:
     ctypes.CDLL(None).malloc_trim(0)
     reset.write_text("5", encoding="ascii")
     before = resident("VmRSS")
-    timed(attend, arguments)
+    forward_and_backward(attend, arguments)
     return resident("VmHWM") - before
 
 
@@ -211,8 +196,9 @@ def tune(shape: Shape, tokens: int, repeats: int) -> None:
                 for stages in (1, 2, 3, 4):
                     tile: dict[str, Any] = {field: backend.Tile(rows, columns, warps, stages)}
                     attend = functools.partial(backend.attend, scale=shape.dim**-0.5, tiles=used._replace(**tile))
+                    run = functools.partial(forward_and_backward, attend, arguments)
                     try:
-                        times = [timed(attend, arguments) for _ in range(repeats + 1)][1:]
+                        times = [timed(run, True) for _ in range(repeats + 1)][1:]
                     except OutOfResources:
                         continue
                     print(f"{field:16} {tuple(tile[field])} {statistics.median(times) * 1e3:.2f} ms")

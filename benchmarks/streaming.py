@@ -17,7 +17,7 @@ from lkv.integrations.transformers.attention import patch_attention
 
 @torch.no_grad()
 def main() -> None:
-    options = parse_options(__doc__ or "", "streaming", tokens=32_768, chunk=1024, layers=30, retention=0.15)
+    options = parse_options(__doc__, "streaming", tokens=32_768, chunk=1024, layers=30, retention=0.15)
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=options.layers, num_attention_heads=9,

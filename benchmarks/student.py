@@ -101,7 +101,7 @@ def fidelity(model: Any, tokenizer: Any, options: argparse.Namespace) -> list[di
 
 def main() -> None:
     options = parse_options(
-        __doc__ or "", "student", "of training data", tokens=[1024, 2048, 4096], repeats=3, steps=16,
+        __doc__, "student", "of training data", tokens=[1024, 2048, 4096], repeats=3, steps=16,
         context_tokens=800, held_out=16,
     )  # fmt: skip
     model, tokenizer = load_default(torch.float32)

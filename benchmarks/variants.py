@@ -1,16 +1,16 @@
 """What streaming and quantised storage cost: KL from the full cache on the held-out continuations, against exact LKV.
 
 python -m benchmarks.variants --data FOLDER --tokens 2000 7800 --contexts 4 1    (writes variants.json)
+
+--contexts are those of a task, one number for each length or one for all.
 """
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import RESULTS, per_length, run_cases
+from benchmarks.common import parse_options, per_length, run_cases
 from benchmarks.fidelity import fidelity_row
 from benchmarks.heldout import HeldOut
 from benchmarks.length import TASKS
@@ -50,15 +50,10 @@ def log_probs(model: Any, cache: RaggedCache, ids: list[int], skip: int) -> Tens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2000, 7800])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[4, 2], help="a task, for each length or all")
-    parser.add_argument("--retention", type=float, default=0.15)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "variants.json")
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__, "variants", "of evaluation files", tokens=[2000, 7800], contexts=[4, 2], retention=0.15,
+        dtype="bfloat16", seed=0,
+    )  # fmt: skip
     contexts = per_length(options.tokens, options.contexts)
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy = default_policy()

@@ -39,17 +39,9 @@ def byte_tokenizer(template: str | None, bos: bool = False) -> PreTrainedTokeniz
 CHAT, PLAIN = byte_tokenizer(TEMPLATE), byte_tokenizer(None)
 
 
-def example(context="Some words.", answers=("Neva",), **changes) -> Example:
-    fields = {
-        "suite": "longbench",
-        "task": "qasper",
-        "number": 7,
-        "question": "Which river?\n",
-        "answer_prefix": "Answer:",
-        "max_new_tokens": 10,
-        "metric": "qa_f1",
-    }
-    return Example(context=context, answers=tuple(answers), **(fields | changes))
+def example(context="Some words.", answers=("Neva",), question="Which river?\n", prefix="Answer:", new=10, **more):
+    parts = ("longbench", "qasper", 7, context, question, prefix, tuple(answers), new)
+    return Example(*parts, **{"metric": "qa_f1", **more})
 
 
 def texts(prompt, tokenizer) -> tuple[str, str]:
@@ -101,16 +93,10 @@ def test_the_first_token_occurs_once(protocol):
     assert cut.context[0] == 0 and len(cut.context) + len(cut.question) + 10 == 50
 
 
-@given(
-    st.sampled_from(PROTOCOLS),
-    st.integers(1, 200),
-    st.integers(0, 30),
-    st.integers(1, 40),
-    st.integers(-3, 20) | st.integers(20, 220),
-    st.booleans(),
-)
+@given(st.sampled_from(PROTOCOLS), st.integers(1, 200), st.integers(0, 30), st.integers(1, 40),
+       st.integers(-3, 20) | st.integers(20, 220), st.booleans())  # fmt: skip
 def test_truncation_removes_the_middle_of_the_context(protocol, length, asked, new, room, chat):
-    item = example("".join(chr(65 + i % 26) for i in range(length)), question="?" * asked, max_new_tokens=new)
+    item = example("".join(chr(65 + i % 26) for i in range(length)), question="?" * asked, new=new)
     tokenizer = CHAT if chat else PLAIN
     whole = make_prompt(item, tokenizer, protocol, 10_000)
     positions = new + len(whole.question) + room
@@ -122,13 +108,10 @@ def test_truncation_removes_the_middle_of_the_context(protocol, length, asked, n
     prompt = make_prompt(item, tokenizer, protocol, positions)
     assert prompt.question == whole.question
     assert prompt.truncated == (len(whole.context) > room)
-    if not prompt.truncated:
-        assert prompt.context == whole.context
-        return
-    assert len(prompt.context) == room
     head = -(-room // 2)
-    assert prompt.context[:head] == whole.context[:head]
-    assert prompt.context[head:] == whole.context[len(whole.context) - (room - head) :]
+    cut = whole.context[:head] + whole.context[len(whole.context) - (room - head) :]
+    assert prompt.context == (cut if prompt.truncated else whole.context)
+    assert not prompt.truncated or len(prompt.context) == room
 
 
 @given(st.integers(0, 150), st.integers(60, 200), st.sampled_from(["Neva", "Lake Ladoga", "3.5%"]))
@@ -184,7 +167,7 @@ def test_impossible_prompts_are_refused():
     with pytest.raises(PromptError, match=r"qasper 7: its question \(57 tokens\) and answer \(10\) leave -7 of 60"):
         make_prompt(example(question="?" * 50), PLAIN, "longbench", 60)
     with pytest.raises(PromptError, match="qasper 7 has nothing to read after its context"):
-        make_prompt(example(question="", answer_prefix=""), PLAIN, "longbench", 60)
+        make_prompt(example(question="", prefix=""), PLAIN, "longbench", 60)
 
 
 # Made up after each family's: its markers, what it does with a system turn, whether it strips and whether it thinks.

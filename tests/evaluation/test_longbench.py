@@ -41,17 +41,9 @@ LISTED = {
 
 def row(**changes) -> dict:
     """A row in LongBench's fields, with braces and percent signs that a template must leave alone."""
-    fields = {
-        "_id": "x",
-        "dataset": "any",
-        "language": "en",
-        "length": 3,
-        "input": "Which {river} is it?",
-        "context": "A {context} of 100% rivers.\nThe Neva.",
-        "answers": ["Paragraph 3", "The Neva"],
-        "all_classes": ["River", "Town"],
-    }
-    return fields | changes
+    fields = {"_id": "x", "dataset": "any", "language": "en", "length": 3, "all_classes": ["River", "Town"]}
+    fields |= {"input": "Which {river} is it?", "context": "A {context} of 100% rivers.\nThe Neva."}
+    return fields | {"answers": ["Paragraph 3", "The Neva"]} | changes
 
 
 def write(folder, task, *rows, suffix=".jsonl"):
@@ -61,13 +53,9 @@ def write(folder, task, *rows, suffix=".jsonl"):
     return path
 
 
-def test_the_sixteen_tasks_in_six_categories():
-    assert set(TASKS) == set(LISTED) and len(TASKS) == 16
-    assert [len(tasks) for tasks in CATEGORIES.values()] == [3, 3, 3, 3, 2, 2]
-
-
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", LISTED)
 def test_every_task_loads_with_its_length_metric_and_rules(task, tmp_path):
+    assert set(TASKS) == set(LISTED) and [len(tasks) for tasks in CATEGORIES.values()] == [3, 3, 3, 3, 2, 2]
     answers = ["Paragraph 3"] if task == "passage_retrieval_en" else ["The Neva"]
     write(tmp_path, task, row(answers=answers))
     (example,) = load_examples(task, tmp_path)
@@ -120,44 +108,26 @@ def test_compressed_files_and_blank_lines(tmp_path):
     assert len(load_examples("qmsum", tmp_path)) == 4
 
 
-@pytest.fixture
-def archive(tmp_path):
-    path = tmp_path / "data.zip"
-    with zipfile.ZipFile(path, "w") as file:
+def test_the_hub_serves_the_archive(tmp_path, monkeypatch):
+    archive, calls = tmp_path / "data.zip", []
+    with zipfile.ZipFile(archive, "w") as file:
         file.writestr("data/lcc.jsonl", json.dumps(row(answers=["é = 1"]), ensure_ascii=False) + "\n")
-    return path
-
-
-def test_the_hub_serves_the_archive(archive, monkeypatch):
-    calls = []
 
     def download(repository, name, *, repo_type, revision):
         calls.append((repository, name, repo_type, len(revision)))
+        if len(calls) > 2:
+            raise FileNotFoundError("no connection")
         return str(archive)
 
     monkeypatch.setattr(lkv.evaluation.longbench, "hf_hub_download", download)
     (example,) = load_examples("lcc", None)
     assert example.answers == ("é = 1",)
     assert calls == [("zai-org/LongBench", "data.zip", "dataset", 40)]
-    assert load_examples("lcc", archive.parent) == [example]
+    assert load_examples("lcc", tmp_path) == [example]
     with pytest.raises(DataError, match=r"data\.zip holds no data/trec\.jsonl; get LongBench's data\.zip again"):
         load_examples("trec", None)
-
-
-def test_a_failed_download_suggests_a_folder(monkeypatch):
-    def download(*_, **__):
-        raise FileNotFoundError("no connection")
-
-    monkeypatch.setattr(lkv.evaluation.longbench, "hf_hub_download", download)
     with pytest.raises(DataError, match=r"could not be downloaded \(no connection\).* or give a folder"):
         load_examples("lcc", None)
-
-
-def test_an_unknown_task_lists_near_ones(tmp_path):
-    with pytest.raises(DataError, match=r"no LongBench task 'hotpot_qa'; did you mean hotpotqa\?"):
-        load_examples("hotpot_qa", tmp_path)
-    with pytest.raises(DataError, match=r"'zzz'; use one of narrativeqa, .*repobench-p.*Chinese tasks are left out"):
-        load_examples("zzz", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +153,11 @@ def test_malformed_rows_are_refused_with_line_and_field(task, line, message, tmp
     assert len(load_examples(task, tmp_path, count=1)) == 1
 
 
-def test_missing_empty_and_damaged_files_are_refused(tmp_path):
+def test_unknown_tasks_and_missing_empty_and_damaged_files_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"no LongBench task 'hotpot_qa'; did you mean hotpotqa\?"):
+        load_examples("hotpot_qa", tmp_path)
+    with pytest.raises(DataError, match=r"'zzz'; use one of narrativeqa, .*repobench-p.*Chinese tasks are left out"):
+        load_examples("zzz", tmp_path)
     with pytest.raises(DataError, match=r"holds none of qasper\.jsonl, qasper\.jsonl\.gz, data\.zip"):
         load_examples("qasper", tmp_path)
     write(tmp_path, "qasper")
@@ -201,9 +175,6 @@ def test_missing_empty_and_damaged_files_are_refused(tmp_path):
     (tmp_path / "data.zip").write_bytes(b"PK nothing")
     with pytest.raises(DataError, match=r"data\.zip cannot be read"):
         load_examples("musique", tmp_path)
-
-
-def test_rouge_tasks_need_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge", None)
     write(tmp_path, "samsum", row())
     with pytest.raises(MissingPackageError, match="ROUGE-L needs optional packages"):

@@ -37,35 +37,32 @@ def test_a_policy_of_the_hub_may_be_added_to_a_run_without_one(model, policy, tm
     run(model, None, out, examples, methods=("snapkv",))
     policy.commit = "c" * 40
     header, lines = run(model, policy, out, examples)
-    assert header["policy_revision"] == policy.commit and [row["method"] for row in lines[0]["rows"]][1:] == [
-        "snapkv",
-        "lkv",
-    ]
+    assert header["policy_revision"] == policy.commit
+    assert [row["method"] for row in lines[0]["rows"]] == ["full", "snapkv", "lkv"]
 
 
 def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
     examples, out = make_examples(2), tmp_path / "x.jsonl"
     run(model, policy, out, examples)
     before = out.read_text()
-    with pytest.raises(DataError, match=r"settings \(seed 0 instead of 4\)"):
-        run(model, policy, out, examples, seed=4)
-    with pytest.raises(DataError, match=r"settings \(policy "):
-        run(model, Policy(policy.spec), out, examples)
-    with pytest.raises(DataError, match=r"settings \(fingerprint "):
-        run(tiny_llama(7), None, out, examples, methods=("snapkv",))
-    with pytest.raises(DataError, match="sample 'alpha-128-0' of another text"):
-        run(model, policy, out, make_examples(2, tokens=95))
+    for arguments, options, message in (
+        ((model, policy, out, examples), {"seed": 4}, r"settings \(seed 0 instead of 4\)"),
+        ((model, Policy(policy.spec), out, examples), {}, r"settings \(policy "),
+        ((tiny_llama(7), None, out, examples, ("snapkv",)), {}, r"settings \(fingerprint "),
+        ((model, policy, out, make_examples(2, tokens=95)), {}, "sample 'alpha-128-0' of another text"),
+    ):
+        with pytest.raises(DataError, match=message):
+            run(*arguments, **options)
     assert out.read_text() == before
     lines = before.splitlines(keepends=True)
-    out.write_text(lines[0] + lines[1][:40] + "\n" + lines[2])
-    with pytest.raises(DataError, match=r"x\.jsonl, line 2 is no JSON object"):
-        run(model, policy, out, examples)
-    out.write_text(before.replace('"planned": 4', '"planned": "all"'))
-    with pytest.raises(DataError, match=r'settings \(planned "all" instead of 4\)'):
-        run(model, policy, out, examples)
-    out.write_bytes(b"\xff\xfe\n")
-    with pytest.raises(DataError, match="is no text"):
-        run(model, policy, out, examples)
+    for text, message in (
+        (lines[0] + lines[1][:40] + "\n" + lines[2], r"x\.jsonl, line 2 is no JSON object"),
+        (before.replace('"planned": 4', '"planned": "all"'), r'settings \(planned "all" instead of 4\)'),
+        ("\xff\xfe\n", "is no text"),
+    ):
+        out.write_text(text, encoding="latin-1")
+        with pytest.raises(DataError, match=message):
+            run(model, policy, out, examples)
 
 
 def test_only_added_methods_and_retentions_are_measured(model, policy, tmp_path, monkeypatch):
@@ -78,9 +75,8 @@ def test_only_added_methods_and_retentions_are_measured(model, policy, tmp_path,
     monkeypatch.setattr(Knorm, "scores", lambda *given: scored.append(1) or right(*given))
     header, lines = run(model, policy, out, examples, ["knorm", "snapkv", "lkv"], [0.3])
     assert not scored and header["methods"] == ["knorm", "snapkv", "lkv"] and header["policy"] == policy.digest()
-    assert [line["rows"][: len(old["rows"])] for line, old in zip(lines, before, strict=True)] == [
-        old["rows"] for old in before
-    ]
+    for line, old in zip(lines, before, strict=True):
+        assert line["rows"][: len(old["rows"])] == old["rows"]
     header, lines = run(model, policy, out, examples, ["lkv", "snapkv", "knorm"], [0.2])
     assert scored and header["retentions"] == [0.3, 0.2]
     for line, wanted in zip(lines, whole, strict=True):
@@ -131,9 +127,8 @@ import sys, time
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
-from lkv.evaluation.runner import EvaluationConfig, evaluate
 from lkv.policy.policy import Policy
-from tests.fake_suite import Letters, make_examples, make_prompt, run, score, without_seconds
+from tests.fake_suite import make_examples, run, score
 
 torch.set_num_threads(1)
 folder, rank, size, pause = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
@@ -149,10 +144,7 @@ def slowly(example, answer):
     return score(example, answer)
 
 policy = Policy.from_pretrained(folder / "policy")
-config = EvaluationConfig(
-    ["lkv", "snapkv"], [0.3], policy=policy, score=slowly, make_prompt=make_prompt, model_name="tiny"
-)
-evaluate(model, Letters(), make_examples(4), config, folder / "out.jsonl")
+run(model, policy, folder / "out.jsonl", make_examples(4), score=slowly)
 (folder / f"scored{rank}").write_text(str(len(scored)))
 if size > 1:
     torch.distributed.destroy_process_group()

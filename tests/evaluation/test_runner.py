@@ -52,12 +52,8 @@ def test_every_row_answers_as_its_method_alone(model, policy, tmp_path):
                     method = kvzip(model, Letters(), given.context, prompt, retention, name, policy)
                     cache = RaggedCache(model, method=method)
                 else:
-                    cache = RaggedCache(
-                        model,
-                        policy=policy if parse_method(name).needs_policy else None,
-                        retention=retention,
-                        method=name,
-                    )
+                    own = policy if parse_method(name).needs_policy else None
+                    cache = RaggedCache(model, policy=own, retention=retention, method=name)
                 cache.fill(prompt)
                 held = sum(map(sum, cache.kept_counts()))
             out = model.generate(whole, past_key_values=cache, do_sample=False, max_new_tokens=6)
@@ -102,27 +98,15 @@ def test_fidelity_is_measured_by_teacher_forcing_the_true_answer(model, policy, 
 
 
 def test_shared_scores_are_computed_once(model, policy, tmp_path, monkeypatch):
-    calls = []
-    scores = LearnedScores.scores
-    monkeypatch.setattr(
-        LearnedScores, "scores", lambda self, layer, *rest: calls.append(layer) or scores(self, layer, *rest)
-    )
-    replays = []
-    replay = second_pass.replay_scores
+    calls, replays, scores, replay = [], [], LearnedScores.scores, second_pass.replay_scores
+    monkeypatch.setattr(LearnedScores, "scores", lambda self, at, *rest: calls.append(at) or scores(self, at, *rest))
     monkeypatch.setattr(second_pass, "replay_scores", lambda *given: replays.append(1) or replay(*given))
     run(model, policy, tmp_path / "x.jsonl", make_examples(1, ["alpha"]), METHODS, RETENTIONS)
     # Once to see whether the prompt can be scored, then once a layer for three methods at two retentions.
     assert calls == [0, 0, 1, 2] and replays == [1]
 
 
-def test_smaller_batches_give_the_same_rows(model, policy, tmp_path):
-    examples = make_examples(1)
-    _, whole = run(model, policy, tmp_path / "x.jsonl", examples, METHODS)
-    _, parts = run(model, policy, tmp_path / "y.jsonl", examples, METHODS, max_rows=2)
-    assert without_seconds(parts) == without_seconds(whole)
-
-
-def test_batches_get_smaller_where_memory_runs_out(model, policy, tmp_path, monkeypatch):
+def test_smaller_batches_which_memory_may_require_give_the_same_rows(model, policy, tmp_path, monkeypatch):
     examples, tried = make_examples(1), []
 
     class Small(MethodComparison):
@@ -133,6 +117,8 @@ def test_batches_get_smaller_where_memory_runs_out(model, policy, tmp_path, monk
             super().__init__(model, ids, prompt, methods)
 
     _, whole = run(model, policy, tmp_path / "x.jsonl", examples, METHODS)
+    _, parts = run(model, policy, tmp_path / "max_rows.jsonl", examples, METHODS, max_rows=2)
+    assert without_seconds(parts) == without_seconds(whole)
     monkeypatch.setattr("lkv.evaluation.runner.MethodComparison", Small)
     _, parts = run(model, policy, tmp_path / "y.jsonl", examples, METHODS)
     assert without_seconds(parts) == without_seconds(whole)

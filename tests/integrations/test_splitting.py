@@ -32,32 +32,31 @@ def test_ruler_question_is_found_by_its_marker(task):
     assert split_by == "marker" and prompt[end:] == RULER[task] + " Answer:"
 
 
-def test_options_take_precedence_over_known_tasks():
+def test_options_take_precedence_over_known_tasks_and_others_use_the_window():
     document = {"context": CONTEXT, "question": "Boats?"}
-    split_by, end = ContextSplit(field="question").context_end("longbench_qasper", LONGBENCH, document)
-    assert split_by == "field" and LONGBENCH[end:] == "\nAnswer:"
-    split_by, end = ContextSplit(marker=r"Question: \w+\?").context_end("longbench_qasper", LONGBENCH, document)
-    assert split_by == "marker" and LONGBENCH[end:] == "Question: Boats?\nAnswer:"
-
-
-def test_other_tasks_use_the_window():
+    for options, by, rest in (
+        ({"field": "question"}, "field", "\nAnswer:"),
+        ({"marker": r"Question: \w+\?"}, "marker", "Question: Boats?\nAnswer:"),
+    ):
+        split_by, end = ContextSplit(**options).context_end("longbench_qasper", LONGBENCH, document)
+        assert split_by == by and LONGBENCH[end:] == rest
     assert ContextSplit().context_end("hellaswag", LONGBENCH, {}) == ("window", None)
 
 
-def test_wrong_splits_are_refused():
-    with pytest.raises(IntegrationError, match="no text in a field 'passage'; its fields are context, question"):
-        ContextSplit(field="passage").context_end("squad", LONGBENCH, {"context": CONTEXT, "question": "Boats?"})
-    with pytest.raises(IntegrationError, match="text of the field 'context' unchanged; give question_marker"):
-        ContextSplit(field="context").context_end("squad", LONGBENCH, {"context": "other words"})
-    with pytest.raises(IntegrationError, match="is not in the prompt; give context_field"):
-        ContextSplit(marker="Frage:").context_end("squad", LONGBENCH, {})
-    with pytest.raises(IntegrationError, match="give one"):
-        ContextSplit(field="context", marker="Question")
-    with pytest.raises(IntegrationError, match="no regular expression"):
-        ContextSplit(marker="(")
-    for window in (0, 1.5, "8"):
-        with pytest.raises(IntegrationError, match="at least one token"):
-            ContextSplit(window=window)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"field": "passage"}, "no text in a field 'passage'; its fields are context, question"),
+        ({"field": "context"}, "text of the field 'context' unchanged; give question_marker"),
+        ({"marker": "Frage:"}, "is not in the prompt; give context_field"),
+        ({"field": "context", "marker": "Question"}, "give one"),
+        ({"marker": "("}, "no regular expression"),
+        *(({"window": window}, "at least one token") for window in (0, 1.5, "8")),
+    ],
+)
+def test_wrong_splits_are_refused(options, message):
+    with pytest.raises(IntegrationError, match=message):
+        ContextSplit(**options).context_end("squad", LONGBENCH, {"context": "other words", "question": "Boats?"})
 
 
 def test_common_prefix_length():
