@@ -181,7 +181,6 @@ def test_a_folder_that_takes_nothing_is_named_before_anything_is_loaded(tmp_path
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "data").mkdir()
     out = {"a file": tmp_path / "mine", "below a file": tmp_path / "mine" / "out"}.get(place, place)
-    (tmp_path / "data").mkdir()
     assert main(["train", "--data", str(tmp_path / "data"), "--out", str(out), "--model", "no/such"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("lkv: the training cannot be written to ") and len(error.splitlines()) == 1
