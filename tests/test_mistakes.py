@@ -7,12 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from safetensors.torch import save
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.context.context import compress
-from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, RetentionError, TrainingError
+from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, RetentionError
 from lkv.evaluation.longbench import load_examples
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.methods.method import resolve_method
@@ -80,28 +79,27 @@ def test_what_is_no_text_is_named(model, text):
             ask(text)
 
 
-def test_caches_name_what_is_wrong(model):
-    for wrong in (1.5, "9", True, 0):
-        with pytest.raises(CacheError, match="prompt_tokens is"):
-            RaggedCache(model, method="knorm", prompt_tokens=wrong)
-    with pytest.raises(CacheError, match="method is 3"):
-        RaggedCache(model, method=3)
-    with pytest.raises(LkvError, match="'knorm' reads no pattern"):
-        RaggedCache(model, method=resolve_method("knorm", retention=0.5), pattern=[[0.5, 0.5]] * 3)
-    with pytest.raises(RetentionError):
-        RaggedCache(model, method="knorm", retention="0.15")
-    with pytest.raises(PolicyMismatchError, match="no policy is shipped for this model"):
-        RaggedCache(model)
-    cache = RaggedCache(model, method="knorm")
+CACHES = [
+    *(({"method": "knorm", "prompt_tokens": wrong}, CacheError, "prompt_tokens is") for wrong in (1.5, "9", True, 0)),
+    ({"method": 3}, CacheError, "method is 3"),
+    ({"method": "knorm", "retention": "0.15"}, RetentionError, "retention is '0.15'"),
+    ({}, PolicyMismatchError, "no policy is shipped for this model"),
+    ({"method": resolve_method("knorm", retention=0.5), "pattern": PATTERN}, LkvError, "'knorm' reads no pattern"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), CACHES, ids=range(len(CACHES)))
+def test_caches_name_what_is_wrong(model, options, error, message):
+    with pytest.raises(error, match=message):
+        RaggedCache(model, **options)
+
+
+def test_what_a_filled_cache_refuses(model):
+    cache = RaggedCache(model, method="knorm", retention=0.5)
     model(torch.full((1, 40), 9), past_key_values=cache, use_cache=True)
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(CacheError, match="repeats is"):
             cache.batch_repeat_interleave(wrong)
-
-
-def test_a_dtype_that_changes_is_refused(model):
-    cache = RaggedCache(model, method="knorm", retention=0.5)
-    model(torch.full((1, 40), 9), past_key_values=cache, use_cache=True)
     with pytest.raises(CacheError, match=r"torch\.float64, but the model now computes in torch\.float32"):
         model.float()(torch.full((1, 3), 9), past_key_values=cache, use_cache=True)
 
@@ -130,11 +128,9 @@ def test_names_that_are_no_policy_are_named(name):
         (["inspect", DEFAULT, "--model", "MODEL"], f"but '{DEFAULT}' is given too; leave one"),
         (["inspect", "--policy-revision", "v1"], "--policy-revision without --policy"),
         (["ask", "book.txt", "who?", "--no-strict"], "--no-strict without --policy"),
-        (
-            ["eval", "ruler", "--no-strict", "--policy-revision", "v1", "--out", "x"],
-            "--policy-revision without --policy",
-        ),
+        (["eval", "ruler", "--no-strict", "--policy-revision", "v1", "--out", "x"], "revision without --policy"),
         (["profile", "--policy-revision", "v1", "--out", "x.json"], "--policy-revision without --policy"),
+        (["policies", "--model", "no/such/model"], "no model could be loaded from 'no/such/model'"),
         (["serve", "--no-strict"], "--no-strict without --policy"),
         (["serve", "--method", "duo"], "'duo' needs a pattern of retrieval heads, which this command does not take"),
         (["serve", "--method", "snapvk"], "there is no method 'snapvk'"),
@@ -144,53 +140,28 @@ def test_what_would_be_dropped_is_refused(model_folder, capsys, words, message):
     assert message in refused(capsys, [model_folder if word == "MODEL" else word for word in words])
 
 
-def test_a_question_that_is_no_text(model_folder, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("words " * 50)
-    ask = ["ask", tmp_path / "text.txt", "\udcff", "--model", model_folder, "--method", "knorm"]
-    assert "the question is no valid Unicode text" in refused(capsys, ask)
-
-
-def change_config(folder, **changes) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def truncate(folder) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-
-
-def pickle_weights(folder) -> None:
-    (folder / "model.safetensors").unlink()
-    torch.save({}, folder / "pytorch_model.bin")
-
-
-def need_remote_code(folder) -> None:
-    change_config(folder, model_type="own", auto_map={"AutoModelForCausalLM": "own.Own", "AutoConfig": "own.C"})
-    (folder / "own.py").write_text("raise SystemExit('executed')")
-
-
-def remove_tokenizer(folder) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink(missing_ok=True)
-
-
-DAMAGES = {
-    "truncated": truncate,
-    "other sizes": lambda folder: change_config(folder, hidden_size=64),
-    "unknown rope": lambda folder: change_config(folder, rope_parameters={"rope_type": "spiral"}),
-    "pickled": pickle_weights,
-    "remote code": need_remote_code,
-    "no tokenizer": remove_tokenizer,
+CHANGED_CONFIGS = {
+    "other sizes": {"hidden_size": 64},
+    "unknown rope": {"rope_parameters": {"rope_type": "spiral"}},
+    "remote code": {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own", "AutoConfig": "own.C"}},
 }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", ["truncated", "pickled", "no tokenizer", *CHANGED_CONFIGS])
 def test_models_that_cannot_be_loaded_are_named(model_folder, tmp_path, capsys, damage):
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder, folder)
-    DAMAGES[damage](folder)
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | CHANGED_CONFIGS.get(damage, {})))
+    (folder / "own.py").write_text("raise SystemExit('executed')")
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage == "pickled":
+        weights.unlink()
+        torch.save({}, folder / "pytorch_model.bin")
+    elif damage == "no tokenizer":
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).unlink(missing_ok=True)
     (tmp_path / "text.txt").write_text("words " * 50)
     ask = ["ask", tmp_path / "text.txt", "why?", "--model", folder, "--method", "knorm"]
     assert "no model could be loaded from" in refused(capsys, ask)
@@ -277,23 +248,15 @@ def test_result_files_that_are_none_are_named(tmp_path, capsys, header, change):
     refused(capsys, ["report", "--profile", tmp_path / "profile.json"])
 
 
-@pytest.mark.parametrize("number", ["1" + "0" * 400, "Infinity", "NaN"], ids=["huge", "inf", "nan"])
 @pytest.mark.parametrize("field", ["score", "realised", "retention", "kl"])
-def test_numbers_without_end_are_named(tmp_path, capsys, field, number):
+def test_numbers_without_end_are_named(tmp_path, capsys, field):
     lines = many()
     lines[0]["rows"][0][field] = 12345.678
     path = write(tmp_path / "a.jsonl", lines)
-    path.write_text(path.read_text().replace("12345.678", number))
-    refused(capsys, ["report", path])
-
-
-def test_a_checkpoint_without_metadata_is_no_start(tmp_path):
-    from lkv.training.checkpoint import initialize_from
-    from tests.training.test_training import trainer
-
-    (tmp_path / "checkpoint.safetensors").write_bytes(save({"x": torch.zeros(1)}))
-    with pytest.raises(TrainingError, match="cannot be read"):
-        initialize_from(trainer(tmp_path / "run")[1], tmp_path)
+    text = path.read_text()
+    for number in ("1" + "0" * 400, "Infinity", "NaN"):
+        path.write_text(text.replace("12345.678", number))
+        refused(capsys, ["report", path])
 
 
 @contextmanager

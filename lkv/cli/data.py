@@ -40,21 +40,8 @@ class Build(ModelOptions):
         from lkv.models.loading import load_tokenizer
         from lkv.training.data.build import DataBuildConfig, build_dataset, describe_dataset
 
-        config = DataBuildConfig(
-            recipe=self.recipe,
-            out=self.out,
-            data=self.data,
-            names=self.map,
-            samples=self.samples,
-            held_out=self.held_out,
-            seed=self.seed,
-            min_tokens=self.min_tokens,
-            max_tokens=self.max_tokens,
-            against=self.against,
-            ngram_words=self.words,
-            overlap_share=self.share,
-            lock=self.lock,
-        )
+        shared = self.model_dump(exclude={"model", "revision", "map", "words", "share"})
+        config = DataBuildConfig(names=self.map, ngram_words=self.words, overlap_share=self.share, **shared)
         build_dataset(config, load_tokenizer(self.model_name, self.revision), self.model_name)
         print("\n".join(describe_dataset(self.out)))
 

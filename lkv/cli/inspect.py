@@ -54,7 +54,6 @@ class Inspect(PolicyOptions, RunOptions):
     def run(self) -> None:
         """Print or draw a policy's budgets, or write the page of a text."""
         if self.what is not None and self.is_text:
-            _check_page(self)
             _write_page(self, self.what)
         elif self.question or self.out:
             problem = "none was given" if self.what is None else f"{self.what!r} does not exist"
@@ -110,7 +109,8 @@ def _describe_card(policy: "Policy") -> list[str]:
         return [f"model     {policy.spec.architecture}", "card      " + json.dumps(policy.card)]
 
 
-def _check_page(options: Inspect) -> None:
+def _write_page(options: Inspect, source: str) -> None:
+    from lkv.context.documents import STDIN, read_document
     from lkv.methods.registry import FULL, SECOND_PASS
 
     if options.json_ or options.figure:
@@ -119,11 +119,6 @@ def _check_page(options: Inspect) -> None:
         problem = "keeps everything" if options.method == FULL else "needs a second pass over the text"
         raise LkvError(f"{options.method!r} {problem}, so there is no selection to show; use a one-pass method.")
     check_pattern([options.method, *(options.against if options.question else ())], takes_pattern=False)
-
-
-def _write_page(options: Inspect, source: str) -> None:
-    from lkv.context.documents import STDIN, read_document
-
     name = "standard input" if source == STDIN else Path(source).name
     out = options.out or Path("stdin.html" if source == STDIN else f"{Path(source).stem}.html")
     if exists(out) and source != STDIN and out.samefile(source):

@@ -87,9 +87,7 @@ def _predict(options: Profile) -> None:
     config = read_config(options.config) if options.config else load_config(options.model_name, options.revision)
     Shape.check_uniform(config)
     shape, element = Shape.of(config), 4 if options.dtype == "float32" else 2
-    settings: dict[str, Any] = {
-        "retention": options.retention, "element": element, "batch": options.batch, "chunk": options.chunk,
-    }  # fmt: skip
+    settings = options.model_dump(include={"retention", "batch", "chunk"}) | {"element": element}
     print(f"{shape.parameters:,} weights of {element} bytes; GiB predicted from the shape, not measured")
     heads = ("tokens", "weights", "k, v full", "k, v kept", "activations", "peak full", "peak kept")
     print("".join(f"{head:>13}" for head in heads))
@@ -135,17 +133,9 @@ def _make_profiler(options: Profile) -> Any:
             policy = random_policy(spec, options.seed)
     if any(POLICY in find_needs(method) for method in options.methods):
         policy.check_model(spec)
-    settings = ProfileSettings(
-        retention=options.retention,
-        batch=options.batch,
-        new_tokens=options.new_tokens,
-        repeats=options.repeats,
-        chunk=options.chunk,
-        streaming=options.streaming,
-        seed=options.seed,
-        limit=None if options.memory_limit is None else int(options.memory_limit * 2**30),
-    )
-    return Profiler(model, name, policy, settings)
+    shared = options.model_dump(include={"retention", "batch", "new_tokens", "repeats", "chunk", "streaming", "seed"})
+    limit = None if options.memory_limit is None else int(options.memory_limit * 2**30)
+    return Profiler(model, name, policy, ProfileSettings(**shared, limit=limit))
 
 
 def _compare_contexts(largest: list[dict[str, Any]]) -> None:

@@ -40,24 +40,21 @@ def asked(folder, capsys):
     return ask
 
 
-def answer(folder, question: str, **options) -> str:
-    """What the library itself answers."""
+def read(folder):
+    """The model, and the text as the library itself reads it."""
     model, tokenizer = load_model(str(folder / "model"))
-    context = compress(model, tokenizer, TEXT, method="knorm", retention=0.15, **options)
-    return context.ask(question, 4)
+    return model, compress(model, tokenizer, TEXT, method="knorm", retention=0.15)
+
+
+def answer(folder, question: str) -> str:
+    return read(folder)[1].ask(question, 4)
 
 
 def test_several_questions_are_answered_from_one_reading(folder, asked):
-    status, out, said = asked(folder / "text.md", "When?", "Where?")
+    status, out, said = asked(folder / "text.md", "When?", "--retention", "0.15", "Where?", "--chunk", "10000", "Who?")
     assert status == 0 and said.count("tokens read in") == 1
-    assert re.findall(r"^> (.*)$", out, re.MULTILINE) == ["When?", "Where?"]
-    for question in ("When?", "Where?"):
-        assert answer(folder, question) in out
-
-
-def test_questions_may_stand_behind_options(folder, asked):
-    _, out, _ = asked(folder / "text.md", "--retention", "0.5", "When?", "--chunk", "100", "Where?")
-    assert re.findall(r"^> (.*)$", out, re.MULTILINE) == ["When?", "Where?"]
+    assert re.findall(r"^> (.*)$", out, re.MULTILINE) == ["When?", "Where?", "Who?"]
+    assert all(answer(folder, question) in out for question in ("When?", "Where?", "Who?"))
     with pytest.raises(SystemExit):
         asked(folder / "text.md", "When?", "--nothing", "x")
 
@@ -72,8 +69,7 @@ def test_bytes_are_told_beside_those_of_the_full_cache(folder, asked):
 
 
 def test_an_answer_that_ends_at_its_limit_says_so(folder, asked):
-    model, tokenizer = load_model(str(folder / "model"))
-    context = compress(model, tokenizer, TEXT, method="knorm", retention=0.15)
+    model, context = read(folder)
     context.ask("When?", 4, eos_token_id=None)
     assert context.is_truncated and context.answer_tokens == 4
     for most in (4, 1):  # the first token ends it, be it also the last that it may have
@@ -103,8 +99,7 @@ def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, monke
     monkeypatch.setattr("builtins.input", input_)
     monkeypatch.setattr(sys, "stdin", Terminal())
     status, out, said = asked(folder / "text.md")
-    model, tokenizer = load_model(str(folder / "model"))
-    chat = Chat(compress(model, tokenizer, TEXT, method="knorm", retention=0.15))
+    chat = Chat(read(folder)[1])
     assert status == 0 and out.split("\n")[:-1] == "\n".join(chat.ask(q, 4) for q in ("When?", "Where?")).split("\n")
     assert said.count("lkv: text, question and 4 new tokens would reach") == 1
     assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
@@ -127,8 +122,7 @@ def test_a_text_comes_from_stdin_and_questions_are_typed(folder, asked, monkeypa
     monkeypatch.setattr(sys, "stdin", io.StringIO("When?\n\nWhere?\n"))
     status, out, _ = asked(folder / "text.md")
     assert status == 0 and piped.strip() == answer(folder, "When?")
-    model, tokenizer = load_model(str(folder / "model"))
-    chat = Chat(compress(model, tokenizer, TEXT, method="knorm", retention=0.15))
+    chat = Chat(read(folder)[1])
     turns = [chat.ask(question, 4) for question in ("When?", "Where?")]
     assert out.split() == " ".join(turns).split()
     monkeypatch.setattr(sys, "stdin", io.StringIO("When?\n"))
@@ -136,11 +130,16 @@ def test_a_text_comes_from_stdin_and_questions_are_typed(folder, asked, monkeypa
     assert status == 0 and out.strip() and "no chat history" in said
 
 
-def test_parts_streaming_and_types_reach_the_cache(folder, asked):
+def test_options_reach_the_cache(folder, asked):
     _, _, said = asked(folder / "text.md", "When?", "--dtype", "bfloat16", "--chunk", "100")
     assert re.search(r"of 0\.1 MB", said)
-    status, _, _ = asked(folder / "text.md", "When?", "--streaming", "--chunk", "100", "--device", "cpu")
-    assert status == 0
+    (folder / "long.txt").write_text("words to estimate a pattern from " * 20)
+    for method, *options in (
+        ("knorm", "--streaming", "--chunk", "100", "--device", "cpu"),
+        ("duo", "--retention", "0.95", "--pattern", folder / "long.txt"),
+    ):
+        status, out, _ = asked(folder / "text.md", "When?", *options, method=method)
+        assert status == 0 and out
 
 
 def test_the_retention_reached_is_reported(folder, asked):
@@ -157,14 +156,6 @@ def test_the_retention_reached_is_reported(folder, asked):
         assert status == 0 and f"; {reached:.4f} of the KV entries kept, {requested} requested;" in log
 
 
-def test_a_pattern_is_estimated_on_a_text(folder, asked):
-    (folder / "long.txt").write_text("words to estimate a pattern from " * 20)
-    status, out, _ = asked(
-        folder / "text.md", "why?", "--retention", "0.95", "--pattern", folder / "long.txt", method="duo"
-    )
-    assert status == 0 and out
-
-
 @pytest.mark.parametrize(
     ("words", "method", "message"),
     [
@@ -174,6 +165,7 @@ def test_a_pattern_is_estimated_on_a_text(folder, asked):
         (("--load", "book.txt"), None, "book.txt"),
         (("text", "why?", "--device", "nowhere"), "knorm", "the model cannot be put on the device 'nowhere'"),
         (("text", " "), "knorm", "the question is empty"),
+        (("text", "\udcff"), "knorm", "the question is no valid Unicode text"),
         (("--load", "x.kv", "book.txt", "who?"), "knorm", "--load reads the saved text"),
         (("text", "why?", "--save", "text"), "knorm", "is a folder"),
         (("text", "why?", "--save", "x.kv"), "full", "the uncompressed cache of 'full' cannot be saved"),

@@ -16,31 +16,20 @@ def model_folder(tmp_path):
     return save_model(tmp_path / "model", max_position_embeddings=2048)
 
 
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_longbench_from_local_files_to_a_report(model_folder, tmp_path, capsys):
-    rows = [
-        {
-            "input": f"Who wrote book {number}?",
-            "context": f"Book {number} was written by Ann{number}. " * 20,
-            "answers": [f"Ann{number}"],
-            "length": 20,
-            "dataset": "hotpotqa",
-            "language": "en",
-            "all_classes": None,
-            "_id": str(number),
-        }
-        for number in range(3)
-    ]
-    (tmp_path / "hotpotqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = {"length": 20, "dataset": "hotpotqa", "language": "en", "all_classes": None}
+    lines = [
+        json.dumps(row | {"input": f"Who wrote book {i}?", "context": f"Book {i} was written by Ann{i}. " * 20,
+                          "answers": [f"Ann{i}"], "_id": str(i)})
+        for i in range(3)
+    ]  # fmt: skip
+    (tmp_path / "hotpotqa.jsonl").write_text("\n".join(lines))
     text, out = tmp_path / "long.txt", tmp_path / "out.jsonl"
     text.write_text("words to estimate a pattern from " * 20)
     command = ["eval", "longbench", "--data", str(tmp_path), "--tasks", "hotpotqa", "--samples", "2", "--model"]
     command += [str(model_folder), "--methods", "knorm", "duo", "--retention", "0.5", "0.25", "--out", str(out)]
     assert main([*command, "--pattern", str(text)]) == 0
-    header, *lines = lines_of(out)
+    header, *lines = map(json.loads, out.read_text().splitlines())
     assert header["suite"] == "longbench" and header["protocol"] == "kvpress" and header["model"] == "model"
     assert header["dtype"] == "float32" and header["policy"] is None and header["pattern"]
     assert header["pattern_from"] == "estimated on long.txt, by the attention that a window would miss"
@@ -87,7 +76,7 @@ def test_ruler_at_two_lengths(model_folder, tmp_path):
     command += ["--samples", "1", "--seed", "3", "--model", str(model_folder), "--methods", "keydiff"]
     command += ["--out", str(out)]
     assert main(command) == 0
-    header, *lines = lines_of(out)
+    header, *lines = map(json.loads, out.read_text().splitlines())
     keys = [f"niah_single_1-{length}-0" for length in (1400, 1500)]
     assert [line["key"] for line in lines] == keys and header["seed"] == 3
     for line in lines:

@@ -13,6 +13,8 @@ from lkv.training.pipeline import train_policy
 from tests.conftest import save_model
 from tests.training.test_data import folder  # noqa: F401
 
+SMALL = ("--steps", "4", "--min-tokens", "60", "--max-tokens", "120", "--batch", "2")
+
 
 @pytest.fixture
 def model_folder(tmp_path):
@@ -20,16 +22,16 @@ def model_folder(tmp_path):
     return save_model(tmp_path / "model")
 
 
-def arguments(model, data, out, *more):
-    return ["train", "--preset", "cpu", "--model", str(model), "--data", str(data), "--out", str(out), *more]
+@pytest.fixture
+def train(model_folder):
+    """Run a short training, and return the exit status."""
+    base = ["train", "--preset", "cpu", "--model", str(model_folder), *SMALL]
+    return lambda data, out, *more: main([*base, "--data", str(data), "--out", str(out), *more])
 
 
-SMALL = ("--steps", "4", "--min-tokens", "60", "--max-tokens", "120", "--batch", "2")
-
-
-def test_train_writes_a_policy_that_asks(model_folder, folder, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_train_writes_a_policy_that_asks(model_folder, train, folder, tmp_path, capsys, monkeypatch):  # noqa: F811
     out = tmp_path / "out"
-    assert main(arguments(model_folder, folder, out, *SMALL)) == 0
+    assert train(folder, out) == 0
     policy = Policy.from_pretrained(out / "policy")
     assert policy.card["training"]["steps"] == 4
     assert set(policy.card["data"]) == {"squad", "multihop", "prose", "code", "python", "facts"}
@@ -53,23 +55,19 @@ def test_train_writes_a_policy_that_asks(model_folder, folder, tmp_path, capsys,
         assert json.dumps(card) in capsys.readouterr().out
     # Another run in the same folder with other settings is refused before its model is loaded; the policy stays.
     monkeypatch.setattr(pipeline, "place_model", None)
-    assert main(arguments(model_folder, folder, out, *SMALL, "--lr", "0.5")) == 2
+    assert train(folder, out, "--lr", "0.5") == 2
     assert "other settings (lr " in capsys.readouterr().err
 
 
-def test_trackers_are_given_what_the_curve_holds(model_folder, folder, tmp_path, capsys):  # noqa: F811
+def test_trackers_are_given_what_the_curve_holds(model_folder, train, folder, tmp_path, capsys):  # noqa: F811
     from accelerate.tracking import GeneralTracker, on_main_process
 
     class Recorder(GeneralTracker):
-        name, requires_logging_directory = "recorder", False
+        name, requires_logging_directory, tracker = "recorder", False, None
 
         def __init__(self):
             super().__init__()
             self.rows, self.ended = [], 0
-
-        @property
-        def tracker(self):
-            return self.rows
 
         @on_main_process
         def log(self, values, step=None, **kwargs):
@@ -85,51 +83,50 @@ def test_trackers_are_given_what_the_curve_holds(model_folder, folder, tmp_path,
     assert [step for step, values in tracker.rows if "train_kl" in values] == [1, 2] and tracker.ended == 1
     for name in ("validation_kl", "validation_agreement"):
         assert [(step, values[name]) for step, values in tracker.rows if name in values] == [(2, curve[-1][name])]
-    assert main(arguments(model_folder, folder, tmp_path / "none", *SMALL, "--track", "nowhere"))
+    assert train(folder, tmp_path / "none", "--track", "nowhere")
     assert "there is no tracker 'nowhere' here" in capsys.readouterr().err
 
 
-def test_a_second_stage_starts_from_the_weights_of_the_first(model_folder, folder, tmp_path, capsys):  # noqa: F811
+def test_a_second_stage_starts_from_the_weights_of_the_first(train, folder, tmp_path, capsys):  # noqa: F811
     first, second = tmp_path / "first", tmp_path / "second"
-    assert main(arguments(model_folder, folder, first, *SMALL)) == 0
-    more = (*SMALL, "--max-tokens", "110", "--lr", "1e-9")
-    assert main(arguments(model_folder, folder, second, *more, "--init", str(first))) == 0
+    assert train(folder, first) == 0
+    more = ("--max-tokens", "110", "--lr", "1e-9")
+    assert train(folder, second, *more, "--init", str(first)) == 0
     one, two = (Policy.from_pretrained(run / "policy") for run in (first, second))
     assert two.card["started_from"]["step"] == 4
     assert two.card["training"]["max_tokens"] == 110 and two.trained_tokens == one.trained_tokens == 120
     for name, tensor in one.state_dict().items():
         torch.testing.assert_close(two.state_dict()[name], tensor, atol=1e-4, rtol=1e-3)
     # The same command without --init finds nothing to do, and the card still tells where the run began.
-    assert main(arguments(model_folder, folder, second, *more)) == 0
+    assert train(folder, second, *more) == 0
     assert Policy.from_pretrained(second / "policy").card == two.card
-    assert main(arguments(model_folder, folder, tmp_path / "third", *SMALL, "--init", str(tmp_path))) == 2
+    assert train(folder, tmp_path / "third", "--init", str(tmp_path)) == 2
     assert "give the folder of a training run" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_with_its_own_data_alone(model_folder, folder, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_a_run_goes_on_with_its_own_data_alone(train, folder, tmp_path, capsys, monkeypatch):  # noqa: F811
     out, other = tmp_path / "out", tmp_path / "other"
-    assert main(arguments(model_folder, folder, out, *SMALL)) == 0
+    assert train(folder, out) == 0
     before = (out / "policy" / "config.json").read_bytes()
     shutil.copytree(folder, other)
-    assert main(arguments(model_folder, other, out, *SMALL)) == 0  # the same files elsewhere
+    assert train(other, out) == 0  # the same files elsewhere
     next(other.glob("*.txt")).write_text("other words of the same file. " * 900)
     capsys.readouterr()
     monkeypatch.setattr(pipeline, "place_model", None)  # before the model is loaded
-    assert main(arguments(model_folder, other, out, *SMALL)) == 2
+    assert train(other, out) == 2
     assert "belongs to a run on other data; give the same --data to resume it" in capsys.readouterr().err
-    assert main(arguments(model_folder, folder, folder / "runs" / "mine", *SMALL)) == 2
+    assert train(folder, folder / "runs" / "mine") == 2
     assert "would be read as data; give an --out elsewhere" in capsys.readouterr().err
     assert (out / "policy" / "config.json").read_bytes() == before and not (folder / "runs" / "mine").exists()
 
 
-def test_a_folder_without_data_is_named(model_folder, tmp_path, capsys):
+def test_what_cannot_be_trained_is_named(train, folder, tmp_path, capsys):  # noqa: F811
     (tmp_path / "empty").mkdir()
-    assert main(arguments(model_folder, tmp_path / "empty", tmp_path / "out", *SMALL)) == 2
-    assert "holds no data to train on" in capsys.readouterr().err
-    assert main(arguments(model_folder, tmp_path / "none", tmp_path / "out", *SMALL)) == 2
-    assert "there is no data folder" in capsys.readouterr().err
-
-
-def test_a_device_that_is_not_there_is_named(model_folder, folder, tmp_path, capsys):  # noqa: F811
-    assert main(arguments(model_folder, folder, tmp_path / "out", *SMALL, "--device", "nowhere")) == 2
-    assert "cannot be put on the device 'nowhere'" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    out = tmp_path / "out"
+    for data, options, message in (
+        (folder, ("--device", "nowhere"), "cannot be put on the device 'nowhere'"),
+        (tmp_path / "none", (), "there is no data folder"),
+        (tmp_path / "empty", (), "holds no data to train on"),
+    ):
+        assert train(data, out, *options) == 2 and message in capsys.readouterr().err
+        assert not options or not out.exists()

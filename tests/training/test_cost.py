@@ -14,6 +14,7 @@ from lkv.errors import UnsupportedModelError
 from lkv.evaluation.profiling.random_models import CONFIGS, read_config
 from lkv.models.loading import load_model
 from lkv.models.shapes import Shape
+from lkv.training import pipeline
 from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, format_duration, mean_length
 from lkv.training.pipeline import measure_speed
 from lkv.training.processes import split_by_cost
@@ -100,3 +101,12 @@ def test_operations_of_contexts_with_their_continuations():
     whole = context_flops(shape, 700, [30, 30], whole=True) - context_flops(shape, 700, [30], whole=True)
     assert whole == pytest.approx(4 * shape.forward_flops(730, logits=30))
     assert context_flops(shape, 700, []) == 0
+
+
+@pytest.mark.parametrize("steps", [10, 4000])
+def test_the_time_follows_from_the_speed_of_the_machine(monkeypatch, steps):
+    model = tiny_llama(dtype=torch.float32, max_position_embeddings=8192)
+    monkeypatch.setattr(pipeline, "measure_speed", lambda *_, **options: Speed(1e9, 1e9, 1e9))
+    config = replace(PRESETS["cpu"], steps=steps)
+    phrase = pipeline.estimate_duration(model, None, config)
+    assert phrase == format_duration(estimate(Shape.of(model.config), config).flops / 1e9)
