@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 
 from lkv.cache.config import LayerContext, SharedState, mean
 from lkv.cache.eviction import evict_entries, evict_prompt
-from lkv.cache.quantized_store import QuantizedStore
-from lkv.cache.store import KVStore, RaggedStore, extend_padded
+from lkv.cache.store import KVStore, QuantizedStore, RaggedStore, extend_padded
 from lkv.config import ModelSpec
 from lkv.errors import CacheError
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lkv.cache.layer import RaggedLayer
-from lkv.cache.quantized_store import QuantizedStore
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.cache.store import RaggedStore
+from lkv.cache.store import QuantizedStore, RaggedStore
 from lkv.context.context import Context, compress
 from lkv.errors import CacheError
 from tests.cache.helpers import METHOD, ids

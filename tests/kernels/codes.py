@@ -3,8 +3,7 @@
 import torch
 
 from lkv.cache.quantization import QuantizedPool
-from lkv.cache.quantized_store import QuantizedStore
-from lkv.cache.store import RaggedStore
+from lkv.cache.store import QuantizedStore, RaggedStore
 from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
 
 

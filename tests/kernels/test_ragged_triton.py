@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import ragged_attention as benchmark
 from lkv.cache.quantization import QuantizedPool
-from lkv.cache.quantized_store import QuantizedStore
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.cache.store import QuantizedStore
 from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import api, append_and_attend, ragged_attention
 from lkv.methods.budgets import PerHead
@@ -374,7 +374,7 @@ def test_groups_that_the_kernel_cannot_take_are_restored(groups, monkeypatch):
     pools = [pool.unpack() for pool in (held.key, held.value)]
     key = QuantizedPool.pack(pools[0], 8, groups[0], [40, 3])
     held = QuantizedStore(held.lens, key, QuantizedPool.pack(pools[1], 8, groups[1]), held.appended)
-    monkeypatch.setattr("lkv.cache.quantized_store.can_attend_quantized", lambda *args: True)
+    monkeypatch.setattr("lkv.cache.store.can_attend_quantized", lambda *args: True)
     query, *new = (torch.randn(1, 2, 2, 8, device=DEVICE) for _ in range(3))
     right = exact(held, query, new, 0.3)
     torch.testing.assert_close(held.extend(query, *new, 0.3).double(), right, atol=1e-4, rtol=1e-4)
