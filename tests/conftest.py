@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from unittest.mock import patch
 
 # One thread: the tensors are tiny, and the suite runs its files side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -80,8 +81,8 @@ def interruptible():
 
 
 @pytest.fixture
-def own_registry(monkeypatch):
+def own_registry():
     """What a test registers as methods, budgets and selectors goes when the test ends."""
     registry.budgets(), registry.selectors()  # registered once, when they are imported
-    for name in ("METHODS", "_BUDGETS", "_SELECTORS"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    with patch.dict(registry.METHODS), patch.dict(registry._BUDGETS), patch.dict(registry._SELECTORS):
+        yield

@@ -20,6 +20,7 @@ from pkgutil import iter_modules
 from typing import Any, TypeVar
 
 from lkv.errors import LkvError
+from lkv.utils.deprecation import renamed_keywords
 
 FULL = "full"  # no method: transformers' own cache, uncompressed
 POLICY, PATTERN, QUERIES, SECOND_PASS = "a policy", "a pattern of retrieval heads", "queries", "a second pass"
@@ -29,13 +30,9 @@ _RENAMED_BUDGETS = {"contest": "global"}  # as result files of earlier versions 
 
 
 class Buildable:
-    """Base of budgets and selectors, which are built from `lkv.methods.method.MethodInputs`.
+    """Base of budgets and selectors, which are built from `lkv.methods.method.MethodInputs`."""
 
-    Attributes:
-        required_inputs: the inputs that the constructor takes first, such as "model", "policy", "layers" or "target".
-    """
-
-    required_inputs: tuple[str, ...] = ()
+    required_inputs: tuple[str, ...] = ()  # those that the constructor takes first, such as "model" or "policy"
 
     @classmethod
     def from_inputs(cls, inputs: Any, **options: Any) -> Any:
@@ -48,24 +45,13 @@ T = TypeVar("T", bound=type[Buildable])
 
 @dataclass(frozen=True)
 class Component:
-    """A registered budget or selector.
-
-    Attributes:
-        name: its name in "BUDGET+SELECTOR".
-        description: what it does, in one line.
-        label: its name in tables and figures.
-        build: builds it from `lkv.methods.method.MethodInputs`.
-        needs: what it needs besides k and v, among POLICY, PATTERN, QUERIES and SECOND_PASS.
-        variant: which variant it is, where there are several of one name.
-        compares_heads: of a budget, whether heads compete for tokens by their scores.
-        refines: of a selector, whether its final ranking depends on the budget of each head.
-    """
+    """A registered budget or selector: its name in "BUDGET+SELECTOR", how it is shown and built, and what it needs."""
 
     name: str
     description: str
     label: str
     build: Callable[[Any], Any]
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # besides k and v, among POLICY, PATTERN, QUERIES and SECOND_PASS
     variant: str = ""
     compares_heads: bool = False
     refines: bool = False
@@ -73,30 +59,19 @@ class Component:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What a method's name says: its budget and selector, the paper it is from and how it is shown.
+    """What a method's name says: its budget and selector, the paper it is from and how it is shown."""
 
-    Attributes:
-        name: the name as it was given, with "+refit" and "@NAME" where it has them.
-        budget, selector: the names of its two components.
-        compensation: whether kept entries are compensated for those evicted.
-        policy_name: NAME of "METHOD@NAME", else "".
-        paper, link: authors and year, and the address.
-        title: its name in tables and figures where it is not made up of the components' labels.
-        colour, marker: of its curve in figures.
-        canonical: the shortest name of the same method, without "@NAME".
-    """
-
-    name: str
+    name: str  # as it was given, with "+refit" and "@NAME" where it has them
     budget: str
     selector: str
     paper: str = ""
     link: str = ""
-    title: str = ""
+    title: str = ""  # in tables and figures, where it is not made up of the components' labels
     colour: str = _GREY
     marker: str = "."
     compensation: bool = False
-    policy_name: str = ""
-    canonical: str = ""
+    policy_name: str = ""  # NAME of "METHOD@NAME"
+    canonical: str = ""  # the shortest name of the same method, without "@NAME"
 
     @property
     def components(self) -> tuple[Component, Component]:
@@ -107,8 +82,7 @@ class MethodSpec:
     def needs(self) -> tuple[str, ...]:
         """What the method needs besides k and v."""
         budget, selector = self.components
-        queries = (QUERIES,) if self.compensation else ()
-        return tuple(dict.fromkeys((*selector.needs, *budget.needs, *queries)))
+        return tuple(dict.fromkeys((*selector.needs, *budget.needs, *[QUERIES] * self.compensation)))
 
     @property
     def needs_policy(self) -> bool:
@@ -155,79 +129,68 @@ class MethodSpec:
         return self.components[1].build(inputs)
 
 
-_ARXIV = "https://arxiv.org/abs/"
 # Colours are Okabe and Ito's palette, which the colour-blind can tell apart; methods without a colour are grey.
-_NAMED = (
-    MethodSpec("lkv", "lkv-h", "lkv-t", "LKV", title="LKV", colour="#D55E00", marker="o"),
-    MethodSpec("lkv-t", "uniform", "lkv-t", "LKV, ablation", title="LKV-T, uniform budgets", marker="p"),
-    MethodSpec("snapkv", "uniform", "snapkv", "Li et al. 2024", _ARXIV + "2404.14469", "SnapKV", "#0072B2", "s"),
-    MethodSpec("pyramidkv", "pyramid", "snapkv", "Cai et al. 2024", _ARXIV + "2406.02069", "PyramidKV", marker="^"),
-    MethodSpec("adakv-snapkv", "ada", "snapkv", "Feng et al. 2024", _ARXIV + "2407.11550", "Ada-SnapKV", "#56B4E9",
-               "v"),
-    MethodSpec("adakv-expected", "ada", "expected", "Feng et al. 2024, Devoto et al. 2025", _ARXIV + "2407.11550",
-               "Ada-Expected Attention", marker="d"),
-    MethodSpec("expected", "uniform", "expected", "Devoto et al. 2025", _ARXIV + "2510.00636", "Expected Attention",
-               marker="X"),
-    MethodSpec("duo", "duo", "duo-window", "Xiao et al. 2024 (DuoAttention)", _ARXIV + "2410.10819", "DuoAttention",
-               marker="P"),
-    MethodSpec("pyramidkv-kvpress", "pyramid-kvpress", "snapkv", "Cai et al. 2024, as kvpress has it",
-               _ARXIV + "2406.02069", "PyramidKV (kvpress)", marker="^"),
-    MethodSpec("duo-kvpress", "duo-heads", "duo-window", "Xiao et al. 2024, as kvpress has it", _ARXIV + "2410.10819",
-               "DuoAttention (kvpress)", marker="P"),
-    MethodSpec("expected-e2", "uniform", "expected-e2", "Devoto et al. 2025, epsilon of their evaluations",
-               _ARXIV + "2510.00636", "Expected Attention, epsilon 0.01", marker="X"),
-    MethodSpec("adakv-expected-e2", "ada", "expected-e2", "Devoto et al. 2025, as they evaluate it",
-               _ARXIV + "2510.00636", "Ada-Expected Attention, epsilon 0.01", marker="d"),
-    MethodSpec("kvzip", "global", "kvzip", "Kim et al. 2025", _ARXIV + "2505.23416", "KVzip (two passes)", "#009E73",
-               "D"),
-    MethodSpec("criticalkv", "uniform", "critical-snapkv", "Feng et al. 2025", _ARXIV + "2502.03805", "CriticalKV",
-               marker=">"),
-    MethodSpec("h2o", "uniform", "h2o", "Zhang et al. 2023", _ARXIV + "2306.14048", "H2O", marker="<"),
-    MethodSpec("observed-attention", "uniform", "observed", "H2O as kvpress has it", _ARXIV + "2306.14048",
-               "Observed Attention", marker="h"),
-    MethodSpec("tova", "uniform", "tova", "Oren et al. 2024", _ARXIV + "2401.06104", "TOVA", marker="H"),
-    MethodSpec("streaming-llm", "uniform", "streaming-llm", "Xiao et al. 2023", _ARXIV + "2309.17453", "StreamingLLM",
-               marker="8"),
-    MethodSpec("knorm", "uniform", "knorm", "Devoto et al. 2024", _ARXIV + "2406.11430", "Knorm", marker="*"),
-    MethodSpec("keydiff", "uniform", "keydiff", "Park et al. 2025", _ARXIV + "2504.15364", "KeyDiff", "#CC79A7", "X"),
-    MethodSpec("random", "uniform", "random", title="Random", marker="x"),
-    MethodSpec("lkv-h+snapkv", "lkv-h", "snapkv", "LKV, ablation", title="SnapKV, LKV-H budgets", marker="1"),
-    MethodSpec("lkv-h+expected", "lkv-h", "expected", "LKV, ablation", title="Expected Attention, LKV-H budgets",
-               colour="#E69F00", marker="^"),
-    MethodSpec("ada+lkv-t", "ada", "lkv-t", "LKV, ablation", title="LKV-T, AdaKV budgets", marker="2"),
-    MethodSpec("lkv-h+kvzip", "lkv-h", "kvzip", "KVzip's scores under learned budgets", title="KVzip, LKV-H budgets",
-               colour="#7A3E9D", marker="p"),
+# Name, budget, selector, paper, its arXiv number, title, marker, colour.
+_NAMED: tuple[tuple[str, ...], ...] = (
+    ("lkv", "lkv-h", "lkv-t", "LKV", "", "LKV", "o", "#D55E00"),
+    ("lkv-t", "uniform", "lkv-t", "LKV, ablation", "", "LKV-T, uniform budgets", "p"),
+    ("snapkv", "uniform", "snapkv", "Li et al. 2024", "2404.14469", "SnapKV", "s", "#0072B2"),
+    ("pyramidkv", "pyramid", "snapkv", "Cai et al. 2024", "2406.02069", "PyramidKV", "^"),
+    ("adakv-snapkv", "ada", "snapkv", "Feng et al. 2024", "2407.11550", "Ada-SnapKV", "v", "#56B4E9"),
+    ("adakv-expected", "ada", "expected", "Feng et al. 2024, Devoto et al. 2025", "2407.11550",
+     "Ada-Expected Attention", "d"),
+    ("expected", "uniform", "expected", "Devoto et al. 2025", "2510.00636", "Expected Attention", "X"),
+    ("duo", "duo", "duo-window", "Xiao et al. 2024 (DuoAttention)", "2410.10819", "DuoAttention", "P"),
+    ("pyramidkv-kvpress", "pyramid-kvpress", "snapkv", "Cai et al. 2024, as kvpress has it", "2406.02069",
+     "PyramidKV (kvpress)", "^"),
+    ("duo-kvpress", "duo-heads", "duo-window", "Xiao et al. 2024, as kvpress has it", "2410.10819",
+     "DuoAttention (kvpress)", "P"),
+    ("expected-e2", "uniform", "expected-e2", "Devoto et al. 2025, epsilon of their evaluations", "2510.00636",
+     "Expected Attention, epsilon 0.01", "X"),
+    ("adakv-expected-e2", "ada", "expected-e2", "Devoto et al. 2025, as they evaluate it", "2510.00636",
+     "Ada-Expected Attention, epsilon 0.01", "d"),
+    ("kvzip", "global", "kvzip", "Kim et al. 2025", "2505.23416", "KVzip (two passes)", "D", "#009E73"),
+    ("criticalkv", "uniform", "critical-snapkv", "Feng et al. 2025", "2502.03805", "CriticalKV", ">"),
+    ("h2o", "uniform", "h2o", "Zhang et al. 2023", "2306.14048", "H2O", "<"),
+    ("observed-attention", "uniform", "observed", "H2O as kvpress has it", "2306.14048", "Observed Attention", "h"),
+    ("tova", "uniform", "tova", "Oren et al. 2024", "2401.06104", "TOVA", "H"),
+    ("streaming-llm", "uniform", "streaming-llm", "Xiao et al. 2023", "2309.17453", "StreamingLLM", "8"),
+    ("knorm", "uniform", "knorm", "Devoto et al. 2024", "2406.11430", "Knorm", "*"),
+    ("keydiff", "uniform", "keydiff", "Park et al. 2025", "2504.15364", "KeyDiff", "X", "#CC79A7"),
+    ("random", "uniform", "random", "", "", "Random", "x"),
+    ("lkv-h+snapkv", "lkv-h", "snapkv", "LKV, ablation", "", "SnapKV, LKV-H budgets", "1"),
+    ("lkv-h+expected", "lkv-h", "expected", "LKV, ablation", "", "Expected Attention, LKV-H budgets", "^", "#E69F00"),
+    ("ada+lkv-t", "ada", "lkv-t", "LKV, ablation", "", "LKV-T, AdaKV budgets", "2"),
+    ("lkv-h+kvzip", "lkv-h", "kvzip", "KVzip's scores under learned budgets", "", "KVzip, LKV-H budgets", "p",
+     "#7A3E9D"),
 )  # fmt: skip
-METHODS = {spec.name: replace(spec, canonical=spec.name) for spec in _NAMED}
+METHODS = {
+    name: MethodSpec(
+        name, budget, selector, paper, arxiv and f"https://arxiv.org/abs/{arxiv}", title,
+        colour[0] if colour else _GREY, marker, canonical=name,
+    )
+    for name, budget, selector, paper, arxiv, title, marker, *colour in _NAMED
+}  # fmt: skip
 _BUDGETS: dict[str, Component] = {}
 _SELECTORS: dict[str, Component] = {}
 
 
-def register_budget(name: str, *, label: str, description: str, variant: str = "", **options: Any) -> Callable[[T], T]:
-    """Register a budget class under a name, for "NAME+SELECTOR"; a class may be registered under several.
+def _register(
+    registry: dict[str, Component], name: str, *, label: str, description: str, variant: str = "", **options: Any
+) -> Callable[[T], T]:
+    """Register a class under a name; a class may be registered under several.
 
     What it needs is taken from the class: its `required_inputs`, `reads_queries` and `has_second_pass`.
 
     Args:
-        name: the budget's name.
+        registry: of budgets or of selectors.
+        name: its name in "BUDGET+SELECTOR".
         label: its name in tables and figures.
         description: what it does, in one line.
         variant: which variant it is, where there are several of one name.
         **options: passed on to the class's `from_inputs`.
     """
-    return _register(_BUDGETS, name, label, description, variant, options)
 
-
-def register_selector(
-    name: str, *, label: str, description: str, variant: str = "", **options: Any
-) -> Callable[[T], T]:
-    """Register a selector class under a name, for "BUDGET+NAME"; the arguments are those of `register_budget`."""
-    return _register(_SELECTORS, name, label, description, variant, options)
-
-
-def _register(
-    registry: dict[str, Component], name: str, label: str, description: str, variant: str, options: dict[str, Any]
-) -> Callable[[T], T]:
     def register(cls: T) -> T:
         if name in registry:
             raise LkvError(f"the name {name!r} is taken by another budget or selector; give {cls.__name__} another.")
@@ -246,6 +209,11 @@ def _register(
     return register
 
 
+register_budget = partial(_register, _BUDGETS)  # @register_budget("NAME", label=..., description=...), for "NAME+..."
+register_selector = partial(_register, _SELECTORS)  # the same for selectors, "...+NAME"
+
+
+@renamed_keywords(rule="budget", line="description")
 def register_method(
     name: str,
     selector: str | Callable[..., Any],
@@ -287,23 +255,18 @@ def register_method(
             "or register it only once."
         )
     _import_components()
-    names, new = [], []
-    for kind, given, registry in (("budget", budget, _BUDGETS), ("selector", selector, _SELECTORS)):
-        if callable(given):
-            if name in registry:
-                raise LkvError(f"there is a {kind} {name!r} already; give the method another name.")
-            line = description or (given.__doc__ or name).strip().splitlines()[0]
-            new.append((registry, Component(name, line, label or name, given, needs)))
-            names.append(name)
-        elif given in registry:
-            names.append(given)
-        else:
-            raise LkvError(f"there is no {kind} {given!r}; give one of {_listed(registry)}, or a callable.")
-    for registry, component in new:  # after all checks, so that a refused call leaves nothing behind
-        registry[name] = component
-    METHODS[name] = MethodSpec(
-        name, names[0], names[1], paper, link, label or name, colour, marker, canonical=name
-    )  # fmt: skip
+    for kind, component, registry in (("budget", budget, _BUDGETS), ("selector", selector, _SELECTORS)):
+        if callable(component) and name in registry:
+            raise LkvError(f"there is a {kind} {name!r} already; give the method another name.")
+        if not callable(component) and component not in registry:
+            raise LkvError(f"there is no {kind} {component!r}; give one of {_listed(registry)}, or a callable.")
+    names: list[str] = []
+    for component, registry in ((budget, _BUDGETS), (selector, _SELECTORS)):
+        if callable(component):
+            line = description or (component.__doc__ or name).strip().splitlines()[0]
+            registry[name] = Component(name, line, label or name, component, needs)
+        names.append(name if callable(component) else component)
+    METHODS[name] = MethodSpec(name, names[0], names[1], paper, link, label or name, colour, marker, canonical=name)
 
 
 @cache
@@ -392,30 +355,28 @@ def _combination(name: str) -> MethodSpec:
         if (spec.budget, spec.selector) == (budget, selector):
             return spec
     _import_components()
-    if budget in _BUDGETS and selector in _SELECTORS:
-        if _BUDGETS[budget].compares_heads and _SELECTORS[selector].refines:
-            fitting = _listed({name: part for name, part in _BUDGETS.items() if not part.compares_heads})
-            raise LkvError(
-                f"the selector {selector!r} ranks the tokens of each head separately, but under the budget {budget!r} "
-                f"heads compete by their scores; use it with one of {fitting}."
-            )
-        return MethodSpec(name, budget, selector, canonical=f"{budget}+{selector}")
-    if (budget in _BUDGETS) != (selector in _SELECTORS):
-        kind, missing, registry = (
-            ("selector", selector, _SELECTORS) if budget in _BUDGETS else ("budget", budget, _BUDGETS)
-        )
+    has_budget, has_selector = budget in _BUDGETS, selector in _SELECTORS
+    if has_budget != has_selector:
+        kind, missing, registry = ("selector", selector, _SELECTORS) if has_budget else ("budget", budget, _BUDGETS)
         raise LkvError(f"there is no {kind} {missing!r} for {name!r}; use one of {_listed(registry)}.")
-    raise LkvError(_unknown(name))
+    if not has_budget:
+        raise LkvError(_unknown(name))
+    if _BUDGETS[budget].compares_heads and _SELECTORS[selector].refines:
+        fitting = _listed({name: part for name, part in _BUDGETS.items() if not part.compares_heads})
+        raise LkvError(
+            f"the selector {selector!r} ranks the tokens of each head separately, but under the budget {budget!r} "
+            f"heads compete by their scores; use it with one of {fitting}."
+        )
+    return MethodSpec(name, budget, selector, canonical=f"{budget}+{selector}")
 
 
 def _unknown(name: str) -> str:
     """Why `name` is not a method's; from the named methods alone, so that a typing error loads no torch."""
     if name == FULL:
         return f"{FULL!r} keeps everything: use transformers' DynamicCache, or lkv.compress for a context."
-    if name in _BUDGETS or any(name == spec.budget for spec in METHODS.values()):
-        return f"{name!r} is a budget: write {name}+SELECTOR; `lkv methods` lists budgets and selectors."
-    if name in _SELECTORS or any(name == spec.selector for spec in METHODS.values()):
-        return f"{name!r} is a selector: write BUDGET+{name}; `lkv methods` lists budgets and selectors."
+    for kind, registry, pair in (("budget", _BUDGETS, "{}+SELECTOR"), ("selector", _SELECTORS, "BUDGET+{}")):
+        if name in registry or any(name == getattr(spec, kind) for spec in METHODS.values()):
+            return f"{name!r} is a {kind}: write {pair.format(name)}; `lkv methods` lists budgets and selectors."
     known = [*METHODS, *(method + REFIT for method in METHODS)]
     similar = get_close_matches(name, known, n=2) or sorted(METHODS)
     return f"there is no method {name!r}; did you mean {' or '.join(map(repr, similar))}? `lkv methods` lists them all."

@@ -38,3 +38,21 @@ def positional_keywords(*names: str) -> Callable[[Callable[_P, _R]], Callable[_P
         return call
 
     return decorate
+
+
+def renamed_keywords(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Make a decorator that accepts keywords by their old names, too (`old="new"`); such a call warns."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> _R:
+            for old in names.keys() & kwargs.keys():
+                if names[old] not in kwargs:  # else Python's own error for an argument that it does not know
+                    new, kwargs[names[old]] = names[old], kwargs.pop(old)
+                    message = f"the keyword {old} of {function.__qualname__} is now {new}; write {new}=..."
+                    warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
