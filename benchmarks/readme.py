@@ -234,8 +234,7 @@ def readme_costs() -> list[str]:
     lines += [["prefill with eviction", interval(time), prefill]]
     for part, name in (("attention", "decoding, attention alone"), ("token", "decoding, a whole token")):
         for row in read("decode", dtype="float32", what=part, threads=1, **AT_4096):
-            extra = ", extra `cpu`" * (row.get("backend") == "numba")
-            lines.append([f"{name}, 1 thread{extra}", interval(row), decode])
+            lines.append([f"{name}, 1 thread", interval(row), decode])
     lead = "**Memory and speed** on a CPU at 4,096 tokens, by the full cache's."
     return [lead, table(["of the full cache's", "command"], lines)]
 
@@ -404,9 +403,8 @@ def costs() -> str:
     for row in read("decode", what="attention", dtype="float32", **AT_4096):
         (token,) = read("decode", what="token", dtype="float32", threads=row["threads"], **AT_4096)
         threads = f"{row['threads']} thread" + "s" * (row["threads"] > 1)
-        extra = " (extra `cpu`)" * (row.get("backend") == "numba")
         parts.append(
-            f"Decoding over it on {threads}{extra}, attention takes {interval(row)} of the time of "
+            f"Decoding over it on {threads}, attention takes {interval(row)} of the time of "
             f"PyTorch's best over the full cache, a whole token {interval(token)} (`decode.json`)."
         )
     for row in read("comparison_cost"):

@@ -239,7 +239,7 @@ def _launch(
 def _code_options(launch: Launch, dtype: torch.dtype, bits: int, group: int) -> dict[str, Any]:
     """How to launch the slice kernel over codes: its blocks are at most groups of entries."""
     options = launch.slice_options
-    # QuantizedKV and what restores them take registers as well.
+    # Codes and their dequantisation take registers too.
     wide = dtype.itemsize * max(options["BLOCK_D"], options["BLOCK_V"]) >= 512
     block_n = min(group, max(16, options["BLOCK_N"] // 2) if wide else options["BLOCK_N"])
     blocks = {"BLOCK_N": block_n, "num_warps": 8 if wide else options["num_warps"]}

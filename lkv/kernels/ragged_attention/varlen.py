@@ -16,7 +16,7 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
     """Why this cannot run, in one sentence; None where it can."""
     if device.type != "cuda":
         return f"the pools are on {device.type!r}, but variable-length flash attention needs a CUDA device."
-    # RaggedStore with room at their ends need the lengths apart from the starts.
+    # Spans end in free slots, so their lengths are given apart from their starts.
     operator = _operator()
     if operator is None or "seqused_k" not in inspect.signature(operator).parameters:
         return f"PyTorch {torch.__version__} has no variable-length attention that takes lengths apart from starts."
