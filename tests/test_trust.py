@@ -1,6 +1,7 @@
 """Uses that once gave wrong answers without an error: each is right now, or refused."""
 
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -57,6 +58,9 @@ def test_an_answer_is_not_interrupted_by_its_own_streamer(model, policy):
 def test_a_cache_without_its_attention_is_refused(model, policy, filled):
     cache = RaggedCache(model, policy=policy, retention=0.5)
     text = ids(46)
+    with pytest.raises(CacheError, match="computed attention without LKV"):
+        tiny_llama()(text, past_key_values=cache, use_cache=True)
+    cache.reset()
     if filled:
         model(text[:, :40], past_key_values=cache, use_cache=True)
     model.set_attn_implementation("sdpa")
@@ -73,12 +77,6 @@ def test_a_cache_without_its_attention_is_refused(model, policy, filled):
         cache.reset()
         model(text, past_key_values=cache, use_cache=True)
     assert cache.get_seq_length() == 46
-
-
-def test_a_twin_model_without_lkv_is_refused(model, policy):
-    cache = RaggedCache(model, policy=policy, retention=0.5)
-    with pytest.raises(CacheError, match="computed attention without LKV"):
-        tiny_llama()(ids(40), past_key_values=cache, use_cache=True)
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="needs transformers 5.17")
@@ -99,18 +97,16 @@ def generate(model, text, cache, **how):
 
 @pytest.mark.parametrize("tokens", [60, 45, 44, 43, 40, 30, 10])
 def test_another_prompt_on_a_used_cache_is_refused(model, tokens):
-    cache = RaggedCache(model, method="knorm", retention=0.5)
+    cache, fresh = (RaggedCache(model, method="knorm", retention=0.5) for _ in range(2))
     first = generate(model, ids(40), cache)
     assert cache.get_seq_length() == 43
     message = "do not begin with those that this cache has read" if tokens > 43 else "has read 43 tokens, but the ids"
     with pytest.raises(CacheError, match=message):
         generate(model, ids(tokens, 1), cache)
     # The conversation goes on as if nothing had been.
+    assert torch.equal(generate(model, ids(40), fresh), first)
     more = torch.cat([first, ids(5, 2)], 1)
-    fresh = RaggedCache(model, method="knorm", retention=0.5)
-    assert torch.equal(
-        generate(model, more, cache), generate(model, torch.cat([generate(model, ids(40), fresh), ids(5, 2)], 1), fresh)
-    )
+    assert torch.equal(generate(model, more, cache), generate(model, more, fresh))
     cache.reset()
     assert torch.equal(generate(model, ids(40), cache), first)
 
@@ -152,7 +148,6 @@ def test_a_context_knows_its_ids(model, policy, tmp_path):
             generate(model, ids(70), context.cache)
 
 
-# Each gives scores that cannot rank the tokens, from right ones.
 WRONG_SCORES = {
     "short": lambda scores: scores[..., 1:],
     "no rows": lambda scores: scores[0],
@@ -162,59 +157,58 @@ WRONG_SCORES = {
 }
 
 
-class Wrong(Selector):
-    """A user's selector with a mistake."""
-
-    def __init__(self, how: str):
-        self._change = WRONG_SCORES[how]
-
-    def scores(self, layer, prompt):
-        return self._change(prompt.key.float().sum(-1))
-
-
 @pytest.mark.parametrize("how", WRONG_SCORES)
 def test_scores_that_cannot_rank_the_tokens_are_refused(model, how):
-    cache = RaggedCache(model, method=Method("own", Uniform(0.15), Wrong(how)))
+    class Wrong(Selector):
+        def scores(self, layer, prompt):
+            return WRONG_SCORES[how](prompt.key.float().sum(-1))
+
+    cache = RaggedCache(model, method=Method("own", Uniform(0.15), Wrong()))
     with pytest.raises(CacheError, match="selector Wrong"):
         model(ids(40), past_key_values=cache, use_cache=True)
 
 
-def test_an_answer_that_cannot_fit_is_refused_before_it_is_begun(model, policy):
+WRONG_OPTIONS = [
+    *(({"max_new_tokens": wrong}, PromptError, "max_new_tokens is") for wrong in (0, -3, 2.5, True, "9")),
+    (
+        {"max_new_tokens": 600},
+        PromptError,
+        r"would reach 66\d tokens, but the model reads at most 512; ask for at most",
+    ),
+    ({"temprature": 2.0}, CacheError, "has no option temprature"),
+    ({"past_key_values": None}, CacheError, "sets past_key_values itself"),
+    ({"generation_config": GenerationConfig(num_beams=3)}, CacheError, "for beams use"),
+    ({"generation_config": {"max_new_tokens": 7}}, CacheError, "is a dict; give a GenerationConfig of transformers"),
+]
+
+
+@pytest.mark.parametrize("asks", [Context, Chat])
+def test_options_that_cannot_be_are_refused_before_an_answer_is_begun(model, policy, asks):
     context = compress(model, Words(), TEXT, policy=policy)
-    calls = []
-    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
-    with pytest.raises(PromptError, match=r"would reach 66\d tokens, but the model reads at most 512; ask for at most"):
-        context.ask("what ?", 600)
-    for wrong in (0, -3, 2.5, True, "9"):
-        with pytest.raises(PromptError, match="max_new_tokens is"):
-            context.ask("what ?", wrong)
-    assert not calls
+    answers = context if asks is Context else Chat(context)
+    handle = model.register_forward_pre_hook(lambda *_: pytest.fail("the model was called"))
+    for options, error, message in WRONG_OPTIONS:
+        with pytest.raises(error, match=message):
+            answers.ask("what ?", **options)
+    with pytest.raises(PromptError, match="the question is a list, but it must be one text"):
+        answers.ask(["what ?"])
     handle.remove()
-    # Exactly what is left, and no more than that unless asked.
-    room = 513 - 60 - 3
-    context.ask("?", room, eos_token_id=None)
-    assert context.answer_tokens == room
+
+
+def test_an_answer_takes_what_is_left_and_no_more_than_that(model, policy):
+    context = compress(model, Words(), TEXT, policy=policy)
+    free_positions = 513 - 60 - 3
+    context.ask("?", free_positions, eos_token_id=None)
+    assert context.answer_tokens == free_positions
     long = compress(model, Words(), "word " * 500, policy=policy)
     long.ask("?", eos_token_id=None)
     assert long.answer_tokens == 10
 
 
-def test_options_of_ask(model, policy, capsys):
-    context = compress(model, Words(), TEXT, policy=policy)
-    pieces: list[torch.Tensor] = []
-
-    class Listening(TextStreamer):
-        def put(self, value):
-            pieces.append(value)
-
-    context.ask("what ?", 5, streamer=Listening(Words()), eos_token_id=None)
-    assert len(pieces) == 6
-    with pytest.raises(CacheError, match="has no option temprature"):
-        context.ask("what ?", temprature=2.0)
-    with pytest.raises(CacheError, match="sets past_key_values itself"):
-        context.ask("what ?", past_key_values=None)
-    with pytest.raises(PromptError, match="the question is a list, but it must be one text"):
-        context.ask(["what ?"])
+def test_a_streamer_gets_every_token(model, policy):
+    streamer = mock.Mock()
+    compress(model, Words(), TEXT, policy=policy).ask("what ?", 5, streamer=streamer, eos_token_id=None)
+    assert streamer.put.call_count == 6
 
 
 @pytest.mark.parametrize("asks", [Context, Chat])
@@ -232,7 +226,3 @@ def test_a_generation_configuration_says_what_single_options_say(model, policy, 
     config = GenerationConfig(max_new_tokens=7, do_sample=True, temperature=3.0)
     sampled = answer(generation_config=config)
     assert sampled == answer(max_new_tokens=7, do_sample=True, temperature=3.0) != greedy
-    with pytest.raises(CacheError, match="for beams use"):
-        answer(generation_config=GenerationConfig(num_beams=3))
-    with pytest.raises(CacheError, match="is a dict; give a GenerationConfig of transformers"):
-        answer(generation_config={"max_new_tokens": 7})

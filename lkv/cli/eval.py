@@ -113,14 +113,20 @@ def _evaluate(
         raise LkvError(
             f"--lengths has {length}, but {options.model_name} reads at most {spec.max_positions} tokens; give less."
         )
+    pattern, pattern_source = None, None
+    if options.pattern:
+        pattern = load_pattern(options.pattern, model, tokenizer, options.pattern_by)
+        pattern_source = f"estimated on {options.pattern.name}, {_PATTERN_SOURCES[options.pattern_by]}"
+        if options.pattern.suffix == ".tsv":
+            pattern_source = f"read from {options.pattern.name}, as DuoAttention's authors publish theirs"
     config = EvaluationConfig(
         methods,
         options.retentions,
         options.protocol or options.preset or PROTOCOLS[0],
         policy,
         policies,
-        pattern=load_pattern(options.pattern, model, tokenizer, options.pattern_by) if options.pattern else None,
-        pattern_source=_describe_pattern(options.pattern, options.pattern_by) if options.pattern else None,
+        pattern=pattern,
+        pattern_source=pattern_source,
         model_name=Path(options.model_name).name if exists(options.model_name) else options.model_name,
         seed=options.seed,
         max_rows=options.rows_at_once,
@@ -202,10 +208,3 @@ def _read_ruler(options: Eval, tasks: Sequence[str]) -> Callable[[Any], list[Exa
         ]
 
     return make_examples
-
-
-def _describe_pattern(path: Path, estimate: str) -> str:
-    """Return where the pattern is from, for tables; the file's name without its folder."""
-    if path.suffix == ".tsv":
-        return f"read from {path.name}, as DuoAttention's authors publish theirs"
-    return f"estimated on {path.name}, {_PATTERN_SOURCES[estimate]}"

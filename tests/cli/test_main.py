@@ -17,16 +17,51 @@ if heavy := {{"torch", "transformers"}} & set(sys.modules):
 """
 LIGHT = ["lkv", "lkv.config", "lkv.errors", "lkv.policy.shipped", "lkv.cli.main"]
 HELP = [["--help"], ["--version"], ["data", "build", "--help"], *([name, "--help"] for name in COMMANDS)]
-# Wrong values, methods, tasks and paths, each refused before torch is imported.
-MISTAKES = [
-    "ask nowhere.txt why?", "ask book.txt why? --method snapvk", "ask book.txt why? --retention 2",
-    "ask book.txt why? --policy nowhere", "ask book.txt why? --bits 3", "serve --port 0", "serve --method full",
-    "inspect bok.txt", "inspect book.txt --method snapvk", "data build --out out --share 2",
-    "train --data nowhere --out out", "train --data . --out out --steps 0", "train --data . --out out --config none",
-    "eval ruler --out x --methods snapvk", "eval ruler --out x --tasks vtt", "eval ruler --out x --retention 15",
-    "eval ruler --out x --lengths 0", "eval ruler --out x --policy a=nowhere", "profile --out x.txt",
-    "profile --out x.json --methods snapvk", "profile --out x.json --memory-limit 0", "report none.jsonl",
-]  # fmt: skip
+# Wrong values, methods, tasks and paths with the words of the error; each is refused before torch is imported.
+MISTAKES = {
+    "ask nowhere.txt why?": "nowhere.txt does not exist",
+    "ask --method knorm": "give a file to read",
+    "ask -": "a chat cannot be typed",
+    "ask why? --load x.kv --method knorm": "leave --method out",
+    "ask --load x.kv book.txt who?": "--load reads the saved text",
+    "ask book.txt why? --save x.kv --method full": "the uncompressed cache of 'full' cannot be saved",
+    "ask book.txt why? --method snapvk": "there is no method 'snapvk'; did you mean 'snapkv'",
+    "ask book.txt why? --retention 1.5": "must lie in (0, 1]",
+    "ask book.txt why? --policy nowhere": "there is no policy folder 'nowhere'",
+    "ask book.txt why? --bits 3": "--bits is 3, but must be '4' or '8'",
+    "ask book.txt --chunk 1.5": "--chunk is 1.5, but must be a valid integer",
+    "ask book.txt --dtype int8": "--dtype is int8, but must be 'float32', 'bfloat16' or 'float16'",
+    "serve --port 0": "--port is 0, but must be greater than or equal to 1",
+    "serve --port 70000": "--port is 70000, but must be less than or equal to 65535",
+    "serve --method full": "uncompressed contexts cannot be stored",
+    "inspect bok.txt": "there is no file or folder 'bok.txt'",
+    "inspect book.txt --method snapvk": "did you mean 'snapkv'",
+    "inspect --retention 0": "must lie in (0, 1]",
+    "data build --out out --share 2": "--share is 2, but must be less than or equal to 1",
+    "train --data nowhere --out out": "there is no data folder nowhere",
+    "train --data . --out out --steps 0": "--steps is 0, but must be greater than or equal to 1",
+    "train --data . --out out --lr nan": "--lr is nan, but must be a finite number",
+    "train --data . --out out --seed -1": "--seed is -1, but must be greater than or equal to 0",
+    "train --data . --out out --preset big": "--preset is big, but must be 'cpu'",
+    "train --data . --out out --config none": "none cannot be read as TOML",
+    "eval ruler --out x --methods snapvk": "did you mean 'snapkv'",
+    "eval ruler --out x --tasks niah_singel_1": "did you mean 'niah_single_1'",
+    "eval longbench --out x --tasks hotpotq": "did you mean 'hotpotqa'",
+    "eval ruler --out x --retention 15": "must lie in (0, 1]",
+    "eval ruler --out x --lengths 0": "--lengths is 0, but must be greater than or equal to 1",
+    "eval ruler --out x --dtype int8": "--dtype is int8, but must be 'float32', 'bfloat16' or 'float16'",
+    "eval ruler --out x --policy a=nowhere": "there is no policy folder 'nowhere'",
+    "eval ruler --out x --ladder --retention 0.3": "--ladder sets the retentions",
+    "eval ruler --out x --preset kvpress --retention 0.3": "leave --retention and --protocol out",
+    "eval ruler --out x --preset kvpress --protocol longbench": "leave --retention and --protocol out",
+    "eval ruler --out .": "is a folder; give a file",
+    "profile --out x.txt": "use a name that ends with .json",
+    "profile --out x.json --methods snapvk": "did you mean 'snapkv'",
+    "profile --out x.json --memory-limit 0": "--memory-limit is 0, but must be greater than 0",
+    "profile --tokens 64 x": "--tokens is x, but must be a valid integer",
+    "report none.jsonl": "none.jsonl",
+    "report x --retention 1 2": "must lie in (0, 1]",
+}
 
 
 def run(program: str) -> subprocess.CompletedProcess:
@@ -52,7 +87,7 @@ for words in {HELP}:
     except SystemExit as end:
         assert not end.code, words
     assert "torch" not in sys.modules, words
-for line in {MISTAKES}:
+for line in {list(MISTAKES)}:
     assert main(line.split()) == 2, line
     assert "torch" not in sys.modules, line
 assert main(["policies"]) == 0
@@ -63,7 +98,8 @@ assert "torch" not in sys.modules, "policies"
     assert done.stdout.count("usage: lkv") == len(HELP) - 1 and f"lkv {lkv.__version__}" in done.stdout
     assert "HuggingFaceTB/SmolLM2-135M-Instruct, in any storage" in done.stdout
     errors = done.stderr.splitlines()
-    assert len(errors) == len(MISTAKES) and all(line.startswith("lkv: ") for line in errors)
+    for error, (words, message) in zip(errors, MISTAKES.items(), strict=True):
+        assert error.startswith("lkv: ") and message in error, words
 
 
 def test_commands_keep_what_transformers_imports_to_itself():
