@@ -3,11 +3,10 @@
 python -m benchmarks.data_build --data TRAIN_FOLDER    (writes data_build.json)
 
 The folder holds other sets than the paper's: a map of names says which file stands in for which. Items serve again in
-other company where a set has fewer than are wanted.
+other company where a set has fewer than are wanted. An interrupted run with --work resumes there.
 """
 
 import json
-import signal
 import tempfile
 import time
 from argparse import Namespace
@@ -108,24 +107,18 @@ def _differing(first: Path, second: Path) -> int:
 def main() -> None:
     options = parse_options(
         __doc__, "data_build", "with the files of STAND_INS", samples=[2000, 23_000], twice_up_to=2000, seed=0,
-        busy=False, work=Path, minutes=0,
+        busy=False, work=Path,
     )  # fmt: skip
     rows = []
     if options.out.is_file():  # of other numbers of samples
         rows = [row for row in json.loads(options.out.read_text())["rows"] if row["asked"] not in options.samples]
-    signal.signal(signal.SIGALRM, _stop)
-    signal.alarm(60 * options.minutes)
     with nullcontext(options.work) if options.work else tempfile.TemporaryDirectory() as folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         for samples in options.samples:
             rows = sorted([*rows, *measured(Path(folder), options, samples)], key=lambda row: row["asked"])
             print("\n".join(f"{row['asked']:7,} {row['measure']:30} {row['value']:.5g}" for row in rows), flush=True)
-            changed = {"busy": None, "work": None, "minutes": None, "samples": sorted({row["asked"] for row in rows})}
+            changed = {"busy": None, "work": None, "samples": sorted({row["asked"] for row in rows})}
             save_rows(Namespace(**vars(options) | changed), "data_build", rows, options.seed, "TRAIN_FOLDER")
-
-
-def _stop(*_: Any) -> None:
-    raise SystemExit("stopped; run the same command again with the same --work to continue")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils.results import collect_provenance, write_results
 
+FORMS = ("grouped", "repeated", "rows")
+
 
 def random_prompt(model: Any, tokens: int) -> list[LayerKV]:
     """k and v of the model's shape without reading a prompt: decoding takes the same time whatever they hold."""
@@ -41,20 +43,16 @@ def random_prompt(model: Any, tokens: int) -> list[LayerKV]:
     return [LayerKV(draw(), draw(), spec.head_dim**-0.5, rotation=rotation) for rotation in attached.rotations]
 
 
-def full_attention(query: Tensor, prompt: list[LayerKV], form: str) -> None:
-    """One step of attention in every layer over the full cache, in one of the forms that PyTorch offers."""
-    groups = query.shape[1] // prompt[0].key.shape[1]
-    for layer in prompt:
-        key, value = layer.key, layer.value
-        if form == "grouped":
-            scaled_dot_product_attention(query, key, value, enable_gqa=True)
-        elif form == "repeated":
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-            scaled_dot_product_attention(query, key, value)
-        else:
-            # The query heads of a group as rows of one head: nothing is masked for a single token.
-            rows = query.view(1, key.shape[1], groups, -1)
-            scaled_dot_product_attention(rows, key, value)
+def full_attention(query: Tensor, key: Tensor, value: Tensor, form: str) -> Tensor:
+    """One step of attention over the full cache, in one of the forms that PyTorch offers."""
+    if form == "grouped":
+        return scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    groups = query.shape[1] // key.shape[1]
+    if form == "repeated":
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        return scaled_dot_product_attention(query, key, value)
+    # The query heads of a group as rows of one head: nothing is masked for a single token.
+    return scaled_dot_product_attention(query.view(*key.shape[:2], groups, -1), key, value)
 
 
 def ragged(query: Tensor, cache: RaggedCache, scale: float, backend: str) -> None:
@@ -93,12 +91,15 @@ def rows_at(
     assert cache.ragged_layers[0].store is not None
     automatic = api._choose("auto", query, *cache.ragged_layers[0].store.attention_view())
     methods = {"lkv": automatic} | ({"lkv, loop": "loop"} if automatic != "loop" else {})
-    runs: dict[str, Callable[[], Any]] = {
-        form: partial(full_attention, query, prompt, form) for form in ("grouped", "repeated", "rows")
-    }
+
+    def full(form: str) -> None:
+        for layer in prompt:
+            full_attention(query, layer.key, layer.value, form)
+
+    runs: dict[str, Callable[[], Any]] = {form: partial(full, form) for form in FORMS}
     runs |= {name: partial(ragged, query, cache, prompt[0].scale, backend) for name, backend in methods.items()}
     seconds = interleaved(runs, repeats)
-    best = min(("grouped", "repeated", "rows"), key=lambda form: median(seconds[form]))
+    best = min(FORMS, key=lambda form: median(seconds[form]))
     attention = seconds | {"full": seconds[best]}
     stock = DynamicCache()
     for index, layer in enumerate(prompt):

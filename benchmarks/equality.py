@@ -33,10 +33,7 @@ def main() -> None:
         ranks = scores.argsort(-1, descending=True).argsort(-1)
         counts = [torch.tensor([int(r * options.tokens + 1e-6) for r in layer]) for layer in ratios]
         hidden = [rank >= count[None, :, None] for rank, count in zip(ranks, counts, strict=True)]
-        for name, budgets, masks in (
-            ("retention 1", Uniform(1.0), None),
-            ("random budgets", PerHead(ratios), hidden),
-        ):
+        for name, budgets, masks in (("retention 1", Uniform(1.0), None), ("random budgets", PerHead(ratios), hidden)):
             with hidden_from_continuation(model, masks, options.tokens) if masks else nullcontext():
                 expected = model(ids).logits[:, options.tokens :]
             cache = RaggedCache(model, method=Method(name, budgets, PrecomputedScores(scores)))

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import interleaved, paired_ratio, parse_options, save_rows, wall_clock
+from benchmarks.decode import full_attention
 from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
 
 _ROOM = 256
@@ -40,13 +40,6 @@ class Layer:
 
     def ragged(self, scale: float, backend: str) -> Tensor:
         return ragged_attention(self.query, self.k_pool, self.v_pool, self.starts, self.lens, scale, backend)
-
-    def full(self, scale: float, form: str) -> Tensor:
-        if form == "grouped":
-            return scaled_dot_product_attention(self.query, self.key, self.value, scale=scale, enable_gqa=True)
-        # The query heads of a group as rows of one head: nothing is masked for a single token.
-        rows = self.query.view(*self.key.shape[:2], -1, self.query.shape[-1])
-        return scaled_dot_product_attention(rows, self.key, self.value, scale=scale)
 
 
 def layer_of(options: argparse.Namespace, batch: int, dtype: torch.dtype) -> Layer:
@@ -131,9 +124,12 @@ def rows_of(options: argparse.Namespace, batch: int, copied: float) -> list[dict
     def over(step: Callable[[Layer], Any]) -> Callable[[], Any]:
         return lambda: [step(layer) for layer in layers]
 
+    def full(layer: Layer, form: str) -> Tensor:
+        return full_attention(layer.query, layer.key, layer.value, form)
+
     forms = ("grouped", "rows")
     fast = {"triton": over(lambda layer: layer.ragged(scale, "triton"))}
-    fast |= {form: over(partial(Layer.full, scale=scale, form=form)) for form in forms}
+    fast |= {form: over(partial(full, form=form)) for form in forms}
     runs = dict(fast) if options.device == "cpu" else {name: captured(run) for name, run in fast.items()}
     runs |= {"triton, launched": fast["triton"], "loop": over(lambda layer: layer.ragged(scale, "loop"))}
     seconds = interleaved(runs, options.repeats, partial(seconds_of, device=options.device))
@@ -145,21 +141,21 @@ def rows_of(options: argparse.Namespace, batch: int, copied: float) -> list[dict
     rows = []
     for name in (best, "triton", "triton, launched", "loop"):
         ratio, middle = paired_ratio(seconds[name], seconds[best]), median(seconds[name])
-        full = name == best
-        through = (read / realised if full else read) / middle
+        is_full = name == best
+        through = (read / realised if is_full else read) / middle
         print(
-            f"batch {batch:2} {'full, ' + best if full else name:18} {1e3 * middle:9.3f} ms, "
+            f"batch {batch:2} {'full, ' + best if is_full else name:18} {1e3 * middle:9.3f} ms, "
             f"{1 / ratio['value']:6.2f} times as fast as the full cache, {through / copied:.2f} of copy bandwidth"
         )
         row = {
-            "method": "full" if full else "lkv", "backend": name, "baseline": "full", "batch": batch,
-            "tokens": options.tokens, "retention": 1.0 if full else options.retention,
-            "realised": 1.0 if full else realised, "layers": len(layers),
+            "method": "full" if is_full else "lkv", "backend": name, "baseline": "full", "batch": batch,
+            "tokens": options.tokens, "retention": 1.0 if is_full else options.retention,
+            "realised": 1.0 if is_full else realised, "layers": len(layers),
             "microseconds_a_layer": 1e6 * middle / len(layers),
             "unit": "time by that of the full cache's fastest attention, mean of pairs", **ratio,
             "bytes_a_second": through, "of_copy_bandwidth": through / copied,
         }  # fmt: skip
-        rows.append(row if full else row | {"error": error})
+        rows.append(row if is_full else row | {"error": error})
     return rows
 
 

@@ -436,21 +436,26 @@ def more_results_page() -> str:
 
 def ruler_tasks() -> list[str]:
     """RULER's mean over all tasks, and over those that the full cache can do."""
-    rows = sorted(read("ruler", task="all"), key=lambda row: -row["value"])
     able = {row["method"]: row for row in read("ruler", task=ABLE)}
-    full = able[FULL]
-    lines = [
-        [name_of(row["method"]), score(row), minus_lkv(row), score(able[row["method"]])]
-        + (["", "", "1"] if row["method"] == FULL else [f"{row[key]:.3f}" for key in ("kl", "agreement", "realised")])
-        for row in rows
-    ]
+    full, rows = able[FULL], read("ruler", task="all")
+    head = ["13 tasks", "minus LKV", "where full reaches 50", "KL", "top-1 agreement", "kept"]
     return [
         f"RULER at {tokens(full['tokens'])}, R = 0.15: the mean over its 13 tasks ({rows[0]['n']} samples), and "
         f"over those where the full cache scores at least 50 ({full['n']} samples; {source('ruler')}, as `make "
         "reproduce-small` makes it). KL and agreement are those of the right answer, over all tasks.",
-        table(["13 tasks", "minus LKV", "where full reaches 50", "KL", "top-1 agreement", "kept"], lines),
+        table(head, score_lines(rows, lambda row: [score(able[row["method"]])], ("kl", "agreement", "realised"))),
         picture("ruler_tasks"),
     ]
+
+
+def score_lines(
+    rows: Sequence[Row], middle: Callable[[Row], list[str]], keys: Sequence[str]
+) -> Iterable[Iterable[str]]:
+    """A line a method, the best score first: name, score, difference to LKV, `middle`, and the figures `keys`."""
+    for row in sorted(rows, key=lambda row: -row["value"]):
+        whole = ["1" if key == "realised" else "" for key in keys]
+        figures = whole if row["method"] == FULL else [f"{row[key]:.3f}" for key in keys]
+        yield [name_of(row["method"]), score(row), minus_lkv(row), *middle(row), *figures]
 
 
 def ruler_sweep() -> list[str]:
@@ -470,16 +475,11 @@ def ruler_sweep() -> list[str]:
 
 def longbench() -> list[str]:
     """A sample of LongBench: mean over its tasks."""
-    rows = sorted(read("longbench", task="all"), key=lambda row: -row["value"])
-    lines = [
-        [name_of(row["method"]), score(row), minus_lkv(row)]
-        + (["", ""] if row["method"] == FULL else [f"{row['kl']:.3f}", f"{row['agreement']:.3f}"])
-        for row in rows
-    ]
+    rows = read("longbench", task="all")
     return [
         f"A sample of LongBench: the mean over its 16 tasks, {rows[0]['n']} samples in all, cut to the model's 8k "
         f"tokens ({source('longbench')}). KL and agreement are those of the right answer.",
-        table(["score", "minus LKV", "KL", "top-1 agreement"], lines),
+        table(["score", "minus LKV", "KL", "top-1 agreement"], score_lines(rows, lambda row: [], ("kl", "agreement"))),
     ]
 
 

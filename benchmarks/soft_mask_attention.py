@@ -164,21 +164,20 @@ def peak_bytes(attend: Attention, arguments: list[Tensor]) -> int | None:
         before = torch.cuda.memory_allocated()
         forward_and_backward(attend, arguments)
         return torch.cuda.max_memory_allocated() - before
-    reset = Path("/proc/self/clear_refs")
+    reset, status = (Path("/proc/self", name) for name in ("clear_refs", "status"))
     if not reset.exists():
         return None
+
+    def resident(key: str) -> int:
+        lines = status.read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
+
     # Give back what the allocator holds, so that using it again counts.
     ctypes.CDLL(None).malloc_trim(0)
     reset.write_text("5", encoding="ascii")
     before = resident("VmRSS")
     forward_and_backward(attend, arguments)
     return resident("VmHWM") - before
-
-
-def resident(key: str) -> int:
-    """A field of /proc/self/status in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
 
 
 def tune(shape: Shape, tokens: int, repeats: int) -> None:

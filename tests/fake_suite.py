@@ -2,11 +2,11 @@
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
-from lkv.evaluation.example import Example
+from lkv.evaluation.example import Example, Prompt
 from lkv.evaluation.runner import EvaluationConfig, evaluate
 
 VOCABULARY = 67
@@ -26,18 +26,10 @@ class Letters:
         return "".join("\n" if i == NEWLINE else chr(60 + (i - 6) % 60) for i in torch.as_tensor(ids).tolist() if i > 2)
 
 
-@dataclass(frozen=True)
-class Prompt:
-    context: list[int]
-    question: list[int]
-    truncated: bool = False
-    answer_lost: bool = False
-
-
 def make_prompt(example, tokenizer, protocol, max_positions):
     context = tokenizer(example.context)["input_ids"]
     room = max_positions - len(example.question) - example.max_new_tokens
-    return Prompt(context[:room], tokenizer(example.question)["input_ids"], len(context) > room)
+    return Prompt(context[:room], tokenizer(example.question)["input_ids"], len(context) > room, False)
 
 
 def score(example, answer):
@@ -51,19 +43,9 @@ def make_examples(count, tasks=("alpha", "beta"), tokens=90, **changes):
         for task in tasks:
             rng = random.Random(f"{task}-{number}")
             text = "".join(chr(60 + rng.randrange(60)) for _ in range(tokens + 7 * number))
-            settings = {
-                "suite": "ruler",
-                "task": task,
-                "number": number,
-                "context": text,
-                "question": f"what of {task}?",
-                "answer_prefix": "",
-                "answers": (text[5:9], text[20:22]),
-                "max_new_tokens": 6,
-                "metric": "any",
-                "length": 128,
-            }
-            examples.append(Example(**(settings | changes)))
+            answers = (text[5:9], text[20:22])
+            example = Example("ruler", task, number, text, f"what of {task}?", "", answers, 6, "any", 128)
+            examples.append(replace(example, **changes))
     return examples
 
 

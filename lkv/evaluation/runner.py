@@ -106,7 +106,7 @@ def evaluate(
         pending: dict[str, MethodGrid] = {}
         for key, example in named.items():
             line = journal.done.get(key)
-            if line is not None and line.get("text_sha256") != _digest(_text(example)):
+            if line is not None and line.get("text_sha256") != _text_digest(example):
                 raise DataError(
                     f"{out} holds the sample {key!r} of another text; use the data that it was made with, or another "
                     "file."
@@ -149,12 +149,8 @@ def run_example(
         The example's line of the file: `rows` (one a method and retention: answer, score, fidelity to the full cache,
         memory), `skipped` methods with the reason, and timings. Where memory runs out, fewer methods run at a time.
     """
-    line: Record = {
-        "task": example.task,
-        "length": example.length,
-        "number": example.number,
-        "text_sha256": _digest(_text(example)),
-    }
+    line: Record = {"task": example.task, "length": example.length, "number": example.number}
+    line["text_sha256"] = _text_digest(example)
     try:
         max_positions = patch_attention(model).spec.max_positions
         prompt = config.make_prompt(example, tokenizer=tokenizer, protocol=config.protocol, max_positions=max_positions)
@@ -213,18 +209,10 @@ def _run_methods(
         del comparison  # frees its memory before the next batch, or the full cache alone, takes its own
         for row, kept, answer, fidelity in zip(batch, kept_entries, answers, fidelities, strict=True):
             text = tokenizer.decode(answer, skip_special_tokens=True)
-            rows.append(
-                {
-                    "method": row.name,
-                    "retention": row.retention,
-                    "realised": round(kept / full_entries, 6),
-                    "nbytes": kept * entry_nbytes,
-                    "full_nbytes": full_entries * entry_nbytes,
-                    "answer": text,
-                    "score": float(config.score(example, text)),
-                }
-                | {name: _rounded(getattr(fidelity, name, None)) for name in FIDELITY_METRICS}
-            )
+            memory = {"nbytes": kept * entry_nbytes, "full_nbytes": full_entries * entry_nbytes}
+            line = {"method": row.name, "retention": row.retention, "realised": round(kept / full_entries, 6), **memory}
+            line |= {"answer": text, "score": float(config.score(example, text))}
+            rows.append(line | {name: _rounded(getattr(fidelity, name, None)) for name in FIDELITY_METRICS})
     seconds = {"prefill": prefilled - started, "methods": _synchronised_clock(device) - prefilled}
     return {
         "prompt_tokens": len(prompt.context),
@@ -347,8 +335,9 @@ def _first_of_each_task(named: dict[str, Example], count: int) -> set[str]:
     return {key for task_keys in keys.values() for key in task_keys[:count]}
 
 
-def _text(example: Example) -> list[Any]:
-    return [example.context, example.question, example.answer_prefix, example.answers, example.max_new_tokens]
+def _text_digest(example: Example) -> str:
+    parts = (example.context, example.question, example.answer_prefix, example.answers, example.max_new_tokens)
+    return _digest(parts)
 
 
 def _digest(value: Any) -> str:

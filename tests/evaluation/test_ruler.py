@@ -109,17 +109,13 @@ def test_needles(sources, task, length, seed):
     assert example.answer_prefix.endswith("text are" if plural else "text is")
 
 
-def test_the_haystack_is_noise_or_the_essay_from_its_start(sources):
+def test_the_haystack_is_noise_or_the_essay_from_its_start_or_another_text(sources):
     noise = one("niah_single_1", 2000, 0, sources).context.split("\n")[1:-1]
     assert sorted(Counter(noise).values())[0] == 1 and len(Counter(noise)) == 2
     context = one("niah_multikey_1", 3000, 0, sources).context.split("\n", 1)[1]
     assert ESSAY.startswith(NEEDLE.sub("", context).replace("  ", " ").strip())
-
-
-def test_a_short_essay_repeats_and_another_text_can_take_its_place(sources):
-    text = "Apples are red. Pears are green. Plums are blue."
-    context = one("niah_single_2", 1500, 0, Sources(haystack=text)).context
-    assert context.count("Apples are red. Pears are green. Plums are blue.") > 20
+    text = "Apples are red. Pears are green. Plums are blue."  # in its place, and repeated where it is too short
+    assert one("niah_single_2", 1500, 0, Sources(haystack=text)).context.count(text) > 20
 
 
 @pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_single_2"])
@@ -158,9 +154,8 @@ def test_variables_are_chained(sources, length, seed):
     assert len(values) == 10 and len(set(values.values())) == 2
     # One chain, assigned in order: each variable from the one before.
     assert re.findall(r"VAR ([A-Z]{5}) = ", example.context) == list(example.answers)
-    assert re.findall(r"VAR ([A-Z]{5}) = VAR ([A-Z]{5})", example.context) == [
-        (new, old) for old, new in pairwise(example.answers)
-    ]
+    chain = re.findall(r"VAR ([A-Z]{5}) = VAR ([A-Z]{5})", example.context)
+    assert chain == [(new, old) for old, new in pairwise(example.answers)]
     # The worked example shows its own answer.
     shown = re.search(r"they are:  ((?:[A-Z]{3} ?){5})\n\n", example.context)[1].split()
     assert set(shown) == set(values) - set(example.answers)
@@ -310,15 +305,9 @@ def merging():
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = ["<s>", "<turn>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(
-        [ESSAY, "The special magic numbers are. Question: words Answer: according to the text"], trainer
-    )
+    alphabet, also = pre_tokenizers.ByteLevel.alphabet(), "The special magic numbers are. Question: words Answer: text"
+    options = {"vocab_size": 600, "special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    bpe.train_from_iterator([ESSAY, also], trainers.BpeTrainer(**options))
     template = (
         "<s>system\nBe brief.<turn>\n{% for m in messages %}user\n{{ m['content'] }}<turn>\n{% endfor %}"
         "{% if add_generation_prompt %}assistant\n{% endif %}"

@@ -110,27 +110,6 @@ def test_a_haystack_of_one_s_own(tmp_path):
         assert sources.words == tuple("A text of my own. It ends.".split())
 
 
-def without(row, name):
-    return {key: value for key, value in row.items() if key != name}
-
-
-HOTPOT = hotpot_rows(1)[0]
-BROKEN_HOTPOT = [
-    (without(HOTPOT, "question"), "field 'question' is missing"),
-    (without(HOTPOT, "context"), "field 'context' is missing"),
-    (HOTPOT | {"answer": 3}, "field 'answer' is not a str"),
-    (HOTPOT | {"supporting_facts": [["a"]]}, "field 'supporting_facts' must hold pairs"),
-    (["a list"], "not a JSON object but a list"),
-]
-
-
-@pytest.mark.parametrize(("row", "complaint"), BROKEN_HOTPOT)
-def test_a_malformed_line_is_named_with_its_field(tmp_path, row, complaint):
-    path = write_lines(tmp_path / "hotpot.jsonl.gz", [HOTPOT, HOTPOT, row])
-    with pytest.raises(DataError, match=re.escape(f"{path}, line 3: {complaint}")):
-        one("qa_2", 1000, 0, Sources(hotpot=path))
-
-
 def test_questions_whose_documents_are_absent_are_not_asked(tmp_path):
     rows = hotpot_rows(30)
     rows[4]["supporting_facts"].append(["Elsewhere", 0])
@@ -142,7 +121,18 @@ def test_questions_whose_documents_are_absent_are_not_asked(tmp_path):
         one("qa_2", 1000, 0, only)
 
 
-def test_malformed_files(tmp_path):
+def test_malformed_files_are_named_with_line_and_field(tmp_path):
+    (right,), path = hotpot_rows(1), tmp_path / "hotpot.jsonl.gz"
+    for row, complaint in (
+        ({key: value for key, value in right.items() if key != "question"}, "field 'question' is missing"),
+        ({key: value for key, value in right.items() if key != "context"}, "field 'context' is missing"),
+        (right | {"answer": 3}, "field 'answer' is not a str"),
+        (right | {"supporting_facts": [["a"]]}, "field 'supporting_facts' must hold pairs"),
+        (["a list"], "not a JSON object but a list"),
+    ):
+        write_lines(path, [right, right, row])
+        with pytest.raises(DataError, match=re.escape(f"{path}, line 3: {complaint}")):
+            one("qa_2", 1000, 0, Sources(hotpot=path))
     path = tmp_path / "squad.json"
     for text, complaint in (
         ('{"data": [', "is not JSON"),

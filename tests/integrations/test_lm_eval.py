@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lkv.cache.layer import RaggedLayer
 from lkv.errors import IntegrationError, RetentionError
 from tests.conftest import save_model, tiny_llama
 from tests.dense import Dense, Row, kept_of
@@ -123,52 +124,37 @@ def test_window_and_uncompressed_contexts_are_reported(parts):
     assert held["realised_retention"] == int(RETENTION * context) / context
 
 
-def test_questions_about_one_context_share_it(parts, monkeypatch):
+def test_questions_share_a_context_that_may_not_keep_more_entries_or_bytes_than_requested(parts, monkeypatch):
     import lkv.integrations.lm_eval as integration
 
-    read = []
-    real = integration.compress_ids
-    monkeypatch.setattr(integration, "compress_ids", lambda *a, **k: read.append(len(a[2])) or real(*a, **k))
-    lm = harness(parts, **OWN)
-    lm.loglikelihood(requests("loglikelihood", *[(PROMPT, f" {x}") for x in "ABCD"]), True)
+    read, real = [], integration.compress_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(integration, "compress_ids", lambda *a, **k: read.append(len(a[2])) or real(*a, **k))
+        lm = harness(parts, **OWN)
+        lm.loglikelihood(requests("loglikelihood", *[(PROMPT, f" {x}") for x in "ABCD"]), True)
     assert len(read) == 1
-
-
-def test_keeping_more_than_requested_ends_the_evaluation(parts, monkeypatch):
-    import lkv.integrations.lm_eval as integration
-
-    real = integration.compress_ids
-    monkeypatch.setattr(
-        integration,
-        "compress_ids",
-        lambda m, t, ids, method: real(m, t, ids, method="knorm", retention=RETENTION + 0.1),
-    )
-    asked = requests("loglikelihood", (PROMPT, " 4"))
-    with pytest.raises(
-        IntegrationError, match=r"some_task: 0\.3\d+ of the entries of a context of \d+ tokens are kept"
-    ):
-        harness(parts, **OWN).loglikelihood(asked, True)
-    assert harness(parts, tolerance=0.1, **OWN).loglikelihood(asked, True)
-
-
-def test_taking_more_bytes_than_the_entries_ends_the_evaluation(parts, monkeypatch):
-    from lkv.cache.layer import RaggedLayer
-
-    real = RaggedLayer.nbytes
-    monkeypatch.setattr(RaggedLayer, "nbytes", lambda self: 4 * real(self))
+    asked, more = requests("loglikelihood", (PROMPT, " 4")), {"method": "knorm", "retention": RETENTION + 0.1}
+    with monkeypatch.context() as patch:
+        patch.setattr(integration, "compress_ids", lambda *given, method: real(*given, **more))
+        with pytest.raises(IntegrationError, match=r"some_task: 0\.3\d+ of the entries of a context of \d+ tokens are"):
+            harness(parts, **OWN).loglikelihood(asked, True)
+        assert harness(parts, tolerance=0.1, **OWN).loglikelihood(asked, True)
+    nbytes = RaggedLayer.nbytes
+    monkeypatch.setattr(RaggedLayer, "nbytes", lambda self: 4 * nbytes(self))
     with pytest.raises(IntegrationError, match="bytes, but its entries take"):
-        harness(parts, **OWN).loglikelihood(requests("loglikelihood", (PROMPT, " 4")), True)
+        harness(parts, **OWN).loglikelihood(asked, True)
 
 
 def test_wrong_options_are_refused(parts):
     with pytest.raises(IntegrationError, match="nothing to compress; evaluate them with --model hf"):
         harness(parts, **OWN).loglikelihood_rolling(requests("loglikelihood_rolling", (PROMPT,)))
-    with pytest.raises(IntegrationError, match="give dtype=bfloat16"):
-        harness(parts, mixed_precision_dtype="bfloat16")
-    with pytest.raises(IntegrationError, match="min_context is 0"):
-        harness(parts, min_context=0, method="knorm")
-    with pytest.raises(RetentionError):
-        harness(parts, method="knorm", retention=2)
+    for options, error, message in (
+        ({"mixed_precision_dtype": "bfloat16"}, IntegrationError, "give dtype=bfloat16"),
+        ({"min_context": 0, "method": "knorm"}, IntegrationError, "min_context is 0"),
+        ({"method": "knorm", "retention": 2}, RetentionError, "must lie in"),
+    ):
+        with pytest.raises(error, match=message):
+            harness(parts, **options)
 
 
 def local_task(folder: Path, name: str, family: str, rows: list[dict]) -> None:
@@ -176,13 +162,8 @@ def local_task(folder: Path, name: str, family: str, rows: list[dict]) -> None:
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     original = Path(lm_eval.__file__).parent / "tasks" / family / f"{name.removeprefix(family + '_')}.yaml"
     split = "train" if family == "longbench2" else "test"
-    lines = [
-        f"include: {original}",
-        f"task: {name}",
-        "dataset_path: json",
-        "dataset_name: null",
-        f"dataset_kwargs: {{data_files: {{{split}: {folder / name}.jsonl}}, cache_dir: {folder / 'cache'}}}",
-    ]
+    lines = [f"include: {original}", f"task: {name}", "dataset_path: json", "dataset_name: null"]
+    lines += [f"dataset_kwargs: {{data_files: {{{split}: {folder / name}.jsonl}}, cache_dir: {folder / 'cache'}}}"]
     (folder / f"{name}.yaml").write_text("\n".join(lines))
 
 

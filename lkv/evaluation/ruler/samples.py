@@ -91,18 +91,9 @@ def _generate(task: str, length: int, tokenizer: Any, sources: Sources, seed: in
                 f"all {fit.units} documents for {task} have {total} tokens, fewer than the length of {length}; "
                 "give a larger set or a shorter length."
             )
-        yield Example(
-            suite="ruler",
-            task=task,
-            number=number,
-            context=template.render_context(fit.units),
-            question=template.question,
-            answer_prefix=template.answer_prefix,
-            answers=template.answers,
-            max_new_tokens=prompt.max_new_tokens,
-            metric=prompt.metric,
-            length=length,
-        )
+        context, ask, prefix = template.render_context(fit.units), template.question, template.answer_prefix
+        parts = ("ruler", task, number, context, ask, prefix, template.answers, prompt.max_new_tokens, prompt.metric)
+        yield Example(*parts, length=length)
         number += 1
     if number == 0 and too_long:
         raise EvaluationError(

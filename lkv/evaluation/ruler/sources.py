@@ -32,27 +32,22 @@ class QuestionSet(NamedTuple):
 class _DatasetFile(NamedTuple):
     title: str
     patterns: tuple[str, ...]  # of local files
-    hub: dict[str, str]  # arguments of hf_hub_download
+    hub: tuple[str, str]  # repository and file
+    revision: str
 
 
 _DATASET_FILES = {
     "squad": _DatasetFile(
         "SQuAD's validation file (dev-v2.0.json)",
         ("dev-v2.0.json", "*quad*.json", "*quad*.json.gz", "*quad*.parquet"),
-        {
-            "repo_id": "rajpurkar/squad_v2",
-            "filename": "squad_v2/validation-00000-of-00001.parquet",
-            "revision": "3ffb306f725f7d2ce8394bc1873b24868140c412",
-        },
+        ("rajpurkar/squad_v2", "squad_v2/validation-00000-of-00001.parquet"),
+        "3ffb306f725f7d2ce8394bc1873b24868140c412",
     ),
     "hotpot": _DatasetFile(
         "HotpotQA's validation file (hotpot_dev_distractor_v1.json)",
         ("*hotpot_*.json", "*hotpot_*.json.gz", "*hotpot_*.jsonl.gz", "*hotpot_*.parquet"),  # not LongBench's hotpotqa
-        {
-            "repo_id": "hotpotqa/hotpot_qa",
-            "filename": "distractor/validation-00000-of-00001.parquet",
-            "revision": "1908d6afbbead072334abe2965f91bd2709910ab",
-        },
+        ("hotpotqa/hotpot_qa", "distractor/validation-00000-of-00001.parquet"),
+        "1908d6afbbead072334abe2965f91bd2709910ab",
     ),
 }
 
@@ -115,26 +110,26 @@ class Sources:
 
     def questions(self, name: str) -> QuestionSet:
         """The question set "squad" or "hotpot"."""
-        return self._squad if name == "squad" else self._hotpot
+        if name not in self._question_sets:
+            read, path = (_read_squad, self.squad) if name == "squad" else (_read_hotpot, self.hotpot)
+            self._question_sets[name] = read(self._path(name, path))
+        return self._question_sets[name]
 
     @cached_property
-    def _squad(self) -> QuestionSet:
-        return _read_squad(self._path("squad", self.squad))
-
-    @cached_property
-    def _hotpot(self) -> QuestionSet:
-        return _read_hotpot(self._path("hotpot", self.hotpot))
+    def _question_sets(self) -> dict[str, QuestionSet]:
+        return {}
 
     def _path(self, name: str, path: Path | None) -> Path:
         file = _DATASET_FILES[name]
         if path is not None:
             return path
+        repository, name = file.hub
         try:
-            return Path(self.download(repo_type="dataset", **file.hub))
+            return Path(self.download(repo_id=repository, filename=name, repo_type="dataset", revision=file.revision))
         # Whatever stopped the download (no network, no such file, no access), the remedy is the same.
         except Exception as error:
             raise DataError(
-                f"{file.hub['filename']} of the hub's data set {file.hub['repo_id']} cannot be downloaded "
+                f"{name} of the hub's data set {repository} cannot be downloaded "
                 f"({type(error).__name__}: {error}); put {file.title} into the folder "
                 f"with RULER's sources, as one of {', '.join(file.patterns)}."
             ) from error
