@@ -142,21 +142,18 @@ def _make_example(task: str, number: int, row: dict[str, Any], position: str) ->
     # In some tasks the input ends with the beginning of the answer, possibly followed by white space.
     end = definition["input_ends_with"]
     prefix = match[0] if end and (match := re.search(re.escape(end) + r"\s*\Z", row["input"])) else ""
-    question = definition["question"].format(input=row["input"])
+    classes = _text_list(row, "all_classes", position) if definition["metric"] == "classification" else ()
+    settings = ("max_new_tokens", "metric", "first_line", "stop_at_newline", "chat")
     return Example(
         suite="longbench",
         task=task,
         number=number,
         context=definition["context"].format(context=row["context"]),
-        question=question.removesuffix(prefix),
+        question=definition["question"].format(input=row["input"]).removesuffix(prefix),
         answer_prefix=prefix or definition["answer_prefix"],
         answers=tuple(answers),
-        max_new_tokens=definition["max_new_tokens"],
-        metric=definition["metric"],
-        classes=tuple(_text_list(row, "all_classes", position)) if definition["metric"] == "classification" else (),
-        first_line=definition["first_line"],
-        stop_at_newline=definition["stop_at_newline"],
-        chat=definition["chat"],
+        classes=tuple(classes),
+        **{name: definition[name] for name in settings},
     )
 
 

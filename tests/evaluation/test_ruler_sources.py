@@ -9,8 +9,7 @@ import pytest
 
 from lkv.errors import DataError, MissingPackageError
 from lkv.evaluation.ruler import TASKS, Sources, check_sources, make_examples
-from lkv.evaluation.ruler.tasks import split_sentences, word_list
-from lkv.evaluation.ruler.templates import NEEDLE_TASKS
+from lkv.evaluation.ruler.tasks import NEEDLE_TASKS, split_sentences, word_list
 from tests.ruler import ESSAY, hotpot_rows, one, squad_data, words, write_lines, write_sources
 
 

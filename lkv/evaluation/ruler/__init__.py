@@ -2,6 +2,6 @@
 
 from lkv.evaluation.ruler.samples import check_sources, make_examples
 from lkv.evaluation.ruler.sources import Sources
-from lkv.evaluation.ruler.templates import TASKS
+from lkv.evaluation.ruler.tasks import TASKS
 
 __all__ = ["TASKS", "Sources", "check_sources", "make_examples"]

@@ -8,31 +8,12 @@ from typing import Any, NamedTuple
 
 from lkv.errors import EvaluationError
 from lkv.evaluation.example import Example
+from lkv.evaluation.ruler import tasks as ruler_tasks
 from lkv.evaluation.ruler.sources import Sources
-from lkv.evaluation.ruler.tasks import (
-    DEMO_TOKENS,
-    MIN_CHAIN_LINES,
-    ExampleTemplate,
-    chain_demo,
-    chain_template,
-    common_words_template,
-    frequent_words_template,
-    needle_template,
-    question_templates,
-)
-from lkv.evaluation.ruler.templates import (
-    COMMON_WORDS,
-    FREQUENT_WORDS,
-    NEEDLE_TASKS,
-    NIAH,
-    QUESTION_TASKS,
-    QUESTIONS,
-    TASKS,
-    VARIABLE_TRACKING,
-)
+from lkv.evaluation.ruler.tasks import NEEDLE_TASKS, NIAH, QUESTION_TASKS, QUESTIONS, TASKS, ExampleTemplate
 from lkv.utils.prompts import chat_template_parts, encode
 
-_TEMPLATES = {"vt": VARIABLE_TRACKING, "cwe": COMMON_WORDS, "fwe": FREQUENT_WORDS}
+_TEMPLATES = {"vt": ruler_tasks.VARIABLE_TRACKING, "cwe": ruler_tasks.COMMON_WORDS, "fwe": ruler_tasks.FREQUENT_WORDS}
 # A first token, and one for each of the four places where texts that are tokenised separately meet.
 _RESERVED_TOKENS = 5
 
@@ -105,19 +86,23 @@ def _generate(task: str, length: int, tokenizer: Any, sources: Sources, seed: in
 def _templates(task: str, length: int, tokenizer: Any, sources: Sources, seed: str) -> Iterator[ExampleTemplate]:
     make: Callable[[str], ExampleTemplate]
     if name := QUESTION_TASKS.get(task):
-        yield from question_templates(seed, sources.questions(name))
+        yield from ruler_tasks.question_templates(seed, sources.questions(name))
         return
     if task == "cwe":
-        make = partial(common_words_template, length=length)
+        make = partial(ruler_tasks.common_words_template, length=length)
     elif task == "fwe":
-        make = partial(frequent_words_template, length=length)
+        make = partial(ruler_tasks.frequent_words_template, length=length)
     elif task == "vt":
-        demo = largest_fit(lambda lines: _count(tokenizer, chain_demo(lines)), DEMO_TOKENS, MIN_CHAIN_LINES)
-        make = partial(chain_template, demo_lines=demo.units)
+        demo = largest_fit(
+            lambda lines: _count(tokenizer, ruler_tasks.chain_demo(lines)),
+            ruler_tasks.DEMO_TOKENS,
+            ruler_tasks.MIN_CHAIN_LINES,
+        )
+        make = partial(ruler_tasks.chain_template, demo_lines=demo.units)
     else:
         needles = NEEDLE_TASKS[task]
         essay = sources.words if needles.haystack == "essay" else ()
-        make = partial(needle_template, task=needles, essay=essay)
+        make = partial(ruler_tasks.needle_template, task=needles, essay=essay)
     yield from (make(f"{seed}-{number}") for number in count())
 
 
