@@ -105,7 +105,7 @@ def _check_kernels() -> Iterator[Finding]:
     from lkv.kernels.ragged_attention import ragged_attention
     from lkv.kernels.soft_mask_attention import soft_mask_attention
     from lkv.kernels.soft_topk import soft_topk
-    from lkv.policy.token_score_formula import ContentWeights, content_formula, content_scores
+    from lkv.policy.token_scores import ContentWeights, content_formula, content_scores
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

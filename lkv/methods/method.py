@@ -12,7 +12,7 @@ from lkv.errors import BudgetError, CacheError, LkvError, PolicyFileError, Reten
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.budgets import Budget, GlobalTopKBudget, RetentionTarget, check_table
-from lkv.methods.registry import MethodSpec, parse_method
+from lkv.methods.registry import parse_method
 from lkv.methods.selectors import Selector
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
@@ -69,27 +69,16 @@ class Method:
 
 @dataclass(frozen=True)
 class MethodInputs:
-    """What budgets and selectors are built from (`from_inputs`).
-
-    Attributes:
-        target: how much to keep.
-        policy: the learned policy.
-        heads: the KV heads that this process computes.
-        model: the model.
-        layers: how many layers are evicted from.
-        pattern: DuoAttention's alphas [L][H].
-        tokenizer: the model's tokenizer.
-        strict: without it, a budget that cannot keep as little as `target` keeps the least it can.
-    """
+    """What budgets and selectors are built from (`from_inputs`)."""
 
     target: RetentionTarget
     policy: Policy | None = None
-    heads: slice = field(default_factory=lambda: slice(None))
+    heads: slice = field(default_factory=lambda: slice(None))  # the KV heads that this process computes
     model: Any = None
-    layers: int | None = None
-    pattern: list[list[float]] | None = None
+    layers: int | None = None  # how many are evicted from
+    pattern: list[list[float]] | None = None  # DuoAttention's alphas [L][H]
     tokenizer: Any = None
-    strict: bool = True
+    strict: bool = True  # without it, a budget that cannot keep as little as `target` keeps the least it can
 
     def require(self, name: str) -> Any:
         """The input `name`. Raises LkvError where it is missing."""
@@ -161,21 +150,16 @@ def resolve_method(
         raise CacheError(f"{method!r} reads the text a second time: use lkv.compress(..., method={method!r}).")
     target = RetentionTarget.from_arguments(retention, budget_tokens)
     if model is None:
-        learned = policy if isinstance(policy, Policy) else None
-        return build_method(spec, MethodInputs(target, learned, pattern=pattern, tokenizer=tokenizer))
-    patched = patch_attention(model)
-    layers, kv_heads = patched.spec.layers, patched.spec.kv_heads
-    learned = resolve_policy(patched.spec, policy).on(model.device) if spec.needs_policy else None
-    if pattern is not None:
-        check_table(pattern, layers, kv_heads, "the pattern of retrieval heads")
-    return build_method(spec, MethodInputs(target, learned, patched.heads, model, layers, pattern, tokenizer))
-
-
-def build_method(spec: MethodSpec, inputs: MethodInputs) -> Method:
-    """Build a parsed method. Raises LkvError where something is missing that it needs."""
-    policy = inputs.policy if spec.needs_policy else None
-    budget, selector = spec.build_budget(inputs), spec.build_selector(inputs)
-    return Method(spec.name, budget, selector, inputs.target, policy, spec.compensation)
+        learned = policy if isinstance(policy, Policy) and spec.needs_policy else None
+        inputs = MethodInputs(target, learned, pattern=pattern, tokenizer=tokenizer)
+    else:
+        patched = patch_attention(model)
+        layers, kv_heads = patched.spec.layers, patched.spec.kv_heads
+        learned = resolve_policy(patched.spec, policy).on(model.device) if spec.needs_policy else None
+        if pattern is not None:
+            check_table(pattern, layers, kv_heads, "the pattern of retrieval heads")
+        inputs = MethodInputs(target, learned, patched.heads, model, layers, pattern, tokenizer)
+    return Method(spec.name, spec.build_budget(inputs), spec.build_selector(inputs), target, learned, spec.compensation)
 
 
 class _RowwiseMethods(Selector, Budget):
@@ -194,15 +178,12 @@ class _RowwiseMethods(Selector, Budget):
 
     def refine(self, layer: int, prompt: LayerKV, scores: Tensor, counts: list[list[int]]) -> Tensor:
         row = prompt.select(slice(1), slice(None))
-        return torch.cat(
-            [
-                method.selector.refine(layer, row, scores[i : i + 1], counts[i : i + 1])
-                for i, method in enumerate(self._methods)
-            ]
-        )
+        rows = zip(self._methods, scores.split(1), counts, strict=True)
+        return torch.cat([method.selector.refine(layer, row, part, [count]) for method, part, count in rows])
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
-        return [m.budget.counts(layer, scores[i : i + 1])[0] for i, m in enumerate(self._methods)]
+        rows = zip(self._methods, scores.split(1), strict=True)
+        return [method.budget.counts(layer, part)[0] for method, part in rows]
 
 
 def combine_rowwise(methods: Sequence[Method]) -> Method:

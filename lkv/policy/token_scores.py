@@ -1,35 +1,251 @@
-"""LKV-T (Sec. 3.4): a score for every token, by which a head's best tokens are kept.
+"""LKV-T (Sec. 3.4): a score for every token, the sum of the components that a policy has.
 
-Where its parts are:
+* content, the paper's: an MLP over [k; v], normalised (`content_formula`);
+* expected attention, beyond the paper: the attention that a token can expect from queries to come, times the norm of
+  its value (`expected_attention_formula`);
+* position, beyond the paper: piecewise linear in the logarithms of the position and of the distance to the end
+  (`interpolate_knots`).
 
-* the formula: `lkv.policy.token_score_formula`;
-* the learned weights, and the formula applied to a prompt: `TokenScores`, here;
-* the statistics measured before training: `lkv.training.warm_start`;
-* the selector that a cache uses: `lkv.methods.selectors.lkv_t.LearnedScores`.
+`TokenScores` has the learned weights and applies the formula to a prompt. `scores_on_arrival` and `scores_at_eviction`
+are differentiable and serve training; `scores_in_blocks` is for inference.
+
+Shapes: B rows, H KV heads, G query heads per KV head, T tokens, d the head's size, K knots, r columns of spread.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from lkv.config import ScorerInputs
 from lkv.integrations.transformers.prefill import LayerKV, to_fp32
-from lkv.policy.token_score_formula import (
-    ContentWeights,
-    ExpectedAttentionWeights,
-    PositionWeights,
-    TokenScoreWeights,
-    content_scores,
-    scores_at_eviction,
-    scores_in_blocks,
-    scores_on_arrival,
-)
+from lkv.utils.devices import full_precision
 
 SPREAD = 16  # columns of the learned queries' covariance: measured as good as the whole of it
 FUTURE = 512  # positions over which queries to come are expected, as in Expected Attention
+_MIN_NORM = 1e-12
+
+
+class ContentWeights(NamedTuple):
+    """The MLP of Sec. 3.4 over [k; v]: `mean`, `std` [H, 2d], `hidden` [H, 2d, m], `bias`, `output` [H, m]."""
+
+    mean: Tensor
+    std: Tensor
+    hidden: Tensor
+    bias: Tensor
+    output: Tensor
+
+
+class ExpectedAttentionWeights(NamedTuple):
+    """Queries to come, taken to be normal before rotation: `mean` [H, G, d] and covariance F F^T, `spread` F [H, d, r].
+
+    `normaliser` [H, G] is the mean logarithm of the softmax's denominator per token; `weight` [H] scales the component.
+    """
+
+    weight: Tensor
+    mean: Tensor
+    spread: Tensor
+    normaliser: Tensor
+
+
+class PositionWeights(NamedTuple):
+    """Piecewise linear in log2(1 + position), `start`, and in log2(distance to the end), `end`, both [H, K].
+
+    Knot j lies at 2^j; beyond the last one the components are flat.
+    """
+
+    start: Tensor
+    end: Tensor
+
+
+class TokenScoreWeights(NamedTuple):
+    """The components of one layer; `attention` and `position` are None where a policy has none."""
+
+    content: ContentWeights
+    attention: ExpectedAttentionWeights | None = None
+    position: PositionWeights | None = None
+
+
+def content_formula(
+    key: Tensor, value: Tensor, mean: Tensor, std: Tensor, hidden: Tensor, bias: Tensor, output: Tensor
+) -> Tensor:
+    """The MLP over [k; v], normalised by mean and std: [B, H, T], in float32 or the precision of k if it is higher."""
+    dtype = torch.promote_types(key.dtype, torch.float32)
+    # The normalisation is folded into the first matrix, so that k and v are read once and never copied whole.
+    weight = hidden.to(dtype) / std[..., None].to(dtype)
+    inside = bias - (mean[..., None, :].to(dtype) @ weight).squeeze(-2)
+    d = key.shape[-1]
+    units = key.to(dtype) @ weight[:, :d] + value.to(dtype) @ weight[:, d:] + inside[:, None]
+    return (silu(units) @ output[..., None].to(dtype)).squeeze(-1)
+
+
+def expected_attention_formula(
+    key: Tensor, value: Tensor, projection: Tensor, weight: Tensor, normaliser: Tensor
+) -> Tensor:
+    """Compute weight * log(sum over the group's heads of E[exp(q k scale)] / normaliser, times ||v||): [B, H, T].
+
+    `projection` is `project_queries` of the same weights; the precision is that of it.
+    """
+    dtype, group = projection.dtype, normaliser.shape[1]
+    # E[exp(q k)] of a normal q is exp(mean k + k cov k / 2); one product serves the means and the spread.
+    products = projection @ key.to(dtype).transpose(-1, -2)
+    logits = products[..., :group, :] + products[..., group:, :].square().sum(-2, keepdim=True) / 2
+    norm = torch.linalg.vector_norm(value.to(dtype), dim=-1).clamp(min=_MIN_NORM)
+    return weight[:, None] * ((logits - normaliser[..., None]).logsumexp(-2) + norm.log())
+
+
+def project_queries(rotation: Tensor, scale: float, mean: Tensor, spread: Tensor) -> Tensor:
+    """What k is multiplied by, [H, G + r, d]: means and spread of the queries under the mean `rotation` [d, d]."""
+    mean, spread = mean.to(rotation.dtype), spread.to(rotation.dtype)
+    return torch.cat([mean, spread.transpose(-1, -2)], -2) @ rotation * scale
+
+
+def interpolate_knots(table: Tensor, places: Tensor) -> Tensor:
+    """The piecewise linear functions `table` [H, K] of log2(places), places [T] >= 1: [H, T]."""
+    knot = torch.arange(table.shape[-1], dtype=table.dtype, device=table.device)[:, None]
+    x = places.to(table.dtype).log2().clamp(max=table.shape[-1] - 1)
+    # What each knot weighs at each place; as a product its gradient needs no scattering.
+    return table @ (1 - (x - knot).abs_()).clamp_(min=0)
+
+
+def scores_on_arrival(weights: TokenScoreWeights, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+    """The part of the scores [B, H, T], in float32 or better, that is final when tokens arrive: content and `start`.
+
+    `key` [B, H, T, d] is k as the content component reads it, `value` [B, H, T, d]; `positions` [T] are the tokens'.
+    """
+    scores = content_scores(weights.content, key, value)
+    if weights.position is not None:
+        with full_precision(key.device):
+            scores = scores + interpolate_knots(weights.position.start, positions + 1)
+    return scores
+
+
+def scores_at_eviction(
+    weights: TokenScoreWeights,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    end: int,
+    rotation: Tensor | None,
+    scale: float,
+) -> Tensor | None:
+    """The part [B, H, T] that depends on where the text ends: expected attention, and the distance to `end`.
+
+    None where the policy has neither. `key` [B, H, T, d] is k after RoPE, `value` [B, H, T, d]; `rotation` [d, d] is
+    the mean rotation of the positions to come, by which rows are multiplied; `scale` is attention's.
+    """
+    scores = None
+    if weights.attention is not None:
+        assert rotation is not None
+        scores = expected_attention_scores(weights.attention, key, value, rotation, scale)
+    if weights.position is not None:
+        with full_precision(key.device):
+            recency = interpolate_knots(weights.position.end, end - positions).expand(*value.shape[:3])
+        scores = recency if scores is None else scores + recency
+    return scores
+
+
+def content_scores(content: ContentWeights, key: Tensor, value: Tensor) -> Tensor:
+    """The content component alone, [B, H, T], of `key` (as the content reads it) and `value` [B, H, T, d].
+
+    Differentiable where the weights ask for gradients; otherwise computed in blocks, in bfloat16 where k and v are.
+    """
+    with full_precision(key.device):
+        if torch.is_grad_enabled() and content.hidden.requires_grad:
+            return content_formula(key, value, content.mean, content.std, content.hidden, content.bias, content.output)
+        with torch.no_grad():
+            score_block = _content_of_blocks(content, value)
+            blocks = split_blocks(value.shape[2], value.device)
+            return torch.cat([score_block(key[:, :, block], value[:, :, block]) for block in blocks], -1)
+
+
+def expected_attention_scores(
+    attention: ExpectedAttentionWeights, key: Tensor, value: Tensor, rotation: Tensor, scale: float
+) -> Tensor:
+    """The expected attention alone, [B, H, T]; see `scores_at_eviction`."""
+    with full_precision(key.device):
+        rotation = rotation.to(torch.promote_types(key.dtype, torch.float32))
+        projection = project_queries(rotation, scale, attention.mean, attention.spread)
+        return expected_attention_formula(key, value, projection, attention.weight, attention.normaliser)
+
+
+@torch.no_grad()
+def scores_in_blocks(
+    weights: TokenScoreWeights,
+    content_key: Callable[[slice], Tensor],
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    end: int,
+    rotation: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """`scores_on_arrival` and `scores_at_eviction` together, [B, H, T], for inference.
+
+    A block of tokens goes through all components: it stays in the processor's caches, and memory beside the scores does
+    not grow. `content_key` gives k of a block as the content reads it; the rest is as there.
+    """
+    scores = torch.empty(*value.shape[:3], device=value.device)
+    with full_precision(value.device):
+        score_block, attention = _content_of_blocks(weights.content, value), weights.attention
+        if attention is not None:
+            assert rotation is not None
+            projection = project_queries(rotation, scale, attention.mean, attention.spread)
+        for block in split_blocks(value.shape[2], value.device):
+            v = value[:, :, block]
+            scores[:, :, block] = score_block(content_key(block), v)
+            if attention is not None:
+                k = key[:, :, block]
+                scores[:, :, block] += expected_attention_formula(
+                    k, v, projection, attention.weight, attention.normaliser
+                )
+        if weights.position is not None:
+            scores += interpolate_knots(weights.position.start, positions + 1)
+            scores += interpolate_knots(weights.position.end, end - positions)
+    return scores
+
+
+def split_blocks(tokens: int, device: torch.device) -> Iterator[slice]:
+    """The blocks of `tokens` tokens; larger where every product has to be launched."""
+    size = 2048 if device.type == "cpu" else 16_384
+    return (slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size))
+
+
+def _content_of_blocks(content: ContentWeights, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """`content_formula` as a function of one block's k and v [B, H, n, d], which are as `like` [B, H, T, d] is.
+
+    Products are in bfloat16 where k and v are, in float32 otherwise; the rest is in float32.
+    """
+    batch = like.shape[0]
+    # Not float16: divided by a small deviation a weight may be too large for it.
+    dtype = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
+    mean, std, hidden = content.mean.float(), content.std.float(), content.hidden.float()
+    bias, output = content.bias.float(), content.output.float()
+    weight = (hidden / std[..., None]).to(dtype)
+    # The mean is taken off through the weight as it was rounded, and within the product, which adds up in float32:
+    # however large the mean, only what differs from it is rounded. What rounding takes from the bias comes after.
+    bias = (bias - (mean[..., None, :] @ weight.float()).squeeze(-2))[:, None]
+    inside = bias.to(dtype)
+    after = bias - inside.float()
+    weight, inside = weight.repeat(batch, 1, 1), inside.repeat(batch, 1, 1)
+
+    def score_block(key: Tensor, value: Tensor) -> Tensor:
+        k, v = (x.to(dtype).flatten(0, 1) for x in (key, value))
+        dim = k.shape[-1]
+        if dtype == torch.float32:  # without a copy of k and v
+            units = torch.baddbmm(inside, k, weight[:, :dim]).baddbmm_(v, weight[:, dim:])
+            units = silu(units.unflatten(0, (batch, -1)), inplace=True)
+        else:  # in one product: what is between two would be rounded
+            units = torch.baddbmm(inside, torch.cat([k, v], -1), weight).unflatten(0, (batch, -1))
+            units = silu(units.float().add_(after), inplace=True)
+        # On a CPU a sum of products is several times faster than a product with one column.
+        return units.mul_(output[:, None]).sum(-1)
+
+    return score_block
 
 
 class TokenScores(nn.Module):
@@ -84,20 +300,16 @@ class TokenScores(nn.Module):
 
         Raises UnsupportedModelError where the model's rotation is needed and cannot be undone.
         """
-        weights = self.weights(layer, heads, prompt.key.device)
-        key, value, positions, rotation = (
-            prompt.key,
-            prompt.value,
-            self._positions(prompt),
-            self._future_rotation(prompt),
+        positions = self._positions(prompt)
+        if torch.is_grad_enabled():
+            final = self.score_on_arrival(prompt, layer, heads)
+            rest = self.score_at_eviction(prompt, layer, heads, positions)
+            return final if rest is None else final + rest
+        weights, rotation = self.weights(layer, heads, prompt.key.device), self._future_rotation(prompt)
+        read_key = partial(self.read_key, prompt)
+        return scores_in_blocks(
+            weights, read_key, prompt.key, prompt.value, positions, prompt.end, rotation, prompt.scale
         )
-        if not torch.is_grad_enabled():
-            return scores_in_blocks(
-                weights, partial(self.read_key, prompt), key, value, positions, prompt.end, rotation, prompt.scale
-            )
-        final = scores_on_arrival(weights, self.read_key(prompt), value, positions)
-        rest = scores_at_eviction(weights, key, value, positions, prompt.end, rotation, prompt.scale)
-        return final if rest is None else final + rest
 
     def score_on_arrival(self, prompt: LayerKV, layer: int, heads: slice = slice(None)) -> Tensor:
         """The part of `forward` that does not depend on where the text ends."""
@@ -105,11 +317,9 @@ class TokenScores(nn.Module):
         return scores_on_arrival(weights, self.read_key(prompt), prompt.value, self._positions(prompt))
 
     def score_at_eviction(self, prompt: LayerKV, layer: int, heads: slice, positions: Tensor) -> Tensor | None:
-        """The rest [n] of `forward` for entries of one head that were read at `positions` [n]; None where none is."""
-        weights = self.weights(layer, heads, prompt.key.device)
-        rotation = self._future_rotation(prompt)
-        rest = scores_at_eviction(weights, prompt.key, prompt.value, positions, prompt.end, rotation, prompt.scale)
-        return None if rest is None else rest.flatten()
+        """The rest of `forward` for entries that were read at `positions` [T]; None where there is none."""
+        weights, rotation = self.weights(layer, heads, prompt.key.device), self._future_rotation(prompt)
+        return scores_at_eviction(weights, prompt.key, prompt.value, positions, prompt.end, rotation, prompt.scale)
 
     def _positions(self, prompt: LayerKV) -> Tensor:
         """The positions [T] of the tokens, where a component reads them."""

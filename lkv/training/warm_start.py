@@ -11,10 +11,8 @@ from tqdm import tqdm
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
 from lkv.methods.budgets import GlobalTopKBudget
 from lkv.methods.selectors.kvzip import replay_scores
-from lkv.policy.head_scores import HeadScores
-from lkv.policy.policy import Policy
-from lkv.policy.token_score_formula import expected_attention_scores
-from lkv.policy.token_scores import FUTURE
+from lkv.policy.policy import HeadScores, Policy
+from lkv.policy.token_scores import FUTURE, expected_attention_scores
 from lkv.training.cost import WARM_START_TOKENS, WARM_START_UPDATES
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.processes import all_reduce, average_gradients

@@ -159,11 +159,8 @@ def rotation(position: int, dim: int, theta: float = 10000.0) -> Tensor:
 
 
 @settings(max_examples=10)
-@given(
-    st.integers(1, 2), st.integers(8, 40), st.integers(1, 30), st.integers(0, 5), st.booleans(), st.booleans(),
-    st.integers(0, 9),
-)  # fmt: skip
-def test_expected_attention(batch, tokens, future, sinks, covariance, value_norm, seed):
+@given(st.integers(1, 2), st.integers(8, 40), st.integers(1, 30), st.integers(0, 5), st.booleans(), st.integers(0, 9))
+def test_expected_attention(batch, tokens, future, sinks, value_norm, seed):
     query, key, value = tensors(batch, 2, 2, tokens, seed)
     ahead = torch.stack([rotation(t, 8) for t in range(tokens, tokens + future)]).mean(0)
     expected = torch.zeros(batch, 4, tokens - sinks, dtype=torch.float64)
@@ -171,15 +168,12 @@ def test_expected_attention(batch, tokens, future, sinks, covariance, value_norm
         for head in range(4):
             plain = torch.stack([rotation(t, 8).T @ query[b, head, t] for t in range(sinks, tokens)])
             mean, spread = ahead @ plain.mean(0), ahead @ plain.T.cov(correction=0) @ ahead.T
-            logits = [
-                SCALE * k @ mean + (SCALE**2 * k @ spread @ k / 2 if covariance else 0.0)
-                for k in key[b, head // 2, sinks:]
-            ]
+            logits = [SCALE * k @ mean + SCALE**2 * k @ spread @ k / 2 for k in key[b, head // 2, sinks:]]
             expected[b, head] = torch.softmax(torch.stack(logits), 0)
     expected = mean_of_groups(expected, 2)
     if value_norm:
         expected = expected * value[:, :, sinks:].norm(dim=-1)
-    selector = ExpectedAttention(tiny_llama(), future, sinks, covariance, value_norm)
+    selector = ExpectedAttention(tiny_llama(), future, sinks, value_norm)
     found = selector.scores(0, LayerKV(key, value, SCALE, query))
     # The model's own cosines are computed in float32.
     torch.testing.assert_close(found[..., sinks:], expected, atol=1e-5, rtol=1e-4)

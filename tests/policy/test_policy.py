@@ -17,8 +17,7 @@ from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.policy import policy_file
-from lkv.policy.head_scores import HeadScores
-from lkv.policy.policy import Policy
+from lkv.policy.policy import HeadScores, Policy
 from lkv.policy.token_scores import TokenScores
 from lkv.utils import tensor_file
 from tests.conftest import tiny_llama

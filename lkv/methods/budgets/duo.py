@@ -49,20 +49,10 @@ class Duo(FixedBudget):
         heads: slice = slice(None),
         strict: bool = True,
     ):
-        """Create the budget.
+        """Create the budget by the alphas `pattern` [L][H] of the whole model, for the KV `heads` of this process.
 
-        Args:
-            retention: how much to keep.
-            pattern: the alphas [L][H] of the whole model; see `read_pattern` and `estimate_pattern`.
-            sinks: first tokens that a streaming head keeps.
-            recent: most recent tokens that a streaming head keeps.
-            heads: the KV heads that this process computes.
-            strict: whether to raise PromptError where the windows alone are more than the share; without it all heads
-                keep their windows then, the least that this budget can keep.
-
-        Raises:
-            BudgetError: If the pattern or the window is unusable.
-            RetentionError: If `retention` is out of range.
+        Without `strict`, windows that alone are more than the share are kept, instead of raising PromptError. Raises
+        BudgetError for an unusable pattern or window, and RetentionError.
         """
         if sinks < 0 or recent < 0 or sinks + recent < 1:
             raise BudgetError(
@@ -74,11 +64,9 @@ class Duo(FixedBudget):
             raise BudgetError("the pattern of retrieval heads is empty; give one alpha for each KV head, [L][H].")
         self._target, self._window, self._heads, self._strict = as_target(retention), sinks + recent, heads, strict
         alphas = check_table(pattern, len(pattern), width, "the pattern of retrieval heads")
-        places = [(layer, head) for layer in range(len(alphas)) for head in range(width)]
-        order = sorted(places, key=lambda where: -alphas[where[0]][where[1]])
-        self._rank = [[0] * width for _ in alphas]
-        for rank, (layer, head) in enumerate(order):
-            self._rank[layer][head] = rank
+        # Each head's place among all heads of the model, by falling alpha.
+        order = torch.tensor(alphas, dtype=torch.float64).flatten().argsort(descending=True, stable=True)
+        self._rank = order.argsort().view(len(alphas), width).tolist()
 
     @classmethod
     def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "Duo":
@@ -93,9 +81,7 @@ class Duo(FixedBudget):
         heads = len(self._rank) * len(self._rank[0])
         window = min(self._window, tokens)
         surplus = int(self._target.share(tokens) * heads * tokens + ROUNDING) - heads * window
-        if surplus < 0 and not self._strict:
-            return 0
-        if surplus < 0:
+        if surplus < 0 and self._strict:
             # Rounded up, so that the number stated is one that works.
             least = -(-window * 10_000 // tokens) / 10_000
             raise PromptError(
@@ -103,7 +89,7 @@ class Duo(FixedBudget):
                 f"ones): the smallest retention that DuoAttention can reach at this length is {least}, but it was "
                 f"given {self._target}. Ask for more, give a longer prompt, or fewer sinks and recent tokens."
             )
-        return min(heads, surplus // (tokens - window)) if tokens > window else heads
+        return min(heads, max(0, surplus) // (tokens - window)) if tokens > window else heads
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
         """1 for retrieval heads, the window's share for the others."""

@@ -62,7 +62,7 @@ class Pyramid(FixedBudget):
     description="lower layers keep more, in long texts (PyramidKV of kvpress)",
     variant="PyramidKV (kvpress) as kvpress has it: all layers alike where the last would keep less than 64 tokens",
 )
-class PyramidOfKvpress(FixedBudget):
+class PyramidOfKvpress(Pyramid):
     """PyramidKV as kvpress has it, which the LKV paper measured (App. D).
 
     The last layer keeps R T / `beta`, and the first as much above the mean as the last is below it, but no more than
@@ -70,23 +70,16 @@ class PyramidOfKvpress(FixedBudget):
     the same: below `window` `beta` / R tokens (8,534 at R = 0.15) it is SnapKV with uniform budgets.
     """
 
-    required_inputs = ("target", "layers")
-
     def __init__(self, retention: float | RetentionTarget, layers: int, window: int = 64, beta: int = 20):
-        """`layers`: those evicted from; `window`: of SnapKV. Raises BudgetError and RetentionError."""
-        if min(layers, window, beta) < 1:
-            raise BudgetError(f"layers {layers}, window {window} and beta {beta} must all be 1 or more.")
-        self._target, self._layers, self._window, self._beta = as_target(retention), layers, window, beta
+        """As `Pyramid`; `window`: of SnapKV."""
+        super().__init__(retention, layers, beta)
+        self._window = window
 
-    def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        """The layer's count as a share, the same for all heads."""
-        mean = tokens * self._target.share(tokens)
-        last, most = mean / self._beta, tokens - self._window
-        first = 2 * mean - last
-        if first >= most:
-            first, last = most, 2 * mean - most
-        if tokens >= first >= last >= self._window:
-            count = round(first - layer * (first - last) / max(1, self._layers - 1))
-        else:
-            count = max(1, round(mean))
-        return [min(tokens, count) / max(1, tokens)] * heads
+    def _layer_counts(self, tokens: int) -> list[int]:
+        mean, most = tokens * self._target.share(tokens), tokens - self._window
+        first = min(2 * mean - mean / self._beta, most)
+        last = 2 * mean - first if first == most else mean / self._beta
+        if not tokens >= first >= last >= self._window:
+            return [min(tokens, max(1, round(mean)))] * self._layers
+        step = (first - last) / max(1, self._layers - 1)
+        return [min(tokens, round(first - layer * step)) for layer in range(self._layers)]

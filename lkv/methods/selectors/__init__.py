@@ -8,13 +8,12 @@ from lkv.methods.selectors.base import (
     check_numbers,
     check_shape,
     not_numbers,
-)
+)  # fmt: skip
 from lkv.methods.selectors.criticalkv import CriticalKV
 from lkv.methods.selectors.expected_attention import ExpectedAttention
-from lkv.methods.selectors.keys import KeyDiff, Knorm
 from lkv.methods.selectors.kvzip import KVzip
 from lkv.methods.selectors.lkv_t import LearnedScores
-from lkv.methods.selectors.positions import DuoWindow, Random, StreamingLLM
+from lkv.methods.selectors.without_queries import DuoWindow, KeyDiff, Knorm, Random, StreamingLLM
 
 __all__ = [
     "H2O", "TOVA", "ArrivedEntries", "CriticalKV", "DuoWindow", "ExpectedAttention", "KVzip", "KeyDiff", "Knorm",

@@ -13,17 +13,11 @@ from lkv.methods.registry import Buildable
 
 
 class ArrivedEntries(NamedTuple):
-    """Entries of one head that arrived at different times.
+    """Entries of one head that arrived at different times."""
 
-    Attributes:
-        prompt: their k and v [1, 1, n, d]; its `end` is where the text ends now.
-        positions: the positions [n] that they were read at.
-        scores: the scores [n] that they got on arrival.
-    """
-
-    prompt: LayerKV
-    positions: Tensor
-    scores: Tensor
+    prompt: LayerKV  # their k and v [1, 1, n, d]; its `end` is where the text ends now
+    positions: Tensor  # [n], that they were read at
+    scores: Tensor  # [n], that they got on arrival
 
 
 class Selector(Buildable, ABC):
@@ -64,17 +58,7 @@ class Selector(Buildable, ABC):
         """
 
     def refine(self, layer: int, prompt: LayerKV, scores: Tensor, counts: list[list[int]]) -> Tensor:
-        """Rank the tokens again, now that the budget of each head is known.
-
-        Args:
-            layer: number of the layer.
-            prompt: as in `scores`.
-            scores: what `scores` returned, [B, H, T].
-            counts: how many tokens each head keeps, [B][H].
-
-        Returns:
-            Scores [B, H, T] to choose by; `scores` itself, for most.
-        """
+        """Rank the tokens again by new `scores` [B, H, T], now that each head is known to keep `counts` [B][H]."""
         return scores
 
     def score_on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:

@@ -86,8 +86,7 @@ class CriticalKV(Selector):
     def _value_norms(self, layer: int, value: Tensor) -> Tensor:
         """L1 norms [B, H, T] of the projected values, averaged over a KV head's query heads."""
         heads, dim = value.shape[1], value.shape[-1]
-        # [H, G, d, hidden]
-        weight = self._weights[layer].t().unflatten(0, (heads, -1, dim))
+        weight = self._weights[layer].t().unflatten(0, (heads, -1, dim))  # [H, G, d, hidden]
         weight = to_fp32(weight.to(value.device))
         parts = []
         for block in to_fp32(value).split(_BLOCK, 2):

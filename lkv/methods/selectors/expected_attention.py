@@ -42,7 +42,6 @@ class ExpectedAttention(Selector):
         model: "PreTrainedModel",
         future: int = 512,
         sinks: int = 4,
-        covariance: bool = True,
         value_norm: bool = True,
         epsilon: float = 0.0,
     ):
@@ -52,13 +51,12 @@ class ExpectedAttention(Selector):
             model: the model, whose queries must be rotated back; UnsupportedModelError where they cannot be.
             future: how many positions after the prompt the queries are expected at.
             sinks: first tokens that are always kept.
-            covariance: whether to use the covariance of the queries, not their mean alone.
             value_norm: whether to multiply by the norm of v; `CriticalKV` needs the attention alone.
             epsilon: added before the norm of v weighs; orders tokens of no expected attention (0.01 in kvpress's
                 evaluations under AdaKV).
         """
         self.sinks = sinks
-        self._future, self._covariance, self._value_norm, self._epsilon = future, covariance, value_norm, epsilon
+        self._future, self._value_norm, self._epsilon = future, value_norm, epsilon
         self._rotations = query_rotations(model, type(self).__name__)
 
     @torch.no_grad()
@@ -66,19 +64,17 @@ class ExpectedAttention(Selector):
         """The expected attention; the sinks above all. Raises PromptError for a prompt of no more than `sinks`."""
         key, value, scale = prompt.key, prompt.value, prompt.scale
         heads, tokens = key.shape[1:3]
-        rotated = prompt.query
+        query = to_fp32(prompt.query)
         check_sinks(self, tokens, self.sinks)
         rotation = self._rotations[layer]
-        future = rotation.mean_rotation(to_fp32(rotated), tokens, tokens + self._future)
-        seen = rotation.unrotate(to_fp32(rotated))[:, :, self.sinks :] @ future
+        future = rotation.mean_rotation(query, tokens, tokens + self._future)
+        seen = rotation.unrotate(query)[:, :, self.sinks :] @ future
         mean = seen.mean(2, keepdim=True)
+        spread = ((seen - mean).transpose(-1, -2) @ (seen - mean) / seen.shape[2]).unflatten(1, (heads, -1))
         keys = to_fp32(key[:, :, None, self.sinks :])
+        # E[exp(q k)] of a normal q is exp(mean k + k cov k / 2).
         logits = (keys @ mean.unflatten(1, (heads, -1)).transpose(-1, -2)).squeeze(-1) * scale
-        if self._covariance:
-            centred = seen - mean
-            spread = (centred.transpose(-1, -2) @ centred / seen.shape[2]).unflatten(1, (heads, -1))
-            # E[exp(q k)] of a normal q is exp(mean k + k cov k / 2).
-            logits += ((keys @ spread) * keys).sum(-1) * (scale**2 / 2)
+        logits += ((keys @ spread) * keys).sum(-1) * (scale**2 / 2)
         expected = torch.softmax(logits, -1).mean(2)
         if self._value_norm:
             expected = (expected + self._epsilon) * torch.linalg.vector_norm(to_fp32(value[:, :, self.sinks :]), dim=-1)

@@ -53,4 +53,4 @@ class LearnedScores(Selector):
         first = (self._heads.start or 0) + head
         own = slice(first, first + 1)
         rest = self._tokens.score_at_eviction(entries.prompt, layer, own, entries.positions)
-        return entries.scores if rest is None else entries.scores + rest
+        return entries.scores if rest is None else entries.scores + rest.flatten()
