@@ -94,17 +94,18 @@ def _evaluate(
     from lkv.evaluation.report.builders import TableRequest, build_table
     from lkv.evaluation.report.results import read_results
     from lkv.evaluation.report.tables import to_terminal
-    from lkv.evaluation.runner import EvaluationConfig, distributed_state, evaluate
+    from lkv.evaluation.runner import EvaluationConfig, evaluate
     from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.registry import POLICY
     from lkv.policy.lookup import load_policy, policy_for
+    from lkv.utils.devices import distributed_state
 
     needs_policy = any(POLICY in find_needs(method) for method in methods)
     policies: dict[str, Policy] = {}
     if needs_policy:
         policies = {name: load_policy(path, options.strict, options.policy_revision) for name, path in paths.items()}
     policy = policies.pop("", None)
-    state = distributed_state()
+    state = distributed_state("evals", "an evaluation")
     model, tokenizer = options.load_model(str(state.device))
     spec = patch_attention(model).spec
     if needs_policy and policy is None and not policies:

@@ -3,13 +3,11 @@
 import hashlib
 import json
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +26,11 @@ from lkv.integrations.transformers.spec import hub_commit
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils import devices
-from lkv.utils.extras import optional_import
 from lkv.utils.journal import FIDELITY_METRICS, JOURNAL_FORMAT, Record, lock_journal
 from lkv.utils.prompts import encode
 from lkv.utils.results import collect_provenance
 
 if TYPE_CHECKING:
-    from accelerate import PartialState
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _PACKAGES = ("tokenizers", "wonderwords", "rouge")  # examples and scores depend on their versions too
@@ -95,7 +91,7 @@ def evaluate(
             texts, or a file that another evaluation is writing to.
         LkvError: If a method lacks its policy or pattern, or a policy was trained for another model.
     """
-    state = distributed_state()
+    state = devices.distributed_state("evals", "an evaluation")
     grid = MethodGrid(
         model, tokenizer, config.methods, config.retentions, config.policy, config.pattern, config.policies
     )
@@ -122,16 +118,6 @@ def evaluate(
                 measured = run_example(model, tokenizer, named[key], pending[key], config, should_time)
                 journal.add({"key": key} | (measured if line is None else _extend(line, measured)))
         journal.finish(list(named))
-
-
-def distributed_state() -> "PartialState":
-    """Accelerate's state of this process. Raises MissingPackageError if Accelerate is missing."""
-    with optional_import("evals", "an evaluation"):
-        from accelerate import PartialState
-    # Without a GPU, Accelerate treats a launched process as a single one unless told to use the CPU.
-    cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.accelerator.is_available()
-    # Shares take different times, and the first process to finish waits for the last.
-    return PartialState(cpu=cpu, timeout=timedelta(days=30))
 
 
 @torch.no_grad()

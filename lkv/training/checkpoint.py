@@ -21,17 +21,16 @@ from lkv.utils.tensor_file import parse_tensors
 
 CHECKPOINT = "checkpoint.safetensors"
 CURVE = "curve.jsonl"
-_LOCK = ".lock"
+_OTHER_INPUTS = (
+    "does not hold the parameters of a policy with these inputs; give the folder of a run with the same --key, "
+    "--attention and --position."
+)
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Keep other trainings out of `folder` while the block runs; the system frees the lock when the process ends.
-
-    Raises:
-        TrainingError: If another training uses the folder.
-    """
-    lock = FileLock(folder / _LOCK, timeout=0, is_singleton=True)
+    """Keep other processes' trainings out of `folder` in the block. Raises TrainingError if one uses it."""
+    lock = FileLock(folder / ".lock", timeout=0, is_singleton=True)  # the system frees it when the process ends
     try:
         lock.acquire()
     except Timeout:
@@ -79,9 +78,8 @@ class Checkpoint(NamedTuple):
         # A setting that the checkpoint lacks had its default at the time.
         saved, current = asdict(TrainingConfig()) | json.loads(self.metadata["config"]), asdict(config)
         saved["warmup_contexts"] = saved.pop("imitated", saved["warmup_contexts"])  # its name in older checkpoints
-        if changes := [
-            f"{n} {saved.get(n)!r} instead of {current[n]!r}" for n in current if saved.get(n) != current[n]
-        ]:
+        names = [name for name in current if saved.get(name) != current[name]]
+        if changes := [f"{name} {saved.get(name)!r} instead of {current[name]!r}" for name in names]:
             raise TrainingError(
                 f"{self.path} belongs to a run with other settings ({', '.join(changes)}); give the same settings to "
                 "resume it, or another folder."
@@ -99,16 +97,9 @@ class Checkpoint(NamedTuple):
 
     def load_policy(self, policy: Policy) -> None:
         """Load the parameters into `policy`. Raises TrainingError for those of another model or other inputs."""
-        spec = json.loads(self.metadata["model"]) if "model" in self.metadata else None
-        _check_model(policy, from_dict(ModelSpec, spec) if spec is not None else None, self.path.parent)
+        spec = from_dict(ModelSpec, json.loads(self.metadata["model"])) if "model" in self.metadata else None
         state = {n.removeprefix("policy."): tensor for n, tensor in self.tensors.items() if n.startswith("policy.")}
-        try:
-            policy.load_state_dict(_resize_knots(state, policy.inputs.knots))
-        except RuntimeError as error:
-            raise TrainingError(
-                f"{self.path} does not hold the parameters of a policy with these inputs; give the folder of a run "
-                "with the same --key, --attention and --position."
-            ) from error
+        _load_state(policy, state, spec, self.path.parent)
 
     def load_optimizer(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         """Load the state of AdamW for the parameters of `policy`."""
@@ -132,45 +123,45 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise TrainingError(f"{path} cannot be read ({error}); give the folder of a training run.") from error
 
 
-def initialize_from(policy: Policy, folder: Path) -> tuple[dict[str, Any], Policy | None]:
+def initialize_from(policy: Policy, folder: Path) -> dict[str, Any]:
     """Initialise `policy` with the weights of a finished policy, or of a run's checkpoint, in `folder`.
 
-    From a policy with other inputs only the head budgets are taken: LKV-T is then fitted to its scores before the first
-    step. Position terms for other lengths are cut or continued flat, as they are beyond their last knot.
+    Position terms for other lengths are cut or continued flat, as they are beyond their last knot.
 
     Returns:
-        The card of the earlier policy or settings of the run, and the earlier policy if its inputs differ (else None).
+        The card of the earlier policy, or step and settings of the run.
+
+    Raises:
+        TrainingError: For a policy of another model or with other inputs.
     """
     if not is_policy(folder):
         checkpoint = read_checkpoint(folder)
         checkpoint.load_policy(policy)
-        return {"step": checkpoint.step, "training": json.loads(checkpoint.metadata["config"])}, None
+        return {"step": checkpoint.step, "training": json.loads(checkpoint.metadata["config"])}
     earlier = Policy.from_pretrained(folder)
-    _check_model(policy, earlier.spec, folder)
-    saved, current = earlier.inputs, policy.inputs
-    if bool(saved.knots) == bool(current.knots) and replace(saved, knots=0) == replace(current, knots=0):
-        policy.load_state_dict(_resize_knots(earlier.state_dict(), current.knots))
-        return earlier.card, None
-    policy.heads.load_state_dict(earlier.heads.state_dict())
-    return earlier.card, earlier
+    saved, inputs = (replace(each.inputs, knots=min(each.inputs.knots, 1)) for each in (earlier, policy))
+    if saved != inputs:
+        raise TrainingError(f"{folder} {_OTHER_INPUTS}")
+    _load_state(policy, earlier.state_dict(), earlier.spec, folder)
+    return earlier.card
 
 
-def _resize_knots(state: dict[str, Tensor], knots: int) -> dict[str, Tensor]:
-    """`state` with position tables of `knots` knots where it has any: cut, or flat beyond the last one."""
-    tables = {name: state[name] for name in ("tokens.start", "tokens.end") if name in state and knots}
-    return state | {
-        name: table[..., torch.arange(knots, device=table.device).clamp(max=table.shape[-1] - 1)]
-        for name, table in tables.items()
-    }
-
-
-def _check_model(policy: Policy, spec: ModelSpec | None, folder: Path) -> None:
+def _load_state(policy: Policy, state: dict[str, Tensor], spec: ModelSpec | None, folder: Path) -> None:
+    """Load `state` into `policy`, its position tables cut, or flat beyond their last knot."""
     try:
-        if spec is not None:
-            return policy.check_model(spec)
+        if spec is None:
+            raise PolicyMismatchError("a checkpoint without its model")
+        policy.check_model(spec)
     except PolicyMismatchError:
-        pass
-    raise TrainingError(f"{folder} was trained for another model; give that model, or another folder.")
+        raise TrainingError(f"{folder} was trained for another model; give that model, or another folder.") from None
+    knots = policy.inputs.knots
+    for name in ("tokens.start", "tokens.end") if knots else ():
+        if (table := state.get(name)) is not None:
+            state[name] = table[..., torch.arange(knots, device=table.device).clamp(max=table.shape[-1] - 1)]
+    try:
+        policy.load_state_dict(state)
+    except RuntimeError as error:
+        raise TrainingError(f"{folder} {_OTHER_INPUTS}") from error
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:

@@ -25,7 +25,6 @@ from lkv.kernels.soft_topk import soft_topk
 from lkv.methods.budgets import LearnedBudget
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.schedule import Schedule, draw_retentions, retention_weights
 from lkv.utils.fidelity import is_top1_equal, kl_divergence
 
 if TYPE_CHECKING:
@@ -61,8 +60,12 @@ class _MaskedLayer(FrozenPromptLayer):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
         rows, heads, new, _ = key.shape
-        k = torch.cat([self._repeat_prompt(self._prompt.key, rows), key], 2)
-        v = torch.cat([self._repeat_prompt(self._prompt.value, rows), value], 2)
+        # The prompt's k and v for each continuation.
+        owners = 0 if self._owners is None else self._owners.to(key.device)
+        k, v = (
+            torch.cat([x[owners].expand(rows, -1, -1, -1), own], 2)
+            for x, own in ((self._prompt.key, key), (self._prompt.value, value))
+        )
         log_mask = k.new_zeros((rows, heads, k.shape[2]), dtype=torch.float32)
         if self._log_mask is not None:
             # A model may be spread over devices: the masks of all layers are made on one.
@@ -70,10 +73,6 @@ class _MaskedLayer(FrozenPromptLayer):
             log_mask = torch.cat([prompt_mask, log_mask[..., :new].to(prompt_mask.dtype)], -1)
         # Under autocast the rotation leaves q and k in float32 beside v in half precision.
         return soft_mask_attention(query.to(v.dtype), k.to(v.dtype), v, log_mask, scale).transpose(1, 2)
-
-    def _repeat_prompt(self, x: Tensor, rows: int) -> Tensor:
-        """The prompt's x for each of `rows` continuations."""
-        return x.expand(rows, -1, -1, -1) if self._owners is None else x[self._owners.to(x.device)]
 
 
 class MaskedSequence(BaseCache):
@@ -109,7 +108,25 @@ class _SequenceLayer(AttentionCacheLayer):
         return out.transpose(1, 2)
 
 
-_EVICTED = -1e4  # a log-mask whose exponential is exactly zero
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate, temperature and retention at one step (App. C.3)."""
+
+    lr: float
+    tau: float
+    retention: float
+
+
+def schedule(config: TrainingConfig, step: int) -> Schedule:
+    """Linear warm-up and decay of the rate; exponential decay of tau and R, then `hold` at their final values."""
+    if step < config.warmup:
+        lr = config.lr * (step + 1) / config.warmup
+    else:
+        progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+        lr = config.lr + (config.lr_end - config.lr) * progress
+    share = min(1.0, step / max(1.0, config.steps * (1 - config.hold)))
+    tau = config.tau_start * (config.tau_end / config.tau_start) ** share
+    return Schedule(lr, tau, config.retention_start * (config.retention_end / config.retention_start) ** share)
 
 
 def gumbel(shape: Iterable[int], generator: torch.Generator, device: torch.device) -> Tensor:
@@ -118,8 +135,7 @@ def gumbel(shape: Iterable[int], generator: torch.Generator, device: torch.devic
     return -torch.log(-torch.log(uniform)).to(device)
 
 
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(NamedTuple):
     """Log-probabilities [N, V] that predict the target tokens, and the hidden states of every layer [n, t, D]."""
 
     log_probs: Tensor
@@ -305,9 +321,13 @@ def distillation_losses(
         generator = torch.Generator("cpu").manual_seed(config.seed * 1_000_003 + number)
         scores, rows = run.scores(policy, index), len(sample.continuations)
         noise = gumbel((rows, *scores.shape), generator, scores.device)
-        retention = draw_retentions(config, rows, now.retention, generator)
+        retention, weight = torch.full((rows,), now.retention, device="cpu"), torch.ones(rows, device="cpu")
+        if config.retention_high:  # log-uniform; a continuation counts by its retention
+            ratio = config.retention_high / config.retention_low
+            retention = config.retention_low * ratio ** torch.rand(rows, generator=generator, device="cpu")
+            weight = (retention / config.retention_end) ** config.retention_power
         masks.append(soft_mask(policy, scores, retention.to(scores.device), now.tau, noise))
-        weights.append(retention_weights(config, retention).to(scores.device))
+        weights.append(weight.to(scores.device))
     student = run.run(run.join_masks(masks))
     hidden = run.hidden_distance(teacher, student, config.hidden_norm)
     return run.kl(teacher, student, torch.cat(weights)) * group.is_counted, hidden * group.is_counted

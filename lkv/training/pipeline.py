@@ -1,8 +1,9 @@
-"""From settings to a finished policy in four stages: prepare, build, fit, export."""
+"""From settings to a finished policy: what is refused early, the trainer, and how long it takes."""
 
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,23 +19,15 @@ from lkv.models.loading import DEFAULT, load_config
 from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import CHECKPOINT, initialize_from, lock_folder, read_checkpoint
-from lkv.training.cost import (
-    Estimate,
-    Speed,
-    context_flops,
-    estimate,
-    estimate_seconds,
-    format_duration,
-    kvzip_flops,
-)
+from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, format_duration, kvzip_flops
 from lkv.training.data.build import BuiltDataset, is_built
 from lkv.training.data.recipes import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
-from lkv.training.distillation import SampleGroup, distillation_losses
-from lkv.training.processes import place_model, process_state
-from lkv.training.schedule import schedule
+from lkv.training.distillation import SampleGroup, distillation_losses, schedule
+from lkv.training.processes import place_model
 from lkv.training.trainer import Trainer, require_samples
-from lkv.training.warm_start import fit_to_kvzip, warm_start_from_kvzip, warm_start_from_policy
+from lkv.training.warm_start import fit_to_kvzip, warm_start_from_kvzip
+from lkv.utils.devices import distributed_state
 from lkv.utils.files import check_writable_folder
 
 if TYPE_CHECKING:
@@ -64,20 +57,6 @@ class TrainingSetup:
     init: Path | None
     accelerator: "Accelerator"
 
-    @property
-    def is_initialized(self) -> bool:
-        """Whether the policy starts from trained weights, so that no text is measured before the first step."""
-        return self.init is not None or (self.out / CHECKPOINT).exists()
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """A training that is ready to run."""
-
-    setup: TrainingSetup
-    policy: Policy
-    trainer: Trainer
-
 
 def train_policy(*arguments: Any, **options: Any) -> Policy:
     """Train a policy, or resume its training, and save it under out/policy; Accelerate spreads it over processes.
@@ -89,13 +68,15 @@ def train_policy(*arguments: Any, **options: Any) -> Policy:
         DataError: If the data has nothing to train on.
     """
     setup = prepare(*arguments, **options)
-    if not setup.accelerator.is_main_process:
-        return fit(build(setup))
-    with lock_folder(setup.out):
-        run = build(setup)
-        fit(run)
-        export(run)
-    return run.policy
+    is_main = setup.accelerator.is_main_process
+    with lock_folder(setup.out) if is_main else nullcontext():
+        policy = build(setup).run()
+        if setup.accelerator.trackers:
+            setup.accelerator.end_training()
+        if is_main:
+            policy.save_pretrained(setup.out / "policy", half=True)
+            print(f"the policy is in {setup.out / 'policy'}")
+    return policy
 
 
 def prepare(
@@ -128,7 +109,7 @@ def prepare(
             to or belongs to another run.
         DataError: If `data` has nothing to train on.
     """
-    process_state()  # Accelerate is there
+    distributed_state("train", "training")  # Accelerate is there
     from accelerate import Accelerator
     from accelerate.tracking import get_available_trackers
 
@@ -139,7 +120,11 @@ def prepare(
             f"{', '.join(available) or 'none'})."
         )
     override_config(PRESETS[preset or "paper"], overrides)  # what no model allows is refused first
-    if not is_built(data) and _is_read_as_data(out, data):
+    inside, outside = out.resolve(), data.resolve()
+    is_read = inside.is_relative_to(outside) and not any(
+        part.startswith(".") for part in inside.relative_to(outside).parts
+    )
+    if is_read and not is_built(data):
         raise TrainingError(f"{out} lies inside {data} and would be read as data; give an --out elsewhere.")
     check_writable_folder(out, TrainingError, "the training")
     name = model_name or DEFAULT
@@ -159,17 +144,31 @@ def prepare(
     return TrainingSetup(config, name, revision, spread, shape, dataset, validation, out, init, accelerator)
 
 
-def build(setup: TrainingSetup) -> TrainingRun:
+def build(setup: TrainingSetup) -> Trainer:
     """Load the model, make the policy and its trainer, and print what will be done and how long it takes."""
-    config, accelerator = setup.config, setup.accelerator
-    is_main, is_sharded = accelerator.is_main_process, setup.spread == "processes"
-    cost = estimate(setup.shape, config, is_initialized=setup.is_initialized)
+    config, accelerator, shape = setup.config, setup.accelerator, setup.shape
+    is_main, is_sharded, processes = accelerator.is_main_process, setup.spread == "processes", accelerator.num_processes
+    is_initialized = setup.init is not None or (setup.out / CHECKPOINT).exists()
+    cost = estimate(shape, config, is_initialized=is_initialized)
     if is_main:
-        print("\n".join([*setup.data.lines, *describe(setup, cost)]), file=sys.stderr)
+        retention = f"R {config.retention_start:g} to {config.retention_end:g}"
+        if config.retention_high:
+            retention = f"R drawn from {config.retention_low:g} to {config.retention_high:g}"
+        print(
+            *setup.data.lines,
+            f"a policy for a model of {shape.layers} layers, {shape.parameters / 1e9:.2f} billion weights, "
+            f"{config.dtype}",
+            f"{config.steps:,} steps of {config.batch} contexts in {processes} process{'es' if processes > 1 else ''}, "
+            f"{config.min_tokens:,} to {config.max_tokens:,} tokens each; {retention}, temperature "
+            f"{config.tau_start:g} to {config.tau_end:g}, learning rate {config.lr:g} to {config.lr_end:g}",
+            cost,
+            sep="\n",
+            file=sys.stderr,
+        )
     model, tokenizer = place_model(setup.model_name, getattr(torch, config.dtype), setup.revision, setup.spread)
     if is_main or is_sharded:
         speed = measure_speed(model, tokenizer, config, has_warm_start=cost.kvzip_flops > 0)
-        seconds = estimate_seconds(cost, speed, accelerator.num_processes)
+        seconds = estimate_seconds(cost, speed, processes)
         if is_main:
             print(f"{format_duration(seconds)} in all, as this machine is now", file=sys.stderr)
     torch.manual_seed(config.seed)
@@ -180,10 +179,8 @@ def build(setup: TrainingSetup) -> TrainingRun:
     if isinstance(setup.data, BuiltDataset):
         card["decontamination"] = setup.data.decontamination
     policy = Policy(patch_attention(model).spec, card, config.inputs).to(input_device(model))
-    earlier: Policy | None = None
     if setup.init is not None:
-        earlier_card, earlier = initialize_from(policy, setup.init)
-        card["started_from"] = earlier_card
+        card["started_from"] = earlier_card = initialize_from(policy, setup.init)
         tokens = earlier_card.get("trained_tokens") or earlier_card.get("training", {}).get("max_tokens", 0)
         if not config.position or config.inputs.knots >= num_knots(max(1, tokens)):  # no knots were cut
             card["trained_tokens"] = max(config.max_tokens, tokens)
@@ -194,42 +191,21 @@ def build(setup: TrainingSetup) -> TrainingRun:
 
     samples = partial(sample, setup.data)
 
-    def warm_start() -> None:
-        if earlier is not None:
-            warm_start_from_policy(model, earlier, policy, samples)
-        elif config.warmup_contexts:
-            warm_start_from_kvzip(model, tokenizer, policy, samples, config.warmup_contexts, process_state())
-
     validation = [sample(setup.validation_data, index) for index in range(config.validation_samples)]
-    trainer = Trainer(
+    return Trainer(
         model,
         policy,
         config,
         samples,
         require_samples(validation),
         setup.out,
-        is_calibrated=setup.init is not None and earlier is None,
-        warm_start=warm_start,
+        is_calibrated=setup.init is not None,
+        warm_start=partial(warm_start_from_kvzip, model, tokenizer, policy, samples, config.warmup_contexts)
+        if config.warmup_contexts
+        else None,
         is_sharded=is_sharded,
         log=accelerator.log,
     )
-    return TrainingRun(setup, policy, trainer)
-
-
-def fit(run: TrainingRun) -> Policy:
-    """Train the policy to the end; errors are those of `Trainer.run`."""
-    run.trainer.run()
-    if run.setup.accelerator.trackers:
-        run.setup.accelerator.end_training()
-    return run.policy
-
-
-def export(run: TrainingRun) -> Path:
-    """Save the policy in half precision in the folder "policy" of the run, which is returned."""
-    folder = run.setup.out / "policy"
-    run.policy.save_pretrained(folder, half=True)
-    print(f"the policy is in {folder}")
-    return folder
 
 
 def resolve_config(preset: str | None, overrides: dict[str, Any], positions: int) -> TrainingConfig:
@@ -268,21 +244,6 @@ def open_dataset(folder: Path, config: TrainingConfig, validation: bool = False)
             "it with a lower --max-tokens, or raise that of the training."
         )
     return built
-
-
-def describe(setup: TrainingSetup, cost: Estimate) -> list[str]:
-    """Lines that say what a training does."""
-    config, shape, processes = setup.config, setup.shape, setup.accelerator.num_processes
-    retention = f"R {config.retention_start:g} to {config.retention_end:g}"
-    if config.retention_high:
-        retention = f"R drawn from {config.retention_low:g} to {config.retention_high:g}"
-    return [
-        f"a policy for a model of {shape.layers} layers, {shape.parameters / 1e9:.2f} billion weights, {config.dtype}",
-        f"{config.steps:,} steps of {config.batch} contexts in {processes} process{'es' if processes > 1 else ''}, "
-        f"{config.min_tokens:,} to {config.max_tokens:,} tokens each; {retention}, temperature {config.tau_start:g} to "
-        f"{config.tau_end:g}, learning rate {config.lr:g} to {config.lr_end:g}",
-        str(cost),
-    ]
 
 
 def measure_speed(
@@ -330,9 +291,3 @@ def estimate_duration(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerB
     config = fit_to_positions(config, shape.positions)
     speed = measure_speed(model, tokenizer, config, has_warm_start=config.warmup_contexts > 0)
     return format_duration(estimate_seconds(estimate(shape, config), speed))
-
-
-def _is_read_as_data(out: Path, data: Path) -> bool:
-    """Whether what is written to `out` would be among the files of `data`; hidden folders are not."""
-    inside, outside = out.resolve(), data.resolve()
-    return inside.is_relative_to(outside) and not any(p.startswith(".") for p in inside.relative_to(outside).parts)

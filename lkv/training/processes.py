@@ -13,20 +13,10 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.sharding import shard_model
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import load_config, load_model, load_tokenizer
-from lkv.utils.extras import optional_import
+from lkv.utils.devices import distributed_state
 
 if TYPE_CHECKING:
-    from accelerate import PartialState
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-def process_state() -> "PartialState":
-    """This process among those that Accelerate started. Raises MissingPackageError where Accelerate is missing."""
-    with optional_import("train", "training"):
-        from accelerate import PartialState
-    # Accelerate takes a launched process without an accelerator for the only one, unless it is told to use the CPU.
-    is_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.accelerator.is_available()
-    return PartialState(cpu=is_cpu)
 
 
 def all_reduce(tensor: Tensor, reduction: str = "sum") -> Tensor:
@@ -44,17 +34,13 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], reduction: str) 
 
 
 def split_by_cost(costs: Sequence[float], processes: int) -> list[list[int]]:
-    """Split items among processes, so that numbers differ by at most one and sums of costs are alike.
-
-    The most expensive first, each to the process with the least work that still lacks items.
-    """
+    """Split items among processes, so that numbers differ by at most one and sums of costs are alike."""
     shares: list[list[int]] = [[] for _ in range(processes)]
     sizes = [len(range(process, len(costs), processes)) for process in range(processes)]
-    sums = [0.0] * processes
+    # The most expensive first, each to the process with the least work that still lacks items.
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
-        process = min((p for p in range(processes) if len(shares[p]) < sizes[p]), key=lambda p: sums[p])
-        shares[process].append(item)
-        sums[process] += costs[item]
+        free = (process for process in range(processes) if len(shares[process]) < sizes[process])
+        shares[min(free, key=lambda process: sum(costs[i] for i in shares[process]))].append(item)
     return [sorted(items) for items in shares]
 
 
@@ -63,39 +49,39 @@ def place_model(
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Load model and tokenizer, with LKV's attention.
 
-    `spread` is "no", the whole model in every process; "devices", over all GPUs of the only process of a machine; or
-    "processes", each process with a shard of every layer (FSDP). Raises TrainingError if it does not go with the number
-    of processes, and what `load_model` raises.
+    Args:
+        name: As `load_model` takes it.
+        dtype: Of the weights.
+        revision: As `load_model` takes it.
+        spread: "no", the whole model in every process; "devices", over all GPUs of the only process of a machine; or
+            "processes", each process with a shard of every layer (FSDP).
+
+    Raises:
+        TrainingError: If `spread` does not go with the number of processes.
+        LkvError: As `load_model` raises it.
     """
-    state = process_state()
+    state = distributed_state("train", "training")
     if spread == "devices" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise TrainingError(
             "a model that is spread over all GPUs leaves none to a second process of the machine; start one process, "
             "or give --spread processes."
         )
-    if spread == "processes":
-        if state.num_processes == 1:
-            raise TrainingError(
-                "the model cannot be sharded over processes, as there is one; start several with `accelerate launch "
-                "--num_processes N -m lkv train`, or give --spread devices."
-            )
-        return _load_shard(name, dtype, revision, state)
-    device = "auto" if spread == "devices" else state.device
-    # The first process of a node reads the disk; the others find the file in memory.
-    with state.local_main_process_first():
-        model, tokenizer = load_model(name, dtype, revision, device)
-    if spread == "no":
-        model.to(state.device)
-    patch_attention(model)
-    return model, tokenizer
-
-
-def _load_shard(
-    name: str, dtype: torch.dtype, revision: str | None, state: "PartialState"
-) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """The first process alone loads the model, and sends each of the others its shard."""
+    if spread != "processes":
+        # The first process of a node reads the disk; the others find the file in memory.
+        with state.local_main_process_first():
+            model, tokenizer = load_model(name, dtype, revision, "auto" if spread == "devices" else state.device)
+        if spread == "no":
+            model.to(state.device)
+        patch_attention(model)
+        return model, tokenizer
+    if state.num_processes == 1:
+        raise TrainingError(
+            "the model cannot be sharded over processes, as there is one; start several with `accelerate launch "
+            "--num_processes N -m lkv train`, or give --spread devices."
+        )
     from accelerate.utils import broadcast_object_list
 
+    # The first process alone loads the model, and sends each of the others its shard.
     weights: dict[str, Tensor] = {}
     outcome: list[ModelSpec | LkvError | None] = [None]
     if state.is_main_process:

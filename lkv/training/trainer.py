@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,17 @@ from lkv.training.checkpoint import (
 )
 from lkv.training.cost import CALIBRATION_SAMPLES, WARM_START_TOKENS, context_flops, estimate, format_duration
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.distillation import SampleDistillation, check_batching, distillation_losses, group_samples, hard_mask
-from lkv.training.processes import all_reduce, average_gradients, process_state, split_by_cost
-from lkv.training.schedule import schedule
+from lkv.training.distillation import (
+    SampleDistillation,
+    check_batching,
+    distillation_losses,
+    group_samples,
+    hard_mask,
+    schedule,
+)
+from lkv.training.processes import all_reduce, average_gradients, split_by_cost
 from lkv.training.warm_start import calibrate
+from lkv.utils.devices import distributed_state
 from lkv.utils.files import check_writable_folder
 
 if TYPE_CHECKING:
@@ -67,12 +74,13 @@ class Trainer:
         is_calibrated: bool = False,
         warm_start: Callable[[], Any] | None = None,
         is_sharded: bool = False,
-        log: Callable[[dict[str, float], int], Any] | None = None,
+        log: Callable[[dict[str, float], int], Any] = lambda values, step: None,
     ):
-        self._model, self._policy, self._config = model, policy, config
+        self.policy = policy
+        self._model, self._config = model, config
         self._samples, self._validation, self._folder = samples, validation, folder
         self._is_calibrated, self._warm_start, self._is_sharded, self._log = is_calibrated, warm_start, is_sharded, log
-        self._process, self._shape = process_state(), Shape.of(model.config)
+        self._process, self._shape = distributed_state("train", "training"), Shape.of(model.config)
         self._step, self._step_flops = 0, 0.0
         self._timed_flops = self._timed_seconds = 0.0
         terms = {f"tokens.{name}" for name in ("attention_weight", "start", "end")}
@@ -100,22 +108,18 @@ class Trainer:
             TrainingError: If the loss is not finite (the last checkpoint stays as it was), or if the folder cannot be
                 written to, holds damaged files or is used by another training.
         """
+        config, is_main = self._config, self._process.is_main_process
         patch_attention(self._model)
         self._model.requires_grad_(False)
         check_writable_folder(self._folder, TrainingError, "the training")
-        if self._process.is_main_process:
-            with lock_folder(self._folder):
-                return self._run()
-        return self._run()
-
-    def _run(self) -> Policy:
-        config = self._config
-        read_curve(self._folder)
-        with evaluation_mode(self._model), defer_interrupt() as interrupted:
+        with (
+            lock_folder(self._folder) if is_main else nullcontext(),
+            evaluation_mode(self._model),
+            defer_interrupt() as interrupted,
+        ):
+            read_curve(self._folder)
             self._restore_or_initialize()
-            bar = tqdm(
-                total=config.steps, initial=self._step, desc="training", disable=not self._process.is_main_process
-            )
+            bar = tqdm(total=config.steps, initial=self._step, desc="training", disable=not is_main)
             first_step = self._step
             while self._step < config.steps:
                 start = time.perf_counter()
@@ -125,7 +129,7 @@ class Trainer:
                 self._time_step(self._step - first_step, time.perf_counter() - start)
                 bar.update()
                 bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
-                self._track({f"train_{name}": value for name, value in means.items()})
+                self._log({f"train_{name}": value for name, value in means.items()}, self._step)
                 if is_last or self._step % config.evaluate_every == 0:
                     self._validate(means)
                 is_stopped = not is_last and self._is_any(interrupted.is_set())
@@ -138,34 +142,44 @@ class Trainer:
                         f"{self._folder}; run the same command to continue."
                     )
             bar.close()
-        return self._policy
+        return self.policy
 
     def _restore_or_initialize(self) -> None:
         if (self._folder / CHECKPOINT).exists():
             checkpoint = read_checkpoint(self._folder)
             checkpoint.check_run(self._config)
-            checkpoint.load_policy(self._policy)
-            checkpoint.load_optimizer(self._policy, self._optimizer)
+            checkpoint.load_policy(self.policy)
+            checkpoint.load_optimizer(self.policy, self._optimizer)
             # The call that began the run knows what it started from and on which data.
-            self._policy.card = checkpoint.card or self._policy.card
+            self.policy.card = checkpoint.card or self.policy.card
             self._step = checkpoint.step
             self._print(f"continuing from step {self._step} of {self._config.steps}, saved in {self._folder}")
         elif not self._is_calibrated:
             self._print(f"measuring k, v and queries of {CALIBRATION_SAMPLES} texts before the first step")
             texts = [self._samples(number).context[:WARM_START_TOKENS] for number in range(CALIBRATION_SAMPLES)]
-            calibrate(self._model, self._policy, texts)
+            calibrate(self._model, self.policy, texts)
             if self._warm_start is not None:
                 self._warm_start()
             self._save()
 
     def _train_step(self) -> dict[str, float]:
         config, now = self._config, schedule(self._config, self._step)
+        numbers = range(self._step * config.batch, (self._step + 1) * config.batch)
+        samples, is_whole = [self._samples(number) for number in numbers], config.student == "full"
+        costs = [
+            context_flops(self._shape, len(sample.context), [len(ids) for ids, _ in sample.continuations], is_whole)
+            for sample in samples
+        ]
+        self._step_flops = sum(costs)
+        # Every process gets about as much work.
+        items = split_by_cost(costs, self._process.num_processes)[self._process.process_index]
+        numbered = [(numbers[item], samples[item]) for item in items]
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = now.lr * parameters["rate"]
         self._optimizer.zero_grad(set_to_none=True)
         kl_sum, hidden_sum, problem = 0.0, 0.0, ""
-        for group in group_samples(self._own_samples(), config.contexts_per_forward, self._is_sharded):
-            kl, hidden = distillation_losses(self._model, self._policy, group, config, now)
+        for group in group_samples(numbered, config.contexts_per_forward, self._is_sharded):
+            kl, hidden = distillation_losses(self._model, self.policy, group, config, now)
             loss = (kl + config.beta * hidden) / config.batch
             if not problem and not loss.isfinite():
                 problem = f"{loss.item()} at step {self._step} ({group})"
@@ -184,19 +198,6 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.max_grad_norm)
         self._optimizer.step()
         return {"kl": kl_mean, "hidden": hidden_mean, "grad": float(norm), "R": now.retention, "tau": now.tau}
-
-    def _own_samples(self) -> list[tuple[int, TokenizedSample]]:
-        """This process's samples of the step, with their numbers; every process gets about as much work."""
-        config = self._config
-        numbers = range(self._step * config.batch, (self._step + 1) * config.batch)
-        samples, is_whole = [self._samples(number) for number in numbers], config.student == "full"
-        costs = [
-            context_flops(self._shape, len(sample.context), [len(ids) for ids, _ in sample.continuations], is_whole)
-            for sample in samples
-        ]
-        self._step_flops = sum(costs)
-        items = split_by_cost(costs, self._process.num_processes)[self._process.process_index]
-        return [(numbers[item], samples[item]) for item in items]
 
     def _time_step(self, steps: int, seconds: float) -> None:
         """Print the remaining time after the first steps of this process; the first is slower and rarely counts."""
@@ -228,10 +229,10 @@ class Trainer:
         is_main = self._process.is_main_process
         for sample in tqdm(self._validation, desc="validating", leave=False, disable=not is_main):
             run = SampleDistillation(self._model, sample)
-            scores, rows = run.scores(self._policy), len(sample.continuations)
+            scores, rows = run.scores(self.policy), len(sample.continuations)
             teacher = run.run(None)
             for suffix, retention in retentions.items():
-                student = run.run(hard_mask(self._policy, scores, retention, rows))
+                student = run.run(hard_mask(self.policy, scores, retention, rows))
                 for name, value in (("kl", run.kl(teacher, student)), ("agreement", run.agreement(teacher, student))):
                     means[name + suffix] = means.get(name + suffix, 0.0) + float(value) / len(self._validation)
         return means
@@ -246,24 +247,20 @@ class Trainer:
         row |= {f"train_{name}": round(value, 5) for name, value in means.items()}
         if validation:
             validation = {f"validation_{name}": round(value, 5) for name, value in validation.items()}
-            self._track(validation)
+            self._log(validation, self._step)
         append_to_curve(self._folder, row | validation)
 
     def _save(self) -> None:
         if self._process.is_main_process:
-            save_checkpoint(self._folder, self._step, self._config, self._policy, self._optimizer)
+            save_checkpoint(self._folder, self._step, self._config, self.policy, self._optimizer)
 
     @property
     def _device(self) -> torch.device:
-        return self._policy.tokens.mean.device
+        return self.policy.tokens.mean.device
 
     def _is_any(self, value: bool) -> bool:
         """Whether `value` is true in any process."""
         return bool(all_reduce(torch.tensor(float(value), device=self._device)).item())
-
-    def _track(self, values: dict[str, float]) -> None:
-        if self._log is not None:
-            self._log(values, self._step)
 
     def _print(self, message: str) -> None:
         if self._process.is_main_process:

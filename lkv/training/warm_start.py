@@ -1,31 +1,29 @@
-"""What precedes the distillation: input statistics are measured and LKV-T is fitted to KVzip or an earlier policy."""
+"""What precedes the distillation: input statistics are measured and LKV-T is fitted to KVzip's scores."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
+from lkv.integrations.transformers.prefill import read_prompt, to_fp32
 from lkv.methods.budgets import GlobalTopKBudget
 from lkv.methods.selectors.kvzip import replay_scores
-from lkv.policy.policy import HeadScores, Policy
+from lkv.policy.policy import Policy
 from lkv.policy.token_scores import FUTURE, expected_attention_scores
 from lkv.training.cost import WARM_START_TOKENS, WARM_START_UPDATES
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.processes import all_reduce, average_gradients
+from lkv.utils.devices import distributed_state
 
 if TYPE_CHECKING:
-    from accelerate import PartialState
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SINK_TOKENS = 4  # the first tokens draw attention whatever they say: left out of the statistics of queries
 _SCORE_STD = 2.0  # of LKV-T's terms at the start, about that of the noise that training adds to scores
 
-_POLICY_CONTEXTS = 80  # texts on which LKV-T is fitted to an earlier policy
-_POLICY_TOKENS = 768  # drawn of such a text for one update
 _LR = 3e-3
 _RETENTIONS = (0.05, 0.15, 0.3)  # at which the heads' shares are counted
 _MIN_ATTENTION = 1e-6  # lower scores of KVzip count as this
@@ -37,31 +35,31 @@ def calibrate(model: "PreTrainedModel", policy: Policy, texts: Sequence[list[int
     """Measure on `texts` (token ids) the statistics in `policy`: of k and v and, for expected attention, of queries."""
     tokens = policy.tokens
     is_learned = tokens.inputs.attention == "learned"
-    layers = policy.spec.layers
+    layers, device = policy.spec.layers, tokens.mean.device
     inputs, queries = [_Moments() for _ in range(layers)], [_Moments() for _ in range(layers)]
-    for prompt in _read_prompts(model, policy, texts, queries=is_learned):
-        for layer, part in enumerate(prompt):
+    for ids in texts:
+        for layer, part in enumerate(read_prompt(model, torch.tensor([ids], device=device), queries=is_learned)):
             inputs[layer].add(torch.cat([tokens.read_key(part), part.value], -1)[0], outer=False)
             if is_learned:
                 unrotated = part.required_rotation.unrotate(to_fp32(part.query))
                 queries[layer].add(unrotated[0, :, _SINK_TOKENS:], outer=True)
-    tokens.mean.copy_(torch.stack([moments.mean.to(tokens.mean) for moments in inputs]))
-    tokens.std.copy_(torch.stack([moments.variance.clamp(min=1e-6).sqrt().to(tokens.std) for moments in inputs]))
+    for layer, moments in enumerate(inputs):
+        mean, variance = moments.mean_and_covariance()
+        tokens.mean[layer], tokens.std[layer] = mean, variance.clamp(min=1e-6).sqrt()
     if is_learned:
         for layer, moments in enumerate(queries):
-            group = (policy.spec.kv_heads, -1)
-            tokens.query_mean[layer] = moments.mean.unflatten(0, group).to(tokens.query_mean)
-            pooled = moments.covariance.unflatten(0, group).mean(1)
+            mean, covariance = (x.unflatten(0, (policy.spec.kv_heads, -1)) for x in moments.mean_and_covariance())
+            tokens.query_mean[layer] = mean
+            pooled = covariance.mean(1)
             # F [H, d, r] with F F^T the best approximation of rank r to the covariance.
             values, vectors = torch.linalg.eigh(pooled)
             rank = tokens.query_spread.shape[-1]
-            factor = vectors[..., -rank:] * values[..., None, -rank:].clamp(min=0).sqrt()
-            tokens.query_spread[layer] = factor.to(tokens.query_spread)
+            tokens.query_spread[layer] = vectors[..., -rank:] * values[..., None, -rank:].clamp(min=0).sqrt()
         _scale_attention_term(model, policy, texts[: len(texts) // 2 + 1])
 
 
 class _Moments:
-    """Sums of x and x^2, or x x^T, over tokens in float64."""
+    """Mean and second central moments of x over tokens, from sums in float64."""
 
     def __init__(self) -> None:
         self._count, self._sum, self._second = 0, torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
@@ -73,25 +71,11 @@ class _Moments:
         self._sum = self._sum + x.sum(1)
         self._second = self._second + (x.transpose(-1, -2) @ x if outer else x.square().sum(1))
 
-    @property
-    def mean(self) -> Tensor:
-        return self._sum / self._count
-
-    @property
-    def variance(self) -> Tensor:
-        return self._second / self._count - self.mean.square()
-
-    @property
-    def covariance(self) -> Tensor:
-        return self._second / self._count - self.mean[..., None] * self.mean[..., None, :]
-
-
-def _read_prompts(
-    model: "PreTrainedModel", policy: Policy, texts: Sequence[list[int]], queries: bool = False
-) -> Iterator[Sequence[LayerKV]]:
-    device = policy.tokens.mean.device
-    for ids in texts:
-        yield read_prompt(model, torch.tensor([ids], device=device), queries=queries)
+    def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
+        """The mean [H, d], and the covariance [H, d, d] or, without `outer`, the variance [H, d]."""
+        mean = self._sum / self._count
+        is_outer = self._second.ndim > mean.ndim
+        return mean, self._second / self._count - (mean[..., None] * mean[..., None, :] if is_outer else mean.square())
 
 
 def _scale_attention_term(model: "PreTrainedModel", policy: Policy, texts: Sequence[list[int]]) -> None:
@@ -102,61 +86,23 @@ def _scale_attention_term(model: "PreTrainedModel", policy: Policy, texts: Seque
     tokens = policy.tokens
     tokens.attention_weight.fill_(1.0)
     sums, deviations = torch.zeros_like(tokens.normaliser), torch.zeros_like(tokens.attention_weight)
-    for prompt in _read_prompts(model, policy, texts):
-        for layer, part in enumerate(prompt):
-            term = tokens.weights(layer, device=part.key.device).attention
-            assert term is not None
-            future = part.required_rotation.mean_rotation(to_fp32(part.key), part.end, part.end + FUTURE)
-            mean = term.mean @ future * part.scale
-            spread = future.T @ term.spread * part.scale
-            key = to_fp32(part.key)[0, :, _SINK_TOKENS:]
-            logits = key @ mean.transpose(-1, -2) + (key @ spread).square().sum(-1, keepdim=True) / 2
-            sums[layer] += (logits.logsumexp(1) - math.log(key.shape[1])).to(sums) / len(texts)
-    tokens.normaliser.copy_(sums)
-    for prompt in _read_prompts(model, policy, texts):
-        for layer, part in enumerate(prompt):
-            term = tokens.weights(layer, device=part.key.device).attention
-            assert term is not None
-            future = part.required_rotation.mean_rotation(to_fp32(part.key), part.end, part.end + FUTURE)
-            scores = expected_attention_scores(term, part.key, part.value, future, part.scale)
-            deviations[layer] += scores[0, :, _SINK_TOKENS:].std(-1).to(deviations) / len(texts)
+    for is_scaled in (False, True):
+        for ids in texts:
+            for layer, part in enumerate(read_prompt(model, torch.tensor([ids], device=tokens.mean.device))):
+                term = tokens.weights(layer, device=part.key.device).attention
+                assert term is not None
+                key = to_fp32(part.key)
+                future = part.required_rotation.mean_rotation(key, part.end, part.end + FUTURE)
+                if is_scaled:
+                    scores = expected_attention_scores(term, part.key, part.value, future, part.scale)
+                    deviations[layer] += scores[0, :, _SINK_TOKENS:].std(-1).to(deviations) / len(texts)
+                else:
+                    mean, spread = term.mean @ future * part.scale, future.T @ term.spread * part.scale
+                    key = key[0, :, _SINK_TOKENS:]
+                    logits = key @ mean.transpose(-1, -2) + (key @ spread).square().sum(-1, keepdim=True) / 2
+                    sums[layer] += (logits.logsumexp(1) - math.log(key.shape[1])).to(sums) / len(texts)
+        tokens.normaliser.copy_(sums)
     tokens.attention_weight.copy_(_SCORE_STD / deviations.clamp(min=1e-3))
-
-
-def warm_start_from_policy(
-    model: "PreTrainedModel",
-    earlier: Policy,
-    policy: Policy,
-    samples: Callable[[int], TokenizedSample],
-    contexts: int = _POLICY_CONTEXTS,
-) -> float:
-    """Fit the content term of LKV-T to that of an earlier policy with other inputs, up to a shift and scale a text.
-
-    `samples` gives a training sample by its number; contexts are cut to lengths that the earlier policy knows. Returns
-    the unexplained share of the variance of the last text's scores.
-    """
-    device = policy.tokens.mean.device
-    earlier = earlier.to(device)
-    optimizer = torch.optim.Adam([getattr(policy.tokens, name) for name in ("hidden", "bias", "output")], lr=_LR)
-    generator = torch.Generator("cpu").manual_seed(0)
-    error = 1.0
-    for number in tqdm(range(contexts), desc="warm start from the earlier policy", leave=False):
-        ids = samples(number).context[:WARM_START_TOKENS]
-        prompt = read_prompt(model, torch.tensor([ids], device=device))
-        with torch.no_grad():
-            target = _standardize(_stack([earlier.tokens(part, layer) for layer, part in enumerate(prompt)], device))
-        for group in optimizer.param_groups:
-            group["lr"] = _LR * (1 - number / contexts)
-        for _ in range(WARM_START_UPDATES):
-            drawn = torch.randperm(len(ids), generator=generator, device="cpu")[:_POLICY_TOKENS].to(device)
-            optimizer.zero_grad()
-            scores = _stack([policy.tokens.content(part, i, drawn) for i, part in enumerate(prompt)], device)
-            aim = target[..., drawn] * _SCORE_STD
-            loss = (scores - scores.mean(-1, keepdim=True) - aim + aim.mean(-1, keepdim=True)).square().mean()
-            loss.backward()
-            optimizer.step()
-        error = float(loss.detach()) / _SCORE_STD**2
-    return error
 
 
 def warm_start_from_kvzip(
@@ -165,15 +111,15 @@ def warm_start_from_kvzip(
     policy: Policy,
     samples: Callable[[int], TokenizedSample],
     contexts: int,
-    state: "PartialState | None" = None,
 ) -> float:
     """Fit LKV-T to the logarithm of KVzip's scores, up to a shift and scale a text, and LKV-H to the heads' shares.
 
     KVzip reads a text twice and the policy once: what the second reading measures is learned here. `samples` gives a
-    training sample by its number; the processes of `state` (None: this one alone) share `contexts` of them. Returns the
-    unexplained share of the variance of the last text's scores.
+    training sample by its number; all processes share `contexts` of them. Returns the unexplained share of the variance
+    of the last text's scores.
     """
-    index, count = (state.process_index, state.num_processes) if state else (0, 1)
+    state = distributed_state("train", "training")
+    index, count = state.process_index, state.num_processes
     optimizer = torch.optim.Adam(policy.tokens.parameters(), lr=_LR)
     shares = torch.zeros((), device=policy.tokens.mean.device)
     rounds, error = max(1, contexts // count), 1.0
@@ -183,7 +129,14 @@ def warm_start_from_kvzip(
         ids = samples(number * count + index).context[:WARM_START_TOKENS]
         own_shares, error = fit_to_kvzip(model, tokenizer, policy, optimizer, ids, is_shared=count > 1)
         shares = shares + own_shares / rounds
-    _fit_heads(policy.heads, all_reduce(shares, "mean") if count > 1 else shares, policy)
+    # LKV-H's ratios come close to the heads' shares.
+    target = all_reduce(shares, "mean").clamp(1e-4, 1 - 1e-4)
+    retentions = torch.tensor(_RETENTIONS, device=target.device)
+    optimizer = torch.optim.Adam(policy.heads.parameters(), lr=_HEAD_LR)
+    for _ in range(_HEAD_UPDATES):
+        optimizer.zero_grad()
+        torch.nn.functional.binary_cross_entropy(policy.ratios(retentions).clamp(1e-6, 1 - 1e-6), target).backward()
+        optimizer.step()
     return error
 
 
@@ -206,33 +159,16 @@ def fit_to_kvzip(
         [GlobalTopKBudget.from_scores(table, retention).counts(layer, table)[0] for layer in range(len(prompt))]
         for retention in _RETENTIONS
     ]
-    target = _standardize(table[:, 0].clamp(min=_MIN_ATTENTION).log()) * _SCORE_STD
+    target = table[:, 0].clamp(min=_MIN_ATTENTION).log()
+    target = target - target.mean(-1, keepdim=True)
+    target = target / target.std(-1, keepdim=True).clamp(min=1e-6) * _SCORE_STD
     for _ in range(WARM_START_UPDATES):
         optimizer.zero_grad()
-        scores = _stack([policy.tokens(part, layer) for layer, part in enumerate(prompt)], device)
+        # Each layer may lie on a device of its own.
+        scores = torch.cat([policy.tokens(part, layer).to(device) for layer, part in enumerate(prompt)])
         loss = (scores - scores.mean(-1, keepdim=True) - target).square().mean()
         loss.backward()
         if is_shared:
             average_gradients(policy.tokens.parameters(), "mean")
         optimizer.step()
     return torch.tensor(counts, device=device) / len(ids), float(loss.detach()) / _SCORE_STD**2
-
-
-def _fit_heads(heads: HeadScores, shares: Tensor, policy: Policy) -> None:
-    """Fit LKV-H so that its ratios at `_RETENTIONS` come close to `shares` [n, L, H]."""
-    optimizer = torch.optim.Adam(heads.parameters(), lr=_HEAD_LR)
-    retentions = torch.tensor(_RETENTIONS, device=shares.device)
-    target = shares.clamp(1e-4, 1 - 1e-4)
-    for _ in range(_HEAD_UPDATES):
-        optimizer.zero_grad()
-        torch.nn.functional.binary_cross_entropy(policy.ratios(retentions).clamp(1e-6, 1 - 1e-6), target).backward()
-        optimizer.step()
-
-
-def _stack(layers: list[Tensor], device: torch.device) -> Tensor:
-    """Scores [L, H, T] of all layers, each of which may lie on a device of its own."""
-    return torch.cat([scores.to(device) for scores in layers])
-
-
-def _standardize(scores: Tensor) -> Tensor:
-    return (scores - scores.mean(-1, keepdim=True)) / scores.std(-1, keepdim=True).clamp(min=1e-6)

@@ -1,12 +1,18 @@
 """What LKV asks of the devices that tensors lie on."""
 
 import gc
+import os
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lkv.errors import LkvError
+from lkv.utils.extras import optional_import
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -57,6 +63,16 @@ def release(device: torch.device) -> None:
     gc.collect()
     if is_gpu(device):
         runtime(device).empty_cache()
+
+
+def distributed_state(extra: str, purpose: str) -> "PartialState":
+    """This process among those that Accelerate started. Raises MissingPackageError where Accelerate is missing."""
+    with optional_import(extra, purpose):
+        from accelerate import PartialState
+    # Without a GPU, Accelerate treats a launched process as a single one unless told to use the CPU.
+    is_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.accelerator.is_available()
+    # Shares of work take different times, and the first process to finish waits for the last.
+    return PartialState(cpu=is_cpu, timeout=timedelta(days=30))
 
 
 def torch_dtype(name: str | None) -> Any:

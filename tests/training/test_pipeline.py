@@ -12,7 +12,7 @@ from lkv.config import PRESETS, check_positions, fit_to_positions
 from lkv.errors import TrainingError
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
-from lkv.training.pipeline import build, export, fit, prepare, resolve_config
+from lkv.training.pipeline import build, prepare, resolve_config, train_policy
 from tests.conftest import save_model
 from tests.training.test_data import folder  # noqa: F401
 
@@ -22,15 +22,12 @@ def test_the_stages_of_a_training_one_by_one(tmp_path, folder):  # noqa: F811
     weights = (model / "model.safetensors").rename(tmp_path / "weights")
     overrides = {"steps": 1, "batch": 2, "min_tokens": 60, "max_tokens": 120, "validation_samples": 1}
     setup = prepare("paper-cpu", overrides, str(model), folder, out)
-    assert setup.config.steps == 1 and not setup.is_initialized and setup.shape.layers == 3
+    assert setup.config.steps == 1 and setup.shape.layers == 3
     weights.rename(model / "model.safetensors")  # which nothing has read so far
-    run = build(setup)
-    before = run.policy.tokens.output.detach().clone()
-    assert fit(run) is run.policy and not torch.equal(run.policy.tokens.output, before)
-    exported = Policy.from_pretrained(export(run))
-    assert exported.card["data_digest"] == setup.data.digest
-    again = prepare("paper-cpu", overrides, str(model), folder, out)
-    assert again.is_initialized
+    before = build(setup).policy.tokens.output.detach().clone()
+    policy = train_policy("paper-cpu", overrides, str(model), folder, out)
+    assert not torch.equal(policy.tokens.output, before)
+    assert Policy.from_pretrained(out / "policy").card["data_digest"] == setup.data.digest
     with pytest.raises(TrainingError, match=r"other settings \(lr "):
         prepare("paper-cpu", overrides | {"lr": 0.5}, str(model), folder, out)
 

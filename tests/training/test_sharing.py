@@ -17,9 +17,15 @@ from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.distillation import SampleDistillation, check_batching, distillation_losses, group_samples, hard_mask
+from lkv.training.distillation import (
+    SampleDistillation,
+    check_batching,
+    distillation_losses,
+    group_samples,
+    hard_mask,
+    schedule,
+)
 from lkv.training.processes import place_model
-from lkv.training.schedule import schedule
 from lkv.training.trainer import Trainer
 from lkv.training.warm_start import calibrate
 from tests.conftest import save_model, tiny_llama
@@ -178,7 +184,7 @@ from lkv.training.trainer import Trainer
 from tests.training.test_sharing import CONFIG, uneven
 from tests.training.test_training import sample
 
-rank = processes.process_state().process_index
+rank = processes.distributed_state("train", "training").process_index
 loads = []
 load = processes.load_model
 processes.load_model = lambda *a: loads.append(a) or load(*a)

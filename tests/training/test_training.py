@@ -26,8 +26,7 @@ from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
 from lkv.training.cost import CALIBRATION_SAMPLES
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
-from lkv.training.schedule import schedule
+from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, schedule, soft_mask
 from lkv.training.trainer import Trainer, require_samples
 from tests.conftest import tiny_llama
 

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from os.path import exists
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from lkv.errors import DataError
 from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
 from lkv.training.data.documents import ROW_READERS, item_texts, read_dataset
-from lkv.training.data.packing import ask_to_repeat
+from lkv.training.data.packing import fill_continuations
 from lkv.training.data.public_datasets import (
     PUBLIC_DATASETS,
     DatasetIndex,
@@ -49,8 +50,6 @@ _UNLIMITED = 2**40  # tokens
 _CHARS_SAMPLE = 40  # items of which characters a token are counted
 _ROWS_A_SAMPLE = {"loom": 4, "loom-literal": 20}  # rows of the hub for one sample
 _MIN_ROWS = 2000
-_WIDE_CONTINUATIONS, _WIDE_TOKENS_A_CONTINUATION = 6, 1200  # as preset cpu has them
-_WIDE_CANDIDATES_A_SAMPLE = 20
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,14 @@ def _open_loom(
             hub = PUBLIC_DATASETS[name].hub
             assert hub is not None
             rows = max(_MIN_ROWS, round(_ROWS_A_SAMPLE[config.recipe] * config.samples * LOOM_RATIOS[name] / 100))
-            commit = _locked_commit(config.lock, name) if config.lock else None
+            commit: str | None = None
+            if config.lock:
+                try:
+                    commit = read_json(config.lock)["sources"][name].get("commit")
+                except (KeyError, TypeError, AttributeError) as error:
+                    raise DataError(
+                        f"{config.lock} names no source {name!r}; give the manifest of a build of the same recipe."
+                    ) from error
             print(
                 f"{name}: downloading up to {rows:,} rows of {hub.repository}, {PUBLIC_DATASETS[name].licence}",
                 file=sys.stderr,
@@ -176,7 +182,10 @@ def _open_loom(
         if len(items[name]) < 2:
             title = PUBLIC_DATASETS[name].title
             raise DataError(f"{title} has {len(items[name])} usable items ({origin}); give more of it.")
-    chars = {name: _chars_per_token(texts, tokenizer) for name, texts in items.items()}
+    chars: dict[str, float] = {}
+    for name, group in items.items():
+        texts = [max(item_texts(item), key=len)[:20_000] for item in group[:_CHARS_SAMPLE]]
+        chars[name] = sum(map(len, texts)) / max(1, sum(len(encode(tokenizer, text)) for text in texts))
     bounds, is_literal = (config.min_tokens, config.max_tokens), config.recipe == "loom-literal"
     sides = [{name: split_held_out(group, side) for name, group in items.items()} for side in (False, True)]
     training, held_out = (Loom(side, chars, bounds, config.seed, is_literal) for side in sides)
@@ -189,20 +198,6 @@ def _describe_source(name: str, paths: Sequence[Path], origin: str) -> dict[str,
     expected, actual = PUBLIC_DATASETS[name], PUBLIC_DATASETS[other]
     title = actual.title if other == name else f"{actual.title}, in place of {expected.title}"
     return {"title": title, "licence": actual.licence, "from": origin}
-
-
-def _locked_commit(lock: Path, name: str) -> str | None:
-    """The commit that an earlier build's manifest names for a set, None where that was of local files."""
-    try:
-        commit = read_json(lock)["sources"][name].get("commit")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{lock} names no source {name!r}; give the manifest of a build of the same recipe.") from error
-    return None if commit is None else str(commit)
-
-
-def _chars_per_token(items: list[Any], tokenizer: "PreTrainedTokenizerBase") -> float:
-    texts = [max(item_texts(item), key=len)[:20_000] for item in items[:_CHARS_SAMPLE]]
-    return sum(map(len, texts)) / max(1, sum(len(encode(tokenizer, text)) for text in texts))
 
 
 def _open_wide(
@@ -223,23 +218,7 @@ def _open_wide(
         origin += f" (SHA-256 of all {digest_of(paths)})"
         sources[name] = _describe_source(name, paths[:0], origin) | {"items": training.item_counts.get(name, 0)}
         sources[name] |= counts.get(name, {})
-    return _MixtureRecipe(training), _MixtureRecipe(held_out)
-
-
-@dataclass(frozen=True)
-class _MixtureRecipe:
-    """Our own mixture as one source of candidates."""
-
-    mixture: Mixture
-
-    def shares(self) -> dict[str, float]:
-        return {"wide": 1.0}
-
-    def num_candidates(self, source: str, samples: int) -> int:
-        return _WIDE_CANDIDATES_A_SAMPLE * samples
-
-    def candidate(self, source: str, number: int) -> Sample:
-        return self.mixture.sample(number, _WIDE_CONTINUATIONS, _WIDE_TOKENS_A_CONTINUATION)
+    return training, held_out
 
 
 @dataclass
@@ -261,31 +240,27 @@ class DatasetBuilder:
 
     def __init__(self, out: Path, plan: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", bounds: tuple[int, int]):
         self._out, self._plan, self._tokenizer, self._bounds = out, plan, tokenizer, bounds
+        self._progress: dict[str, SourceProgress] = {}
         check_writable_folder(out, DataError, "the training data")
-        self._progress = self._read_progress()
-
-    def _read_progress(self) -> dict[str, SourceProgress]:
-        plan = json.loads(json.dumps(self._plan))
+        plan = json.loads(json.dumps(plan))
         for name in (MANIFEST, PROGRESS):
-            path = self._out / name
-            if path.is_file():
-                earlier = read_json(path)
-                if name == PROGRESS and isinstance(earlier, dict):
-                    earlier = earlier.get("plan")
-                if changed := [k for k in plan if not isinstance(earlier, dict) or earlier.get(k) != plan[k]]:
+            path = out / name
+            if not path.is_file():
+                continue
+            content = read_json(path)
+            earlier = content.get("plan") if name == PROGRESS and isinstance(content, dict) else content
+            if changed := [k for k in plan if not isinstance(earlier, dict) or earlier.get(k) != plan[k]]:
+                raise DataError(
+                    f"{path} belongs to a build with other settings ({', '.join(changed)}); give the same settings "
+                    "to continue it, or another folder."
+                )
+            if name == PROGRESS:
+                try:
+                    self._progress = {k: SourceProgress(**values) for k, values in content["streams"].items()}
+                except (KeyError, TypeError, AttributeError) as error:
                     raise DataError(
-                        f"{path} belongs to a build with other settings ({', '.join(changed)}); give the same settings "
-                        "to continue it, or another folder."
-                    )
-        if not (self._out / PROGRESS).is_file():
-            return {}
-        try:
-            sources = read_json(self._out / PROGRESS)["streams"]
-            return {name: SourceProgress(**values) for name, values in sources.items()}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{self._out / PROGRESS} is not the progress of a build; delete it, or give another folder."
-            ) from error
+                        f"{path} is not the progress of a build; delete it, or give another folder."
+                    ) from error
 
     def build(self, sides: dict[str, tuple[Recipe, int]]) -> dict[str, Any]:
         """Build `sides`, each a recipe and its number of samples; returns and writes the manifest."""
@@ -293,11 +268,11 @@ class DatasetBuilder:
             return read_manifest(self._out)
         streams: dict[str, Any] = {}
         for side, (recipe, samples) in sides.items():
+            rejected: Counter[str] = Counter()
             for source, count in split_samples(recipe.shares(), samples).items():
-                name = f"{side}-{source}"
-                progress = self._progress.setdefault(name, SourceProgress())
-                self._build_source(recipe, name, source, count, progress)
-                streams[name] = {
+                progress = self._build_source(recipe, f"{side}-{source}", source, count)
+                rejected.update(progress.rejected)
+                streams[f"{side}-{source}"] = {
                     "wanted": count,
                     "samples": len(progress.tokens),
                     "candidates": progress.next,
@@ -305,43 +280,43 @@ class DatasetBuilder:
                     "tokens": _quantiles(progress.tokens),
                     "files": progress.files,
                 }
-            if samples:
-                self._check_side(side)
+            if samples and not any(s["samples"] for name, s in streams.items() if name.startswith(f"{side}-")):
+                reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(rejected.items()))
+                raise DataError(
+                    f"no {side} sample has between {self._bounds[0]:,} and {self._bounds[1]:,} tokens (candidates: "
+                    f"{reasons or 'there were none'}); give other --min-tokens and --max-tokens, or more data, and "
+                    "another folder for --out."
+                )
         manifest = {"format": _FORMAT, **self._plan, "streams": streams}
         text = json.dumps(manifest, indent=1, sort_keys=True) + "\n"
         write_text(self._out / MANIFEST, text, DataError, "the manifest")
         (self._out / PROGRESS).unlink(missing_ok=True)
         return manifest
 
-    def _check_side(self, side: str) -> None:
-        """Raise DataError if a side, of which samples are wanted, has none."""
-        sources = [p for name, p in self._progress.items() if name.startswith(f"{side}-")]
-        if sources and not any(source.tokens for source in sources):
-            rejected = sum((Counter(source.rejected) for source in sources), Counter())
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(rejected.items()))
-            least, most = self._bounds
-            raise DataError(
-                f"no {side} sample has between {least:,} and {most:,} tokens (candidates: "
-                f"{reasons or 'there were none'}); give other --min-tokens and --max-tokens, or more data, and another "
-                "folder for --out."
-            )
-
-    def _build_source(self, recipe: Recipe, name: str, source: str, count: int, progress: SourceProgress) -> None:
-        end = recipe.num_candidates(source, count)
+    def _build_source(self, recipe: Recipe, name: str, source: str, count: int) -> SourceProgress:
+        progress = self._progress.setdefault(name, SourceProgress())
+        (least, most), end = self._bounds, recipe.num_candidates(source, count)
         bar = tqdm(total=count, initial=len(progress.tokens), desc=name.replace("-", " ", 1), disable=None)
         while len(progress.tokens) < count and progress.next < end:
             lines: list[str] = []
             shard_size = min(_SHARD_SAMPLES, count - len(progress.tokens))
             while len(lines) < shard_size and progress.next < end:
                 sample = recipe.candidate(source, progress.next)
-                tokens = self._count_tokens(sample)
                 progress.next += 1
-                if reason := self._rejection(tokens):
+                ids = tokenize_sample(sample, self._tokenizer, _UNLIMITED, _UNLIMITED)
+                # Of the context and its longest continuation, as a model reads them.
+                tokens = len(ids.context) + max((len(target) for target, _ in ids.continuations), default=0)
+                if not ids.continuations or not least <= tokens <= most:
+                    reason = "too short" if tokens < least else "too long"
+                    reason = reason if ids.continuations else "nothing to answer"
                     progress.rejected[reason] = progress.rejected.get(reason, 0) + 1
-                else:
-                    lines.append(_to_line(sample, tokens))
-                    progress.tokens.append(tokens)
-                    bar.update()
+                    continue
+                answers = [{"question": c.question, "target": c.target} for c in sample.continuations]
+                row = {"source": sample.source, "tokens": tokens, "context": sample.context, "continuations": answers}
+                # A lone surrogate would not go into UTF-8.
+                lines.append(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace").decode() + "\n")
+                progress.tokens.append(tokens)
+                bar.update()
             if lines:
                 file, content = f"{name}-{len(progress.files):04d}.jsonl", "".join(lines)
                 write_text(self._out / file, content, DataError, "the training data")
@@ -349,19 +324,7 @@ class DatasetBuilder:
             state = {"plan": self._plan, "streams": {key: vars(value) for key, value in self._progress.items()}}
             write_text(self._out / PROGRESS, json.dumps(state), DataError, "the progress")
         bar.close()
-
-    def _count_tokens(self, sample: Sample) -> int:
-        """Tokens of the context and its longest continuation, as a model reads them; 0 without a continuation."""
-        ids = tokenize_sample(sample, self._tokenizer, _UNLIMITED, _UNLIMITED)
-        longest = max((len(target) for target, _ in ids.continuations), default=0)
-        return len(ids.context) + longest if longest else 0
-
-    def _rejection(self, tokens: int) -> str:
-        """The reason to reject a sample; "" for none."""
-        least, most = self._bounds
-        if not tokens:
-            return "nothing to answer"
-        return "too short" if tokens < least else "too long" if tokens > most else ""
+        return progress
 
 
 def split_samples(shares: dict[str, float], samples: int) -> dict[str, int]:
@@ -380,13 +343,6 @@ def _quantiles(tokens: list[int]) -> dict[str, float]:
         return {}
     at = {"least": 0, "quarter": len(ordered) // 4, "median": len(ordered) // 2, "most": len(ordered) - 1}
     return {name: ordered[i] for name, i in at.items()} | {"mean": round(sum(ordered) / len(ordered), 1)}
-
-
-def _to_line(sample: Sample, tokens: int) -> str:
-    continuations = [{"question": c.question, "target": c.target} for c in sample.continuations]
-    row = {"source": sample.source, "tokens": tokens, "context": sample.context, "continuations": continuations}
-    # A lone surrogate would not go into UTF-8.
-    return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace").decode() + "\n"
 
 
 def describe_dataset(folder: Path) -> list[str]:
@@ -443,9 +399,14 @@ class BuiltDataset:
         self.manifest = read_manifest(folder)
         side, title = ("heldout-", "held-out") if validation else ("train-", "training")
         streams = [stream for name, stream in self.manifest["streams"].items() if name.startswith(side)]
-        self._lines: list[tuple[Path, int, int]] = []  # file, first byte and size of each sample
-        for name in (name for stream in streams for name in stream["files"]):
-            self._lines += _find_lines(folder / name)
+        self._lines: list[tuple[Path, int]] = []  # file and first byte of each sample
+        for path in (folder / name for stream in streams for name in stream["files"]):
+            try:
+                with path.open("rb") as file:
+                    sizes = [len(line) for line in file]
+            except OSError as error:
+                raise DataError(f"{path} cannot be read ({error.strerror}); build the data again.") from error
+            self._lines += [(path, end - size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         expected = sum(stream["samples"] for stream in streams)
         if len(self._lines) != expected:
             raise DataError(f"{folder} holds {len(self._lines)} of {expected} samples; build it again.")
@@ -465,19 +426,16 @@ class BuiltDataset:
         if epoch != self._epoch:
             self._order = random.Random(f"{self._seed}-{epoch}").sample(range(len(self)), len(self))
             self._epoch = epoch
-        path, start, size = self._lines[self._order[position]]
+        path, start = self._lines[self._order[position]]
         try:
             with path.open("rb") as file:
                 file.seek(start)
-                row = json.loads(file.read(size))
+                row = json.loads(file.readline())
         except (OSError, ValueError) as error:
             raise DataError(f"{path} is not what was built ({error}); build it again.") from error
-        if tokens_a_continuation:
-            continuations = min(continuations, 2 + max(0, int(row["tokens"] - 2000) // tokens_a_continuation))
-        answers = [Continuation(c["question"], c["target"]) for c in row["continuations"]][:continuations]
+        answers = [Continuation(c["question"], c["target"]) for c in row["continuations"]]
         rng = random.Random(f"{self._seed}-{index}")
-        while len(answers) < continuations:
-            answers.append(ask_to_repeat(rng, row["context"]))
+        answers = fill_continuations(rng, row["context"], answers, row["tokens"], continuations, tokens_a_continuation)
         return Sample(row["source"], row["context"], tuple(answers))
 
     @property
@@ -511,16 +469,3 @@ class BuiltDataset:
             if "compared" in source
         }
         return {**self.manifest["decontamination"], "removed": True, "sets": sets}
-
-
-def _find_lines(path: Path) -> list[tuple[Path, int, int]]:
-    """File, first byte and size of each line of a file."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); build the data again.") from error
-    lines, start = [], 0
-    while (end := data.find(b"\n", start)) >= 0:
-        lines.append((path, start, end - start))
-        start = end + 1
-    return lines

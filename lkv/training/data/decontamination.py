@@ -1,7 +1,6 @@
 """Decontamination (App. C.2): which training items share word n-grams with evaluated texts."""
 
 import hashlib
-import io
 import json
 import re
 import zipfile
@@ -10,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lkv.errors import DataError
 from lkv.training.data.documents import item_texts
-from lkv.utils.data_files import read_records, read_text, split_lines
-from lkv.utils.extras import require
+from lkv.utils.data_files import read_json, read_records, read_text, split_lines
 
 NGRAM_WORDS = 13  # long enough that chance does not make two texts share them
 OVERLAP_SHARE = 0.1  # of a text's n-grams
@@ -36,19 +36,16 @@ class NgramOverlap:
 
     An item overlaps where one of its texts (a paragraph, a question) shares at least `share` of its n-grams with them,
     or is shorter than n words and equal to one of their strings. Raises DataError for a file that cannot be read or
-    holds no text, MissingPackageError without numpy.
+    holds no text.
     """
 
     def __init__(self, files: Iterable[Path], n: int = NGRAM_WORDS, share: float = OVERLAP_SHARE):
-        require("data", "comparing n-grams")
-        import numpy
-
-        self._n, self._share, self._np = n, share, numpy
+        self._n, self._share = n, share
         self._word_hashes: dict[str, int] = {}
         self._factors = [pow(_MULTIPLIER, i, 2**64) for i in range(n)]
         self.files: dict[str, str] = {}
         self._short: set[str] = set()
-        grams = [numpy.zeros(0, numpy.uint64)]
+        grams = [np.zeros(0, np.uint64)]
         for path in files:
             strings = list(read_strings(path))
             if not any(string.strip() for string in strings):
@@ -58,7 +55,7 @@ class NgramOverlap:
                 grams.append(self._hash_grams(words))
                 if _MIN_QUESTION_WORDS <= len(words) < n:
                     self._short.add(" ".join(words))
-        self._grams = numpy.unique(numpy.concatenate(grams))
+        self._grams = np.unique(np.concatenate(grams))
 
     def share(self, text: str) -> float:
         """The share of the n-grams of `text` that evaluated texts have; 1 for a short text that is one of theirs."""
@@ -66,7 +63,7 @@ class NgramOverlap:
         if len(words) < self._n:
             return float(" ".join(words) in self._short)
         grams = self._hash_grams(words)
-        places = self._np.searchsorted(self._grams, grams).clip(max=max(0, len(self._grams) - 1))
+        places = np.searchsorted(self._grams, grams).clip(max=max(0, len(self._grams) - 1))
         return float((self._grams[places] == grams).mean()) if len(self._grams) else 0.0
 
     def clean(self, items: list[Any]) -> tuple[list[Any], OverlapCounts]:
@@ -77,7 +74,6 @@ class NgramOverlap:
 
     def _hash_grams(self, words: list[str]) -> Any:
         """A 64-bit hash of each n-gram."""
-        np = self._np
         for word in set(words) - self._word_hashes.keys():
             digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
             self._word_hashes[word] = int.from_bytes(digest, "big")
@@ -92,31 +88,25 @@ class NgramOverlap:
 def read_strings(path: Path) -> Iterator[str]:
     """Read every string in an evaluation file. Raises DataError."""
     name = path.name.removesuffix(".gz")
-    if name.endswith(".zip"):
-        try:
+    try:
+        if name.endswith(".zip"):
             with zipfile.ZipFile(path) as archive:
                 for member in sorted(archive.namelist()):
-                    if member.endswith((".jsonl", ".json", ".txt")):
-                        content = io.TextIOWrapper(archive.open(member), "utf-8", errors="replace").read()
+                    content = archive.read(member).decode(errors="replace")
+                    if member.endswith(".txt"):
+                        yield content
+                    elif member.endswith((".json", ".jsonl")):
                         for part in split_lines(content) if member.endswith(".jsonl") else [content]:
-                            is_text = member.endswith(".txt")
-                            yield from [part] if is_text else _strings(_parse(part, f"{path}, {member}"))
-        except (OSError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path} cannot be read ({error}); give the official file of the evaluated set.") from error
-    elif name.endswith(".json"):
-        yield from _strings(_parse(read_text(path), str(path)))
-    elif name.endswith((".jsonl", ".parquet", ".csv")):
-        for _, row in read_records(path):
-            yield from _strings(row)
-    else:
-        yield read_text(path)
-
-
-def _parse(content: str, origin: str) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{origin} is not JSON ({error}); give the official file of the evaluated set.") from error
+                            yield from _strings(json.loads(part))
+        elif name.endswith(".json"):
+            yield from _strings(read_json(path))
+        elif name.endswith((".jsonl", ".parquet", ".csv")):
+            for _, row in read_records(path):
+                yield from _strings(row)
+        else:
+            yield read_text(path)
+    except (OSError, ValueError, RecursionError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read ({error}); give the official file of the evaluated set.") from error
 
 
 def _strings(value: Any) -> Iterator[str]:

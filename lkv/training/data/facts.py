@@ -38,9 +38,12 @@ def make_fact(rng: random.Random) -> tuple[str, str, str]:
     """Invent a fact, as (sentence, question, answer)."""
     person = f"{rng.choice(_NAMES)} {rng.choice(_SURNAMES)}"
     item = f"the {rng.choice(_ADJECTIVES)} {rng.choice(_OBJECTS)}"
-    number = _draw_number(rng)
+    # Numbers of three to five digits, at times of up to ten; serials are groups of hexadecimal digits.
+    digits = 0 if rng.random() < 0.6 else rng.randint(6, 10)
+    number = str(rng.randint(10 ** (digits - 1), 10**digits - 1) if digits else rng.randint(100, 99999))
     code = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(rng.choice([4, 5, 6, 7, 12, 16])))
-    serial = _draw_serial(rng)
+    sizes = rng.choice([(8, 4, 4, 4, 12), (4, 4, 4, 4), (6, 8), (16,), (5, 5, 5, 5), (32,)])
+    serial = "-".join("".join(rng.choice("0123456789abcdef") for _ in range(size)) for size in sizes)
     city, job, food = rng.choice(_CITIES), rng.choice(_JOBS), rng.choice(_FOODS)
     variable = f"{code[:7].lower()}_{job}"
     year = str(rng.randint(1650, 2020))
@@ -63,20 +66,6 @@ def make_fact(rng: random.Random) -> tuple[str, str, str]:
         (f"The checksum stored for {variable} is {serial}.", f"What is the checksum of {variable}?", serial),
     ]
     return rng.choice(facts)
-
-
-def _draw_number(rng: random.Random) -> str:
-    """A number of three to five digits, at times of up to ten."""
-    if rng.random() < 0.6:
-        return str(rng.randint(100, 99999))
-    digits = rng.randint(6, 10)
-    return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
-
-
-def _draw_serial(rng: random.Random) -> str:
-    """Groups of hexadecimal digits as machines write them, 15 to 36 characters in all."""
-    sizes = rng.choice([(8, 4, 4, 4, 12), (4, 4, 4, 4), (6, 8), (16,), (5, 5, 5, 5), (32,)])
-    return "-".join("".join(rng.choice("0123456789abcdef") for _ in range(size)) for size in sizes)
 
 
 def insert_sentences(rng: random.Random, text: str, sentences: list[str]) -> str:

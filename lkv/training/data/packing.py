@@ -87,3 +87,21 @@ def ask_to_repeat(rng: random.Random, context: str) -> Continuation:
     opening, answer = words[start : start + 8], words[start + 8 : start + _REPEATED_WORDS]
     question = f'Repeat the part of the text that starts with: "{" ".join(opening)}"'
     return Continuation(question, " ".join(answer) or " ".join(opening))
+
+
+def fill_continuations(
+    rng: random.Random,
+    context: str,
+    answers: list[Continuation],
+    tokens: float,
+    continuations: int,
+    tokens_a_continuation: int,
+) -> list[Continuation]:
+    """`answers` cut to `continuations`, or filled up with requests to repeat parts of `context`.
+
+    With `tokens_a_continuation` there are two, and another for each so many tokens beyond 2,000, up to that number.
+    """
+    if tokens_a_continuation:
+        continuations = min(continuations, 2 + max(0, int(tokens - 2000) // tokens_a_continuation))
+    missing = continuations - len(answers)
+    return answers[:continuations] + [ask_to_repeat(rng, context) for _ in range(missing)]

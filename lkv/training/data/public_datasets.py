@@ -8,10 +8,10 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
 from shutil import copyfileobj
+from typing import NamedTuple
 
 from lkv.errors import DataError
 from lkv.utils.data_files import Row, read_json, read_json_lines
@@ -27,8 +27,7 @@ NameMap = Mapping[str, str | list[str]]  # from a set to its file or files
 LoadDataset = Callable[..., Iterable[Row]]  # `datasets.load_dataset`
 
 
-@dataclass(frozen=True)
-class HubSource:
+class HubSource(NamedTuple):
     """A data set on the hub: `parts` are arguments of `load_dataset` for each config or data folder that is read.
 
     `revision` is a commit; "refs/convert/parquet" is the hub's own conversion of a set that has no commit to pin: the
@@ -42,8 +41,7 @@ class HubSource:
     gated: bool = False
 
 
-@dataclass(frozen=True)
-class PublicDataset:
+class PublicDataset(NamedTuple):
     """A public set; `files` are patterns of its official names, matched from the right."""
 
     title: str
@@ -99,10 +97,7 @@ PUBLIC_DATASETS: dict[str, PublicDataset] = {
         "MIT",
         ("all/auxiliary_train-*.parquet", "all/dev-*.parquet", "mmlu_*.jsonl*"),
         HubSource(
-            "cais/mmlu",
-            ({"name": "all"},),
-            ("auxiliary_train", "dev"),
-            "c30699e8356da336a370243923dbaf21066bb9fe",
+            "cais/mmlu", ({"name": "all"},), ("auxiliary_train", "dev"), "c30699e8356da336a370243923dbaf21066bb9fe"
         ),
     ),
     "narrativeqa": PublicDataset(
@@ -129,8 +124,7 @@ PUBLIC_DATASETS: dict[str, PublicDataset] = {
 }
 
 
-@dataclass(frozen=True)
-class DatasetIndex:
+class DatasetIndex(NamedTuple):
     """The files of a folder: those used for each set, and why each of the others is skipped."""
 
     folder: Path
@@ -158,32 +152,32 @@ def index_folder(
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     used: dict[str, list[Path]] = {}
     skipped: dict[Path, str] = {}
+    for name, listed in (names or {}).items():
+        used[name] = [folder / file for file in ([listed] if isinstance(listed, str) else listed)]
+        if missing := [path for path in used[name] if not path.is_file()]:
+            raise DataError(f"{missing[0]}, named for the set {name!r}, is not there; correct the map of names.")
     if names:
-        for name, files_of_set in names.items():
-            used[name] = [folder / file for file in ([files_of_set] if isinstance(files_of_set, str) else files_of_set)]
-            if missing := [path for path in used[name] if not path.is_file()]:
-                raise DataError(f"{missing[0]}, named for the set {name!r}, is not there; correct the map of names.")
         mapped = {path for paths in used.values() for path in paths}
         skipped = {path: "not in the map" for path in files if path not in mapped}
-    else:
-        unknown = []
-        for path in files:
-            relative = path.relative_to(folder)
-            if any(part.startswith(".") for part in relative.parts):
-                continue
-            name, reason = _classify(path, relative)
-            if name and name in wanted:
-                used.setdefault(name, []).append(path)
-            elif name or reason:
-                skipped[path] = reason or "not used by this recipe"
-            else:
-                unknown.append(path)
-        if unknown:
-            raise DataError(
-                f"{folder} holds data that is not recognised: {_join_names(folder, unknown)}; give the files their "
-                "official names, write own data as JSON lines {context, question, answer} or {text}, name each in "
-                "--map, or move what should not be trained on elsewhere."
-            )
+        files = []
+    unknown = []
+    for path in files:
+        relative = path.relative_to(folder)
+        if any(part.startswith(".") for part in relative.parts):
+            continue
+        name, reason = _classify(path, relative)
+        if name and name in wanted:
+            used.setdefault(name, []).append(path)
+        elif name or reason:
+            skipped[path] = reason or "not used by this recipe"
+        else:
+            unknown.append(path)
+    if unknown:
+        raise DataError(
+            f"{folder} holds data that is not recognised: {_join_names(folder, unknown)}; give the files their "
+            "official names, write own data as JSON lines {context, question, answer} or {text}, name each in "
+            "--map, or move what should not be trained on elsewhere."
+        )
     return DatasetIndex(folder, {name: used[name] for name in PUBLIC_DATASETS if name in used}, skipped)
 
 
@@ -211,10 +205,7 @@ def _classify(path: Path, relative: Path) -> tuple[str, str]:
 
 def match_dataset(path: Path) -> str:
     """The public set whose official names `path` matches; "" for none."""
-    for name, dataset in PUBLIC_DATASETS.items():
-        if any(path.match(pattern) for pattern in dataset.files):
-            return name
-    return ""
+    return next((name for name, own in PUBLIC_DATASETS.items() if any(map(path.match, own.files))), "")
 
 
 def read_name_map(path: Path) -> NameMap:
@@ -278,7 +269,11 @@ def download_rows(
     count = -(-rows // (len(source.parts) * len(source.splits)))
     parts, written = [], []
     try:
-        commit = revision or _pinned_commit(source)
+        commit = revision or source.revision
+        if "/" in commit:  # the hub's own conversion, as it is now
+            from huggingface_hub import HfApi
+
+            commit = str(HfApi().dataset_info(source.repository, revision=commit).sha)
         for number, (options, split) in enumerate(product(source.parts, source.splits)):
             part = folder / f"{name}.{commit[:12]}.{number}.{count}.part"
             if not part.is_file():
@@ -325,12 +320,3 @@ def _trim_rows(name: str, rows: Iterable[Row]) -> Iterator[Row]:
             stories.add(story.get("id"))
             row = {**row, "document": {"id": story.get("id"), "text": text}}
         yield row
-
-
-def _pinned_commit(source: HubSource) -> str:
-    """The pinned commit, or that of the hub's own conversion as it is now."""
-    if "/" not in source.revision:
-        return source.revision
-    from huggingface_hub import HfApi
-
-    return str(HfApi().dataset_info(source.repository, revision=source.revision).sha)

@@ -28,6 +28,7 @@ from lkv.training.data.packing import (
     COMPLETION_CHARS,
     ask_to_repeat,
     draw_questions,
+    fill_continuations,
     gather,
     pack,
     random_window,
@@ -140,13 +141,21 @@ class Mixture:
         rng = random.Random(f"{self._seed}-{index}")
         source, _, draw = rng.choices(self._recipes, weights=[recipe[1] for recipe in self._recipes])[0]
         tokens = math.exp(rng.uniform(*self._bounds))
-        if tokens_a_continuation:
-            continuations = min(continuations, 2 + max(0, int(tokens - 2000) // tokens_a_continuation))
         context, answers = draw(rng, self._items[source], tokens)
-        answers = answers[:continuations]
-        while len(answers) < continuations:
-            answers.append(ask_to_repeat(rng, context))
+        answers = fill_continuations(rng, context, answers, tokens, continuations, tokens_a_continuation)
         return Sample(source, context, tuple(answers))
+
+    def shares(self) -> dict[str, float]:
+        """As a recipe of `lkv data build`, the mixture is one source of candidates."""
+        return {"wide": 1.0}
+
+    def num_candidates(self, source: str, samples: int) -> int:
+        """How many candidates there are at most for `samples` samples."""
+        return 20 * samples
+
+    def candidate(self, source: str, number: int) -> Sample:
+        """Make candidate `number`, with as many continuations as preset cpu has."""
+        return self.sample(number, 6, 1200)
 
     @property
     def lines(self) -> list[str]:
