@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -133,97 +134,81 @@ def convert(folder: Path) -> None:
     convert_once(folder / "model", lambda: nullcontext(folder.parent / "tiny.gguf"), torch.float32)
 
 
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "policy" / "policy.safetensors")
+def _are_equal(one: Path, other: Path, name: str) -> bool:
+    """Whether two folders have files of equal tensors under `name`."""
+    mine, theirs = load_file(one / name), load_file(other / name)
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
-def _rows(folder: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()[1:]]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
-
-
-def _are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-KINDS = ("contexts saved", "policies saved", "trainings", "evaluations", "results collected", "conversions")
+def _has_files(folder: Path) -> bool:
+    return any(folder.iterdir())
 
 
 class Kills:
     """The kinds of work, each with what must hold of its folder after a kill."""
 
-    def __init__(self, folder: Path, kinds: Sequence[str] = KINDS):
-        """Does the work of `kinds` once to its end in `folder`, to compare with."""
+    def __init__(self, folder: Path, kinds: Sequence[str] = ()):
+        """Does the work of `kinds` (none: all) once to its end in `folder`, to compare with."""
         self._folder, self._model = folder, tiny_llama()
         self._digests = {policy.digest() for policy in policies()}
         self._whole = folder / "whole"
         self._whole.mkdir()
+        # Work, when it has begun, the longest time to the kill in seconds, and what holds of the folder afterwards.
+        table: dict[str, tuple[Work, Callable[[Path], bool], float, Callable[[Path], bool]]] = {
+            "contexts saved": (save_contexts, lambda f: (f / "context.kv").exists(), 0.1, self._has_context),
+            "policies saved": (save_policies, lambda f: (f / "policy/config.json").exists(), 0.1, self._has_policy),
+            "trainings": (train, _has_files, 0.5, self._has_training),
+            "evaluations": (measure, lambda f: (f / "out.jsonl").exists(), 0.5, self._has_evaluation),
+            "results collected": (collect, lambda f: (f / "rows.jsonl").exists(), 0.15, self._has_results),
+            "conversions": (convert, _has_files, 0.5, self._has_conversion),
+        }
+        kinds = kinds or tuple(table)
         if "conversions" in kinds:
             from tests.models.test_gguf import write_gguf
 
             write_gguf(folder / "tiny.gguf")
-        for kind, work in {"trainings": train, "evaluations": measure, "conversions": convert}.items():
+        for kind in ("trainings", "evaluations", "conversions"):
             if kind in kinds:
-                run_to_end(work, self._whole)
-        checks = (self.contexts, self.policies, self.trainings, self.evaluations, self.collections, self.conversions)
-        self.kinds: dict[str, Callable[[random.Random], bool]] = {
-            kind: try_one for kind, try_one in zip(KINDS, checks, strict=True) if kind in kinds
-        }
+                run_to_end(table[kind][0], self._whole)
+        self.kinds = {kind: partial(self._try_one, *table[kind]) for kind in table if kind in kinds}
 
-    def contexts(self, chance: random.Random) -> bool:
-        path = self._empty_folder() / "context.kv"
-        was_killed = run_and_kill(save_contexts, path.parent, chance.random() * 0.1, lambda _: path.exists())
-        context = Context.load(path, self._model, Words())
-        assert context.metadata["retention"] in (0.2, 0.8) and context.ask("what ?", 3)
+    def _try_one(
+        self,
+        work: Work,
+        has_begun: Callable[[Path], bool],
+        longest: float,
+        is_whole: Callable[[Path], bool],
+        chance: random.Random,
+    ) -> bool:
+        """Kill a piece of work at a random moment, finish it if it has an end, and check it; whether it was killed."""
+        folder = self._folder / "run"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        was_killed = run_and_kill(work, folder, chance.random() * longest, has_begun)
+        if work not in (save_contexts, save_policies):
+            run_to_end(work, folder)
+        assert is_whole(folder)
         return was_killed
 
-    def policies(self, chance: random.Random) -> bool:
-        folder = self._empty_folder()
-        was_killed = run_and_kill(
-            save_policies, folder, chance.random() * 0.1, lambda f: (f / "policy" / "config.json").exists()
-        )
-        assert Policy.from_pretrained(folder / "policy").digest() in self._digests
-        return was_killed
+    def _has_context(self, folder: Path) -> bool:
+        context = Context.load(folder / "context.kv", self._model, Words())
+        return context.metadata["retention"] in (0.2, 0.8) and bool(context.ask("what ?", 3))
 
-    def trainings(self, chance: random.Random) -> bool:
-        folder = self._empty_folder()
-        was_killed = run_and_kill(
-            train, folder, chance.random() * 0.5, lambda f: (f / "curve.jsonl").exists() or _has_files(f)
-        )
-        run_to_end(train, folder)
-        assert _are_equal(_weights(folder), _weights(self._whole))
-        assert (folder / "curve.jsonl").read_text() == (self._whole / "curve.jsonl").read_text()
-        return was_killed
+    def _has_policy(self, folder: Path) -> bool:
+        return Policy.from_pretrained(folder / "policy").digest() in self._digests
 
-    def evaluations(self, chance: random.Random) -> bool:
-        folder = self._empty_folder()
-        was_killed = run_and_kill(measure, folder, chance.random() * 0.5, lambda f: (f / "out.jsonl").exists())
-        run_to_end(measure, folder)
-        assert _rows(folder) == _rows(self._whole)
-        return was_killed
+    def _has_training(self, folder: Path) -> bool:
+        curves = {(each / "curve.jsonl").read_text() for each in (folder, self._whole)}
+        return len(curves) == 1 and _are_equal(folder, self._whole, "policy/policy.safetensors")
 
-    def collections(self, chance: random.Random) -> bool:
-        folder = self._empty_folder()
-        was_killed = run_and_kill(collect, folder, chance.random() * 0.15, lambda f: (f / "rows.jsonl").exists())
-        run_to_end(collect, folder)
+    def _has_evaluation(self, folder: Path) -> bool:
+        lines = [(each / "out.jsonl").read_text().splitlines()[1:] for each in (folder, self._whole)]
+        rows = [[json.loads(line) | {"seconds": 0} for line in each] for each in lines]
+        return rows[0] == rows[1]
+
+    def _has_results(self, folder: Path) -> bool:
         rows = json.loads((folder / "rows.json").read_text())["rows"]
-        assert rows == [{"value": number**2} for number in range(60)] and not (folder / "rows.jsonl").exists()
-        return was_killed
+        return rows == [{"value": number**2} for number in range(60)] and not (folder / "rows.jsonl").exists()
 
-    def conversions(self, chance: random.Random) -> bool:
-        folder = self._empty_folder()
-        was_killed = run_and_kill(convert, folder, chance.random() * 0.5, _has_files)
-        run_to_end(convert, folder)
-        assert is_complete(folder / "model")
-        assert _are_equal(*(load_file(f / "model" / "model.safetensors") for f in (folder, self._whole)))
-        return was_killed
-
-    def _empty_folder(self) -> Path:
-        """An empty folder; the one before goes, with whatever the kill left there."""
-        shutil.rmtree(self._folder / "run", ignore_errors=True)
-        (self._folder / "run").mkdir()
-        return self._folder / "run"
-
-
-def _has_files(folder: Path) -> bool:
-    return any(folder.iterdir())
+    def _has_conversion(self, folder: Path) -> bool:
+        return is_complete(folder / "model") and _are_equal(folder, self._whole, "model/model.safetensors")

@@ -40,8 +40,7 @@ class Build(ModelOptions):
         from lkv.models.loading import load_tokenizer
         from lkv.training.data.build import DataBuildConfig, build_dataset, describe_dataset
 
-        shared = self.model_dump(exclude={"model", "revision", "map", "words", "share"})
-        config = DataBuildConfig(names=self.map, ngram_words=self.words, overlap_share=self.share, **shared)
+        config = DataBuildConfig(**self.model_dump(exclude={"model", "revision"}))
         build_dataset(config, load_tokenizer(self.model_name, self.revision), self.model_name)
         print("\n".join(describe_dataset(self.out)))
 

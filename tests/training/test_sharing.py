@@ -1,11 +1,7 @@
 """Contexts that share passes, models over several devices, weights shared out over processes: the same training."""
 
 import copy
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +25,7 @@ from lkv.training.processes import place_model
 from lkv.training.trainer import Trainer
 from lkv.training.warm_start import calibrate
 from tests.conftest import save_model, tiny_llama
-from tests.training.test_training import CONFIG, sample
+from tests.training.test_training import CONFIG, run_in_two_processes, sample
 
 LENGTHS = (40, 31, 36, 33, 70, 12)
 ALL_INPUTS = ScorerInputs("unrotated", "learned", 8)
@@ -173,13 +169,12 @@ def test_a_model_over_two_devices_gives_the_same_training():
 
 
 SHARED = """
-import sys, torch
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from lkv.training import processes
+import torch
 from dataclasses import replace
-from lkv.config import ScorerInputs
+from pathlib import Path
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.policy.policy import Policy
+from lkv.training import processes
 from lkv.training.trainer import Trainer
 from tests.training.test_sharing import CONFIG, uneven
 from tests.training.test_training import sample
@@ -193,13 +188,12 @@ assert len(loads) == (rank == 0), loads
 local = sum(p.to_local().numel() for p in model.parameters() if hasattr(p, "to_local"))
 whole = sum(p.numel() for p in model.parameters() if hasattr(p, "to_local"))
 assert local * 2 == whole > 0, (local, whole)
-from lkv.integrations.transformers.attention import patch_attention
 torch.manual_seed(1)
 policy = Policy(patch_attention(model).spec)
 config, folder = replace(CONFIG, batch=6, steps=2), Path({folder!r})
 Trainer(model, policy, config, uneven, [sample(1000)], folder, is_sharded=True).run()
 if rank == 0:
-    torch.save(policy.state_dict(), folder / "shared.pt")
+    torch.save(policy.state_dict(), folder / "policy.pt")
 """
 
 
@@ -212,14 +206,7 @@ def test_weights_shared_out_over_two_processes_train_the_same(tmp_path):
     torch.manual_seed(1)
     policy = Policy(patch_attention(model).spec)
     Trainer(model, policy, replace(CONFIG, batch=6, steps=2), uneven, [sample(1000)], tmp_path / "one").run()
-    (tmp_path / "two").mkdir()
-    root, script = str(Path(__file__).parents[2]), tmp_path / "two.py"
-    script.write_text(SHARED.format(root=root, folder=str(tmp_path / "two"), model=str(folder)))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(launch, env=environment, cwd=root, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    shared = torch.load(tmp_path / "two" / "shared.pt", weights_only=True)
+    shared = run_in_two_processes(tmp_path / "two", SHARED.format(folder=str(tmp_path / "two"), model=str(folder)))
     for name, value in policy.state_dict().items():
         torch.testing.assert_close(shared[name], value, atol=1e-6, rtol=1e-5)
     assert (tmp_path / "two" / "curve.jsonl").is_file()

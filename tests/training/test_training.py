@@ -79,12 +79,9 @@ def test_schedule_is_the_papers():
     assert schedule(paper, 500).retention == pytest.approx(math.sqrt(0.5 * 0.15))
     assert schedule(paper, 1000).tau == pytest.approx(0.001)
     assert schedule(paper, 1000).retention == pytest.approx(0.15)
-
-
-def test_hold_keeps_the_final_values():
-    config = TrainingConfig(steps=100, hold=0.25)
-    assert schedule(config, 75) != schedule(config, 74)
-    assert schedule(config, 75).tau == schedule(config, 99).tau == pytest.approx(0.001)
+    held = TrainingConfig(steps=100, hold=0.25)
+    assert schedule(held, 75) != schedule(held, 74)
+    assert schedule(held, 75).tau == schedule(held, 99).tau == pytest.approx(0.001)
 
 
 def test_gumbel_noise_has_its_moments():
@@ -149,31 +146,32 @@ def test_the_full_student_learns(tmp_path):
     assert math.isfinite(json.loads((tmp_path / "curve.jsonl").read_text().splitlines()[-1])["train_kl"])
 
 
-TWO = """
-import sys, torch
-sys.path.insert(0, {root!r})
-from pathlib import Path
-from tests.training.test_training import CONFIG, trainer
-run, policy = trainer(Path({folder!r}), CONFIG)
-run.run()
-if torch.distributed.get_rank() == 0:
-    torch.save(policy.state_dict(), {folder!r} + "/two.pt")
-"""
+def run_in_two_processes(folder, code):
+    """What `code` saves as policy.pt in `folder` when two processes run it on the CPU."""
+    folder.mkdir()
+    script, root = folder / "script.py", str(Path(__file__).parents[2])
+    script.write_text(f"import sys\nsys.path.insert(0, {root!r})\n{code}")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(launch, env=environment, cwd=root, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "policy.pt", weights_only=True)
 
 
 def test_two_processes_train_as_one_that_accumulates_twice_as_much(tmp_path):
     """The contexts of a step are shared out; each process adds up the gradients of its own before they are summed."""
     one, policy = trainer(tmp_path / "one")
     one.run()
-    (tmp_path / "two").mkdir()
-    script = tmp_path / "two.py"
-    root = str(Path(__file__).parents[2])
-    script.write_text(TWO.format(root=root, folder=str(tmp_path / "two")))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(launch, env=environment, cwd=root, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    both = torch.load(tmp_path / "two" / "two.pt", weights_only=True)
+    code = f"""
+import torch
+from pathlib import Path
+from tests.training.test_training import trainer
+run, policy = trainer(Path({str(tmp_path / "two")!r}))
+run.run()
+if torch.distributed.get_rank() == 0:
+    torch.save(policy.state_dict(), {str(tmp_path / "two" / "policy.pt")!r})
+"""
+    both = run_in_two_processes(tmp_path / "two", code)
     for name, value in policy.state_dict().items():
         torch.testing.assert_close(both[name], value, atol=1e-6, rtol=1e-5)
     curves = [

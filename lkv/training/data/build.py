@@ -59,15 +59,15 @@ class DataBuildConfig:
     recipe: str
     out: Path
     data: Path | None = None
-    names: Path | None = None
+    map: Path | None = None
     samples: int = 23_000
     held_out: int = 64
     seed: int = 0
     min_tokens: int = 2000
     max_tokens: int = 16_000
     against: tuple[Path, ...] = ()
-    ngram_words: int = NGRAM_WORDS
-    overlap_share: float = OVERLAP_SHARE
+    words: int = NGRAM_WORDS
+    share: float = OVERLAP_SHARE
     lock: Path | None = None
 
 
@@ -99,7 +99,7 @@ def build_dataset(
             f"{model_name} has no chat template: lengths are counted in a plain question-and-answer form",
             file=sys.stderr,
         )
-    overlap = NgramOverlap(config.against, config.ngram_words, config.overlap_share) if config.against else None
+    overlap = NgramOverlap(config.against, config.words, config.share) if config.against else None
     sources: dict[str, dict[str, Any]] = {}
 
     def remove_overlapping(name: str, items: list[Any]) -> list[Any]:
@@ -127,7 +127,7 @@ def build_dataset(
             "name": Path(model_name).name if exists(model_name) else model_name,
             "sha256": tokenizer_digest(tokenizer),
         },
-        "decontamination": overlap and {"n": config.ngram_words, "share": config.overlap_share, "files": overlap.files},
+        "decontamination": overlap and {"n": config.words, "share": config.share, "files": overlap.files},
         "sources": sources,
     }
     builder = DatasetBuilder(config.out, plan, tokenizer, (config.min_tokens, config.max_tokens))
@@ -147,7 +147,7 @@ def _open_loom(
     """Loom's training and held-out sides, from local files or else the hub; `sources` gets the manifest's entries."""
     index: DatasetIndex | None = None
     if config.data is not None:
-        index = index_folder(config.data, LOOM_RATIOS, read_name_map(config.names) if config.names else None)
+        index = index_folder(config.data, LOOM_RATIOS, read_name_map(config.map) if config.map else None)
         print("\n".join(index.lines()), file=sys.stderr)
     items: dict[str, list[Any]] = {}
     for name in LOOM_RATIOS:
@@ -205,19 +205,17 @@ def _open_wide(
 ) -> tuple[Recipe, Recipe]:
     """Training and held-out sides of our own mixture; `sources` gets the manifest's entries."""
     assert config.data is not None
-    names = read_name_map(config.names) if config.names else None
+    names = read_name_map(config.map) if config.map else None
     training, held_out = (
         Mixture(config.data, config.min_tokens, config.max_tokens, config.seed, side, remove_overlapping, names)
         for side in (False, True)
     )
     print("\n".join(training.lines), file=sys.stderr)
-    counts = dict(sources)
-    sources.clear()
     for name, paths in training.index.used.items():
         origin = ", ".join(path.name for path in paths[:8]) + (f" and {len(paths) - 8} more" if paths[8:] else "")
         origin += f" (SHA-256 of all {digest_of(paths)})"
-        sources[name] = _describe_source(name, paths[:0], origin) | {"items": training.item_counts.get(name, 0)}
-        sources[name] |= counts.get(name, {})
+        about = _describe_source(name, (), origin) | {"items": training.item_counts.get(name, 0)}
+        sources[name] = about | sources.get(name, {})
     return training, held_out
 
 

@@ -43,18 +43,6 @@ T = TypeVar("T")
 ContextAndAnswers = tuple[str, list[Continuation]]
 _VALIDATION_SHARE = 20  # one item in 20 is held out
 
-# The sets of each source of the mixture.
-_SOURCES: dict[str, tuple[str, ...]] = {
-    "squad": ("squad",),
-    "multihop": ("hotpotqa", "2wiki", "musique"),
-    "stories": ("fairytaleqa", "squality", "own"),
-    "papers": ("covidqa",),
-    "meetings": ("qmsum",),
-    "dialogues": ("mts_dialog",),
-    "exam": ("mmlu",),
-    "prose": ("wikitext2", "text"),
-    "code": ("the_stack", "code"),
-}
 _OWN_SOURCES = {
     "python": "Python standard library (PSF)",
     "facts": "invented facts in the prose, stories and papers above",
@@ -63,16 +51,15 @@ _OWN_SOURCES = {
 
 def split_held_out(items: Sequence[T], validation: bool) -> list[T]:
     """The items that training never sees, or the others; what an item says decides, whatever file it comes from."""
-    chosen = [item for item in items if _is_held_out(item) == validation]
+    chosen = []
+    for item in items:
+        digest = hashlib.blake2b(item_texts(item)[0].encode(errors="surrogatepass"), digest_size=4).digest()
+        if (int.from_bytes(digest, "big") % _VALIDATION_SHARE == 0) == validation:
+            chosen.append(item)
     # A handful of texts may all have fallen on one side: then the first one alone is held out.
     if len(items) > 1 and len(chosen) in (0, len(items)):
         chosen = list(items[:1] if validation else items[1:])
     return chosen
-
-
-def _is_held_out(item: Any) -> bool:
-    digest = hashlib.blake2b(item_texts(item)[0].encode(errors="surrogatepass"), digest_size=4).digest()
-    return int.from_bytes(digest, "big") % _VALIDATION_SHARE == 0
 
 
 class Mixture:
@@ -93,12 +80,12 @@ class Mixture:
         filter_items: Callable[[str, list[Any]], list[Any]] = lambda name, items: items,
         names: NameMap | None = None,
     ):
-        self.index = index_folder(folder, [name for sets in _SOURCES.values() for name in sets], names)
+        self.index = index_folder(folder, [name for _, _, sets in _SOURCES.values() for name in sets], names)
         self._bounds = (math.log(min_tokens), math.log(max_tokens))
         self._seed = f"{seed}-{'validation' if validation else 'train'}"
         self.item_counts: dict[str, int] = {}
         items: dict[str, list[Any]] = {}
-        for source, sets in _SOURCES.items():
+        for source, (_, _, sets) in _SOURCES.items():
             items[source] = []
             for name in sets:
                 rows = read_dataset(name, self.index.used.get(name, []), folder)
@@ -116,21 +103,7 @@ class Mixture:
                 f"{folder} holds no data to train on; put .txt, .md or source files there, or the data sets that the "
                 "documentation of `lkv train` names."
             )
-        recipes: list[tuple[str, float, Callable[..., ContextAndAnswers]]] = [
-            ("squad", 18, _squad_sample),
-            ("multihop", 10, _multihop_sample),
-            ("stories", 14, _document_sample),
-            ("papers", 5, _document_sample),
-            ("meetings", 9, _meeting_sample),
-            ("dialogues", 3, _dialogue_sample),
-            ("exam", 3, _exam_sample),
-            ("prose", 5, _document_sample),
-            ("code", 8, _code_sample),
-            ("python", 10, _code_sample),
-            ("facts", 20, _facts_sample),
-        ]
-        self._items = items
-        self._recipes = [recipe for recipe in recipes if items[recipe[0]]]
+        self._items = {source: items[source] for source in _SOURCES if items[source]}
 
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
         """Draw sample number `index`.
@@ -139,9 +112,9 @@ class Mixture:
         `continuations`.
         """
         rng = random.Random(f"{self._seed}-{index}")
-        source, _, draw = rng.choices(self._recipes, weights=[recipe[1] for recipe in self._recipes])[0]
+        source = rng.choices(self.names, weights=[_SOURCES[name][0] for name in self.names])[0]
         tokens = math.exp(rng.uniform(*self._bounds))
-        context, answers = draw(rng, self._items[source], tokens)
+        context, answers = _SOURCES[source][1](rng, self._items[source], tokens)
         answers = fill_continuations(rng, context, answers, tokens, continuations, tokens_a_continuation)
         return Sample(source, context, tuple(answers))
 
@@ -170,14 +143,14 @@ class Mixture:
     @property
     def names(self) -> list[str]:
         """Names of the sources in use."""
-        return [recipe[0] for recipe in self._recipes]
+        return list(self._items)
 
     @property
     def origins(self) -> dict[str, str]:
         """Sources in use, each with its data sets and their licences."""
         origins = {}
         for source in self.names:
-            sets = [PUBLIC_DATASETS[name] for name in _SOURCES.get(source, ()) if name in self.index.used]
+            sets = [PUBLIC_DATASETS[name] for name in _SOURCES[source][2] if name in self.index.used]
             titles = [f"{dataset.title} ({dataset.licence})" for dataset in sets]
             origins[source] = ", ".join(titles) or _OWN_SOURCES[source]
         return origins
@@ -253,6 +226,21 @@ def _facts_sample(rng: random.Random, items: Sequence[Passage], tokens: float) -
     answers = [Continuation(question, answer) for _, question, answer in facts[:4]]
     return insert_sentences(rng, text, [sentence for sentence, _, _ in facts]), answers
 
+
+# The sources of the mixture: weight, how a sample is drawn, and sets.
+_SOURCES: dict[str, tuple[float, Callable[..., ContextAndAnswers], tuple[str, ...]]] = {
+    "squad": (18, _squad_sample, ("squad",)),
+    "multihop": (10, _multihop_sample, ("hotpotqa", "2wiki", "musique")),
+    "stories": (14, _document_sample, ("fairytaleqa", "squality", "own")),
+    "papers": (5, _document_sample, ("covidqa",)),
+    "meetings": (9, _meeting_sample, ("qmsum",)),
+    "dialogues": (3, _dialogue_sample, ("mts_dialog",)),
+    "exam": (3, _exam_sample, ("mmlu",)),
+    "prose": (5, _document_sample, ("wikitext2", "text")),
+    "code": (8, _code_sample, ("the_stack", "code")),
+    "python": (10, _code_sample, ()),
+    "facts": (20, _facts_sample, ()),
+}
 
 # The paper's table cannot be met as it stands: 5-shot TREC has about 130 tokens, 8-shot SQuAD 1,700 and HotpotQA's ten
 # paragraphs 1,400, where only samples from 2,000 tokens on are kept. So there are two recipes. "loom" packs: more
