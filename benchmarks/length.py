@@ -58,15 +58,14 @@ def main() -> None:
 def draw(rows: Sequence[dict], path: Path) -> None:
     """KL over length at the second highest retention, and over retention at the greatest length."""
     # A method that some contexts of a length were too long for has the mean of other contexts.
-    most = {row["tokens"]: row["contexts"] for row in rows if row["task"] == "all" and row["method"] == FULL}
-    means = [row for row in rows if row["task"] == "all" and row["method"] != FULL]
-    means = [row for row in means if row["contexts"] == most[row["tokens"]]]
+    every = [row for row in rows if row["task"] == "all"]
+    contexts = {row["tokens"]: row["contexts"] for row in every if row["method"] == FULL}
+    means = [row for row in every if row["method"] != FULL and row["contexts"] == contexts[row["tokens"]]]
     retentions = sorted({row["retention"] for row in means}, reverse=True)
     middle, longest = retentions[min(1, len(retentions) - 1)], max(row["tokens"] for row in means)
     figure = new_figure(9.5, 4.6)
     left, right = figure.subplots(1, 2, sharey=True)
-    chosen = method_styles(list(dict.fromkeys(row["method"] for row in means)))
-    for method, style in chosen.items():
+    for method, style in method_styles(list(dict.fromkeys(row["method"] for row in means))).items():
         for axes, x, fixed, at in ((left, "tokens", "retention", middle), (right, "retention", "tokens", longest)):
             line = sorted((r for r in means if r["method"] == method and r[fixed] == at), key=lambda r: r[x])
             if line:
@@ -87,9 +86,8 @@ def draw(rows: Sequence[dict], path: Path) -> None:
         axes.set_xticks(measured, [f"{value:,g}" for value in measured])
         axes.minorticks_off()
     left.set_ylabel("KL(full || compressed), nats a token")
-    model = rows[0]["model"].rpartition("/")[2]
-    continuations = max(row["n"] for row in means)
-    caption = f"{model}; n = {continuations} continuations a point at most; 95% intervals"
+    model, most = rows[0]["model"].rpartition("/")[2], max(row["n"] for row in means)
+    caption = f"{model}; n = {most} continuations a point at most; 95% intervals"
     finish_figure(figure, [left, right], "Fidelity by length and by retention", caption)
     save_figure(figure, path)
 

@@ -30,14 +30,9 @@ def main() -> None:
         print(path)
 
 
-def draw_lengths(path: Path) -> None:
-    """Fidelity over length and over R."""
-    length.draw([{"model": _MODEL, **row} for row in read("length")], path)
-
-
-def draw_compensation(path: Path) -> None:
-    """Methods with compensation, beside themselves."""
-    length.draw(read("refit"), path)
+def draw_lengths(name: str, path: Path) -> None:
+    """Fidelity over length and over R: of methods, or of methods with compensation beside themselves."""
+    length.draw([{"model": _MODEL, **row} for row in read(name)], path)
 
 
 def draw_sweep(path: Path) -> None:
@@ -85,8 +80,8 @@ def _draw_table(
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {
-    "length": draw_lengths,
-    "refit": draw_compensation,
+    "length": partial(draw_lengths, "length"),
+    "refit": partial(draw_lengths, "refit"),
     "swept_sweep": draw_sweep,
     "ruler_tasks": partial(draw_tasks, "ruler", "RULER"),
     "longbench_tasks": partial(draw_tasks, "longbench", "LongBench"),

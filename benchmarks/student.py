@@ -9,13 +9,13 @@ either student, and their KL to the full cache on contexts that neither saw.
 
 import argparse
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from benchmarks.common import parse_options, save_rows
+from benchmarks.common import interleaved, paired_ratio, parse_options, save_rows
 from lkv.config import TrainingConfig
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import load_default
@@ -32,9 +32,8 @@ _RETENTION = 0.15
 STUDENTS: tuple[Literal["continuation", "full"], ...] = ("continuation", "full")
 
 
-def step(model: Any, policy: Policy, sample: TokenizedSample, whole: bool) -> float:
-    """Seconds of one context."""
-    started = time.perf_counter()
+def step(model: Any, policy: Policy, sample: TokenizedSample, whole: bool) -> None:
+    """Compute the gradient of one context."""
     run = SampleDistillation(model, sample, whole=whole)
     with torch.no_grad():
         teacher = run.run(None)
@@ -42,7 +41,6 @@ def step(model: Any, policy: Policy, sample: TokenizedSample, whole: bool) -> fl
     noise = gumbel((1, *scores.shape), torch.Generator().manual_seed(0), scores.device)
     student = run.run(soft_mask(policy, scores, _RETENTION, 0.1, noise))
     (run.kl(teacher, student) + 0.5 * run.hidden_distance(teacher, student, "relative")).backward()
-    return time.perf_counter() - started
 
 
 def speed(model: Any, tokens: int, repeats: int) -> dict[str, Any]:
@@ -50,11 +48,11 @@ def speed(model: Any, tokens: int, repeats: int) -> dict[str, Any]:
     policy = default_policy(paper=True).requires_grad_(True)
     ids = torch.randint(100, 40_000, (tokens + _TARGET,), generator=torch.Generator().manual_seed(0)).tolist()
     sample = TokenizedSample("random", ids[:tokens], [(ids[tokens:], 20)])
-    step(model, policy, sample, False)  # what is made at the first call is not timed
-    seconds = [[step(model, policy, sample, whole) for whole in (True, False)] for _ in range(repeats)]
+    runs: dict[str, Any] = {student: partial(step, model, policy, sample, student == "full") for student in STUDENTS}
+    seconds = interleaved(runs, repeats, warmups=1)
     row = {"method": "continuation", "baseline": "full", "tokens": tokens, "unit": "contexts a second, ratio"}
-    fastest = {"seconds": min(short for _, short in seconds), "seconds_full": min(full for full, _ in seconds)}
-    return row | bootstrap([[full / short] for full, short in seconds])._asdict() | fastest
+    fastest = {"seconds": min(seconds["continuation"]), "seconds_full": min(seconds["full"])}
+    return row | paired_ratio(seconds["full"], seconds["continuation"]) | fastest
 
 
 def trained(model: Any, samples: Any, config: TrainingConfig) -> Policy:

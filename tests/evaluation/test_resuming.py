@@ -155,10 +155,9 @@ def start(folder: Path, rank: int = 0, size: int = 1, pause: float = 0.0) -> sub
     env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
     if size > 1:
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", WORKER, str(folder), str(rank), str(size), str(pause)]
     with (folder / f"log{rank}").open("w") as log:
-        command = [sys.executable, "-c", WORKER, str(folder), str(rank), str(size), str(pause)]
-        return subprocess.Popen(command, cwd=root, env=env, stdout=log, stderr=log)
+        return subprocess.Popen(command, cwd=Path(__file__).parents[2], env=env, stdout=log, stderr=log)
 
 
 @pytest.fixture
