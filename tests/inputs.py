@@ -10,6 +10,7 @@ import math
 import pickle
 import random
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import chdir, redirect_stderr, redirect_stdout
@@ -85,21 +86,9 @@ VALUES: tuple[Any, ...] = (
 WHOLE = ("0", "-1", "1.5", "x", "", "nan", "1e3", "-", "0x10", "\u0663x")
 NUMBER = ("nan", "inf", "-inf", "-1", "x", "", "0", "1e400", "2", "1,5", "15%")
 NAMES = (
-    "",
-    "x",
-    "lkv+",
-    "+",
-    "snapkv+lkv",
-    "+refit",
-    "lkv+refit+refit",
-    "UNIFORM+snapkv",
-    "a b",
-    "\U0001f4a5",
-    "\udcff",
-    "../x",
-    "lkv lkv",
-    "0.15",
-)
+    "", "x", "lkv+", "+", "snapkv+lkv", "+refit", "lkv+refit+refit", "UNIFORM+snapkv", "a b", "\U0001f4a5", "\udcff",
+    "../x", "lkv lkv", "0.15",
+)  # fmt: skip
 
 
 class Inputs:
@@ -174,14 +163,20 @@ class Inputs:
     def _files(self) -> Iterator[tuple[str, Callable[[], bool]]]:
         for name, good, command in self._commands():
             for damage, change in DAMAGE.items():
-                yield f"{name}: {damage}", partial(self._damaged, good, change, command)
+                yield f"{name}: {damage}", partial(self._damaged, good, change, self._run(command))
 
-    def _damaged(self, good: Path, change: Callable[[bytes], bytes], command: Callable[[Path], list[Any]]) -> bool:
+    def _run(self, command: Callable[[Path], list[Any]]) -> Callable[[Path], bool]:
+        return lambda path: self._command(command(path))
+
+    def _damaged(self, good: Path, change: Callable[[bytes], bytes], read: Callable[[Path], bool]) -> bool:
+        return self._at(self._work / good.name, lambda path: path.write_bytes(change(good.read_bytes())), read)
+
+    def _at(self, path: Path, make: Callable[[Path], Any], read: Callable[[Path], bool]) -> bool:
+        """Whether `read` refuses what `make` puts at `path`."""
         self._work.mkdir(exist_ok=True)
         try:
-            path = self._work / good.name
-            path.write_bytes(change(good.read_bytes()))
-            return self._command(command(path))
+            make(path)
+            return read(path)
         finally:
             _remove(self._work)
 
@@ -208,50 +203,44 @@ class Inputs:
         ]  # fmt: skip
 
     def _placed(self, good: Path, place: str, command: Callable[[Path], list[Any]]) -> bool:
-        self._work.mkdir(exist_ok=True)
         path = {
             "a long name": self._work / ("x" * 300 + good.suffix), "no name": Path(""),
             "below a file": self._good / "text.txt" / good.name,
             "a place of the system": Path("/proc") / good.name,
         }.get(place, self._work / good.name)  # fmt: skip
-        try:
-            if place == "a folder":
-                path.mkdir()
-            elif place == "a link to itself":
-                path.symlink_to(path)
-            return self._command(command(path))
-        finally:
-            _remove(self._work)
+        make = {"a folder": Path.mkdir, "a link to itself": lambda path: path.symlink_to(path)}
+        return self._at(path, make.get(place, lambda path: None), self._run(command))
 
     def _options(self) -> Iterator[tuple[str, Callable[[], bool]]]:
         good, none = self._good, self._good / "no model"
         ask: list[Any] = ["ask", good / "text.txt", "why?", "--model", none, "--method", "knorm"]
-        train = self._training(none, good / "data")
         evaluate = ["eval", "ruler", "--tasks", "niah_single_1", "--data", good / "empty", "--methods", "knorm"]
         evaluate += ["--model", none, "--out", self._folder / "options" / "out.jsonl"]
-        profile = ["profile", "--model", none, "--out", self._folder / "options" / "profile.json"]
-        report: list[Any] = ["report", good / "results.jsonl"]
-        wrong = [
-            (ask, "--max-new-tokens", WHOLE), (ask, "--retention", NUMBER), (ask, "--method", NAMES),
-            (ask, "--policy", NAMES), (train, "--steps", WHOLE), (train, "--batch", WHOLE), (train, "--seed", WHOLE),
-            (train, "--continuations", WHOLE), (train, "--min-tokens", WHOLE), (train, "--max-tokens", WHOLE),
-            (train, "--lr", NUMBER), (train, "--lr-end", NUMBER), (train, "--tau-start", NUMBER),
-            (train, "--tau-end", NUMBER), (train, "--preset", NAMES), (train, "--hidden-norm", NAMES),
-            (train, "--data", NAMES), (train, "--init", NAMES), (train, "--warmup", WHOLE),
-            (evaluate, "--lengths", WHOLE), (evaluate, "--samples", WHOLE), (evaluate, "--rows-at-once", WHOLE),
-            (evaluate, "--retention", NUMBER), (evaluate, "--methods", NAMES), (evaluate, "--tasks", NAMES),
-            (evaluate, "--protocol", NAMES), (evaluate, "--dtype", NAMES), (evaluate, "--haystack", NAMES),
-            (evaluate, "--seed", WHOLE), (profile, "--tokens", WHOLE), (profile, "--batch", WHOLE),
-            (profile, "--new-tokens", WHOLE), (profile, "--repeats", WHOLE), (profile, "--chunk", WHOLE),
-            (profile, "--retention", NUMBER), (profile, "--memory-limit", NUMBER), (profile, "--device", NAMES),
-            (profile, "--methods", NAMES), (profile, "--dtype", NAMES), (profile, "--config", NAMES),
-            (report, "--table", NAMES), (report, "--format", NAMES), (report, "--methods", NAMES),
-            (report, "--retention", NUMBER), (report, "--against", NAMES), (report, "--min-full", NUMBER),
-            (report, "--published", NAMES), (report, "--figure", NAMES), (["inspect"], "--retention", NUMBER),
+        table: list[tuple[list[Any], dict[tuple[str, ...], str]]] = [
+            (ask, {WHOLE: "max-new-tokens", NUMBER: "retention", NAMES: "method policy"}),
+            (self._training(none, good / "data"), {
+                WHOLE: "steps batch seed continuations min-tokens max-tokens warmup",
+                NUMBER: "lr lr-end tau-start tau-end", NAMES: "preset hidden-norm data init",
+            }),
+            (evaluate, {
+                WHOLE: "lengths samples rows-at-once seed", NUMBER: "retention",
+                NAMES: "methods tasks protocol dtype haystack",
+            }),
+            (["profile", "--model", none, "--out", self._folder / "options" / "profile.json"], {
+                WHOLE: "tokens batch new-tokens repeats chunk", NUMBER: "retention memory-limit",
+                NAMES: "device methods dtype config",
+            }),
+            (["report", good / "results.jsonl"], {
+                NUMBER: "retention min-full", NAMES: "table format methods against published figure",
+            }),
+            (["inspect"], {NUMBER: "retention"}),
         ]  # fmt: skip
-        for command, option, values in wrong:
-            for value in values:
-                yield f"{command[0]} {option}={value!r}", partial(self._command, [*command, f"{option}={value}"])
+        for command, kinds in table:
+            for values, options in kinds.items():
+                for option in options.split():
+                    for value in values:
+                        words = [*command, f"--{option}={value}"]
+                        yield f"{command[0]} --{option}={value!r}", partial(self._command, words)
         for words in ([], ["nothing"], ["ask"], ["eval"], ["train"], ["--nothing"], ["report"], ["inspect", "", ""]):
             yield f"lkv {words}", partial(self._command, words)
         for question in ("", " ", "\udcff"):
@@ -327,7 +316,8 @@ class Inputs:
             calls[f"TrainingConfig {name}"] = lambda value, name=name: replace(TrainingConfig(), **{name: value})
         for name, call in calls.items():
             for number, value in enumerate(VALUES):
-                yield f"{name}({_shown(value)}) {number}", partial(self._refused, call, value)
+                shown = "an object" if type(value) is object else repr(value)
+                yield f"{name}({shown}) {number}", partial(self._refused, call, value)
 
     def _compress(self, name: str, value: Any) -> Any:
         given = {"text": TEXT, "method": "knorm", "retention": None} | {name: value}
@@ -349,27 +339,14 @@ class Inputs:
         }
         for name, (path, read) in readers.items():
             for damage, change in DAMAGE.items():
-                yield f"{name}: {damage}", partial(self._read_damaged, path, change, read)
-
-    def _read_damaged(self, good: Path, change: Callable[[bytes], bytes], read: Callable[[Path], Any]) -> bool:
-        self._work.mkdir(exist_ok=True)
-        try:
-            path = self._work / good.name
-            path.write_bytes(change(good.read_bytes()))
-            return self._refused(read, path)
-        finally:
-            _remove(self._work)
+                yield f"{name}: {damage}", partial(self._damaged, path, change, partial(self._refused, read))
 
     def _refused(self, call: Callable[[Any], Any], value: Any) -> bool:
         """Whether `call` refused `value`, in one sentence."""
         elsewhere = self._folder / "elsewhere"
         elsewhere.mkdir()
-        with (
-            redirect_stderr(io.StringIO()),
-            redirect_stdout(io.StringIO()),
-            warnings.catch_warnings(),
-            chdir(elsewhere),
-        ):
+        out = io.StringIO()
+        with redirect_stderr(out), redirect_stdout(out), warnings.catch_warnings(), chdir(elsewhere):
             warnings.simplefilter("ignore")
             try:
                 call(value)
@@ -382,18 +359,12 @@ class Inputs:
         return False
 
 
-def _shown(value: Any) -> str:
-    return "an object" if type(value) is object else repr(value)
-
-
 def _remove(path: Path) -> None:
     """A file, a link or a folder with all that is in it."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
-        for inside in path.iterdir():
-            _remove(inside)
-        path.rmdir()
+        shutil.rmtree(path)
 
 
 def _good_files(folder: Path) -> Path:

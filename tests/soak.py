@@ -24,12 +24,13 @@ from hypothesis.stateful import run_state_machine_as_test
 from tqdm import tqdm
 
 from lkv.context.context import Context, compress
-from lkv.context.saved_context import read_context_file
+from lkv.context.saved_context import CONTEXT_FILE
 from lkv.errors import LkvError
 from lkv.evaluation.report.results import read_results
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import read_checkpoint
+from lkv.utils import tensor_file
 from lkv.utils.results import collect_provenance, write_results
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
@@ -145,7 +146,7 @@ def _samples(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
     journal = folder / "journal.jsonl"
     SampleJournal(journal, {"format": 1}).add({"key": "a", "rows": []})
     return [
-        (folder / "context.kv", lambda: read_context_file(folder / "context.kv")),
+        (folder / "context.kv", lambda: tensor_file.read(folder / "context.kv", CONTEXT_FILE)),
         (folder / "context.kv", lambda: Context.load(folder / "context.kv", model, Words()).ask("what ?", 4)),
         (folder / "policy" / "policy.safetensors", lambda: Policy.from_pretrained(folder / "policy").digest()),
         (folder / "policy" / "config.json", lambda: Policy.from_pretrained(folder / "policy").digest()),

@@ -31,10 +31,7 @@ class Chat:
     """
 
     def __init__(self, context: Context):
-        """Start a chat.
-
-        Args:
-            context: The compressed context; it stays as it is.
+        """Start a chat about a context, which stays as it is.
 
         Raises:
             CacheError: For a context that is not compressed, or whose cache cannot be cropped (sliding layers,

@@ -5,7 +5,8 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -34,6 +35,7 @@ from lkv.integrations.transformers.spec import max_positions
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
+from lkv.utils import tensor_file
 from lkv.utils.deprecation import positional_keywords
 from lkv.utils.files import as_path
 from lkv.utils.prompts import encode, encode_context, encode_question
@@ -138,12 +140,12 @@ class Context:
         # Assisted decoding takes one row at a time.
         is_alone = not isinstance(self.cache, RaggedCache) or not self.cache.is_rewindable
         if is_alone or is_assisted(self.model, generation):
-            texts, tokens, truncated = [], 0, False
+            answers, truncated = [], False
             for ids in encoded:
-                texts.append(self._decode(self.complete(ids, max_new_tokens, **generation)))
-                tokens, truncated = tokens + self.answer_tokens, truncated or self.is_truncated
-            self.answer_tokens, self.is_truncated = tokens, truncated
-            return texts
+                answers.append(self.complete(ids, max_new_tokens, **generation))
+                truncated = truncated or self.is_truncated
+            self.answer_tokens, self.is_truncated = sum(map(len, answers)), truncated
+            return [self._decode(answer) for answer in answers]
         rows = [self.ids + ids for ids in encoded]
         length = answer_length(self.model, max(map(len, rows)), max_new_tokens, generation)
         options = {"max_new_tokens": length, **generation}
@@ -215,16 +217,14 @@ class Context:
         Raises:
             CacheError: For an uncompressed context.
         """
-        with self._lock:
-            cache = self._ragged().fork()
-        return Context(self.model, self.tokenizer, list(self.ids), cache, dict(self.metadata))
+        self._ragged()
+        return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Context":
         # Neither the model nor the lock can or should be copied.
-        if isinstance(self.cache, RaggedCache):
-            return self.fork()
         with self._lock:
-            return Context(self.model, self.tokenizer, list(self.ids), copy.deepcopy(self.cache), dict(self.metadata))
+            cache = self.cache.fork() if isinstance(self.cache, RaggedCache) else copy.deepcopy(self.cache)
+        return Context(self.model, self.tokenizer, list(self.ids), cache, dict(self.metadata))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the compressed context to one safetensors file, atomically.
@@ -236,7 +236,8 @@ class Context:
         path, cache = as_path(path, ContextFileError, "the context's path"), self._ragged()
         with self._lock:
             tensors = saved_context.context_tensors(cache, self.ids)
-        saved_context.save(path, tensors, cache, self.metadata)
+        header = {"model": asdict(cache.spec), "adapters": cache.adapters, **self.metadata}
+        tensor_file.write(path, saved_context.CONTEXT_FILE, tensors, header)
 
     @classmethod
     def load(
@@ -463,32 +464,24 @@ def _prefill(
     model: Any, cache: Cache, ids: Tensor, chunk: int | None, progress: Callable[[float], None] | None = None
 ) -> None:
     """Read `ids` [1, T] into `cache`, in parts of `chunk` tokens; `progress` as in `compress`."""
-    length = ids.shape[1]
-    parts = ids.split(min(chunk or length, length), 1)
+    parts = ids.split(chunk or ids.shape[1], 1)
     for number, part in enumerate(parts):
         if progress is not None and isinstance(cache, RaggedCache):
-
-            def on_layer_start(layer: int, number: int = number) -> None:
-                progress((number + layer / len(cache.layers)) / len(parts))
-
-            cache.on_layer_start = on_layer_start
+            cache.on_layer_start = lambda layer, done=number: progress((done + layer / len(cache.layers)) / len(parts))
         model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
     if isinstance(cache, RaggedCache):
         cache.on_layer_start = None
 
 
-@contextmanager
-def _report_layers(model: Any, progress: Callable[[float], None] | None, tokens: int) -> Iterator[None]:
+def _report_layers(model: Any, progress: Callable[[float], None] | None, tokens: int) -> AbstractContextManager[None]:
     """In the block, call `progress` after each decoder layer; `tokens` are read in all."""
     if progress is None:
-        yield
-        return
+        return nullcontext()
     read = 0.0
 
-    def passed(more: float) -> None:
+    def on_tokens(more: float) -> None:
         nonlocal read
         read += more
         progress(min(1.0, read / tokens))
 
-    with report_progress(model, passed):
-        yield
+    return report_progress(model, on_tokens)

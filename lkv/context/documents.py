@@ -3,7 +3,6 @@
 import io
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from lkv.errors import DocumentError
@@ -35,9 +34,14 @@ def read_document(name: str | os.PathLike[str]) -> str:
         raise DocumentError(
             f"{name} cannot be read as text ({error_reason(error)}); give a file, or - for stdin."
         ) from error
-    shown = "standard input" if name == STDIN else name
+    shown, start = "standard input" if name == STDIN else name, data[:256].lstrip().lower()
     try:
-        text = _reader(data, Path(name).suffix.lower())(data, shown)
+        if data[:1024].lstrip().startswith(b"%PDF-"):
+            text = _pdf(data, shown)
+        elif name.lower().endswith((".html", ".htm", ".xhtml")) or start.startswith((b"<!doctype html", b"<html")):
+            text = _html(data, shown)
+        else:
+            text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DocumentError(
             f"{shown} cannot be read as text ({error}); give UTF-8 text, Markdown, HTML or PDF."
@@ -45,19 +49,6 @@ def read_document(name: str | os.PathLike[str]) -> str:
     if not text.strip():
         raise DocumentError(f"{shown} has no text; a scanned document must go through text recognition first.")
     return text
-
-
-def _reader(data: bytes, suffix: str) -> Callable[[bytes, str], str]:
-    if data[:1024].lstrip().startswith(b"%PDF-"):
-        return _pdf
-    start = data[:256].lstrip().lower()
-    if suffix in (".html", ".htm", ".xhtml") or start.startswith((b"<!doctype html", b"<html")):
-        return _html
-    return _plain
-
-
-def _plain(data: bytes, name: str) -> str:
-    return data.decode("utf-8-sig")
 
 
 def _html(data: bytes, name: str) -> str:

@@ -20,33 +20,19 @@ from lkv.utils.prompts import bos_ids, chat_template_parts, encode, encode_conte
 
 RETENTIONS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
 
-_DATA = "/* DATA */"  # where the page template takes its data
-
 
 @dataclass(frozen=True)
 class InspectionResult:
-    """The selection of one method in a text of T tokens, for L layers of H KV heads and R retentions.
-
-    Attributes:
-        method: The method's name.
-        pieces: The text of each token, [T].
-        ranks: The rank of each token in each head, 0 for the highest score: uint16 or, for long texts, uint32
-            [T, L * H].
-        counts: How many tokens each head keeps at each retention, [R, L * H].
-        retentions: The retentions, [R].
-        layers: L.
-        heads: H.
-        entry_bytes: Bytes of k and v of one token in one head.
-    """
+    """The selection of one method in a text of T tokens, for L layers of H KV heads and R retentions."""
 
     method: str
-    pieces: list[str]
-    ranks: np.ndarray
-    counts: np.ndarray
-    retentions: tuple[float, ...]
-    layers: int
-    heads: int
-    entry_bytes: int
+    pieces: list[str]  # the text of each token, [T]
+    ranks: np.ndarray  # of each token in each head, 0 for the highest score: uint16 or uint32 [T, L * H]
+    counts: np.ndarray  # how many tokens each head keeps at each retention, [R, L * H]
+    retentions: tuple[float, ...]  # [R]
+    layers: int  # L
+    heads: int  # H
+    entry_bytes: int  # of k and v of one token in one head
 
 
 @torch.no_grad()
@@ -60,20 +46,8 @@ def inspect_text(
 ) -> InspectionResult:
     """Read a text once and rank its tokens in every head.
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        text: The text.
-        method: A method's name.
-        policy: Its policy; by default the one shipped for the model.
-        retentions: The retentions whose budgets are computed.
-
-    Returns:
-        Ranks and budgets of all heads.
-
-    Raises:
-        PromptError: For a text longer than the model reads.
-        LkvError: For a method that reads the text twice or needs a pattern, and as RaggedCache raises.
+    Raises PromptError for a text longer than the model reads; LkvError for a method that reads the text twice or needs
+    a pattern, and as RaggedCache raises.
     """
     spec = patch_attention(model).spec
     ids = encode_context(tokenizer, text)
@@ -152,15 +126,7 @@ class MethodAnswer:
 def render_page(
     result: InspectionResult, title: str, model: str, retention: float, answers: dict[str, list[MethodAnswer]]
 ) -> str:
-    """Render the page, one HTML file that needs no network and no server.
-
-    Args:
-        result: The inspected text.
-        title: The text's name.
-        model: The model's name.
-        retention: Where the slider starts, and the retention of all answers.
-        answers: The answers of all methods, by question.
-    """
+    """Render the page, one HTML file that needs no server; slider and answers (by question) are at `retention`."""
     start = min(range(len(result.retentions)), key=lambda i: abs(result.retentions[i] - retention))
     data: dict[str, Any] = {
         "title": title,
@@ -181,4 +147,4 @@ def render_page(
     # "<" could end the script that holds the data.
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
     template = resources.files(__package__).joinpath("inspection_page.html").read_text(encoding="utf-8")
-    return template.replace(_DATA, text)
+    return template.replace("/* DATA */", text)

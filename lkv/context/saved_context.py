@@ -4,19 +4,18 @@ One safetensors file holds the tensors of every layer, as "NAME.LAYER", those of
 in its header: the model's fingerprint and how the text was compressed. A checksum covers all of it.
 """
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lkv.cache.layer import check_state
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ModelSpec, from_dict
 from lkv.errors import CacheError, ContextFileError
 from lkv.integrations.transformers.attention import input_device, patch_attention
-from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
 from lkv.policy.model_match import model_difference
@@ -24,7 +23,7 @@ from lkv.policy.policy import Policy
 from lkv.utils import tensor_file
 from lkv.utils.tensor_file import FileKind
 
-_KIND = FileKind(
+CONTEXT_FILE = FileKind(
     "lkv-context", 2, "context", ContextFileError, "give a file that Context.save wrote, or compress again"
 )
 _NUMBER = (int, float, type(None))
@@ -39,16 +38,20 @@ _METADATA: dict[str, tuple[type, ...]] = {
 }
 
 
-def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, metadata: dict[str, Any]) -> None:
-    """Write the `tensors` of `cache`; an older file at `path` stays if that fails."""
-    write_context_file(path, tensors, {"model": asdict(cache.spec), "adapters": cache.adapters, **metadata})
+def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
+    """The tensors that are saved of `cache`, which holds the text `ids`; CacheError if it has only some heads of it."""
+    if cache.ragged_layers[0].kept_counts.shape[1] != cache.spec.kv_heads:
+        raise CacheError("this process holds a part of the heads only; save the context from a model in one piece.")
+    states = enumerate(layer.state() for layer in cache.ragged_layers)
+    tensors = {f"{name}.{index}": tensor for index, state in states for name, tensor in state.items()}
+    return tensors | cache.sliding_state() | {"ids": torch.tensor(ids, dtype=torch.int32, device="cpu")}
 
 
 def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], RaggedCache, dict[str, Any]]:
     """The ids of a saved text, its compressed cache and its metadata. Raises ContextFileError like `Context.load`."""
     if policy is not None and not isinstance(policy, Policy):
         raise ContextFileError(f"policy is {policy!r}; give the Policy that the text was compressed with, or none.")
-    tensors, header = read_context_file(path)
+    tensors, header = tensor_file.read(path, CONTEXT_FILE)
     spec = patch_attention(model).spec
     try:
         if difference := model_difference(from_dict(ModelSpec, header["model"]), spec):
@@ -61,38 +64,18 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
         for name, value in metadata.items():
             if type(value) not in _METADATA[name]:
                 raise ValueError(f"its {name} is {value!r}")
-        ids = _checked_ids(tensors.pop("ids"), model.get_input_embeddings().weight.shape[0])
-        cache = _restored_cache(model, metadata["method"], ids, tensors)
+        ids, vocabulary = tensors.pop("ids"), model.get_input_embeddings().weight.shape[0]
+        if ids.ndim != 1 or ids.dtype != torch.int32 or not len(ids) or ids.min() < 0 or ids.max() >= vocabulary:
+            raise ValueError("its ids are not of this model's vocabulary")
+        cache = _restored_cache(model, metadata["method"], ids.tolist(), tensors)
         if header.get("adapters", cache.adapters) != cache.adapters:
             raise ContextFileError(
                 f"{path} was saved with other adapters than those active in the model; activate the same ones, or "
                 "compress the text again."
             )
-        return ids, cache, metadata
+        return ids.tolist(), cache, metadata
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, CacheError) as error:
         raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
-
-
-def write_context_file(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """Write `tensors` and the JSON `header`, atomically."""
-    tensor_file.write(path, _KIND, tensors, header)
-
-
-def read_context_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and JSON header of a file. Raises ContextFileError for a missing, foreign or damaged file."""
-    return tensor_file.read(path, _KIND)
-
-
-def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
-    """The tensors that are saved of `cache`, which holds the text `ids`.
-
-    Raises CacheError if there is no compressed text, or only a part of its heads.
-    """
-    if cache.ragged_layers[0].kept_counts.shape[1] != cache.spec.kv_heads:
-        raise CacheError("this process holds a part of the heads only; save the context from a model in one piece.")
-    states = enumerate(layer.state() for layer in cache.ragged_layers)
-    tensors = {f"{name}.{index}": tensor for index, state in states for name, tensor in state.items()}
-    return tensors | cache.sliding_state() | {"ids": torch.tensor(ids, dtype=torch.int32, device="cpu")}
 
 
 def _restored_cache(model: Any, method: str, ids: list[int], tensors: dict[str, Tensor]) -> RaggedCache:
@@ -115,17 +98,11 @@ def _restored_cache(model: Any, method: str, ids: list[int], tensors: dict[str, 
     return cache
 
 
-def _checked_ids(ids: Tensor, vocabulary: int) -> list[int]:
-    if ids.ndim != 1 or ids.dtype != torch.int32 or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-        raise ValueError("its ids are not of this model's vocabulary")
-    return ids.tolist()
-
-
 class _AlreadyCompressed(Selector):
     """Takes the place of budget and selector of a loaded context."""
 
-    def scores(self, layer: int, prompt: LayerKV) -> Tensor:
+    @override
+    def scores(self, *_: Any) -> Any:
         raise CacheError("a loaded context cannot read another text; compress that one with lkv.compress.")
 
-    def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
-        raise CacheError("a loaded context cannot read another text; compress that one with lkv.compress.")
+    counts = scores

@@ -11,11 +11,14 @@ cannot be used, requests are answered one after another as `Context.ask` does, a
 
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,15 +32,24 @@ from transformers import (
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
+from transformers.generation import BaseStreamer
+from typing_extensions import override
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
 from lkv.context.generation import StopOnRequest, answer_length, end_tokens, generate
 from lkv.errors import BusyError, IntegrationError, PromptError
-from lkv.integrations.sampling import SamplingParams
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import max_positions
+
+try:
+    from lkv.integrations.transformers import paged
+except ImportError as error:  # transformers before 5.17, or one that has changed
+    paged, _IMPORT_ERROR = None, error  # type: ignore[assignment]
 
 _MIN_VERSION = (5, 17)
 # Settings of a model's generation_config that a batch of requests does not apply.
@@ -46,7 +58,69 @@ _UNBATCHED = (
     "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "encoder_repetition_penalty",
     "encoder_no_repeat_ngram_size", "guidance_scale", "watermarking_config", "stop_strings",
 )  # fmt: skip
+# Below, logits divided by the temperature could overflow, and the most probable token is drawn almost surely.
+LEAST_TEMPERATURE = 1e-3
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one answer are chosen.
+
+    Args:
+        temperature: From 0 to 2; below 0.001 the most probable token is taken (greedy decoding).
+        top_p: Sample from the most probable tokens that together reach this share, in (0, 1].
+        top_k: Sample from this many of the most probable tokens.
+        seed: The same seed draws the same tokens from the same probabilities.
+
+    Raises:
+        PromptError: For values outside these ranges.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= 2:
+            raise PromptError(f"temperature is {self.temperature!r}; give a number from 0 (greedy) to 2.")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise PromptError(f"top_p is {self.top_p!r}; give a share in (0, 1].")
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise PromptError(f"top_k is {self.top_k!r}; give a number of tokens, 1 or more.")
+        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
+            raise PromptError(f"seed is {self.seed!r}; give a whole number from 0 to 2^63 - 1.")
+
+    def sampler(self) -> "Sampler | None":
+        """The sampler of one answer; None for greedy decoding."""
+        return Sampler(self) if self.temperature >= LEAST_TEMPERATURE else None
+
+
+class Sampler:
+    """Draws the tokens of one answer with a random generator of its own."""
+
+    def __init__(self, params: SamplingParams):
+        self._warpers = LogitsProcessorList([TemperatureLogitsWarper(float(params.temperature))])
+        if params.top_k is not None:
+            self._warpers.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(float(params.top_p)))
+        self._generator = torch.Generator("cpu")
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def __call__(self, logits: Tensor) -> int:
+        """Draw the next token from its logits [V]."""
+        no_ids: Any = None  # the warpers read no ids
+        scores = self._warpers(no_ids, logits[None].float().cpu())
+        return int(torch.multinomial(scores[0].softmax(-1), 1, generator=self._generator))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Answer:
@@ -185,8 +259,7 @@ class Engine(ABC):
         while self._open and time.monotonic() < deadline and self.is_alive:
             time.sleep(0.01)
         for name in list(self._open):
-            error = "the engine was stopped before this answer was complete; start one and ask again."
-            self._deliver(name, None, True, error)
+            self._fail(name, "the engine was stopped before this answer was complete; start one and ask again.")
         self._end()
 
     def _deliver(self, name: str, ids: list[int] | None, ended: bool, error: str | None = None) -> None:
@@ -200,6 +273,12 @@ class Engine(ABC):
         if ended and ids:
             answer.ended_by_token = ids[-1] in end_tokens(self.model, {})
         answer.update(ids, ended, error)
+
+    def _fail(self, name: str, problem: object) -> None:
+        """End an answer with a sentence, or with the reason why it could not be computed."""
+        if not isinstance(problem, str):
+            problem = f"the answer could not be computed ({problem}); ask again."
+        self._deliver(name, None, True, problem)
 
     @abstractmethod
     def _check(self, context: Context | None, tokens: int) -> None:
@@ -228,19 +307,10 @@ class ContinuousEngine(Engine):
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_requests: int = 256, pages: int = 512,
         page_size: int = 32, batch_tokens: int = 256, requests: int = 64,
     ):  # fmt: skip
-        """Start the engine.
+        """Start the engine; raises IntegrationError if continuous batching cannot be used.
 
-        Args:
-            model: The model of all contexts.
-            tokenizer: Its tokenizer.
-            max_requests: Open requests at once; more raise BusyError.
-            pages: Pages of `page_size` tokens for questions and answers.
-            page_size: Tokens of a page.
-            batch_tokens: New tokens that a step reads at most.
-            requests: Requests of a step at most.
-
-        Raises:
-            IntegrationError: If continuous batching cannot be used.
+        `pages` of `page_size` tokens hold questions and answers; a step reads at most `batch_tokens` new tokens of at
+        most `requests` requests. More than `max_requests` open ones raise BusyError.
         """
         super().__init__(model, tokenizer, max_requests)
         if reason := unsupported_reason(model):
@@ -252,9 +322,7 @@ class ContinuousEngine(Engine):
             self._manager = self._start_manager()
 
     def _start_manager(self) -> Any:
-        from lkv.integrations.transformers.paged import PrefixBatchingManager
-
-        manager = PrefixBatchingManager(self.model, *self._sizes, self._on_result, self._restart)
+        manager = paged.PrefixBatchingManager(self.model, *self._sizes, self._on_result, self._restart)
         manager.start()
         return manager
 
@@ -263,7 +331,7 @@ class ContinuousEngine(Engine):
         with self._restarting:
             failed = self._manager
             for name in list(self._open):
-                self._deliver(name, None, True, f"the answer could not be computed ({error}); ask again.")
+                self._fail(name, error)
             # Without a batch processor the failure was at its start, and would be the same again.
             if failed.batch_processor is None or self._is_stopping:
                 _LOG.error("continuous batching has ended: %s", error)
@@ -277,23 +345,16 @@ class ContinuousEngine(Engine):
                 _LOG.exception("continuous batching could not be started again")
 
     @property
+    @override
     def is_alive(self) -> bool:
-        """Whether the computing thread runs."""
         with self._restarting:
             return self._manager.is_running()
 
-    def free_pages(self) -> tuple[int, int]:
-        """Free pages and all pages, when no request is open."""
-        return self._manager.free_pages()
-
+    @override
     def free_tokens(self, question_tokens: int, context: Context | None) -> int:
-        """The most new tokens that can follow a question of that length."""
         return min(super().free_tokens(question_tokens, context), self._capacity - question_tokens)
 
-    def active_requests(self) -> int:
-        """Requests whose context is still referred to."""
-        return len(self._manager.requests)
-
+    @override
     def _check(self, context: Context | None, tokens: int) -> None:
         if tokens > self._capacity:
             raise PromptError(
@@ -309,30 +370,26 @@ class ContinuousEngine(Engine):
         if error is None:
             self._deliver(name, ids, ended)
         else:
-            self._deliver(name, None, ended, f"the answer could not be computed ({error}); ask again.")
+            self._fail(name, Exception(error))
 
+    @override
     def _begin(self, name: str, ids: list[int], context: Context | None, length: int, sampling: SamplingParams) -> None:
-        from lkv.integrations.transformers.paged import RequestInfo
-
-        prefix = None if context is None else self._prefix(context)
+        prefix = None
+        if context is not None:
+            # One object for as long as the context lives, so that its requests are computed together.
+            prefix = context.__dict__.get("_lkv_prefix") or paged.Prefix(context.tokens, context_pools(context))
+            context.__dict__["_lkv_prefix"] = prefix
         choose_token = token_chooser(self.model, [] if context is None else context.ids, sampling)
         with self._restarting:
-            if not self._manager.submit(name, ids, length, RequestInfo(prefix, choose_token)):
-                self._deliver(name, None, True, "the engine has failed; start another one.")
+            if not self._manager.submit(name, ids, length, paged.RequestInfo(prefix, choose_token)):
+                self._fail(name, "the engine has failed; start another one.")
 
-    def _prefix(self, context: Context) -> Any:
-        """The prefix of a context: one object for as long as that lives, so that its requests are computed together."""
-        from lkv.integrations.transformers.paged import Prefix
-
-        prefix = context.__dict__.get("_lkv_prefix")
-        if prefix is None:
-            prefix = context.__dict__["_lkv_prefix"] = Prefix(context.tokens, context_pools(context))
-        return prefix
-
+    @override
     def _cancel(self, name: str) -> None:
         self._manager.cancel_request(name)
         self._deliver(name, None, True)
 
+    @override
     def _end(self) -> None:
         self._manager.stop(block=True, timeout=30, hard_stop=True)
 
@@ -349,13 +406,15 @@ class PlainEngine(Engine):
         self._thread.start()
 
     @property
+    @override
     def is_alive(self) -> bool:
-        """Whether the computing thread runs."""
         return self._thread.is_alive()
 
+    @override
     def _check(self, context: Context | None, tokens: int) -> None:
         pass
 
+    @override
     def _begin(self, name: str, ids: list[int], context: Context | None, length: int, sampling: SamplingParams) -> None:
         self._stops[name] = StopOnRequest()
         self._queue.put((name, ids, context, length, sampling))
@@ -364,35 +423,30 @@ class PlainEngine(Engine):
         while (job := self._queue.get()) is not None:
             name, ids, context, length, sampling = job
             stop = self._stops[name]
+            options: dict[str, Any] = {
+                "max_new_tokens": length,
+                "streamer": _IdStreamer(partial(self._deliver, name)),
+                "stopping_criteria": StoppingCriteriaList([stop]),
+            }
             try:
-                if not stop.requested.is_set():
-                    self._compute(name, ids, context, length, sampling, stop)
+                if (sampler := sampling.sampler()) is not None:
+                    options["logits_processor"] = LogitsProcessorList([_SampledToken(sampler)])
+                if not stop.requested.is_set() and context is None:
+                    out = generate(self.model, self.tokenizer, [ids], 0, DynamicCache(), **options)
+                    self._deliver(name, out[0].tolist(), True)
+                elif not stop.requested.is_set():
+                    self._deliver(name, context.complete(ids, **options), True)
             except Exception as error:  # ends this request alone
-                self._deliver(name, None, True, f"the answer could not be computed ({error}); ask again.")
+                self._fail(name, error)
             del self._stops[name], job, context
 
-    def _compute(
-        self, name: str, ids: list[int], context: Context | None, length: int, sampling: SamplingParams,
-        stop: StopOnRequest,
-    ) -> None:  # fmt: skip
-        options: dict[str, Any] = {
-            "streamer": _IdStreamer(lambda ids: self._deliver(name, ids, False)),
-            "stopping_criteria": StoppingCriteriaList([stop]),
-        }
-        if (sampler := sampling.sampler()) is not None:
-            options["logits_processor"] = LogitsProcessorList([_SampledToken(sampler)])
-        if context is None:
-            out = generate(self.model, self.tokenizer, [ids], 0, DynamicCache(), max_new_tokens=length, **options)
-            answer = out[0].tolist()
-        else:
-            answer = context.complete(ids, length, **options)
-        self._deliver(name, answer, True)
-
+    @override
     def _cancel(self, name: str) -> None:
         if (stop := self._stops.get(name)) is not None:
             stop.requested.set()
         self._deliver(name, None, True)
 
+    @override
     def _end(self) -> None:
         for stop in list(self._stops.values()):
             stop.requested.set()
@@ -400,20 +454,22 @@ class PlainEngine(Engine):
         self._thread.join()
 
 
-class _IdStreamer:
+class _IdStreamer(BaseStreamer):
     """A streamer for generate that delivers all ids so far after each new one."""
 
-    def __init__(self, deliver: Callable[[list[int]], None]):
+    def __init__(self, deliver: Callable[[list[int], bool], None]):
         self._deliver = deliver
         self._ids: list[int] | None = None
 
-    def put(self, ids: Tensor) -> None:
+    @override
+    def put(self, value: Tensor) -> None:
         if self._ids is None:  # the first ids are the prompt's
             self._ids = []
             return
-        self._ids = self._ids + ids.flatten().tolist()
-        self._deliver(self._ids)
+        self._ids = self._ids + value.flatten().tolist()
+        self._deliver(self._ids, False)
 
+    @override
     def end(self) -> None:
         pass
 
@@ -424,6 +480,7 @@ class _SampledToken(LogitsProcessor):
     def __init__(self, sampler: Callable[[Tensor], int]):
         self._sampler = sampler
 
+    @override
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         chosen = torch.tensor([self._sampler(scores[0])], device=scores.device)
         return torch.full_like(scores, -torch.inf).index_fill_(1, chosen, 0.0)
@@ -465,11 +522,7 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         return f"{type(model).__name__} has sliding layers, whose windows reach from the question into the text."
     if settings := [name for name in _UNBATCHED if getattr(model.generation_config, name, None)]:
         return f"the model's generation_config sets {', '.join(settings)}, which a batch does not apply."
-    try:
-        import lkv.integrations.transformers.paged  # noqa: F401
-    except ImportError as error:
-        return f"transformers {transformers.__version__} has changed ({error})."
-    return None
+    return None if paged else f"transformers {transformers.__version__} has changed ({_IMPORT_ERROR})."
 
 
 def start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_requests: int = 256, **sizes: int) -> Engine:

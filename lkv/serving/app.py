@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -14,6 +15,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from tokenizers.decoders import DecodeStream
 
 from lkv.context.context import Context
 from lkv.errors import (
@@ -27,20 +29,9 @@ from lkv.errors import (
 )
 from lkv.integrations.continuous import Answer
 from lkv.serving.middleware import RequestGuard
-from lkv.serving.schemas import (
-    ChatRequest,
-    Completion,
-    ContextRequest,
-    context_object,
-    error_object,
-    job_object,
-    model_object,
-    parse,
-    usage_object,
-)
+from lkv.serving.schemas import ChatRequest, ContextRequest, error_object, parse
 from lkv.serving.service import Job, Service
 from lkv.serving.store import StoredContext, unknown_context
-from lkv.serving.text import IncrementalDetokenizer
 
 _STATUS: list[tuple[type[LkvError], int, str]] = [
     (UnknownContextError, 404, "not_found_error"),
@@ -52,6 +43,7 @@ _STATUS: list[tuple[type[LkvError], int, str]] = [
 ]
 _DISCONNECT_CHECK = 0.5  # seconds between checks whether a client is still there
 _POLL = 0.05  # seconds
+_INCOMPLETE = "\ufffd"  # what half a character is decoded to
 
 
 def make_app(
@@ -107,13 +99,13 @@ def _add_contexts(app: FastAPI, service: Service, wait: bool) -> None:
             await asyncio.sleep(_POLL)
             made = await asyncio.to_thread(service.store.describe, made.id) or made
         response.status_code = 200 if isinstance(made, StoredContext) else 202
-        return _object(made)
+        return made.as_object()
 
     @app.get("/v1/contexts")
     async def list_contexts() -> dict[str, Any]:
         stored = await asyncio.to_thread(service.store.list_contexts)
         contexts: list[StoredContext | Job] = [*service.jobs(), *stored]
-        return {"object": "list", "data": [_object(context) for context in contexts]}
+        return {"object": "list", "data": [context.as_object() for context in contexts]}
 
     @app.get("/v1/contexts/{name}")
     async def describe(name: str) -> dict[str, Any]:
@@ -122,17 +114,13 @@ def _add_contexts(app: FastAPI, service: Service, wait: bool) -> None:
             context = await asyncio.to_thread(service.store.describe, name)
         if context is None:
             raise unknown_context(name)
-        return _object(context)
+        return context.as_object()
 
     @app.delete("/v1/contexts/{name}")
     async def delete(name: str) -> dict[str, Any]:
         if not await asyncio.to_thread(service.delete, name):
             raise unknown_context(name)
         return {"object": "context", "id": name, "deleted": True}
-
-
-def _object(context: StoredContext | Job) -> dict[str, Any]:
-    return context_object(context) if isinstance(context, StoredContext) else job_object(context)
 
 
 async def _context_request(request: Request) -> ContextRequest:
@@ -211,7 +199,9 @@ class _AnswerResponse:
         self._context_tokens = 0 if context is None else context.tokens
         self._detokenizer = IncrementalDetokenizer(service.tokenizer, body.stops())
         self._seconds = service.limits.seconds
-        self._completion = Completion(body.model or service.name, uuid.uuid4().hex)
+        self._base = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model or service.name,
+        }  # fmt: skip
         self._has_usage = body.stream_options is not None and body.stream_options.include_usage
         self._is_late = False
 
@@ -221,21 +211,27 @@ class _AnswerResponse:
             text = "".join([piece async for piece in self._pieces()])
         except LkvError as error:
             return JSONResponse(error_object(str(error), "server_error"), 504 if self._is_late else 500)
-        return self._completion.whole(text, self._finish_reason(), self._usage())
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._finish_reason()}
+        return {**self._base, "object": "chat.completion", "choices": [choice], "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events."""
-        yield _event(self._completion.chunk({"role": "assistant", "content": ""}))
+        yield self._chunk({"role": "assistant", "content": ""})
         try:
             async for piece in self._pieces():
-                yield _event(self._completion.chunk({"content": piece}))
+                yield self._chunk({"content": piece})
         except LkvError as error:
             yield _event(error_object(str(error), "server_error"))
             return
-        yield _event(self._completion.chunk({}, self._finish_reason()))
+        yield self._chunk({}, self._finish_reason())
         if self._has_usage:
-            yield _event(self._completion.chunk(None, usage=self._usage()))
+            yield _event({**self._base, "object": "chat.completion.chunk", "choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
+
+    def _chunk(self, delta: dict[str, Any], reason: str | None = None) -> str:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return _event({**self._base, "object": "chat.completion.chunk", "choices": [choice]})
 
     async def _pieces(self) -> AsyncIterator[str]:
         """The answer's text as it is generated; cancels an answer whose client has gone, or that takes too long."""
@@ -271,11 +267,60 @@ class _AnswerResponse:
         return "stop" if self._detokenizer.is_stopped or self._answer.ended_by_token else "length"
 
     def _usage(self) -> dict[str, Any]:
-        return usage_object(self._answer.prompt_tokens, self._context_tokens, len(self._answer.ids))
+        prompt, answer = self._answer.prompt_tokens + self._context_tokens, len(self._answer.ids)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": self._context_tokens},  # read before
+        }  # fmt: skip
 
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
+
+
+class IncrementalDetokenizer:
+    """Decodes ids as they come and gives out only text that can no longer change.
+
+    All pieces together are the text that `Context.ask` gives, without white space at its ends, cut before the first of
+    `stops`. Each step reads the new tokens alone, with tokenizers' DecodeStream; a tokenizer that is not backed by it,
+    or that cleans up spaces afterwards, decodes all ids again.
+    """
+
+    def __init__(self, tokenizer: Any, stops: list[str]):
+        self._tokenizer, self._stops = tokenizer, stops
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if getattr(tokenizer, "clean_up_tokenization_spaces", False):
+            self._backend = None
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._longest = max(map(len, stops), default=0)
+        self._text = ""
+        self._read = self._sent = 0  # ids, characters
+        self.is_stopped = False
+
+    def push(self, ids: list[int], ended: bool) -> str:
+        """The new text, given all ids so far."""
+        text = self._decode(ids, ended).lstrip()
+        start = max(0, self._sent - self._longest)
+        places = [place for stop in self._stops if (place := text.find(stop, start)) >= 0]
+        if places:
+            self.is_stopped, text = True, text[: min(places)]
+        text = text.rstrip() if ended or places else text[: self._certain(text)]
+        piece = text[self._sent :]
+        self._sent += len(piece)
+        return piece
+
+    def _decode(self, ids: list[int], ended: bool) -> str:
+        if self._backend is None or ended:
+            return self._tokenizer.decode(ids, skip_special_tokens=True)
+        for token in ids[self._read :]:
+            self._text += self._stream.step(self._backend, token) or ""
+        self._read = len(ids)
+        return self._text
+
+    def _certain(self, text: str) -> int:
+        """How many characters of `text` stay: all but half characters, trailing white space and a begun stop."""
+        begun = (len(text) - size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        return len(text[: min([len(text), *begun])].rstrip(_INCOMPLETE).rstrip())
 
 
 def _add_others(app: FastAPI, service: Service) -> None:
@@ -290,7 +335,8 @@ def _add_others(app: FastAPI, service: Service) -> None:
     async def models() -> dict[str, Any]:
         stored = await asyncio.to_thread(service.store.list_contexts)
         names = [service.name, *(f"{service.name}:{context.id}" for context in stored)]
-        return {"object": "list", "data": [model_object(name) for name in names]}
+        about = {"object": "model", "created": 0, "owned_by": "lkv"}
+        return {"object": "list", "data": [{"id": name, **about} for name in names]}
 
     @app.get("/metrics")
     async def metrics() -> Response:

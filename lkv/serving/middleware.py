@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lkv.serving.schemas import error_object
@@ -24,13 +25,13 @@ class HeaderTimeoutProtocol(H11Protocol):
     header_seconds = 10.0
     _timer: asyncio.TimerHandle | None = None
 
+    @override
     def connection_made(self, transport: Any) -> None:
-        """Start to wait for headers."""
         super().connection_made(transport)
         self._timer = self.loop.call_later(self.header_seconds, transport.close)
 
+    @override
     def data_received(self, data: bytes) -> None:
-        """Stop to wait once they are complete; start again with the next request."""
         super().data_received(data)
         is_incomplete = self.conn.their_state is h11.IDLE
         if self._timer is not None and not is_incomplete:
@@ -39,8 +40,8 @@ class HeaderTimeoutProtocol(H11Protocol):
         elif self._timer is None and is_incomplete:
             self._timer = self.loop.call_later(self.header_seconds, self.transport.close)
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop to wait."""
         super().connection_lost(exc)
         if self._timer is not None:
             self._timer.cancel()

@@ -1,14 +1,11 @@
 """What clients send, checked once, and what they get, in the forms of OpenAI's API."""
 
-import time
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
 from lkv.errors import PromptError
-from lkv.integrations.sampling import SamplingParams
-from lkv.serving.service import Job
-from lkv.serving.store import StoredContext
+from lkv.integrations.continuous import SamplingParams
 
 # Fields of OpenAI's API that would change an answer in ways not offered here, with the values that leave it unchanged.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -110,58 +107,6 @@ def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:
         problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, problem["loc"]))[:100] or "the body"
         raise PromptError(f"{field}: {problem['msg']}; check the request.") from None
-
-
-def context_object(stored: StoredContext) -> dict[str, Any]:
-    """A context that is ready."""
-    return {
-        "object": "context", "id": stored.id, "name": stored.name, "status": "ready", "progress": 1.0,
-        "created": int(stored.created), "tokens": stored.tokens, "bytes": stored.nbytes,
-        "full_bytes": stored.full_nbytes, "method": stored.method, "retention": stored.retention,
-        "realised_retention": stored.realised_retention, "error": None,
-    }  # fmt: skip
-
-
-def job_object(job: Job) -> dict[str, Any]:
-    """A context that is being compressed, or could not be."""
-    return {
-        "object": "context", "id": job.id, "name": job.title, "status": "failed" if job.error else "compressing",
-        "progress": round(job.progress, 3), "created": int(job.created), "error": job.error,
-        "method": job.settings.method, "retention": job.settings.retention,
-    }  # fmt: skip
-
-
-def model_object(name: str) -> dict[str, Any]:
-    """A model as `/v1/models` lists it."""
-    return {"id": name, "object": "model", "created": 0, "owned_by": "lkv"}
-
-
-class Completion:
-    """The forms of one answer: whole, and as chunks of a stream."""
-
-    def __init__(self, model: str, number: str):
-        self._base = {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model}
-
-    def whole(self, text: str, reason: str, usage: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
-        return {**self._base, "object": "chat.completion", "choices": [choice], "usage": usage}
-
-    def chunk(self, delta: dict[str, Any] | None, reason: str | None = None, **more: Any) -> dict[str, Any]:
-        """A piece of the answer; without `delta` one that has no choices."""
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
-        choices = [] if delta is None else [choice]
-        return {**self._base, "object": "chat.completion.chunk", "choices": choices, **more}
-
-
-def usage_object(question: int, context: int, answer: int) -> dict[str, Any]:
-    """Tokens read and generated; those of the context were read before."""
-    prompt = question + context
-    return {
-        "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": context},
-    }  # fmt: skip
 
 
 def error_object(message: str, kind: str, code: str | None = None) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from lkv.context.context import Context, check_text, compress_ids
 from lkv.errors import BusyError, LkvError, PromptError, StoreError, UnknownContextError, check_retention
-from lkv.integrations.continuous import Answer, start
-from lkv.integrations.sampling import SamplingParams
+from lkv.integrations.continuous import Answer, SamplingParams, start
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import max_positions
 from lkv.methods.registry import parse_method
@@ -35,23 +34,14 @@ _CHARACTERS_PER_TOKEN = 64
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one server.
+    """Limits of one server."""
 
-    Attributes:
-        upload_bytes: Size of a request.
-        requests: Open chat requests.
-        texts: Texts that wait to be compressed.
-        answer_tokens: Tokens of an answer.
-        seconds: Duration of an answer.
-        store_bytes: Size of all stored contexts.
-    """
-
-    upload_bytes: int = 16 * 2**20
-    requests: int = 64
-    texts: int = 16
+    upload_bytes: int = 16 * 2**20  # of a request
+    requests: int = 64  # open chat requests
+    texts: int = 16  # that wait to be compressed
     answer_tokens: int = 1024
-    seconds: float = 300.0
-    store_bytes: int = 64 * 2**30
+    seconds: float = 300.0  # of an answer
+    store_bytes: int = 64 * 2**30  # of all stored contexts
 
 
 @dataclass
@@ -67,6 +57,14 @@ class Job:
     error: str | None = None
     is_cancelled: bool = False  # by a deletion or at the end of the server
     is_deleted: bool = False
+
+    def as_object(self) -> dict[str, Any]:
+        """What clients get: a context that is being compressed, or could not be."""
+        return {
+            "object": "context", "id": self.id, "name": self.title, "status": "failed" if self.error else "compressing",
+            "progress": round(self.progress, 3), "created": int(self.created), "error": self.error,
+            "method": self.settings.method, "retention": self.settings.retention,
+        }  # fmt: skip
 
 
 class _CancelledError(Exception):
@@ -105,26 +103,30 @@ class Service:
         """Whether questions are answered and texts compressed."""
         return self.engine.is_alive and self._worker.is_alive()
 
-    # Contexts
-
     def add(
         self, text: str, title: str = "", system: str | None = None, retention: float | None = None
     ) -> StoredContext | Job:
         """The stored context of `text`, or the job that compresses it.
 
-        Raises:
-            PromptError: For a text that cannot be read.
-            BusyError: If too many texts wait.
-            StoreError: If the store is full.
+        Raises PromptError for a text that cannot be read, BusyError if too many texts wait, StoreError if the store is
+        full.
         """
         check_text(text, "the text", "give some text to compress")
         if system is not None:
             check_text(system, "the system prompt", "give some text, or leave it out")
         share = self._settings.retention if retention is None else check_retention(retention)
         settings = self._settings._replace(retention=share, system=system)
-        self._check_length(text, system)
+        self._check_characters(len(text) + len(system or ""), "the text")
+        with self._tokenizing:
+            tokens = len(encode_context(self.tokenizer, text, system))
+        if tokens >= (limit := max_positions(self.model)):
+            raise PromptError(
+                f"the text has {tokens} tokens, but the model reads at most {limit}, question and answer included; "
+                "shorten it."
+            )
         name = context_id(text, settings)
-        if (job := self._running(name)) is not None:
+        job = self._jobs.get(name)
+        if job is not None and job.error is None:
             return job
         stored = self.store.describe(name)
         if stored is not None:
@@ -149,10 +151,6 @@ class Service:
         """The job of a context that waits, is being compressed or could not be."""
         return self._jobs.get(name)
 
-    def _running(self, name: str) -> Job | None:
-        job = self._jobs.get(name)
-        return job if job is not None and job.error is None else None
-
     def jobs(self) -> list[Job]:
         """All jobs."""
         with self._lock:
@@ -174,17 +172,6 @@ class Service:
         if job is not None:
             raise UnknownContextError(f"the context {name!r} could not be made: {job.error}")
         return self.store.get(name)
-
-    def _check_length(self, text: str, system: str | None = None) -> None:
-        limit = max_positions(self.model)
-        self._check_characters(len(text) + len(system or ""), "the text")
-        with self._tokenizing:
-            tokens = len(encode_context(self.tokenizer, text, system))
-        if tokens >= limit:
-            raise PromptError(
-                f"the text has {tokens} tokens, but the model reads at most {limit}, question and answer included; "
-                "shorten it."
-            )
 
     def _check_characters(self, characters: int, subject: str) -> None:
         limit = max_positions(self.model)
@@ -239,17 +226,13 @@ class Service:
             for name in failed[: max(0, len(failed) - _FAILED_JOBS)]:
                 del self._jobs[name]
 
-    # Answers
-
     def ask(
         self, messages: list[dict[str, str]], context: Context | None, max_tokens: int | None, sampling: SamplingParams,
         notify: Callable[[], None] | None = None,
     ) -> Answer:  # fmt: skip
         """The answer to the last of `messages`, about `context` if given.
 
-        Raises:
-            PromptError: For messages that the model's template refuses, or that are too long.
-            BusyError: If too many requests are open.
+        Raises PromptError for messages that the template refuses or that are too long, BusyError for too many requests.
         """
         self._check_characters(sum(len(message["content"]) for message in messages), "the conversation")
         check_text(messages[-1]["content"], "the question", "ask something")
@@ -275,8 +258,6 @@ class Service:
         self._waiting.put(None)
         self.engine.stop(seconds)
         self._worker.join(seconds)
-
-    # Metrics
 
     def tokens_per_second(self) -> float:
         """Generated tokens per second, over the last ten seconds or since the last call."""

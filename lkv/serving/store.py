@@ -70,6 +70,15 @@ class StoredContext(BaseModel):
             realised_retention=round(context.realised_retention(), 6),
         )  # fmt: skip
 
+    def as_object(self) -> dict[str, Any]:
+        """What clients get: a context that is ready."""
+        return {
+            "object": "context", "id": self.id, "name": self.name, "status": "ready", "progress": 1.0,
+            "created": int(self.created), "tokens": self.tokens, "bytes": self.nbytes,
+            "full_bytes": self.full_nbytes, "method": self.method, "retention": self.retention,
+            "realised_retention": self.realised_retention, "error": None,
+        }  # fmt: skip
+
 
 class ContextStore:
     """Contexts of one model in a folder, local or remote. Several threads and processes may use it.
@@ -79,17 +88,10 @@ class ContextStore:
     """
 
     def __init__(self, url: str, model: Any, tokenizer: Any, policy: str | None, memory_bytes: int):
-        """Open or create a store.
+        """Open or create a store in a folder, or at a URL of fsspec (s3://..., memory://...).
 
-        Args:
-            url: A local folder, or a URL of fsspec (s3://..., memory://...).
-            model: The model of all contexts.
-            tokenizer: Its tokenizer.
-            policy: Digest of the policy in use.
-            memory_bytes: Contexts beyond this size leave memory, except the last used one.
-
-        Raises:
-            StoreError: For a place that cannot be used.
+        `policy` is the digest of the one in use. Contexts beyond `memory_bytes` leave memory, except the last used one.
+        Raises StoreError for a place that cannot be used.
         """
         self._model, self._tokenizer, self._policy, self._limit = model, tokenizer, policy, memory_bytes
         try:
@@ -104,11 +106,7 @@ class ContextStore:
         self._loading: dict[str, threading.Lock] = {}
 
     def put(self, stored: StoredContext, context: Context) -> None:
-        """Write a context and keep it in memory.
-
-        Raises:
-            StoreError: If it cannot be written; older files of the same id are then unchanged.
-        """
+        """Write a context and keep it in memory; after a StoreError older files of the same id are unchanged."""
         with self._store_errors("written", "free some space, or give another place for contexts"):
             with self._writing(stored.id + _CONTEXT) as path:
                 context.save(path)
@@ -117,12 +115,7 @@ class ContextStore:
         self._keep(stored.id, context)
 
     def get(self, name: str) -> Context:
-        """A context, from memory or from its file.
-
-        Raises:
-            UnknownContextError: If it is not stored.
-            ContextFileError: If its file is damaged, or of another model or policy.
-        """
+        """A context, from memory or its file. Raises UnknownContextError, or ContextFileError for a damaged file."""
         with self._store_errors("read", "try again"):
             is_stored = bool(_ID.fullmatch(name)) and self._files.exists(self._path(name + _DESCRIPTION))
         with self._lock:

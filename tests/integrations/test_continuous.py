@@ -14,16 +14,17 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from lkv.context.context import compress
 from lkv.errors import BusyError, IntegrationError, LkvError, PromptError
 from lkv.integrations import continuous
-from lkv.integrations.continuous import ContinuousEngine, PlainEngine, start, unsupported_reason
-from lkv.integrations.sampling import Sampler, SamplingParams
+from lkv.integrations.continuous import (
+    ContinuousEngine,
+    PlainEngine,
+    Sampler,
+    SamplingParams,
+    start,
+    unsupported_reason,
+)
 from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
-
-try:
-    from lkv.integrations.transformers.paged import PagedBatch, PrefixBatchingManager
-except ImportError:  # transformers before 5.17
-    PagedBatch = PrefixBatchingManager = None
 
 QUESTIONS = ["what is one ?", "and what now then please ?", "why ?", "where did all of them go to ?"]
 NEWER = pytest.mark.skipif(
@@ -50,8 +51,30 @@ def asked(question):
     return encode_question(Words(), question)
 
 
+def until(condition, seconds=20):
+    """Wait for a condition, which must come true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def expected(context, question, length):
     return [int(word) for word in context.ask(question, length).split()]
+
+
+@pytest.fixture
+def batching(model):
+    """Starts ContinuousEngines of these sizes; they are stopped at the end."""
+    started = []
+
+    def batching(*args, **sizes):
+        started.append(ContinuousEngine(model, Words(), *args, **sizes))
+        return started[-1]
+
+    yield batching
+    for engine in started:
+        engine.stop(0)
 
 
 @pytest.fixture(params=[pytest.param(ContinuousEngine, marks=NEWER), PlainEngine])
@@ -62,11 +85,11 @@ def engine(request, model):
 
 
 @NEWER
-def test_a_thousand_requests_in_any_order_with_cancellations(model, contexts):
+def test_a_thousand_requests_in_any_order_with_cancellations(batching, model, contexts):
     draw = random.Random(3)
     threads = threading.active_count()
     # Few pages, small steps: questions are read in parts, and requests wait for pages.
-    engine = ContinuousEngine(model, Words(), 1000, pages=48, page_size=8, batch_tokens=24, requests=24)
+    engine = batching(1000, pages=48, page_size=8, batch_tokens=24, requests=24)
     wanted = {
         (place, question, length): expected(contexts[place], question, length)
         for place in range(4) for question in QUESTIONS for length in (1, 2, 5)
@@ -84,10 +107,14 @@ def test_a_thousand_requests_in_any_order_with_cancellations(model, contexts):
         cancelled += answer.cancelled
         assert found == (right[: len(found)] if answer.cancelled else right)
     assert 20 < cancelled < 200 and engine.open == 0
-    deadline = time.monotonic() + 20
-    while (engine.active_requests() or len(set(engine.free_pages())) > 1) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert engine.active_requests() == 0 and engine.free_pages()[0] == engine.free_pages()[1] >= 48
+    manager, pool = engine._manager, engine._manager.batch_processor.cache.pool
+
+    def is_empty():
+        pool.try_to_free_sectors()
+        return not manager.requests and pool.num_free_sectors == pool.num_sectors
+
+    until(is_empty)
+    assert pool.num_sectors >= 48
     assert engine.tokens == sum(len(answer.ids) for answer, _ in requests)
     engine.stop()
     assert threading.active_count() == threads
@@ -132,8 +159,8 @@ def test_a_configuration_that_a_batch_cannot_heed_is_answered_one_by_one(model, 
 
 
 @NEWER
-def test_other_uses_of_the_model_go_on_meanwhile(model, contexts):
-    engine = ContinuousEngine(model, Words())
+def test_other_uses_of_the_model_go_on_meanwhile(batching, model, contexts):
+    engine = batching()
     right = expected(contexts[0], QUESTIONS[3], 60)
     answers = [engine.submit(asked(QUESTIONS[3]), contexts[0], 60) for _ in range(4)]
     assert expected(contexts[1], QUESTIONS[0], 9) == expected(contexts[1], QUESTIONS[0], 9)
@@ -141,18 +168,16 @@ def test_other_uses_of_the_model_go_on_meanwhile(model, contexts):
         QUESTIONS[1], 5
     )
     assert [answer.result(60) for answer in answers] == [right] * 4
-    engine.stop()
 
 
 @NEWER
-def test_equal_questions_about_different_texts_share_nothing(model, contexts):
+def test_equal_questions_about_different_texts_share_nothing(batching, model, contexts):
     """Long enough for whole pages, which the library would find by their ids."""
-    engine = ContinuousEngine(model, Words(), page_size=4)
+    engine = batching(page_size=4)
     question = " ".join(QUESTIONS)
     answers = [engine.submit(asked(question), context, 6).result(60) for context in [*contexts, *contexts]]
     assert answers == [expected(context, question, 6) for context in contexts] * 2
     assert len(set(map(tuple, answers))) > 1
-    engine.stop()
 
 
 def test_sampling_is_by_seed_and_of_its_request_alone(engine, contexts):
@@ -224,11 +249,7 @@ def test_a_context_dies_with_its_last_request(engine, model):
     answer = engine.submit(asked("why ?"), context, 5)
     del context
     assert answer.result(60)
-    deadline = time.monotonic() + 10
-    while reference() is not None and time.monotonic() < deadline:
-        time.sleep(0.05)
-        gc.collect()
-    assert reference() is None
+    until(lambda: gc.collect() < 0 or reference() is None)
 
 
 def test_too_many_too_long_and_stopped(engine, model, contexts):
@@ -249,16 +270,8 @@ def test_too_many_too_long_and_stopped(engine, model, contexts):
 
 
 @NEWER
-def test_a_stop_lets_open_answers_end(model, contexts):
-    engine = ContinuousEngine(model, Words())
-    answer = engine.submit(asked("why ?"), contexts[0], 40)
-    engine.stop(60)
-    assert answer.result(1) == expected(contexts[0], "why ?", 40)
-
-
-@NEWER
-def test_what_cannot_be_served_is_said(model, contexts):
-    engine = ContinuousEngine(model, Words(), pages=4, page_size=8)
+def test_what_cannot_be_served_is_said(batching, model, contexts):
+    engine = batching(pages=4, page_size=8)
     with pytest.raises(LkvError, match="may have 32 tokens here, not 43"):
         engine.submit(asked("why ?"), contexts[0], 40 - 1 + 0)
     foreign = compress(tiny_llama(1, torch.float32), Words(), TEXT, method="knorm", retention=0.3)
@@ -267,11 +280,13 @@ def test_what_cannot_be_served_is_said(model, contexts):
     evicting = compress(model, Words(), TEXT, method="knorm", retention=0.3, decode_eviction=True)
     with pytest.raises(IntegrationError, match="cannot be shared"):
         engine.submit(asked("why ?"), evicting, 3)
+    assert len(engine.submit(asked("why ?"), contexts[0]).result(60)) <= 32 - len(asked("why ?"))  # the default
+    with pytest.raises(PromptError, match="may have 32 tokens here"):
+        engine.submit(list(range(3, 40)), contexts[0])
     assert engine.open == 0
-    engine.stop()
 
 
-def test_where_the_version_does_not_fit_answers_come_one_by_one(model, contexts, monkeypatch, caplog):
+def test_where_the_version_does_not_fit_answers_come_one_by_one(batching, model, contexts, monkeypatch, caplog):
     monkeypatch.setattr("transformers.__version__", "5.16.2")
     with caplog.at_level(logging.WARNING):
         engine = start(model, Words())
@@ -279,7 +294,7 @@ def test_where_the_version_does_not_fit_answers_come_one_by_one(model, contexts,
     assert engine.submit(asked("why ?"), contexts[0], 4).result(60) == expected(contexts[0], "why ?", 4)
     engine.stop()
     with pytest.raises(IntegrationError, match="cannot be used: it needs"):
-        ContinuousEngine(model, Words())
+        batching()
 
 
 @NEWER
@@ -323,22 +338,20 @@ def test_a_request_that_raises_ends_alone(engine, contexts, monkeypatch):
             answer.result(60)
     assert other.result(60) == expected(contexts[1], "why ?", 40)
     assert engine.submit(asked("why ?"), contexts[0], 6).result(60) == expected(contexts[0], "why ?", 6)
-    deadline = time.monotonic() + 20
-    while engine.open and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert engine.is_alive and engine.open == 0
+    until(lambda: not engine.open)
+    assert engine.is_alive
 
 
 @NEWER
-def test_a_step_that_raises_fails_its_requests_and_the_engine_is_started_again(model, contexts, monkeypatch):
-    engine = ContinuousEngine(model, Words(), pages=64, page_size=8)
+def test_a_step_that_raises_fails_its_requests_and_the_engine_is_started_again(batching, model, contexts, monkeypatch):
+    engine = batching(pages=64, page_size=8)
     assert engine.submit(asked("why ?"), contexts[0], 2).result(60)
 
     def fail(*_):
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PagedBatch, "attend", fail)
+        patch.setattr(continuous.paged.PagedBatch, "attend", fail)
         failed = [engine.submit(asked("why ?"), contexts[0], 6) for _ in range(3)]
         for answer in failed:
             with pytest.raises(IntegrationError, match=r"could not be computed .out of memory.|has failed"):
@@ -351,29 +364,15 @@ def test_a_step_that_raises_fails_its_requests_and_the_engine_is_started_again(m
 
 
 @NEWER
-def test_an_engine_that_cannot_start_is_not_alive(model, contexts, monkeypatch):
+def test_an_engine_that_cannot_start_is_not_alive(batching, model, contexts, monkeypatch):
     def fail(self):
         raise RuntimeError("no memory for the pages")
 
-    monkeypatch.setattr(PrefixBatchingManager, "_create_batch_processor", fail)
-    engine = ContinuousEngine(model, Words())
-    deadline = time.monotonic() + 10
-    while engine.is_alive and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not engine.is_alive
+    monkeypatch.setattr(continuous.paged.PrefixBatchingManager, "_create_batch_processor", fail)
+    engine = batching()
+    until(lambda: not engine.is_alive)
     with pytest.raises(IntegrationError, match="the engine has failed"):
         engine.submit(asked("why ?"), contexts[0], 3).result(10)
-    engine.stop(1)
-
-
-@NEWER
-def test_the_default_length_is_what_the_pages_leave(model, contexts):
-    engine = ContinuousEngine(model, Words(), pages=4, page_size=8)
-    answer = engine.submit(asked("why ?"), contexts[0])
-    assert len(answer.result(60)) <= 32 - len(asked("why ?"))
-    with pytest.raises(PromptError, match="may have 32 tokens here"):
-        engine.submit(list(range(3, 40)), contexts[0])
-    engine.stop()
 
 
 def test_a_request_that_cannot_begin_takes_no_place(engine, contexts, monkeypatch):

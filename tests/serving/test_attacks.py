@@ -20,13 +20,21 @@ from tests.serving.server import KNORM, OTHER, TEXT, form, serving, until
 TURN = [{"role": "user", "content": "Who?"}]
 
 
-def make(parts, folder, **options):
-    return Service(*parts, "tiny", str(folder), **KNORM | options)
+@pytest.fixture
+def make(parts, tmp_path):
+    """A service in a folder of `tmp_path`, stopped at the end."""
+    made = []
+
+    def make(folder="", **options):
+        made.append(Service(*parts, "tiny", str(tmp_path / folder), **KNORM | options))
+        return made[-1]
+
+    yield make
+    for service in made:
+        service.stop(0)
 
 
-@pytest.mark.parametrize(
-    "extreme", [{"temperature": 1e-40}, {"temperature": 1, "top_p": 1e-50}, {"temperature": 1e-300}]
-)
+@pytest.mark.parametrize("extreme", [{"temperature": 1e-300}, {"temperature": 1, "top_p": 1e-50}])
 def test_extreme_sampling_leaves_the_engine_alive(server, extreme):
     greedy = server.answer("Who?")
     assert server.answer("Who?", **extreme, seed=1) == greedy == server.answer("Who?")
@@ -109,18 +117,17 @@ def test_clients_learn_nothing_of_files(parts, tmp_path, monkeypatch):
         assert status == 409 and str(tmp_path) not in content["error"]["message"]
 
 
-def test_unknown_ids_keep_no_memory(parts, tmp_path):
-    service = make(parts, tmp_path)
+def test_unknown_ids_keep_no_memory(make):
+    service = make()
     for name in ("x" * 10_000, "a" * 32 + "-" + "b" * 16):
         with pytest.raises(UnknownContextError) as error:
             service.context(name)
         assert len(str(error.value)) < 200
     assert service.store._loading == {}
-    service.stop(0)
 
 
-def test_one_bad_description_breaks_no_listing(parts, tmp_path):
-    service, bad = make(parts, tmp_path), f"{'a' * 32}-{'b' * 16}"
+def test_one_bad_description_breaks_no_listing(make, tmp_path):
+    service, bad = make(), f"{'a' * 32}-{'b' * 16}"
     job = service.add(TEXT)
     until(lambda: not service.jobs())
     good = json.loads((tmp_path / f"{job.id}.json").read_text()) | {"id": bad}
@@ -134,11 +141,10 @@ def test_one_bad_description_breaks_no_listing(parts, tmp_path):
         assert service.store.describe(bad) is None and list(service.collect())
     (tmp_path / f"{bad}.json").write_text(json.dumps(good))
     assert service.store.describe(bad) is not None
-    service.stop(0)
 
 
-def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(parts, tmp_path):
-    service = make(parts, tmp_path / "store", limits=Limits(store_bytes=100))
+def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(make, tmp_path):
+    service = make("store", limits=Limits(store_bytes=100))
     (tmp_path / "store").rmdir()
     assert service.store.list_contexts() == [] and service.store.nbytes() == 0
     service.add(TEXT)
@@ -146,7 +152,6 @@ def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(parts, tmp_pat
     with pytest.raises(StoreError, match=r"the store is full .100 bytes.; delete contexts first"):
         service.add(OTHER)
     assert isinstance(service.add(TEXT), StoredContext)
-    service.stop(0)
 
 
 def test_what_the_store_raises_is_one_sentence(parts, tmp_path, monkeypatch):
@@ -160,49 +165,37 @@ def test_what_the_store_raises_is_one_sentence(parts, tmp_path, monkeypatch):
         name = server.compressed(TEXT)
         for attribute in ("exists", "ls", "cat_file", "rm_file"):
             monkeypatch.setattr(server.service.store._files, attribute, fail)
-        for path, method in (
-            ("/v1/contexts", "GET"),
-            (f"/v1/contexts/{name}", "GET"),
-            (f"/v1/contexts/{name}", "DELETE"),
-        ):
-            status, message = server.problem(path, method=method)
+        for path, method in (("", "GET"), (f"/{name}", "GET"), (f"/{name}", "DELETE")):
+            status, message = server.problem(f"/v1/contexts{path}", method=method)
             assert status == 507 and "no credentials" in message
 
 
-class Held:
-    """Compressions of a service that wait until they are released."""
+def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
+    first, second = make(), make()
+    release, begun, plain = threading.Event(), threading.Event(), service_module.compress_ids
 
-    def __init__(self, monkeypatch):
-        self.release, self.begun, plain = threading.Event(), threading.Event(), service_module.compress_ids
+    def held(*args, **options):
+        begun.set()
+        context = plain(*args, **options | {"progress": None})
+        release.wait(20)
+        return context
 
-        def held(*args, **options):
-            self.begun.set()
-            context = plain(*args, **options | {"progress": None})
-            self.release.wait(20)
-            return context
-
-        monkeypatch.setattr(service_module, "compress_ids", held)
-
-
-def test_the_end_of_a_server_deletes_nothing_of_another(parts, tmp_path, monkeypatch):
-    first, second = make(parts, tmp_path), make(parts, tmp_path)
     with monkeypatch.context() as patch:
-        held = Held(patch)
+        patch.setattr(service_module, "compress_ids", held)
         job = first.add(TEXT)
-        assert held.begun.wait(20)
+        assert begun.wait(20)
     assert second.add(TEXT).id == job.id
     until(lambda: second.store.describe(job.id))
     stopping = threading.Thread(target=first.stop, args=(20,))
     stopping.start()
     until(lambda: job.is_cancelled)
-    held.release.set()
+    release.set()
     stopping.join()
     assert second.store.describe(job.id) is not None
-    second.stop(0)
 
 
-def test_a_deletion_that_fails_leaves_the_worker_alive(parts, tmp_path, monkeypatch):
-    service = make(parts, tmp_path)
+def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
+    service = make()
     plain = service.store.put
 
     def put(stored, context):
@@ -224,8 +217,8 @@ def test_a_deletion_that_fails_leaves_the_worker_alive(parts, tmp_path, monkeypa
     until(lambda: not service.is_healthy)
 
 
-def test_no_lock_is_held_while_the_store_is_read(parts, tmp_path, monkeypatch):
-    service, reading, release = make(parts, tmp_path), threading.Event(), threading.Event()
+def test_no_lock_is_held_while_the_store_is_read(make, monkeypatch):
+    service, reading, release = make(), threading.Event(), threading.Event()
 
     def describe(name):
         reading.set()
@@ -241,12 +234,11 @@ def test_no_lock_is_held_while_the_store_is_read(parts, tmp_path, monkeypatch):
     assert not asking.is_alive()
     release.set()
     adding.join()
-    service.stop(5)
 
 
-def test_ids_do_not_depend_on_the_server(parts, tmp_path):
-    service = make(parts, tmp_path)
-    assert context_id(TEXT, service._settings) == make(parts, tmp_path).add(TEXT).id
+def test_ids_do_not_depend_on_the_server(make):
+    service = make()
+    assert context_id(TEXT, service._settings) == make().add(TEXT).id
     with pytest.raises(PromptError, match="the text is empty"):
         service.add(" ")
 

@@ -64,24 +64,10 @@ def test_what_another_process_deleted_is_not_answered(model, tmp_path):
 
 
 def test_names_tell_texts_and_settings_apart():
-    changes = [
-        {},
-        {"retention": 0.3},
-        {"policy": "p"},
-        {"model": "m"},
-        {"system": "s"},
-        {"method": "tova"},
-        {"tokenizer": "t"},
-    ]
-    different = [SETTINGS._replace(**change) for change in changes]
+    changes = {"retention": 0.3, "policy": "p", "model": "m", "system": "s", "method": "tova", "tokenizer": "t"}
+    different = [SETTINGS, *(SETTINGS._replace(**{name: value}) for name, value in changes.items())]
     assert len({context_id(text, settings) for text in ("a", "b") for settings in different}) == 14
     assert context_id("a", SETTINGS) == context_id("a", CompressionSettings(*SETTINGS))
-
-
-def test_the_same_text_twice_is_one_file(model, tmp_path):
-    store = made(tmp_path, model)
-    assert add(store, model, TEXT)[0] == add(store, model, TEXT)[0]
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".kv"]
 
 
 def test_the_least_recently_used_leave_memory_alone(model, tmp_path):
@@ -97,12 +83,8 @@ def test_the_least_recently_used_leave_memory_alone(model, tmp_path):
     answer = compress(model, Words(), texts[1], method="knorm", retention=0.4).ask("why ?", 6)
     assert store.get(second).ask("why ?", 6) == answer and set(store.resident()) == {third, second}
     assert len(store.list_contexts()) == 3
-
-
-def test_a_context_larger_than_all_memory_is_still_served(model, tmp_path):
-    store = made(tmp_path, model, memory=1)
-    name, _ = add(store, model, TEXT)
-    assert set(store.resident()) == {name}
+    small = made(tmp_path, model, memory=1)  # a context larger than that is served all the same
+    assert small.get(first).ask("why ?", 6) and set(small.resident()) == {first}
 
 
 def test_threads_that_want_one_context_load_it_once(model, tmp_path, monkeypatch):
@@ -116,18 +98,6 @@ def test_threads_that_want_one_context_load_it_once(model, tmp_path, monkeypatch
     for thread in threads:
         thread.join()
     assert len(loads) == 1 and len(found) == 8 and len(set(map(id, found))) == 1
-
-
-@pytest.mark.parametrize("damage", ["cut", "flip", "foreign", "empty"])
-def test_damaged_files_are_named(model, tmp_path, damage):
-    name, _ = add(made(tmp_path, model), model, TEXT)
-    path = tmp_path / f"{name}.kv"
-    data = bytearray(path.read_bytes())
-    if damage == "flip":
-        data[-3] ^= 1
-    path.write_bytes({"cut": data[:-50], "flip": data, "foreign": b"hello" * 99, "empty": b""}[damage])
-    with pytest.raises(ContextFileError, match="compress again"):
-        made(tmp_path, model).get(name)
 
 
 def test_a_context_of_another_model_or_policy_is_refused(tmp_path, model):
@@ -171,12 +141,10 @@ def test_only_ids_reach_the_files(model, tmp_path):
     assert store.list_contexts() == [] and (tmp_path / "other.kv").exists()
 
 
-def test_places_that_cannot_be_used_are_named(model, tmp_path):
+def test_a_place_that_cannot_be_used_is_named(model, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match="cannot be stored at"):
         made(tmp_path / "file" / "folder", model)
-    with pytest.raises(StoreError, match="Protocol not known"):
-        made("nosuch://place", model)
 
 
 def test_what_is_listed_is_complete(model, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput
+from typing_extensions import override
 
 from lkv.integrations.transformers.attention import override_attention, patch_attention
 from lkv.kernels.ragged_attention import masked_attention, merge_attention, ragged_attention
@@ -54,8 +55,31 @@ class PagedBatch:
     """The attention of one forward pass; its masks are shared by all layers."""
 
     def __init__(self, rows: list[BatchRow], device: torch.device):
-        self._blocks = _attention_blocks(rows, device)
-        self._prefixes = _rows_of_prefixes(rows, device)
+        # New tokens, keys and their visibility [1, 1, n, k], for groups of requests that are computed at once.
+        self._blocks: list[tuple[slice, slice, Tensor]] = []
+        groups: list[list[BatchRow]] = []
+        places: dict[Prefix, list[int]] = {}
+        new = stored = start = first = 0
+        for row in rows:
+            new, stored = new + row.new, stored + row.new + row.past
+            if not groups or new * stored > _MAX_SCORES:
+                groups.append([])
+                new, stored = row.new, row.new + row.past
+            groups[-1].append(row)
+            if row.prefix is not None:
+                places.setdefault(row.prefix, []).extend(range(start, start + row.new))
+            start += row.new
+        # The positions in the batch of the new tokens that follow each prefix.
+        self._prefixes = [(prefix, torch.tensor(positions, device=device)) for prefix, positions in places.items()]
+        start = 0
+        for group in groups:
+            visible = torch.block_diag(
+                *(torch.ones(row.new, row.new + row.past, dtype=torch.bool).tril(row.past) for row in group)
+            )
+            new, stored = visible.shape
+            mask = visible.bool().to(device)[None, None]
+            self._blocks.append((slice(start, start + new), slice(first, first + stored), mask))
+            start, first = start + new, first + stored
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, kwargs: dict[str, Any]
@@ -74,39 +98,6 @@ class PagedBatch:
         return out.transpose(1, 2)
 
 
-def _attention_blocks(rows: list[BatchRow], device: torch.device) -> list[tuple[slice, slice, Tensor]]:
-    """New tokens, keys and their visibility [1, 1, n, k], for groups of requests that are computed at once."""
-    groups: list[list[BatchRow]] = []
-    new = stored = 0
-    for row in rows:
-        new, stored = new + row.new, stored + row.new + row.past
-        if not groups or new * stored > _MAX_SCORES:
-            groups.append([])
-            new, stored = row.new, row.new + row.past
-        groups[-1].append(row)
-    blocks, start, first = [], 0, 0
-    for group in groups:
-        visible = torch.block_diag(
-            *(torch.ones(row.new, row.new + row.past, dtype=torch.bool).tril(row.past) for row in group)
-        )
-        new, stored = visible.shape
-        mask = visible.bool().to(device)[None, None]
-        blocks.append((slice(start, start + new), slice(first, first + stored), mask))
-        start, first = start + new, first + stored
-    return blocks
-
-
-def _rows_of_prefixes(rows: list[BatchRow], device: torch.device) -> list[tuple[Prefix, Tensor]]:
-    """The positions in the batch of the new tokens that follow each prefix."""
-    places: dict[Prefix, list[int]] = {}
-    start = 0
-    for row in rows:
-        if row.prefix is not None:
-            places.setdefault(row.prefix, []).extend(range(start, start + row.new))
-        start += row.new
-    return [(prefix, torch.tensor(positions, device=device)) for prefix, positions in places.items()]
-
-
 class CallbackRouter(OutputRouter):
     """Passes every result to one function, in the thread that computes."""
 
@@ -114,12 +105,12 @@ class CallbackRouter(OutputRouter):
         super().__init__()
         self._deliver = deliver
 
+    @override
     def deliver(self, output: GenerationOutput) -> None:
-        """Pass one result on."""
         self._deliver(output.request_id, output.generated_tokens, output.is_finished(), output.error)
 
+    @override
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
-        """Pass all results on."""
         for output in outputs:
             self.deliver(output)
 
@@ -153,11 +144,12 @@ class PrefixBatchingManager(ContinuousBatchingManager):
         self._deliver, self._on_failure = deliver, on_failure
         self.output_router = CallbackRouter(self._deliver_and_forget)
 
+    @override
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Do nothing: LKV's own attention is used and needs no masks of transformers."""
+        pass  # LKV's own attention is used and needs no masks of transformers
 
+    @override
     def start(self) -> None:
-        """Start the computing thread, a daemon thread."""
         self.background_thread_status.clear()
         thread: Any = threading.Thread(target=self._run, daemon=True)
         self._generation_thread = thread
@@ -176,29 +168,24 @@ class PrefixBatchingManager(ContinuousBatchingManager):
         self.requests.pop(request, None)
         return False
 
+    @override
     def cancel_request(self, request_id: str) -> None:
-        """End a request; its pages and its prefix are released after the current pass."""
+        # Its pages and its prefix are released after the current pass.
         self._cancelled.add(request_id)
         super().cancel_request(request_id)
-
-    def free_pages(self) -> tuple[int, int]:
-        """Free pages and all pages."""
-        pool = self.batch_processor.cache.pool if self.batch_processor is not None else None
-        if pool is None:
-            return 0, 0
-        pool.try_to_free_sectors()
-        return pool.num_free_sectors, pool.num_sectors
 
     def _deliver_and_forget(self, request: str, ids: list[int], ended: bool, error: str | None) -> None:
         if ended:
             self.requests.pop(request, None)
         self._deliver(request, ids, ended, error)
 
+    @override
     def _create_batch_processor(self) -> Any:
         processor: Any = super()._create_batch_processor()
         processor.model_runner._sample = self._sample
         return processor
 
+    @override
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
         should_continue = super()._generation_loop_body(batch_processor, bootstrapping)
         for request, error in self._failures.items():
@@ -212,6 +199,7 @@ class PrefixBatchingManager(ContinuousBatchingManager):
                 self.requests.pop(request, None)
         return should_continue
 
+    @override
     def _generation_step(self) -> None:
         assert self.batch_processor is not None
         io: Any = self.batch_processor.inputs_and_outputs

@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import TrainingConfig
 from lkv.context.context import Context, compress
-from lkv.context.saved_context import read_context_file, write_context_file
+from lkv.context.saved_context import CONTEXT_FILE
 from lkv.errors import CacheError, ContextFileError, UnsupportedModelError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.integrations.transformers.attention import patch_attention
@@ -16,6 +16,7 @@ from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, hard_mask
 from lkv.training.trainer import Trainer
+from lkv.utils import tensor_file
 from tests.cache.helpers import METHOD, ids, padded
 from tests.context.test_compression import TEXT, Words
 from tests.families import FAMILIES, build
@@ -96,14 +97,14 @@ def test_damaged_sliding_layers_are_one_sentence(tmp_path, damage):
         model, Words(), TEXT, retention=0.3, policy=Policy(patch_attention(model).spec).requires_grad_(False)
     )
     context.save(tmp_path / "text.kv")
-    tensors, about = read_context_file(tmp_path / "text.kv")
+    tensors, about = tensor_file.read(tmp_path / "text.kv", CONTEXT_FILE)
     if damage == "missing":
         del tensors["sliding_v.1"]
     elif damage == "shape":
         tensors["sliding_k.0"] = tensors["sliding_k.0"][:, :, 1:].clone()
     else:
         tensors["sliding_k.2"] = tensors.pop("sliding_k.1")
-    write_context_file(tmp_path / "text.kv", tensors, about)
+    tensor_file.write(tmp_path / "text.kv", CONTEXT_FILE, tensors, about)
     with pytest.raises(ContextFileError, match="does not hold a whole context"):
         Context.load(tmp_path / "text.kv", model, Words())
 
