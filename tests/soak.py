@@ -8,6 +8,7 @@ command that finds it again is printed.
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import sys
@@ -123,7 +124,7 @@ def fuzz(until: float, start: int) -> tuple[Counts, int]:
             path.write_bytes(damaged(whole, chance))
             counts["damaged files"] += 1
             try:
-                if same(read(), expected):
+                if read() == expected:
                     counts["read as they were"] += 1
                 elif path.suffix == ".kv" or path.parent.name == "policy":
                     raise AssertionError(f"{path} was read otherwise than it was written (seed {start})")
@@ -145,12 +146,20 @@ def _samples(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
     results = write(folder / "results.jsonl", many())
     journal = folder / "journal.jsonl"
     SampleJournal(journal, {"format": 1}).add({"key": "a", "rows": []})
+
+    def content(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, list[Any]]]:
+        return {key: (tensor.dtype, tensor.tolist()) for key, tensor in tensors.items()}
+
+    def read_context() -> object:
+        tensors, header = tensor_file.read(folder / "context.kv", CONTEXT_FILE)
+        return content(tensors), header
+
     return [
-        (folder / "context.kv", lambda: tensor_file.read(folder / "context.kv", CONTEXT_FILE)),
+        (folder / "context.kv", read_context),
         (folder / "context.kv", lambda: Context.load(folder / "context.kv", model, Words()).ask("what ?", 4)),
         (folder / "policy" / "policy.safetensors", lambda: Policy.from_pretrained(folder / "policy").digest()),
         (folder / "policy" / "config.json", lambda: Policy.from_pretrained(folder / "policy").digest()),
-        (folder / "run" / "checkpoint.safetensors", lambda: read_checkpoint(folder / "run").tensors),
+        (folder / "run" / "checkpoint.safetensors", lambda: content(read_checkpoint(folder / "run").tensors)),
         (results, lambda: read_results([results]).frame.key.nunique()),
         (journal, lambda: SampleJournal(journal, {"format": 1}).done),
     ]
@@ -167,17 +176,6 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
         "insert": data[:place] + chance.randbytes(size) + data[place:],
         "zero": data[:place] + bytes(size) + data[place + size :],
     }[chance.choice(["flip", "cut", "drop", "double", "insert", "zero"])]
-
-
-def same(one: object, other: object) -> bool:
-    """Equality that also looks into tensors."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 def kills(until: float, start: int) -> tuple[Counts, int]:
@@ -255,19 +253,14 @@ class Tally:
     def next_seed(self, part: str) -> int:
         return self.seeds.get(part, 0 if part == "inputs" else self.first)
 
-    def enough(self, part: str) -> bool:
-        """Whether the part has counted what it should."""
-        return next(iter(self.counts.get(part, {"": 0}).values())) >= PARTS[part][2]
-
 
 def main() -> None:
-    """Take turns until the time is over, or there is enough of everything."""
+    """Take turns until the time is over."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--turn", type=float, default=5, help="minutes for a turn of all parts")
     parser.add_argument("--seed", type=int, default=1, help="of the first turn; a run that goes on has its own")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--enough", action="store_true", help="leave a part out once it has counted enough")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -276,29 +269,19 @@ def main() -> None:
         tally = Tally(options.out, options.seed, "make soak")
     except ValueError as error:
         parser.error(str(error))
-    end = time.monotonic() + 60 * options.minutes
-    while time.monotonic() < end:
-        left = [name for name in options.parts if not (options.enough and tally.enough(name))]
-        if not left:
-            break
-        for name in left:
-            _turn(name, tally, options, end, sum(PARTS[other][1] for other in left))
-
-
-def _turn(name: str, tally: Tally, options: argparse.Namespace, end: float, total: float) -> None:
-    part, share, _ = PARTS[name]
-    began, start = time.monotonic(), tally.next_seed(name)
-    if began >= end:
-        return
-    length = 60 * min(options.turn, options.minutes) * share / total
-    try:
-        counts, following = part(began + length, start)
-    except BaseException:
-        again = f"python -m tests.soak --parts {name} --seed {start} --out /tmp/soak.json"
-        print(f"{name}: a difference, or an interruption, from seed {start} on; again: {again}", file=sys.stderr)
-        raise
-    tally.add(name, counts, following, time.monotonic() - began)
-    print(f"{name}: {tally.counts[name]}", flush=True)
+    end, total = time.monotonic() + 60 * options.minutes, sum(PARTS[name][1] for name in options.parts)
+    for name in itertools.cycle(options.parts):
+        began, start, (part, share, _) = time.monotonic(), tally.next_seed(name), PARTS[name]
+        if began >= end:
+            return
+        try:
+            counts, following = part(began + 60 * min(options.turn, options.minutes) * share / total, start)
+        except BaseException:
+            again = f"python -m tests.soak --parts {name} --seed {start} --out /tmp/soak.json"
+            print(f"{name}: a difference, or an interruption, from seed {start} on; again: {again}", file=sys.stderr)
+            raise
+        tally.add(name, counts, following, time.monotonic() - began)
+        print(f"{name}: {tally.counts[name]}", flush=True)
 
 
 if __name__ == "__main__":

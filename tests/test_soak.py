@@ -39,7 +39,6 @@ def test_counts_add_up_over_several_runs(tmp_path):
     tally = Tally(path, 99, "make soak")
     assert (tally.next_seed("kills"), tally.next_seed("fuzz")) == (6, 5)
     tally.add("kills", {"kills": 94, "trainings": 1}, 7, 2.0)
-    assert tally.enough("kills") and not tally.enough("operations")
     document = json.loads(path.read_text())
     assert [(row["value"], row["unit"], row["next_seed"]) for row in document["rows"]] == [
         (101, "kills", 7), (3, "trainings", 7)

@@ -353,18 +353,10 @@ def compress(
 
 @torch.no_grad()
 def compress_ids(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: list[int],
-    *,
-    retention: float | None = None,
-    method: str | Method = "lkv",
-    policy: Policy | str | os.PathLike[str] | None = None,
-    chunk: int | None = None,
-    progress: Callable[[float], None] | None = None,
-    text: str | None = None,
-    **options: Any,
-) -> Context:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], *, text: str | None = None,
+    retention: float | None = None, method: str | Method = "lkv", policy: Policy | str | os.PathLike[str] | None = None,
+    chunk: int | None = None, progress: Callable[[float], None] | None = None, **options: Any,
+) -> Context:  # fmt: skip
     """`compress`, which see, for token ids: no chat template is put around them.
 
     `text` is what they encode, for the digest that is saved with the context; by default they are decoded.

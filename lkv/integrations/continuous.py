@@ -36,7 +36,6 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation import BaseStreamer
 from typing_extensions import override
 
 from lkv.cache.ragged_cache import RaggedCache
@@ -401,7 +400,7 @@ class PlainEngine(Engine):
         super().__init__(model, tokenizer, max_requests)
         patch_attention(model)
         self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self._stops: dict[str, StopOnRequest] = {}
+        self._stops: dict[str, _IdDelivery] = {}
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -416,18 +415,15 @@ class PlainEngine(Engine):
 
     @override
     def _begin(self, name: str, ids: list[int], context: Context | None, length: int, sampling: SamplingParams) -> None:
-        self._stops[name] = StopOnRequest()
+        start = len(ids) + (0 if context is None else context.tokens)
+        self._stops[name] = _IdDelivery(partial(self._deliver, name, ended=False), start)
         self._queue.put((name, ids, context, length, sampling))
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             name, ids, context, length, sampling = job
             stop = self._stops[name]
-            options: dict[str, Any] = {
-                "max_new_tokens": length,
-                "streamer": _IdStreamer(partial(self._deliver, name)),
-                "stopping_criteria": StoppingCriteriaList([stop]),
-            }
+            options: dict[str, Any] = {"max_new_tokens": length, "stopping_criteria": StoppingCriteriaList([stop])}
             try:
                 if (sampler := sampling.sampler()) is not None:
                     options["logits_processor"] = LogitsProcessorList([_SampledToken(sampler)])
@@ -454,24 +450,17 @@ class PlainEngine(Engine):
         self._thread.join()
 
 
-class _IdStreamer(BaseStreamer):
-    """A streamer for generate that delivers all ids so far after each new one."""
+class _IdDelivery(StopOnRequest):
+    """Delivers the ids after the first `start` ones after each new token."""
 
-    def __init__(self, deliver: Callable[[list[int], bool], None]):
-        self._deliver = deliver
-        self._ids: list[int] | None = None
-
-    @override
-    def put(self, value: Tensor) -> None:
-        if self._ids is None:  # the first ids are the prompt's
-            self._ids = []
-            return
-        self._ids = self._ids + value.flatten().tolist()
-        self._deliver(self._ids, False)
+    def __init__(self, deliver: Callable[[list[int]], None], start: int):
+        super().__init__()
+        self._deliver, self._start = deliver, start
 
     @override
-    def end(self) -> None:
-        pass
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
+        self._deliver(input_ids[0, self._start :].tolist())
+        return super().__call__(input_ids, scores)
 
 
 class _SampledToken(LogitsProcessor):

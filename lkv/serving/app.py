@@ -49,14 +49,10 @@ _INCOMPLETE = "\ufffd"  # what half a character is decoded to
 def make_app(
     service: Service, key: str | None = None, local: bool = True, grace: float = 30.0, wait: bool = False
 ) -> FastAPI:
-    """The API over a service, which is stopped when the server ends.
+    """The API over a service, which gets `grace` seconds for running answers when the server ends.
 
-    Args:
-        service: The service.
-        key: What clients must send as a bearer token.
-        local: Serve only browsers and clients on this machine, by the host name that they send.
-        grace: Seconds for running answers at the end.
-        wait: Answer the creation of a context when it is ready: the client's next request may go to another server.
+    Clients send `key` as a bearer token. `local`: only browsers and clients on this machine, by the host name that they
+    send. `wait`: the creation of a context is answered when it is ready, as the next request may go to another server.
     """
 
     @asynccontextmanager

@@ -97,16 +97,16 @@ class Router:
             except (RayError, StopAsyncIteration):
                 await asyncio.sleep(0.2)
                 continue
+
+            async def content(part: dict[str, Any] = second, messages: Any = messages) -> AsyncIterator[bytes]:
+                yield part.get("body", b"")
+                async for message in messages:
+                    yield message.get("body", b"")
+
             headers = {name.decode(): value.decode() for name, value in first["headers"]}
-            return StreamingResponse(_content(second, messages), first["status"], headers)
+            return StreamingResponse(content(), first["status"], headers)
         message = "the replicas that received this request have died; ask again later."
         return JSONResponse(error_object(message, "server_error"), 503)
-
-
-async def _content(first: dict[str, Any], messages: Any) -> AsyncIterator[bytes]:
-    yield first.get("body", b"")
-    async for message in messages:
-        yield message.get("body", b"")
 
 
 async def asgi_messages(app: ASGIApp, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:

@@ -106,11 +106,7 @@ class Service:
     def add(
         self, text: str, title: str = "", system: str | None = None, retention: float | None = None
     ) -> StoredContext | Job:
-        """The stored context of `text`, or the job that compresses it.
-
-        Raises PromptError for a text that cannot be read, BusyError if too many texts wait, StoreError if the store is
-        full.
-        """
+        """The stored context of `text`, or its job; PromptError, BusyError (too many texts wait), StoreError (full)."""
         check_text(text, "the text", "give some text to compress")
         if system is not None:
             check_text(system, "the system prompt", "give some text, or leave it out")
@@ -230,10 +226,7 @@ class Service:
         self, messages: list[dict[str, str]], context: Context | None, max_tokens: int | None, sampling: SamplingParams,
         notify: Callable[[], None] | None = None,
     ) -> Answer:  # fmt: skip
-        """The answer to the last of `messages`, about `context` if given.
-
-        Raises PromptError for messages that the template refuses or that are too long, BusyError for too many requests.
-        """
+        """The answer to the last of `messages`, about `context`; PromptError for bad ones, BusyError for too many."""
         self._check_characters(sum(len(message["content"]) for message in messages), "the conversation")
         check_text(messages[-1]["content"], "the question", "ask something")
         for message in messages[:-1]:

@@ -108,9 +108,9 @@ class ContextStore:
     def put(self, stored: StoredContext, context: Context) -> None:
         """Write a context and keep it in memory; after a StoreError older files of the same id are unchanged."""
         with self._store_errors("written", "free some space, or give another place for contexts"):
-            with self._writing(stored.id + _CONTEXT) as path:
+            with self._local_path(stored.id + _CONTEXT, is_written=True) as path:
                 context.save(path)
-            with self._writing(stored.id + _DESCRIPTION) as path:
+            with self._local_path(stored.id + _DESCRIPTION, is_written=True) as path:
                 write_text(path, stored.model_dump_json(), ContextFileError, "the context")
         self._keep(stored.id, context)
 
@@ -202,7 +202,7 @@ class ContextStore:
         with self._store_errors("read", "compress its text again"):
             if not self._files.exists(self._path(name + _CONTEXT)):
                 raise unknown_context(name)
-            with self._reading(name + _CONTEXT) as path:
+            with self._local_path(name + _CONTEXT) as path:
                 try:
                     context = Context.load(path, self._model, self._tokenizer)
                 except ContextFileError as error:
@@ -233,24 +233,15 @@ class ContextStore:
             raise StoreError(f"the contexts cannot be {what} ({error_reason(error)}); {advice}.") from error
 
     @contextmanager
-    def _reading(self, file: str) -> Iterator[Path]:
-        """A local path with the content of `file`."""
-        if self._is_local:
-            yield Path(self._path(file))
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / file
-            self._files.get_file(self._path(file), str(path))
-            yield path
-
-    @contextmanager
-    def _writing(self, file: str) -> Iterator[Path]:
-        """A local path whose content replaces `file` when the block succeeds."""
+    def _local_path(self, file: str, is_written: bool = False) -> Iterator[Path]:
+        """A local path with the content of `file`, or whose content replaces it when the block succeeds."""
         if self._is_local:
             yield Path(self._path(file))  # written atomically there
             return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / file
+            if not is_written:
+                self._files.get_file(self._path(file), str(path))
             yield path
-            # An object appears whole or not at all.
-            self._files.put_file(str(path), self._path(file))
+            if is_written:  # an object appears whole or not at all
+                self._files.put_file(str(path), self._path(file))

@@ -307,13 +307,6 @@ def test_models_with_windows_are_answered_one_by_one():
     assert "has sliding layers" in unsupported_reason(Gemma3ForCausalLM(config))
 
 
-def test_pools_of_an_uncompressed_context_are_its_keys(model):
-    full = compress(model, Words(), TEXT, method="full")
-    key, value, starts, lens = continuous.context_pools(full)(1)
-    assert lens.tolist() == [[60, 60]] and starts.tolist() == [[0, 60]]
-    assert torch.equal(key[60:], full.cache.layers[1].keys[0, 1]) and value.shape == key.shape
-
-
 @pytest.mark.parametrize(
     "params",
     [{"temperature": 1e-40}, {"temperature": 5e-324}, {"temperature": 1.0, "top_p": 1e-50}, {"temperature": 1e-3}],

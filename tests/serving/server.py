@@ -22,8 +22,8 @@ OTHER = "Professor Brandt teaches botany in Ghent. " * 5
 
 
 def form(data):
-    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\n'
-    return head + data + b"\r\n--b--\r\n", {"Content-Type": "multipart/form-data; boundary=b"}
+    """A form with a file, of the type multipart/form-data; boundary=b."""
+    return b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\n' + data + b"\r\n--b--\r\n"
 
 
 def tiny(folder):

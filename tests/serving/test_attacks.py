@@ -15,7 +15,7 @@ from lkv.serving.middleware import HeaderTimeoutProtocol
 from lkv.serving.schemas import ChatRequest
 from lkv.serving.service import Limits, Service
 from lkv.serving.store import StoredContext, context_id
-from tests.serving.server import KNORM, OTHER, TEXT, form, serving, until
+from tests.serving.server import KNORM, OTHER, TEXT, serving, until
 
 TURN = [{"role": "user", "content": "Who?"}]
 
@@ -78,16 +78,6 @@ def test_long_questions_are_refused_before_they_are_tokenised(server, monkeypatc
     monkeypatch.setattr(service_module, "encode_context", lambda *_: pytest.fail("tokenised"))
     status, message = server.problem("/v1/contexts", {"text": "x" * 2**20})
     assert status == 400 and "the text has 1,048,576 characters" in message
-
-
-def test_forms_of_another_charset(server):
-    body, headers = form(b"text")
-    headers["Content-Type"] += "; charset=punycode"
-    status, message = server.problem("/v1/contexts", body, **headers)
-    assert status == 400 and "another charset than UTF-8" in message
-    part = b'--b\r\nContent-Disposition: form-data; name="name"\r\n\r\nBr\xfccke\r\n'
-    status, message = server.problem("/v1/contexts", part + form(b"text")[0], **form(b"")[1])
-    assert status == 400 and "the form's field 'name' is no UTF-8 text" in message
 
 
 @pytest.mark.parametrize("host", ["[", "[::1", "]", "a b"])
