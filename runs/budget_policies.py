@@ -16,7 +16,7 @@ import torch
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.documents import read_document
 from lkv.errors import LkvError, check_retention
-from lkv.evaluation.report.figures import draw_policies
+from lkv.evaluation.report.figures import plot_policies, save_figure
 from lkv.evaluation.report.names import method_label
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> None:
     command = f"python -m runs.budget_policies --text FILE --tokens {options.tokens} --retention {options.retention:g}"
     write_results(options.out / "budget_policies.json", "budget_policies", rows, seed=0, command=command)
     panels = {method_label(method): table for method, table in by_method.items()}
-    draw_policies(panels, options.retention, options.out / "budget_policies.png")
+    save_figure(plot_policies(panels, options.retention), options.out / "budget_policies.png")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from lkv.cli.arguments import option
 from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, RunOptions, check_pattern, find_needs
 from lkv.errors import LkvError
 from lkv.policy.shipped import describe_card, shipped_policies
+from lkv.utils.extras import optional_import
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,8 +75,8 @@ def _show_budgets(options: Inspect) -> None:
         for layer, row in enumerate(ratios):
             print(f"layer {layer:3}: " + " ".join(f"{ratio:.3f}" for ratio in row))
     if options.figure:
-        from lkv.evaluation.report.figures import draw_budgets
-
+        with optional_import("plots", "--figure"):
+            from lkv.evaluation.report.figures import draw_budgets
         draw_budgets(ratios, options.retention, options.figure)
         print(f"the figure is in {options.figure}", file=sys.stderr)
 

@@ -62,9 +62,8 @@ class Report(Command):
             print(f"the figure is in {self.figure}", file=sys.stderr)
 
     def _report_eval(self) -> tuple["Table", Any]:
-        from lkv.evaluation.report.builders import TableRequest, build_table
-        from lkv.evaluation.report.plots import plot_table
-        from lkv.evaluation.report.published import with_published
+        from lkv.evaluation.report.builders import TableRequest, build_table, with_published
+        from lkv.evaluation.report.figures import plot_table
         from lkv.evaluation.report.results import read_results
 
         results = read_results(self.files)
@@ -76,18 +75,17 @@ class Report(Command):
         return table, plot_table(table) if self.figure else None
 
     def _report_profile(self) -> tuple["Table", Any]:
-        from lkv.evaluation.report.profiles import build_prefill, plot_memory, published_prefill, read_profile
+        from lkv.evaluation.report.builders import build_prefill, read_profile
+        from lkv.evaluation.report.figures import plot_memory
 
         assert self.profile is not None
         profile = read_profile(self.profile)
         model = self._published_model(profile.model) if self.published else ""
-        table = build_prefill(profile)
-        if model:
-            table = published_prefill(table, model)
-        return table, plot_memory(profile, model, self.weights) if self.figure else None
+        return build_prefill(profile, model), plot_memory(profile, model, self.weights) if self.figure else None
 
     def _report_training(self) -> tuple["Table", Any]:
-        from lkv.evaluation.report.training_curves import build_training, plot_training, read_curves
+        from lkv.evaluation.report.builders import build_training, read_curves
+        from lkv.evaluation.report.figures import plot_training
 
         curves = read_curves(list(self.training))
         return build_training(curves), plot_training(curves) if self.figure else None

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_DRAWS = 2000
+Groups = Sequence[Sequence[float] | np.ndarray]
 
 
 class Mean(NamedTuple):
@@ -17,26 +17,20 @@ class Mean(NamedTuple):
     n: int
 
 
-def bootstrap(groups: Sequence[Sequence[float]], seed: int = 0, draws: int = _DRAWS) -> Mean:
-    """The mean of all values, with a percentile bootstrap that draws whole groups.
-
-    Args:
-        groups: Values that belong together, such as those of one context.
-        seed: Of the draws.
-        draws: How many.
+def bootstrap(groups: Groups) -> Mean:
+    """The mean of all values, with a percentile bootstrap that draws whole groups, such as one context's values.
 
     Raises:
         ValueError: For no values.
     """
     if not any(len(group) for group in groups):
         raise ValueError("there are no values to average.")
-    sums = np.array([sum(group) for group in groups], dtype=np.float64)
-    sizes = np.array([len(group) for group in groups], dtype=np.float64)
-    drawn = np.random.default_rng(seed).integers(0, len(groups), (draws, len(groups)))
+    sums, sizes = np.array([(sum(group), len(group)) for group in groups], np.float64).T
+    drawn = np.random.default_rng(0).integers(0, len(groups), (2000, len(groups)))
     return _interval(sums.sum() / sizes.sum(), sums[drawn].sum(1) / sizes[drawn].sum(1), int(sizes.sum()))
 
 
-def macro_mean(groups: Sequence[Sequence[float] | np.ndarray], seed: int = 0, draws: int = _DRAWS) -> Mean:
+def macro_mean(groups: Groups, draws: int = 2000) -> Mean:
     """The mean of the groups' means, with a percentile bootstrap that draws samples within each group.
 
     The draws of small groups vary too little, by (n - 1) / n, and so few samples are not normally distributed: the
@@ -46,39 +40,33 @@ def macro_mean(groups: Sequence[Sequence[float] | np.ndarray], seed: int = 0, dr
 
     Args:
         groups: The samples of each task (at one length).
-        seed: Of the draws.
         draws: How many.
 
     Raises:
         ValueError: For an empty group.
     """
-    point, drawn = _draw_macro_means([np.asarray(group, np.float64)[:, None] for group in groups], seed, draws)
+    point, drawn = _draw_macro_means([np.asarray(group, np.float64)[:, None] for group in groups], draws)
     return _interval(point[0], drawn[:, 0], sum(map(len, groups)))
 
 
-def ratio_of_macro_means(
-    values: Sequence[Sequence[float] | np.ndarray],
-    baseline: Sequence[Sequence[float] | np.ndarray],
-    seed: int = 0,
-    draws: int = _DRAWS,
-) -> Mean | None:
+def ratio_of_macro_means(values: Groups, baseline: Groups) -> Mean | None:
     """The macro mean of `values` over that of `baseline` (the same samples in the same groups), with its interval.
 
     None where `baseline` averages 0, in any draw.
     """
-    point, drawn = _draw_macro_means([np.stack(pair, 1) for pair in zip(values, baseline, strict=True)], seed, draws)
+    point, drawn = _draw_macro_means([np.stack(pair, 1) for pair in zip(values, baseline, strict=True)], 2000)
     if point[1] <= 0 or (drawn[:, 1] <= 0).any():
         return None
     return _interval(point[0] / point[1], drawn[:, 0] / drawn[:, 1], sum(map(len, values)))
 
 
-def _draw_macro_means(groups: Sequence[np.ndarray], seed: int, draws: int) -> tuple[np.ndarray, np.ndarray]:
+def _draw_macro_means(groups: Sequence[np.ndarray], draws: int) -> tuple[np.ndarray, np.ndarray]:
     """The mean over the groups' means [K] and its draws [draws, K], for groups of shape [samples, K]."""
     from scipy.stats import norm, t
 
     if not groups or not all(len(group) for group in groups):
         raise ValueError("there are no values to average.")
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     means = np.stack([group.mean(0) for group in groups])
     point = means.mean(0)
     if min(map(len, groups)) == 1:
@@ -86,8 +74,7 @@ def _draw_macro_means(groups: Sequence[np.ndarray], seed: int, draws: int) -> tu
     spread = np.zeros((draws, len(point)))
     for group, mean in zip(groups, means, strict=True):
         size = len(group)
-        drawn = group[random.integers(0, size, (draws, size))].mean(1)
-        spread += (drawn - mean) * np.sqrt(size / (size - 1))
+        spread += (group[random.integers(0, size, (draws, size))].mean(1) - mean) * np.sqrt(size / (size - 1))
     # Satterthwaite's degrees of freedom, by the first column.
     variances = np.array([group[:, 0].var(ddof=1) / len(group) for group in groups])
     less = np.array([len(group) - 1 for group in groups])

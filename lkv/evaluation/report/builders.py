@@ -1,15 +1,39 @@
-"""Results to tables: the paper's Tables 1 and 2, the breakdown by task, sweeps, RULER's curves, fidelity."""
+"""The tables: the paper's Tables 1 to 3, sweeps, RULER's curves, fidelity, training runs; with published numbers."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
-from lkv.evaluation.report.names import AVERAGE, FULL, RULES, SELECTORS, method_label, part_label
-from lkv.evaluation.report.results import Results
-from lkv.evaluation.report.scores import Pair, Scores, Unit, at_one_retention, method_pairs, retentions_of
-from lkv.evaluation.report.tables import MIN_SAMPLES, Cell, Column, Table, TableRow, make_cells
+from lkv.evaluation.report.names import (
+    AVERAGE,
+    FULL,
+    RULES,
+    SELECTORS,
+    budget_and_selector,
+    method_label,
+    paper_models,
+    paper_numbers,
+    part_label,
+    sort_methods,
+)
+from lkv.evaluation.report.results import (
+    DEFAULT_RETENTION,
+    Pair,
+    Results,
+    Scores,
+    Unit,
+    at_one_retention,
+    method_pairs,
+    retentions_of,
+)
+from lkv.evaluation.report.tables import MIN_SAMPLES, PUBLISHED, Cell, Column, Table, TableRow, add_rows, make_cells
 from lkv.methods.registry import find_method
 
 _SHARE = "of full, %"
@@ -19,6 +43,23 @@ _FIDELITY = {  # metric: title, which side is better
     "kl": ("KL(full || compressed), nats", -1),
     "agreement": ("top-1 agreement", 1),
     "hidden_error": ("relative hidden-state error", -1),
+}
+_PREFILL = {  # column: field of the profile and its scale
+    Column("prefill, s", 0): ("prefill_seconds", 1.0),
+    Column("overhead, %", -1, 1, signed=True): ("prefill_ratio", 100.0),
+    Column("decode, ms a token", -1): ("decode_ms", 1.0),
+    Column("decode of full", 0): ("decode_ratio", 1.0),
+    Column("k and v, MiB", -1, 1): ("kv_bytes", 2**-20),
+    Column("peak, MiB", 0, 1): ("peak_bytes", 2**-20),
+}
+_CURVE = "curve.jsonl"
+_TRAINING = {  # field of the curve: column
+    "step": Column("step", 0, 0),
+    "contexts": Column("contexts", 0, 0),
+    "validation_kl": Column("KL, final R", -1, 4),
+    "validation_agreement": Column("agreement, final R", 1, 3),
+    "validation_kl_third": Column("KL, R / 3", -1, 4),
+    "validation_agreement_third": Column("agreement, R / 3", 1, 3),
 }
 
 
@@ -152,7 +193,7 @@ def _ablation_grid(pairs: Sequence[Pair]) -> dict[tuple[str, str], Pair]:
     """The methods of the ablation by (budget rule, selector), under any of their names."""
     grid: dict[tuple[str, str], Pair] = {}
     for pair in pairs:
-        combination = names.budget_and_selector(pair[0])
+        combination = budget_and_selector(pair[0])
         if combination and combination[0] in RULES and combination[1] in SELECTORS:
             grid.setdefault(combination, pair)
     if len(grid) < 2:
@@ -173,14 +214,13 @@ def _build_ablation(scores: Scores, _: Sequence[str]) -> Table:
 
     def row(pairs: Sequence[Pair], name: str, group: str, method: str, bases: Sequence[Pair] = ()) -> TableRow:
         """The mean of the methods `pairs`, and its gain over that of `bases`."""
-        weights = [1 / len(pairs)] * len(pairs)
+        weights = dict.fromkeys(pairs, 1 / len(pairs))
         cells = {
-            column: scores.value(pairs[0], own) if len(pairs) == 1 else scores.combine(pairs, own, weights)
+            column: scores.value(pairs[0], own) if len(pairs) == 1 else scores.combine(weights, own)
             for column, own in units.items()
         }
         if bases:
-            signs = weights + [-1 / len(bases)] * len(bases)
-            cells[_GAIN] = scores.combine([*pairs, *bases], scores.units, signs)
+            cells[_GAIN] = scores.combine(weights | dict.fromkeys(bases, -1 / len(bases)), scores.units)
         return TableRow(method, name, cells, group, pairs[0][1], scores.realised(pairs, scores.units))
 
     rows = [row([pair], method_label(FULL), "", FULL) for pair in scores.pairs if pair[0] == FULL]
@@ -244,3 +284,154 @@ def _make_columns(titles: Iterable[str], scores: Scores) -> list[Column]:
 
 def _difference_title(scores: Scores) -> str:
     return f"{AVERAGE} - {method_label(scores.against)}"
+
+
+def with_published(table: Table, model: str, suite: str, measured: str = "") -> Table:
+    """`table` with a marked row for each published one, or a note where the paper prints no such numbers.
+
+    Args:
+        table: The measured table.
+        model: Short name of a model of the paper.
+        suite: What was measured; the paper's numbers are LongBench's.
+        measured: The measured model; rows of another one name it.
+    """
+    name = paper_models()[model]
+    mark = PUBLISHED if not measured or model in measured.lower() else f"{PUBLISHED}, {name}"
+    published = paper_numbers().get(table.name, {}).get(model) if suite == "longbench" else None
+    if published is None:
+        return add_rows(table, [], f"The paper prints no numbers for this table with {name}.")
+    titles = [f"R = {title:g}" if isinstance(title, float) else title for title in published["columns"]]
+    present = {column.name for column in table.columns}
+    rows = []
+    for method, values in published["rows"].items():
+        cells = {title: Cell(value) for title, value in zip(titles, values, strict=True) if title in present}
+        combination = budget_and_selector(method) if table.name == "ablation" else None
+        group = f"selection: {part_label(combination[1])}" if combination else ""
+        label = part_label(combination[0]) if combination else method_label(method)
+        retention = 1.0 if method == FULL else None if table.shows_realised else DEFAULT_RETENTION
+        if cells:
+            rows.append(TableRow(method, f"{label} ({mark})", cells, group, retention, source=PUBLISHED))
+    note = (
+        f"Rows marked {PUBLISHED}: {name}, as the LKV paper prints them, on all of LongBench; its baselines are those "
+        "of kvpress."
+    )
+    return add_rows(table, rows, note)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one `lkv profile` run measured, a row a method and length; a number is missing where it was not measured."""
+
+    machine: str
+    model: str
+    device: str
+    batch: int
+    frame: pd.DataFrame
+
+
+def read_profile(path: Path) -> Profile:
+    """Read the JSON that `lkv profile` wrote. Raises ReportError for a missing or malformed file, or several models."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        rows = list(document["rows"]) if document["name"] == "profile" else []
+        numbers = ("tokens", *(name for name, _ in _PREFILL.values()))
+        for number, row in enumerate(rows, 1):
+            for name in ("model", "device", "method", "batch", "retention", *numbers):
+                value = row.get(name, "missing")
+                is_number = isinstance(value, int | float) and isfinite(value)
+                if name not in row or (name in numbers and value is not None and not is_number):
+                    raise ReportError(
+                        f"{path}, row {number}: {name} is {value!r}; make the file anew with `lkv profile`."
+                    )
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read ({error}); give a file that `lkv profile` wrote.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ReportError(f"{path} is not a profile ({error}); give a file that `lkv profile` wrote.") from error
+    if not rows:
+        raise ReportError(f"{path} holds no profile; give a file that `lkv profile` wrote.")
+    shared = ("model", "device", "batch")
+    for name in shared:
+        if len(values := {str(row[name]) for row in rows}) > 1:
+            raise ReportError(f"{path} mixes values of {name} ({', '.join(sorted(values))}); report them separately.")
+    frame = pd.DataFrame(rows).astype(dict.fromkeys(numbers[1:], float))
+    return Profile(str(document.get("machine", "")), *(rows[0][name] for name in shared), frame)
+
+
+def build_prefill(profile: Profile, published: str = "") -> Table:
+    """Prefill and decode times and bytes of k and v of each method, by context length (Table 3).
+
+    Args:
+        profile: What was measured.
+        published: A model of the paper whose prefill times are added as a group of their own.
+    """
+    methods = sort_methods(profile.frame.method)
+    frame = profile.frame.assign(place=profile.frame.method.map(methods.index)).sort_values(["tokens", "place"])
+    rows = []
+    for row in frame.to_dict("records"):
+        numbers = row | {"prefill_ratio": None if row["method"] == FULL else row["prefill_ratio"] - 1}
+        cells = {c.name: Cell(scale * numbers[f]) for c, (f, scale) in _PREFILL.items() if pd.notna(numbers[f])}
+        group, label = f"{row['tokens']:,} tokens", method_label(row["method"])
+        rows.append(TableRow(row["method"], label, cells, group, row["retention"], row.get("realised")))
+    title = f"Prefill and decode, {profile.model} on {profile.device}, batch {profile.batch}"
+    notes = (f"Measured on {profile.machine}.", "Overhead and ratios are to the full cache in the same run.")
+    table = _make_table("prefill", title, list(_PREFILL), rows, notes=notes, group_title="context")
+    if not published:
+        return table
+    paper, name = paper_numbers()["prefill"].get(published), paper_models()[published]
+    if paper is None:
+        raise ReportError(f"the paper prints no prefill times with {name}; use --published llama-3.1-8b.")
+    group, rows = f"{paper['context']} tokens, {name} on {paper['device']} ({PUBLISHED})", []
+    for method, (seconds, overhead) in paper["rows"].items():
+        cells = {"prefill, s": Cell(seconds)} | ({} if overhead is None else {"overhead, %": Cell(overhead)})
+        retention = 1.0 if method == FULL else paper["retention"]
+        label = f"{method_label(method)} ({PUBLISHED})"
+        rows.append(TableRow(method, label, cells, group, retention, source=PUBLISHED))
+    costs = ", ".join(f"{method_label(method)} {cost}" for method, cost in paper["complexity"].items())
+    memory = paper_numbers()["memory"][published]
+    reached = ", ".join(f"{method_label(method)} {tokens}" for method, tokens in memory["reached"].items())
+    return add_rows(
+        table,
+        rows,
+        f"Cost of selection as the paper gives it (T tokens, W observed): {costs}.",
+        f"Context that fits in memory as the paper gives it ({memory['device']}): {reached}.",
+    )
+
+
+def read_curves(folders: Sequence[Path]) -> dict[str, pd.DataFrame]:
+    """The rows of each run by its name; `folders` are runs of `lkv train`, or their curve files.
+
+    Raises:
+        ReportError: For a folder without a curve, a malformed file, or a run without an evaluation yet.
+    """
+    curves: dict[str, pd.DataFrame] = {}
+    for folder in folders:
+        path = folder / _CURVE if folder.is_dir() else folder
+        name = path.parent.name if path.name == _CURVE else path.stem
+        try:
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError, RecursionError) as error:
+            raise ReportError(
+                f"{path} is not a training curve ({error}); give the --out folder of `lkv train`."
+            ) from error
+        malformed = any(not isinstance(row, dict) or not isinstance(row.get("step"), int) for row in rows)
+        if malformed or not rows:
+            why = "holds lines that are not steps" if malformed else "has no evaluation yet"
+            raise ReportError(f"{path} {why}; give the --out folder of a run of `lkv train`.")
+        curves[name if name not in curves else str(folder)] = pd.DataFrame(rows)
+    return curves
+
+
+def build_training(curves: Mapping[str, pd.DataFrame]) -> Table:
+    """Each run at its last evaluation."""
+    last = {name: run.iloc[-1].dropna() for name, run in curves.items()}
+    columns = {key: column for key, column in _TRAINING.items() if any(key in row for row in last.values())}
+    rows = [
+        TableRow(name, name, {column.name: Cell(row[key]) for key, column in columns.items() if key in row})
+        for name, row in last.items()
+    ]
+    note = (
+        "Held-out samples, the same for every run of one data folder; KL in nats a token and top-1 agreement with the "
+        "full cache, at the preset's final retention R and at a third of it."
+    )
+    title = "training runs at their last evaluation"
+    return _make_table("training", title, list(columns.values()), rows, notes=(note,), row_title="run")

@@ -1,14 +1,32 @@
-"""What all figures share: how methods are drawn, how a figure is finished and written, and heat maps of budgets."""
+"""The figures: curves, points with intervals, the ablation's grid, memory, training curves, heat maps of budgets."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import pandas as pd
+
 from lkv.errors import ReportError
-from lkv.evaluation.report.names import is_lkv
-from lkv.methods.registry import FULL, METHODS, find_method
+from lkv.evaluation.report.builders import Profile
+from lkv.evaluation.report.names import (
+    AVERAGE,
+    FULL,
+    RULES,
+    SELECTORS,
+    budget_and_selector,
+    is_lkv,
+    method_label,
+    paper_models,
+    paper_numbers,
+    part_label,
+    sort_methods,
+)
+from lkv.evaluation.report.results import DEFAULT_RETENTION
+from lkv.evaluation.report.tables import MEASURED, PUBLISHED, Table
+from lkv.methods.registry import METHODS, find_method
 from lkv.utils.extras import optional_import
 from lkv.utils.files import atomic_write
 
@@ -16,12 +34,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LKV_COLOUR, _BLACK = METHODS["lkv"].colour, "#000000"
+LKV_COLOUR = METHODS["lkv"].colour
 _SUFFIXES = (".png", ".pdf", ".svg")
 _POLICIES = ((LKV_COLOUR, "o"), ("#8C3D00", "s"), ("#F0A06A", "D"), ("#5E2A00", "^"))  # LKV under several policies
 _COMPENSATED = "-."
 _MAX_COLOURS = 6  # curves that can be told apart by colour
+_MAX_BANDS = 6  # with more methods only LKV's interval is drawn: bands that overlap cannot be read
 _GREYS, _MARKERS = ("#7F7F7F", "#A6A6A6", "#595959"), "svd^XP<>hpD*8"  # where a method's own look is taken
+_RUNS = ((LKV_COLOUR, "o"), ("#0072B2", "s"), ("#009E73", "D"), ("#CC79A7", "X"), ("#E69F00", "^"), ("#56B4E9", "v"))
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
 class Style(NamedTuple):
@@ -32,11 +53,6 @@ class Style(NamedTuple):
     width: float
     order: int  # what is drawn later lies on top
     line: str = "-"
-
-    @property
-    def fill(self) -> str:
-        """How much of the marker is filled, where there are points alone."""
-        return "left" if self.line == _COMPENSATED else "full"
 
 
 def method_styles(methods: Sequence[str]) -> dict[str, Style]:
@@ -50,7 +66,7 @@ def method_styles(methods: Sequence[str]) -> dict[str, Style]:
     learned = coloured = 0
     for method in dict.fromkeys(methods):
         if method == FULL:
-            styles[method] = Style(_BLACK, "_", 1.4, 1)
+            styles[method] = Style("#000000", "_", 1.4, 1, ":")
             continue
         if is_lkv(method):
             styles[method] = Style(*_POLICIES[learned % len(_POLICIES)], 2.8, 4)
@@ -62,16 +78,9 @@ def method_styles(methods: Sequence[str]) -> dict[str, Style]:
             colour = entry.colour if coloured <= _MAX_COLOURS else _GREYS[0]
             line = _COMPENSATED if entry.compensation else "-"
             style = Style(colour, entry.marker, 1.4, 2 if colour in _GREYS else 3, line)
-        if not entry or style in styles.values():
-            same_line = (own._replace(line=style.line) for own in free)
-            style = next((own for own in same_line if own not in styles.values()), style)
-        styles[method] = style
+        looks = (style if entry else free[0], *(own._replace(line=style.line) for own in free))
+        styles[method] = next((own for own in looks if own not in styles.values()), style)
     return styles
-
-
-def full_cache_line(style: Style) -> dict[str, Any]:
-    """Options of matplotlib for the full cache's line."""
-    return {"color": style.colour, "linestyle": ":", "linewidth": style.width, "zorder": style.order}
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -112,7 +121,7 @@ def draw_budgets(ratios: Sequence[Sequence[float]], retention: float, path: Path
     layers, heads = len(ratios), len(ratios[0])
     figure = new_figure(max(4.0, 0.28 * layers), 1.2 + 0.35 * heads)
     axes = figure.subplots()
-    image = _draw_heat_map(axes, [[row[head] for row in ratios] for head in range(heads)])
+    image = _draw_heat_map(axes, np.transpose(ratios))
     axes.set_xlabel("layer")
     axes.set_ylabel("KV head")
     axes.set_yticks(range(heads))
@@ -121,20 +130,14 @@ def draw_budgets(ratios: Sequence[Sequence[float]], retention: float, path: Path
     save_figure(figure, path)
 
 
-def draw_policies(panels: Mapping[str, Sequence[Sequence[float]]], retention: float, path: Path) -> None:
-    """The budget policies side by side (Fig. 1), written to `path`; see `plot_policies`."""
-    save_figure(plot_policies(panels, retention), path)
-
-
 def plot_policies(panels: Mapping[str, Sequence[Sequence[float]]], retention: float) -> "Figure":
-    """One heat map a method: the share [L][H] of the tokens that each KV head keeps, all on one scale."""
+    """The budget policies side by side (Fig. 1): the share [L][H] of the tokens that each KV head keeps, by method."""
     layers = max(len(ratios) for ratios in panels.values())
     figure = new_figure(1.0 + 1.7 * len(panels), min(7.0, max(3.2, 1.3 + 0.12 * layers)))
     row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, ratios) in zip(row, panels.items(), strict=True):
         image = _draw_heat_map(axes, ratios)
-        shares = [share for layer in ratios for share in layer]
-        axes.set_title(f"{name}\nkept: {sum(shares) / len(shares):.3f}", fontsize=10)
+        axes.set_title(f"{name}\nkept: {np.mean(ratios):.3f}", fontsize=10)
         axes.set_xticks(range(0, len(ratios[0]), 1 if len(ratios[0]) <= 8 else 4))
         axes.set_xlabel("KV head")
     row[0].set_ylabel("layer")
@@ -143,5 +146,254 @@ def plot_policies(panels: Mapping[str, Sequence[Sequence[float]]], retention: fl
     return figure
 
 
-def _draw_heat_map(axes: "Axes", rows: Sequence[Sequence[float]]) -> Any:
+def _draw_heat_map(axes: "Axes", rows: Any) -> Any:
     return axes.imshow(rows, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
+
+
+def plot_table(table: Table) -> "Figure":
+    """The table's figure: curves for `sweep` and `ruler`, a grid for `ablation`, points for the others."""
+    plots = {"sweep": _plot_sweep, "ruler": _plot_ruler, "ablation": _plot_grid}
+    return plots.get(table.name, _plot_points)(table)
+
+
+def _plot_sweep(table: Table) -> "Figure":
+    """The average over the realised retention (the paper's Fig. 3)."""
+    figure = new_figure(6.4, 5.0)
+    axes = figure.subplots()
+    places = {column.name: column.x for column in table.columns}
+    cells = table.cells.dropna(subset="value")
+    cells = cells.assign(x=cells.realised.fillna(cells.column.map(places)))
+    _draw_curves(axes, cells, method_styles(list(table.cells.method)))
+    axes.set_xlabel(table.axis)
+    axes.set_ylabel(table.value)
+    finish_figure(figure, [axes], table.title, table.caption)
+    return figure
+
+
+def _plot_ruler(table: Table) -> "Figure":
+    """Over length at one retention, over retention at the greatest length (the paper's Fig. 4)."""
+    places = {column.name: column.x for column in table.columns if column.x is not None}
+    styles = method_styles(list(table.cells.method))
+    cells = table.cells.dropna(subset="value")
+    cells = cells.assign(length=cells.column.map(places)).dropna(subset="length")
+    groups = table.cells[table.cells.method != FULL].groupby("group", sort=False).retention.first()
+
+    def draw_over_length(axes: "Axes") -> None:
+        all_groups = list(cells.group.unique())
+        group = min(all_groups, key=lambda name: abs(groups.get(name, 1.0) - DEFAULT_RETENTION))
+        own = cells[cells.group == group]
+        _draw_curves(axes, own.assign(x=own.length), styles, full_is_flat=False)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(places.values()), [f"{x / 1024:g}k" for x in places.values()])
+        axes.minorticks_off()
+        axes.set_xlabel(table.axis)
+        axes.set_title(group)
+
+    def draw_over_retention(axes: "Axes") -> None:
+        name = list(places)[-1]
+        own = cells[cells.column == name]
+        _draw_curves(axes, own.assign(x=own.realised), styles)
+        axes.set_xlabel("retention (kept / all entries)")
+        axes.set_title(name)
+
+    panels: list[Callable[[Axes], None]] = [draw_over_length] if len(places) > 1 else []
+    if table.cells.group.nunique() > 1 or not panels:
+        panels.append(draw_over_retention)
+    figure = new_figure(0.6 + 5.2 * len(panels), 5.4)
+    all_axes = list(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0])
+    for axes, draw in zip(all_axes, panels, strict=True):
+        draw(axes)
+    all_axes[0].set_ylabel(table.value)
+    finish_figure(figure, all_axes, table.title, table.caption)
+    return figure
+
+
+def _draw_curves(axes: "Axes", cells: pd.DataFrame, styles: dict[str, Style], full_is_flat: bool = True) -> None:
+    """A line a method over the cells' `x`, its interval as a band; published ones dashed, hollow and without band."""
+    for (label, method, source), own in cells.groupby(["label", "method", "source"], sort=False):
+        style, published = styles[method], source == PUBLISHED
+        look = {"color": style.colour, "zorder": style.order, "label": label}
+        if method == FULL and full_is_flat:
+            axes.axhline(own.value.iloc[0], linestyle=style.line, linewidth=style.width, **look)
+            continue
+        own = own.dropna(subset="x").sort_values("x", kind="stable")
+        axes.plot(
+            own.x,
+            own.value,
+            marker="" if method == FULL else style.marker,
+            linestyle="--" if published and method != FULL else style.line,
+            linewidth=1.4 if published else style.width,
+            markerfacecolor="white" if published else style.colour,
+            **look,
+        )
+        if method == FULL:
+            continue
+        if own[["low", "high"]].notna().all(axis=None) and (is_lkv(method) or len(styles) <= _MAX_BANDS + 1):
+            axes.fill_between(
+                own.x, own.low, own.high, color=style.colour, alpha=0.15, linewidth=0, zorder=style.order - 1
+            )
+
+
+def _plot_points(table: Table) -> "Figure":
+    """One panel a group, one cluster a column, one point a method with its interval; published points are hollow."""
+    names = [column.name for column in table.columns if column.best]
+    styles = method_styles(list(table.cells.method))
+    groups = list(table.cells.groupby("group", sort=False))
+    most = max(own.row.nunique() for _, own in groups)
+    figure = new_figure(min(16.0, max(6.4, 1.2 + 0.11 * len(names) * (most + 2))), 2.0 + 2.8 * len(groups))
+    all_axes = list(figure.subplots(len(groups), 1, sharex=True, squeeze=False)[:, 0])
+    for axes, (group, cells) in zip(all_axes, groups, strict=True):
+        for i, (_, own) in enumerate(cells.groupby("row", sort=False)):
+            first, style = own.iloc[0], styles[own.method.iloc[0]]
+            own = own[own.column.isin(names)].dropna(subset="value")
+            published = first.source == PUBLISHED
+            offset = 0.8 * ((i + 0.5) / cells.row.nunique() - 0.5)
+            errors = np.abs([own.value - own.low, own.high - own.value])
+            axes.errorbar(
+                [names.index(name) + offset for name in own.column],
+                own.value,
+                yerr=np.nan_to_num(errors),
+                fmt=style.marker,
+                fillstyle="full" if published else "left" if style.line == _COMPENSATED else "full",
+                color=style.colour,
+                markerfacecolor="white" if published else style.colour,
+                markersize=8 if style.order == 4 else 5,
+                elinewidth=0.9,
+                label=first.label,
+            )
+        for j in range(0, len(names), 2):  # every other cluster shaded, so that its points stay together
+            axes.axvspan(j - 0.5, j + 0.5, color="#F4F4F4", zorder=0)
+        axes.set_xlim(-0.5, len(names) - 0.5)
+        axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
+        axes.set_ylabel(table.value or group)
+        axes.set_title(group if table.value else "", fontsize=10)
+    finish_figure(figure, all_axes, table.title, table.caption)
+    return figure
+
+
+def _plot_grid(table: Table) -> "Figure":
+    """Budget rules by selectors (Table 2), measured and published: the averages as a heat map with the numbers."""
+    from matplotlib.patches import Rectangle
+
+    averages = table.cells[table.cells.column == AVERAGE].dropna(subset="value")
+    in_grid = averages[averages.method.str.contains("+", regex=False)]
+    sources = [name for name in (MEASURED, PUBLISHED) if name == MEASURED or name in averages.source.unique()]
+    figure = new_figure(0.8 + 4.4 * len(sources), 3.6)
+    all_axes = list(figure.subplots(1, len(sources), squeeze=False)[0])
+    own_place = (len(SELECTORS) - 1, len(RULES) - 1)  # LKV is the last of both
+    for axes, source in zip(all_axes, sources, strict=True):
+        cells: dict[Any, Any] = {
+            budget_and_selector(cell.method): cell for cell in in_grid[in_grid.source == source].itertuples()
+        }
+        values = [[cells[r, s].value if (r, s) in cells else np.nan for s in SELECTORS] for r in RULES]
+        image = axes.imshow(values, cmap="cividis", aspect="auto")
+        middle = sum(image.get_clim()) / 2
+        for x, y in ((x, y) for y in range(len(RULES)) for x in range(len(SELECTORS))):
+            if cell := cells.get((RULES[y], SELECTORS[x])):
+                text = f"{cell.value:.2f}" + (f"\n[{cell.low:.1f}, {cell.high:.1f}]" if pd.notna(cell.low) else "")
+                axes.text(
+                    x, y, text, ha="center", va="center", color="white" if cell.value < middle else "black",
+                    fontweight="bold" if (x, y) == own_place else "normal",
+                )  # fmt: skip
+        axes.set_xticks(range(len(SELECTORS)), [part_label(name) for name in SELECTORS])
+        axes.set_yticks(range(len(RULES)), [part_label(name) for name in RULES])
+        corner = (own_place[0] - 0.5, own_place[1] - 0.5)
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=LKV_COLOUR, linewidth=4, clip_on=False))
+        axes.set_xlabel("selector")
+        axes.set_title(source if len(sources) > 1 else "", fontsize=10)
+    all_axes[0].set_ylabel("budget rule")
+    full = averages[(averages.method == FULL) & (averages.source == MEASURED)].value.tolist()
+    figure.suptitle(table.title + (f" ({AVERAGE}; full cache {full[0]:.2f})" if full else ""), fontsize=11)
+    return figure
+
+
+def plot_memory(profile: Profile, published: str = "", weights: bool = False) -> "Figure":
+    """Peak memory where it was measured, and bytes of k and v, over context length; all scales linear, from 0.
+
+    A dashed line stands where a method ran out of memory.
+
+    Args:
+        profile: What was measured.
+        published: A model of the paper whose published sizes are drawn as hollow points, if the profile is of it.
+        weights: Whether the peak includes the weights, as in the paper's Fig. 5.
+    """
+    frame = profile.frame.sort_values("tokens", kind="stable")
+    panels = {"kv_bytes": "k and v held"}
+    if frame.peak_bytes.notna().any():
+        panels = {"peak_bytes": "peak memory, weights included" if weights else "peak memory"} | panels
+    if weights:
+        if "weight_bytes" not in frame:
+            raise ReportError("the profile does not state the bytes of the weights; make it anew with `lkv profile`.")
+        frame["peak_bytes"] += frame.weight_bytes
+    points: dict[str, float] = {}
+    paper: dict[str, Any] = {}
+    if published and published in profile.model.lower():
+        paper = paper_numbers()["memory"].get(published, {})
+        if not paper:
+            name = paper_models()[published]
+            raise ReportError(f"the paper prints no memory sizes with {name}; use --published llama-3.1-8b.")
+        points = {method: size * 2**30 for method, size in paper["kv_gib"].items()}  # its "25.0 GB at 200k" are GiB
+    figure = new_figure(0.6 + 5.0 * len(panels), 4.6)
+    all_axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
+    styles = method_styles(sort_methods(frame.method))
+    for axes, (field, title) in zip(all_axes, panels.items(), strict=True):
+        own_points = points if field == "kv_bytes" else {}
+        most = max([frame[field].max(), *own_points.values()])
+        unit, scale = next((name, size) for name, size in _UNITS if most >= size)
+        for method, style in styles.items():
+            of_method = frame[frame.method == method]
+            for retention, rows in of_method.groupby("retention", sort=False):
+                measured = rows.dropna(subset=field)
+                axes.plot(
+                    measured.tokens,
+                    measured[field] / scale,
+                    color=style.colour,
+                    marker="." if method == FULL else style.marker,
+                    linewidth=style.width,
+                    zorder=style.order,
+                    linestyle=style.line,
+                    label=method_label(method) + f", R = {retention:g}" * (of_method.retention.nunique() > 1),
+                )
+            for tokens in of_method.get("failed_at", pd.Series()).dropna():
+                axes.axvline(tokens, color=style.colour, linestyle="--", linewidth=1)
+        for method, size in own_points.items():
+            axes.plot(
+                [paper["tokens"]], [size / scale], "D", color=styles[method].colour if method in styles else _GREYS[0],
+                markerfacecolor="white", markersize=8, label=f"{method_label(method)} ({PUBLISHED})",
+            )  # fmt: skip
+        axes.set_xlim(left=0)
+        axes.locator_params(axis="x", nbins=6)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("context length (tokens)")
+        axes.set_ylabel(f"{title} ({unit})")
+    retentions = sorted(frame.retention[frame.method != FULL].unique(), reverse=True)
+    amounts = f"R = {', '.join(f'{r:g}' for r in retentions)}; " if retentions else ""
+    caption = f"{profile.model}; {amounts}batch {profile.batch}; measured on {profile.machine}"
+    finish_figure(figure, all_axes, "Memory over context length", caption)
+    return figure
+
+
+def plot_training(curves: Mapping[str, pd.DataFrame]) -> "Figure":
+    """KL and agreement over the contexts seen; at a third of R dashed, where it was measured."""
+    panels = {"validation_kl": "KL(full || compressed), nats a token", "validation_agreement": "top-1 agreement"}
+    panels = {key: title for key, title in panels.items() if any(key in run for run in curves.values())}
+    if not panels:
+        raise ReportError("these runs have no held-out samples to draw; train with data that has some to spare.")
+    figure = new_figure(0.6 + 5.2 * len(panels), 4.4)
+    all_axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
+    for axes, (key, title) in zip(all_axes, panels.items(), strict=True):
+        for number, (name, run) in enumerate(curves.items()):
+            colour, marker = _RUNS[number % len(_RUNS)]
+            for column, line, label in ((key, "-", name), (f"{key}_third", "--", f"{name}, R / 3")):
+                if {column, "contexts"} <= set(run.columns):
+                    points = run.dropna(subset=[column, "contexts"])
+                    axes.plot(
+                        points.contexts, points[column], line, color=colour, marker=marker, markersize=4, label=label
+                    )
+        axes.set_xlabel("contexts seen")
+        axes.set_ylabel(title)
+    if "validation_kl" in panels:
+        all_axes[0].set_yscale("log")
+    finish_figure(figure, all_axes, "Fidelity on held-out samples while training")
+    return figure

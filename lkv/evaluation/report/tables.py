@@ -1,7 +1,7 @@
 """Tables as DataFrames of cells, and their text: terminal, Markdown, CSV, LaTeX (booktabs)."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ from lkv.utils.statistics import Mean
 
 MIN_SAMPLES = 5  # that an interval needs
 MEASURED, PUBLISHED = "measured", "published"
-_ESCAPED = {c: "\\" + c for c in "&%$#_{}"} | {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "|": "\\textbar{}"}
+_ESCAPES = {c: "\\" + c for c in "&%$#_{}"} | {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "|": "\\textbar{}"}
+_ESCAPED = str.maketrans(_ESCAPES)
 _CSV = [
     "table", "group", "method", "label", "source", "column", "retention", "realised", "value", "low", "high", "n",
     "reference", "difference", "difference_low", "difference_high",
@@ -95,18 +96,27 @@ def make_cells(rows: Iterable[TableRow], columns: Iterable[Column], shows_realis
     """The cells of `rows` in `columns`; those without a value too, so that a row without any stands in the table."""
     records = []
     for number, row in enumerate(rows):
+        shared = {"row": number, "group": row.group, "method": row.method, "label": row.label, "source": row.source}
         for column in columns:
             cell = (row.cells.get(column.name) or Cell(float("nan")))._asdict()
             # Where columns are retentions each cell has its own.
             retention = column.x if shows_realised and row.method != FULL else row.retention
             records.append(
-                cell
-                | {"row": number, "group": row.group, "method": row.method, "label": row.label, "source": row.source}
-                | {"column": column.name, "retention": retention, "row_realised": row.realised}
-                | {"realised": row.realised if cell["realised"] is None else cell["realised"]}
+                cell | shared | {"column": column.name, "retention": retention, "row_realised": row.realised}
             )
-    numbers = [*Cell._fields, "retention", "row_realised"]
-    return pd.DataFrame(records).astype(dict.fromkeys(numbers, float) | {"n": "Int64"})
+    frame = pd.DataFrame(records).astype(dict.fromkeys([*Cell._fields, "retention", "row_realised"], float))
+    return frame.assign(realised=frame.realised.fillna(frame.row_realised)).astype({"n": "Int64"})
+
+
+def add_rows(table: Table, rows: list[TableRow], *notes: str) -> Table:
+    """`table` with `rows` behind those of the same group; new groups come last."""
+    table = replace(table, notes=(*table.notes, *notes))
+    if not rows:
+        return table
+    more = make_cells(rows, table.columns, table.shows_realised)
+    cells = pd.concat([table.cells, more.assign(row=more.row + table.cells.row.max() + 1)], ignore_index=True)
+    order = {group: place for place, group in enumerate(cells.group.unique())}
+    return replace(table, cells=cells.sort_values("group", key=lambda own: own.map(order), kind="stable"))
 
 
 def to_terminal(table: Table) -> str:
@@ -130,41 +140,33 @@ def to_markdown(table: Table) -> str:
     if any(text.index):
         text.insert(0, table.group_title, text.index)
     notes = "\n".join(f"- {note}" for note in table.notes)
-    return "\n".join([f"**{table.title}**", "", markdown_table(text.columns, text.to_numpy()), "", notes]) + "\n"
-
-
-def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A pipe table."""
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, *rows)]
-    return "\n".join([lines[0], "|" + " --- |" * len(list(head)), *lines[1:]])
+    head, *rows = ("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in (text, *text.to_numpy()))
+    return "\n".join([f"**{table.title}**", "", head, "|" + " --- |" * len(text.columns), *rows, "", notes]) + "\n"
 
 
 def to_latex(table: Table) -> str:
     """A booktabs table; bold marks the best measured value of a group."""
     text = _format(table, best="\\textbf{{{}}}", strong="{}", escape=_escape, interval="{{\\scriptsize {}}}")
+    width = len(text.columns)
     body: list[str] = []
     for group, rows in text.groupby(text.index, sort=False):
         if group:
-            body += (["\\midrule"] if body else []) + [
-                f"\\multicolumn{{{len(text.columns)}}}{{l}}{{{_escape(group)}}} \\\\"
-            ]
+            body += ["\\midrule"] * bool(body) + [f"\\multicolumn{{{width}}}{{l}}{{{_escape(group)}}} \\\\"]
         body += [" & ".join(row) + " \\\\" for row in rows.itertuples(index=False)]
-    return "\n".join(
-        [
-            "\\begin{table}[t]",
-            "\\centering",
-            f"\\caption{{{_escape(table.title)}. {_escape(' '.join(table.notes))}}}",
-            f"\\label{{tab:{table.name}}}",
-            f"\\begin{{tabular}}{{l{'c' * (len(text.columns) - 1)}}}",
-            "\\toprule",
-            " & ".join(map(_escape, text.columns)) + " \\\\",
-            "\\midrule",
-            *body,
-            "\\bottomrule",
-            "\\end{tabular}",
-            "\\end{table}\n",
-        ]
-    )
+    lines = "\n".join(body)
+    return f"""\\begin{{table}}[t]
+\\centering
+\\caption{{{_escape(table.title)}. {_escape(" ".join(table.notes))}}}
+\\label{{tab:{table.name}}}
+\\begin{{tabular}}{{l{"c" * (width - 1)}}}
+\\toprule
+{" & ".join(map(_escape, text.columns))} \\\\
+\\midrule
+{lines}
+\\bottomrule
+\\end{{tabular}}
+\\end{{table}}
+"""
 
 
 def to_csv(table: Table) -> str:
@@ -174,12 +176,7 @@ def to_csv(table: Table) -> str:
     return cells.to_csv(columns=_CSV, index=False, float_format="%.6g", lineterminator="\n")
 
 
-WRITERS: dict[str, Callable[[Table], str]] = {
-    "terminal": to_terminal,
-    "markdown": to_markdown,
-    "csv": to_csv,
-    "latex": to_latex,
-}
+WRITERS = {"terminal": to_terminal, "markdown": to_markdown, "csv": to_csv, "latex": to_latex}
 
 
 def _format(
@@ -236,4 +233,4 @@ def _format_share(value: float) -> str:
 
 
 def _escape(text: str) -> str:
-    return "".join(_ESCAPED.get(character, character) for character in text)
+    return text.translate(_ESCAPED)

@@ -8,7 +8,7 @@ import pytest
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
 from lkv.evaluation.report.builders import TableRequest, build_table
-from lkv.evaluation.report.plots import plot_table
+from lkv.evaluation.report.figures import plot_table
 from lkv.evaluation.report.results import read_results
 from lkv.evaluation.report.tables import to_terminal
 from lkv.utils.statistics import macro_mean

@@ -11,18 +11,16 @@ from matplotlib.image import imread
 from lkv.cli.main import main
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
-from lkv.evaluation.report.builders import TableRequest, build_table
+from lkv.evaluation.report.builders import TableRequest, build_prefill, build_table, read_profile, with_published
 from lkv.evaluation.report.figures import (
     LKV_COLOUR,
     draw_budgets,
-    draw_policies,
     method_styles,
+    plot_memory,
     plot_policies,
+    plot_table,
     save_figure,
 )
-from lkv.evaluation.report.plots import plot_table
-from lkv.evaluation.report.profiles import build_prefill, plot_memory, published_prefill, read_profile
-from lkv.evaluation.report.published import with_published
 from lkv.methods import registry
 from tests.results import GRID, cells, many, mean_of_means, results_of, values
 
@@ -157,7 +155,7 @@ def test_policies_stand_side_by_side_on_one_scale(tmp_path):
         assert image.get_clim() == (0, 1)
         assert axes.get_title() == f"{name}\nkept: 0.250" and axes.get_xlabel() == "KV head"
     assert heat_maps[0].get_ylabel() == "layer" and "kept" in bar.get_ylabel()
-    draw_policies(panels, 0.25, tmp_path / "below" / "policies.png")
+    save_figure(figure, tmp_path / "below" / "policies.png")
     assert imread(tmp_path / "below" / "policies.png").ndim == 3
     draw_budgets(panels["LKV"], 0.25, tmp_path / "budgets.png")
     assert imread(tmp_path / "budgets.png").ndim == 3
@@ -214,12 +212,13 @@ def test_the_peak_can_hold_the_weights_as_the_paper_draws_it(tmp_path):
 
 
 def test_the_prefill_table(tmp_path):
-    table = build_prefill(read_profile(profile_file(tmp_path / "p.json", ROWS)))
+    profile = read_profile(profile_file(tmp_path / "p.json", ROWS))
+    table = build_prefill(profile)
     lkv = cells(table, "lkv", "4,096 tokens")
     assert lkv["prefill, s"].value == 8.4 and lkv["overhead, %"].value == pytest.approx(5)
     assert lkv["k and v, MiB"].value == 64 and lkv["peak, MiB"].value == 2048
     assert cells(table, "full", "1,024 tokens")["overhead, %"] is None
-    marked = published_prefill(table, "llama-3.1-8b")
+    marked = build_prefill(profile, "llama-3.1-8b")
     published = [(row, own) for row, own in marked.rows() if row.source == "published"]
     assert [row.label for row, _ in published] == [
         "Full cache (published)", "DuoAttention (published)", "Ada-SnapKV (published)", "LKV (published)",
@@ -227,7 +226,7 @@ def test_the_prefill_table(tmp_path):
     assert [own["prefill, s"].value for _, own in published] == [82.40, 87.21, 88.37, 88.76]
     assert any("LKV O(T)" in note for note in marked.notes)
     with pytest.raises(ReportError, match="no prefill times with Qwen3-8B"):
-        published_prefill(table, "qwen3-8b")
+        build_prefill(profile, "qwen3-8b")
 
 
 def test_the_memory_figure_is_linear_from_zero(tmp_path):
@@ -266,7 +265,7 @@ def test_retentions_of_one_method_are_lines_of_their_own(tmp_path):
     [
         (ROWS, {"name": "decode"}, "holds no profile"),
         ([], {}, "holds no profile"),
-        ([{k: v for k, v in ROWS[0].items() if k != "kv_bytes"}], {}, "row 1 has no field 'kv_bytes'"),
+        ([{k: v for k, v in ROWS[0].items() if k != "kv_bytes"}], {}, "row 1: kv_bytes is 'missing'"),
         ([ROWS[0] | {"decode_ms": "fast"}], {}, "row 1: decode_ms is 'fast'"),
         ([ROWS[0], ROWS[1] | {"model": "tiny"}], {}, r"mixes values of model \(llama-3.1-8b, tiny\)"),
     ],

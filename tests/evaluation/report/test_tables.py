@@ -10,9 +10,8 @@ import pytest
 
 from lkv.cli.main import main
 from lkv.evaluation.report import names
-from lkv.evaluation.report.builders import TableRequest, build_table
+from lkv.evaluation.report.builders import TableRequest, build_table, with_published
 from lkv.evaluation.report.names import paper_model_like, paper_numbers
-from lkv.evaluation.report.published import with_published
 from lkv.evaluation.report.tables import WRITERS
 from tests.results import GRID, line, many, results_of, row, write
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from lkv.cli.main import main
-from lkv.evaluation.report.training_curves import build_training, plot_training, read_curves
+from lkv.evaluation.report.builders import build_training, read_curves
+from lkv.evaluation.report.figures import plot_training
 
 
 def write(folder, kls):
