@@ -18,9 +18,8 @@ from transformers.cache_utils import DynamicLayer
 
 from benchmarks.common import parse_options, save_rows
 from lkv.evaluation.profiling.memory import LiveBytes
-from lkv.evaluation.profiling.predict import longest_prompt
 from lkv.evaluation.profiling.random_models import read_config
-from lkv.models.shapes import Shape
+from lkv.models.shapes import Shape, longest_prompt
 
 _ATTENTION = "lkv_sizes_alone"
 _SMALL, _STEP, _ROUND = 2**20, 2 * 2**20, 512  # up to _SMALL bytes: blocks of other segments, too few to matter

@@ -79,10 +79,9 @@ def _measure(options: Profile, out: Path) -> None:
 
 def _predict(options: Profile) -> None:
     """Print the memory that each length needs by the model's shape, and the longest prompt that fits."""
-    from lkv.evaluation.profiling.predict import longest_prompt, predict_memory
     from lkv.evaluation.profiling.random_models import read_config
     from lkv.models.loading import load_config
-    from lkv.models.shapes import Shape
+    from lkv.models.shapes import Shape, longest_prompt, predict_memory
 
     config = read_config(options.config) if options.config else load_config(options.model_name, options.revision)
     Shape.check_uniform(config)

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -31,27 +31,16 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """How to measure.
+    """How to measure."""
 
-    Attributes:
-        retention: Share of the KV entries to keep.
-        batch: Rows read at once.
-        new_tokens: Tokens generated after each context.
-        repeats: Timed rounds, after one that warms up.
-        chunk: Tokens read at a time; None reads all at once.
-        streaming: Whether to evict after every chunk.
-        seed: Of the random tokens and of DuoAttention's random pattern.
-        limit: Bytes allowed beside the weights; None allows what the device has.
-    """
-
-    retention: float = 0.15
+    retention: float = 0.15  # share of the KV entries to keep
     batch: int = 1
-    new_tokens: int = 16
-    repeats: int = 3
-    chunk: int | None = None
-    streaming: bool = False
-    seed: int = 0
-    limit: int | None = None
+    new_tokens: int = 16  # generated after each context
+    repeats: int = 3  # timed rounds, after one that warms up
+    chunk: int | None = None  # tokens read at a time; None reads all at once
+    streaming: bool = False  # evict after every chunk
+    seed: int = 0  # of the random tokens and of DuoAttention's random pattern
+    limit: int | None = None  # bytes allowed beside the weights; None allows what the device has
 
 
 @dataclass(frozen=True)
@@ -72,26 +61,13 @@ class Profiler:
         self,
         model: PreTrainedModel,
         name: str,
-        policy: Policy | None = None,
-        settings: ProfileSettings | None = None,
+        policy: Policy | None,
+        settings: ProfileSettings,
     ):
-        """Prepare the model.
-
-        Args:
-            model: A causal language model.
-            name: What the rows call it.
-            policy: For the methods that read one.
-            settings: How to measure.
-
-        Raises:
-            LkvError: For streaming without a chunk.
-        """
-        self._model, self._name, self._settings = model, name, settings or ProfileSettings()
-        self._device = model.device
+        """Prepare the causal language model `model`, which the rows call `name`."""
+        self._model, self._name, self._settings, self._device = model, name, settings, model.device
         self._spec = patch_attention(model).spec
-        self._policy = policy.on(self._device) if policy is not None else None
-        if self._settings.streaming and self._settings.chunk is None:
-            raise LkvError("streaming reads the prompt in parts: give their size in tokens as chunk, for example 4096.")
+        self._policy = policy and policy.on(self._device)
 
     def measure(self, tokens: int, methods: Sequence[str]) -> list[dict[str, Any]]:
         """One row a method for a context of `tokens` tokens.
@@ -116,34 +92,23 @@ class Profiler:
 
         Its `failed_at` is the smallest length that did not fit, None where all did.
         """
-        runs: dict[int, ProfileRun] = {}
-        reason = None
+        runs: dict[int, ProfileRun | str] = {}
 
         def fits(tokens: int) -> bool:
-            nonlocal reason
-            run = self.try_run(method, tokens, with_peak=True)
-            if isinstance(run, ProfileRun):
-                runs[tokens] = run
-                return True
-            reason = run
-            return False
+            runs[tokens] = self.try_run(method, tokens, with_peak=True)
+            return isinstance(runs[tokens], ProfileRun)
 
         good, bad = find_largest(fits, start, most)
-        if good is None:
-            return self._row(method, start, str(reason), []) | {"largest": True, "failed_at": bad}
-        row = self._row(method, good, runs[good], [runs[good]])
-        if self._device.type == "cpu":  # where counting the memory slows a run down
+        reason = None if bad is None else runs[bad]
+        found = good or bad or start  # one of both is a length
+        run = runs[found]
+        row = self._row(method, found, run, [run] if isinstance(run, ProfileRun) else [])
+        if good and self._device.type == "cpu":  # where counting the memory slows a run down
             row |= {"prefill_seconds": None, "decode_ms": None}
         return row | {"largest": True, "failed_at": bad, "reason": reason}
 
     def try_run(self, method: str, tokens: int, with_peak: bool = False) -> ProfileRun | str:
-        """Read a prompt of `tokens` random tokens and generate, or return the reason why that is impossible.
-
-        Args:
-            method: The method, or "full".
-            tokens: The prompt's length.
-            with_peak: Whether to measure the peak memory, which costs time on a CPU.
-        """
+        """Read a prompt of random tokens and generate, or return why that is impossible; the peak costs CPU time."""
         try:
             return self._run(method, tokens, with_peak)
         except LkvError as error:
@@ -163,14 +128,14 @@ class Profiler:
         vocabulary = model.get_input_embeddings().weight.shape[0]
         shape = (settings.batch, tokens + settings.new_tokens)
         ids = torch.randint(vocabulary, shape, generator=generator, device="cpu").to(self._device)
-        cache: Any = DynamicCache() if method == FULL else self._make_cache(method, tokens)
+        is_full = method == FULL
+        cache: Any = DynamicCache() if is_full else self._make_cache(method, tokens)
         with measure_peak(self._device, settings.limit) if with_peak else nullcontext(Peak()) as peak:
             started = self._now()
             # The base model: logits of a whole prompt would be larger than its cache.
             for part in ids[:, :tokens].split(settings.chunk or tokens, 1):
                 model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
             prefill_seconds = self._now() - started
-            is_full = method == FULL
             kv_bytes, realised = (kv_nbytes(cache), 1.0) if is_full else (cache.nbytes(), cache.realised_retention())
             started = self._now()
             for step in ids[:, tokens:].split(1, 1):
@@ -225,7 +190,7 @@ class Profiler:
         }
         if isinstance(first, str):
             return row | {"n": 0, "reason": first}
-        row |= {name: value for name, value in asdict(first).items() if name in ("realised", "peak_bytes", "kv_bytes")}
+        row |= {"realised": first.realised, "peak_bytes": first.peak_bytes, "kv_bytes": first.kv_bytes}
         row["prefill_seconds"] = statistics.median(run.prefill_seconds for run in runs)
         row["decode_ms"] = 1e3 * statistics.median(run.decode_seconds for run in runs)
         if full:
@@ -238,16 +203,10 @@ class Profiler:
 
 
 def find_largest(fits: Callable[[int], bool], start: int, most: int) -> tuple[int | None, int | None]:
-    """Find the largest length that fits, and the smallest that does not, by doubling, then halving the gap.
+    """Find the largest length that fits and the smallest that does not, by doubling from `start`, then halving the gap.
 
-    Args:
-        fits: Whether a length fits.
-        start: The first length to try.
-        most: The last length to try.
-
-    Returns:
-        Both lengths, no further apart than 1/16 of the former: (None, start) where not even `start` fits, (most, None)
-        where everything does.
+    They are no further apart than 1/16 of the former: (None, start) where not even `start` fits, (most, None) where
+    everything does.
     """
     good, bad = None, None
     tokens = min(start, most)

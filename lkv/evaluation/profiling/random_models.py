@@ -19,6 +19,10 @@ _LLAMA_3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+_SHAPE = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "rope_parameters",
+)  # fmt: skip
 
 
 def _rope(theta: float) -> dict[str, Any]:
@@ -26,39 +30,18 @@ def _rope(theta: float) -> dict[str, Any]:
 
 
 # What the models' own config.json files state.
+_CONFIGS: dict[str, tuple[Any, ...]] = {
+    "llama-3.1-8b": ("llama", 128_256, 4096, 14_336, 32, 32, 8, 128, 131_072, False, _LLAMA_3_ROPE),
+    "llama-3.2-1b": ("llama", 128_256, 2048, 8192, 16, 32, 8, 64, 131_072, True, _LLAMA_3_ROPE | {"factor": 32.0}),
+    "mistral-7b-v0.3": ("mistral", 32_768, 4096, 14_336, 32, 32, 8, 128, 32_768, False, _rope(1e6)),
+    "qwen3-8b": ("qwen3", 151_936, 4096, 12_288, 36, 32, 8, 128, 40_960, False, _rope(1e6)),
+    "qwen3-0.6b": ("qwen3", 151_936, 1024, 3072, 28, 16, 8, 128, 40_960, True, _rope(1e6)),
+    "smollm2-135m": ("llama", 49_152, 576, 1536, 30, 9, 3, 64, 8192, True, _rope(1e5)),
+}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_parameters": _LLAMA_3_ROPE,
-        "max_position_embeddings": 131_072,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama", "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192,
-        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-        "rope_parameters": _LLAMA_3_ROPE | {"factor": 32.0}, "max_position_embeddings": 131_072,
-        "tie_word_embeddings": True,
-    },
-    "mistral-7b-v0.3": {
-        "model_type": "mistral", "vocab_size": 32_768, "hidden_size": 4096, "intermediate_size": 14_336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None,
-        "rope_parameters": _rope(1e6), "max_position_embeddings": 32_768,
-    },
-    "qwen3-8b": {
-        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "rope_parameters": _rope(1e6), "max_position_embeddings": 40_960,
-    },
-    "qwen3-0.6b": {
-        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "rope_parameters": _rope(1e6), "max_position_embeddings": 40_960, "tie_word_embeddings": True,
-    },
-    "smollm2-135m": {
-        "model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536,
-        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "rope_parameters": _rope(1e5),
-        "max_position_embeddings": 8192, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
+    name: dict(zip(_SHAPE, values, strict=True)) | ({"sliding_window": None} if values[0] == "mistral" else {})
+    for name, values in _CONFIGS.items()
+}
 
 
 def read_config(name: str) -> PretrainedConfig:

@@ -349,12 +349,12 @@ def read_profile(path: Path) -> Profile:
         raise ReportError(f"{path} is not a profile ({error}); give a file that `lkv profile` wrote.") from error
     if not rows:
         raise ReportError(f"{path} holds no profile; give a file that `lkv profile` wrote.")
-    shared = ("model", "device", "batch")
-    for name in shared:
+    for name in ("model", "device", "batch"):
         if len(values := {str(row[name]) for row in rows}) > 1:
             raise ReportError(f"{path} mixes values of {name} ({', '.join(sorted(values))}); report them separately.")
     frame = pd.DataFrame(rows).astype(dict.fromkeys(numbers[1:], float))
-    return Profile(str(document.get("machine", "")), *(rows[0][name] for name in shared), frame)
+    machine, first = str(document.get("machine", "")), rows[0]
+    return Profile(machine, str(first["model"]), str(first["device"]), first["batch"], frame)
 
 
 def build_prefill(profile: Profile, published: str = "") -> Table:

@@ -331,7 +331,7 @@ class Scores:
         if not self._ran(weights, units):
             return None
         values = [(weight, self._values(metric, pair, units)) for pair, weight in weights.items()]
-        groups = [sum(weight * own[i] for weight, own in values) for i in range(len(units))]
+        groups = [np.asarray(sum(weight * own[i] for weight, own in values)) for i in range(len(units))]
         low, high = _RANGES[metric]
         least = sum(weight * (low if weight > 0 else high) for weight in weights.values())
         most = sum(weight * (high if weight > 0 else low) for weight in weights.values())

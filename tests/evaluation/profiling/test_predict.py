@@ -19,10 +19,9 @@ from benchmarks.common import RESULTS
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.evaluation.profiling.measure import Profiler, ProfileRun, ProfileSettings
-from lkv.evaluation.profiling.predict import longest_prompt, predict_memory
 from lkv.evaluation.profiling.random_models import random_policy, read_config
 from lkv.integrations.transformers.attention import patch_attention
-from lkv.models.shapes import Shape
+from lkv.models.shapes import Shape, longest_prompt, predict_memory
 from tests.conftest import tiny_llama
 
 WIDE = {"hidden_size": 64, "intermediate_size": 224, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 4}
