@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.cache.quantization import BITS, require_library
+from lkv.cache.quantization import BITS, load_torchao
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.masks import PaddingReader
 from lkv.integrations.transformers.rotation import Rotation
@@ -62,7 +62,7 @@ class CacheConfig:
                     f"again; use the method without {REFIT!r}."
                 )
         if self.bits is not None:
-            require_library()
+            load_torchao()  # now, rather than after a long prompt
 
     @property
     def stores_scores(self) -> bool:

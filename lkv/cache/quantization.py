@@ -61,8 +61,21 @@ class QuantizedPool:
         minimum is far from 0: it is rounded down to a bfloat16. Raises ValueError for bits, group, lens, a shape, a
         dtype or values that cannot be stored, and CacheError where torchao is missing.
         """
-        _check(pool, bits, group)
-        ao = _torchao()
+        if bits not in BITS:
+            raise ValueError(f"bits is {bits!r}, but it must be one of {BITS}.")
+        if not 2 <= group <= _LARGEST_GROUP:
+            raise ValueError(
+                f"group is {group!r}, but it is the number of values that share a scale: give 2 to {_LARGEST_GROUP}."
+            )
+        if pool.ndim != 2 or not pool.shape[1] or pool.dtype not in _DTYPES:
+            raise ValueError(
+                f"the pool is {pool.dtype} {tuple(pool.shape)}, but it must be floating point [P, d], d > 0."
+            )
+        if pool.numel() and not float(pool.abs().amax()) <= _LARGEST:
+            raise ValueError(
+                f"the pool contains values that are not finite or beyond {_LARGEST}: they cannot be quantised."
+            )
+        ao = load_torchao()
         heads = None if lens is None else tuple(torch.as_tensor(lens, device="cpu").tolist())
         if heads is None:
             axis, block = -1, (1, 1, group)
@@ -108,7 +121,7 @@ class QuantizedPool:
         block = [1, 1, 1]
         block[axis] = self.group
         scale, highest = self.scale.float(), 2**self.bits - 1
-        values = _torchao().dequantize_affine(codes, block, scale, None, torch.uint8, 0, highest)
+        values = load_torchao().dequantize_affine(codes, block, scale, None, torch.uint8, 0, highest)
         values += self.minimum.float().unsqueeze(axis)
         # Half a scale above the greatest float16 would be infinite.
         return values.clamp_(-65504, 65504) if self.dtype == torch.float16 else values
@@ -224,31 +237,11 @@ class QuantizedPool:
         return cls(codes, scale, minimum, lens, bits, group, width, _DTYPES[dtype])
 
 
-def require_library() -> None:
-    """Raise MissingPackageError now, rather than after a long prompt, if torchao is missing."""
-    _torchao()
-
-
-def _torchao() -> Any:
-    """The primitives of torchao, imported only where they are needed. Raises MissingPackageError."""
+def load_torchao() -> Any:
+    """The primitives of torchao; MissingPackageError where it is not installed."""
     with optional_import("quantization", "quantised storage"):
         from torchao.quantization import quant_primitives
     return quant_primitives
-
-
-def _check(pool: Tensor, bits: int, group: int) -> None:
-    if bits not in BITS:
-        raise ValueError(f"bits is {bits!r}, but it must be one of {BITS}.")
-    if not 2 <= group <= _LARGEST_GROUP:
-        raise ValueError(
-            f"group is {group!r}, but it is the number of values that share a scale: give 2 to {_LARGEST_GROUP}."
-        )
-    if pool.ndim != 2 or not pool.shape[1] or pool.dtype not in _DTYPES:
-        raise ValueError(f"the pool is {pool.dtype} {tuple(pool.shape)}, but it must be floating point [P, d], d > 0.")
-    if pool.numel() and not float(pool.abs().amax()) <= _LARGEST:
-        raise ValueError(
-            f"the pool contains values that are not finite or beyond {_LARGEST}: they cannot be quantised."
-        )
 
 
 def _fill(values: Tensor, group: int, axis: int) -> Tensor:

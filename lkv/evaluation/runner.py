@@ -20,9 +20,9 @@ from lkv.evaluation.comparison import Fidelity, MethodComparison, MethodGrid, Ro
 from lkv.evaluation.example import Example, Prompt, make_prompt
 from lkv.evaluation.metrics import score
 from lkv.evaluation.sample_journal import SampleJournal
-from lkv.integrations.transformers.attention import evaluation_mode, input_device, patch_attention
+from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import PromptKV, read_prompt
-from lkv.integrations.transformers.spec import hub_commit
+from lkv.integrations.transformers.spec import evaluation_mode
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils import devices
@@ -271,7 +271,7 @@ def _header(model: Any, grid: MethodGrid, config: EvaluationConfig, named: dict[
         "model": config.model_name or model.name_or_path or type(model).__name__,
         "methods": grid.methods,
         "retentions": grid.retentions,
-        "revision": hub_commit(model),
+        "revision": getattr(model.config, "_commit_hash", None),
         "fingerprint": patch_attention(model).spec.digest(),
         "policy": policy.digest() if policy is not None else None,
         "policy_revision": policy.commit if policy is not None else None,

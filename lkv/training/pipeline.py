@@ -13,8 +13,8 @@ import torch
 
 from lkv.config import PRESETS, TrainingConfig, check_positions, fit_to_positions, num_knots
 from lkv.errors import TrainingError
-from lkv.integrations.transformers.attention import evaluation_mode, input_device, patch_attention
-from lkv.integrations.transformers.spec import hub_commit
+from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.spec import evaluation_mode
 from lkv.models.loading import DEFAULT, load_config
 from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
@@ -174,7 +174,7 @@ def build(setup: TrainingSetup) -> Trainer:
     torch.manual_seed(config.seed)
     card: dict[str, Any] = {"model": setup.model_name, "data": setup.data.origins, "training": asdict(config)}
     card |= {"trained_tokens": config.max_tokens, "data_digest": setup.data.digest}
-    if commit := hub_commit(model):
+    if commit := getattr(model.config, "_commit_hash", None):
         card["revision"] = commit
     if isinstance(setup.data, BuiltDataset):
         card["decontamination"] = setup.data.decontamination

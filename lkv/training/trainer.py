@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from lkv.config import TrainingConfig
 from lkv.errors import DataError, TrainingError, TrainingStoppedError
-from lkv.integrations.transformers.attention import evaluation_mode, patch_attention
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.spec import evaluation_mode
 from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import (

@@ -11,6 +11,7 @@ import cProfile
 import json
 import os
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -49,19 +50,6 @@ class Launcher:
             self.made.append((self._name, grid, *(x.data_ptr() if isinstance(x, Tensor) else x for x in given)))
 
 
-class Current:
-    """In the block a device is the current one: it is already."""
-
-    def __init__(self, device: torch.device):
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-
 class StubbedDriver(Driver):
     """A driver that loads and launches nothing."""
 
@@ -77,7 +65,7 @@ def stub(arch: int) -> None:
     properties = SimpleNamespace(name=f"sm_{arch}", major=arch // 10, minor=arch % 10,
                                  multi_processor_count=GPUS[arch][1])  # fmt: skip
     module = SimpleNamespace(get_device_properties=lambda device: properties, current_device=lambda: 0,
-                             device=Current)  # fmt: skip
+                             device=lambda device: nullcontext())  # fmt: skip
     devices.is_gpu = lambda device: True
     devices.runtime = lambda device: module
     for cached in (api._chosen, launch._launch, launch._shared_memory, launch._multiprocessors):

@@ -254,13 +254,9 @@ def test_prompts_that_cannot_be_read_are_refused(model, policy):
             model(ids(PROMPT, 2), attention_mask=mask, past_key_values=RaggedCache(model, policy=policy))
 
 
-def test_what_cannot_follow_a_prompt_is_refused(model, policy):
+def test_another_number_of_rows_is_refused(model, policy):
     cache = RaggedCache(model, policy=policy)
     model(ids(PROMPT, 2), past_key_values=cache)
-    padding = torch.ones(2, PROMPT + 4, dtype=torch.long)
-    padding[1, PROMPT:] = 0
-    with pytest.raises(PromptError, match="a row of the batch is nothing but padding"):
-        model(ids(4, 2), attention_mask=padding, past_key_values=cache)
     with pytest.raises(CacheError, match="this cache has 2 rows, but 1 were given"):
         model(ids(4), past_key_values=cache)
 

@@ -9,7 +9,6 @@ from lkv.config import ScorerInputs
 from lkv.context.context import Context, compress
 from lkv.evaluation.profiling.measure import Profiler, ProfileSettings
 from lkv.evaluation.profiling.random_models import random_policy
-from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.registry import METHODS
 from lkv.policy.lookup import default_policy
@@ -46,42 +45,32 @@ def test_every_method_under_another_default_device(small, method):
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"streaming": True, "prompt_tokens": 40}, {"decode_eviction": True, "slack": 1}, {"bits": 8}, {"bits": 4}],
-)
+OPTIONS = [{}, {"streaming": True, "prompt_tokens": 40}, {"decode_eviction": True, "slack": 1}]
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"bits": 8}, {"bits": 4}, *({"policy": True} | x for x in OPTIONS)])
 @torch.no_grad()
 def test_every_kind_of_cache_under_another_default_device(small, options):
     if "bits" in options:
         pytest.importorskip("torchao")
+    if "policy" in options:  # with every component
+        torch.manual_seed(0)
+        policy = Policy(inspect_model(small), inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
+        for part in (policy.tokens.query_mean, policy.tokens.query_spread, policy.tokens.start, policy.tokens.end):
+            torch.nn.init.normal_(part)
+        options = options | {"policy": policy, "retention": 0.4}
+    else:
+        options = options | {"method": METHOD}
     prompt, question, more, found = ids(2, 40), ids(2, 3), ids(4, 5), []
     for device in (CPU, ELSEWHERE):
         with device:
-            cache = RaggedCache(small, method=METHOD, **options)
+            cache = RaggedCache(small, **options)
             small(prompt, past_key_values=cache)
             small(question, past_key_values=cache)
             cache.reorder_cache(torch.tensor([1, 0], device="cpu"))
             cache.batch_repeat_interleave(2)
             twin = cache.fork()
             found.append(small(more, past_key_values=twin).logits)
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"streaming": True, "prompt_tokens": 40}, {"decode_eviction": True, "slack": 1}]
-)
-@torch.no_grad()
-def test_a_policy_with_every_term_under_another_default_device(small, options):
-    torch.manual_seed(0)
-    policy = Policy(patch_attention(small).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
-    for part in (policy.tokens.query_mean, policy.tokens.query_spread, policy.tokens.start, policy.tokens.end):
-        torch.nn.init.normal_(part)
-    prompt, question, found = ids(2, 40), ids(2, 3), []
-    for device in (CPU, ELSEWHERE):
-        with device:
-            cache = RaggedCache(small, policy=policy, retention=0.4, **options)
-            small(prompt, past_key_values=cache)
-            found.append(small(question, past_key_values=cache).logits)
     assert torch.equal(*found)
 
 
@@ -125,17 +114,13 @@ def test_a_cache_under_autocast_is_as_good_as_the_stock_one(small):
     for cache in (
         DynamicCache(),
         RaggedCache(small, method=METHOD),
-        RaggedCache(small, policy=random_policy_of(small), retention=1.0),
+        RaggedCache(small, policy=random_policy(inspect_model(small)), retention=1.0),
     ):
         with torch.autocast("cpu", torch.bfloat16):
             small(text[:, :40], past_key_values=cache)
             parts = [small(part, past_key_values=cache).logits for part in text[:, 40:].split([1, 7], 1)]
         errors.append(float((torch.cat(parts, 1) - exact).norm()))
     assert errors[2] <= 1.5 * errors[0]
-
-
-def random_policy_of(model):
-    return random_policy(inspect_model(model))
 
 
 @torch.no_grad()

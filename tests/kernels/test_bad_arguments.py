@@ -111,6 +111,8 @@ def test_codes_that_do_not_fit(bits, change):
 
 @torch.no_grad()
 def test_no_tokens_and_no_entries():
+    with pytest.raises(ValueError, match="backend is 'magic'"):
+        append_and_attend(*good().values(), 0.3, "magic")
     arguments = {name: x[:, :, :0] if x.ndim == 4 else x for name, x in good().items()}
     assert append_and_attend(*arguments.values(), 0.3).shape == (1, 4, 0, 16)
     q, _, _, *spans = good().values()
@@ -151,11 +153,20 @@ def test_merge_of_outputs_that_do_not_fit(index, shape):
         merge_attention(*tensors)
 
 
-@pytest.mark.parametrize("index", range(4))
-@pytest.mark.parametrize("change", [freed, lambda x: x[0], torch._neg_view, lambda x: x.to("meta")])
+@pytest.mark.parametrize(
+    ("index", "change"),
+    [
+        *((index, change) for index in range(4)
+          for change in (freed, lambda x: x[0], torch._neg_view, lambda x: x.to("meta"))),
+        (0, lambda x: x[:, :3]), (2, lambda x: x[:, :, 1:]), (2, lambda x: x.double()), (3, lambda x: x[:, :1]),
+        (3, lambda x: x * torch.nan), (3, lambda x: x - -torch.inf),
+    ],
+)  # fmt: skip
 def test_soft_mask_attention_of_tensors_that_do_not_fit(index, change):
     tensors = [torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), -torch.rand(1, 2, 5)]
     soft_mask_attention(*tensors)
+    with pytest.raises(ValueError, match="backend is 'magic'"):
+        soft_mask_attention(*tensors, backend="magic")
     tensors[index] = change(tensors[index])
     with pytest.raises(ValueError, match=SENTENCE):
         soft_mask_attention(*tensors)

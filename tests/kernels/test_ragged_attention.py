@@ -4,39 +4,34 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lkv.errors import BackendError
 from lkv.evaluation.profiling.memory import LiveBytes
 from lkv.kernels.ragged_attention import api, loop, masked_attention, merge_attention, ragged_attention, varlen
-
-
-def pool(lengths: list[list[int]], slack: int, dim: int, dtype: torch.dtype):
-    """Random spans in a pool whose slack is poisoned with NaN."""
-    lens = torch.tensor(lengths, dtype=torch.int32)
-    ends = (lens.flatten() + slack).cumsum(0)
-    starts = (ends - lens.flatten() - slack).view_as(lens).int()
-    pools = [torch.full((int(ends[-1]), dim), torch.nan, dtype=dtype) for _ in "kv"]
-    for start, length in zip(starts.flatten().tolist(), lens.flatten().tolist(), strict=True):
-        for one in pools:
-            one[start : start + length] = torch.randn(length, dim).to(dtype)
-    return *pools, starts, lens
+from tests.kernels.pools import pool_of
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 30), min_size=2, max_size=2), min_size=1, max_size=3),
-    st.integers(1, 3), st.integers(1, 6), st.sampled_from([torch.float64, torch.float32]),
+    st.lists(st.lists(st.integers(0, 30), min_size=2, max_size=2), min_size=1, max_size=3), st.integers(1, 3),
+    st.integers(1, 17), st.booleans(), st.booleans(), st.integers(1, 9),
+    st.sampled_from([torch.float64, torch.float32, torch.float16]),
 )  # fmt: skip
-def test_loop_equals_reference(older, groups, rows, dtype):
+def test_loop_equals_reference(older, groups, rows, causal, with_lse, block, dtype):
+    """Spans without entries, and new tokens in several blocks, included."""
     torch.manual_seed(1)
-    lengths = [[count + rows for count in row] for row in older]
-    k, v, starts, lens = pool(lengths, 3, 16, dtype)
+    lengths = [[count + rows if causal else count for count in row] for row in older]
+    k, v, starts, lens = pool_of(lengths, 3, 16, 16, dtype)
     q = torch.randn(len(older), 2 * groups, rows, 16).to(dtype)
-    ours = ragged_attention(q, k, v, starts, lens, 0.25, backend="loop")
-    exact = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference")
-    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
-    torch.testing.assert_close(ours, exact, atol=tolerance, rtol=tolerance)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_ROWS", block)
+        found = ragged_attention(q, k, v, starts, lens, 0.25, "loop", causal=causal, lse=with_lse)
+    exact, exact_lse = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference", causal=causal, lse=True)
+    tolerance = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 4e-3}[dtype]
+    torch.testing.assert_close(found[0] if with_lse else found, exact, atol=tolerance, rtol=tolerance)
+    if with_lse:
+        torch.testing.assert_close(found[1].double(), exact_lse, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -44,7 +39,7 @@ def test_loop_equals_reference(older, groups, rows, dtype):
 @pytest.mark.parametrize("older", [[0, 40], [30, 30], [5000, 9]])
 def test_half_precision(dtype, rows, older):
     torch.manual_seed(1)
-    k, v, starts, lens = pool([[count + rows for count in older]], 4, 32, dtype)
+    k, v, starts, lens = pool_of([[count + rows for count in older]], 4, 32, 32, dtype)
     q = torch.randn(1, 6, rows, 32).to(dtype)
     ours = ragged_attention(q, k, v, starts, lens, 32**-0.5, backend="loop")
     exact = ragged_attention(q, k, v, starts, lens, 32**-0.5, backend="reference")
@@ -56,7 +51,7 @@ def test_half_precision(dtype, rows, older):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_long_heads_are_shared_out_among_threads(threads, dtype):
     torch.manual_seed(3)
-    k, v, starts, lens = pool([[2100, 2101, 5, 4999]], 3, 16, dtype)
+    k, v, starts, lens = pool_of([[2100, 2101, 5, 4999]], 3, 16, 16, dtype)
     q = torch.randn(1, 12, 1, 16).to(dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -81,7 +76,7 @@ def test_long_heads_are_shared_out_among_threads(threads, dtype):
 )
 def test_spans_of_one_length_are_one_batch(rows, lengths, runs):
     torch.manual_seed(2)
-    k, v, starts, lens = pool([[count + rows for count in row] for row in lengths], 3, 16, torch.float64)
+    k, v, starts, lens = pool_of([[count + rows for count in row] for row in lengths], 3, 16, 16, torch.float64)
     found = loop._runs(starts, lens)
     assert [run[:2] for run in found] == runs
     q = torch.randn(2, 4, rows, 16, dtype=torch.float64)
@@ -89,16 +84,6 @@ def test_spans_of_one_length_are_one_batch(rows, lengths, runs):
     torch.testing.assert_close(
         ragged_attention(q, k, v, starts, lens, 0.25, backend="loop"), exact, atol=1e-12, rtol=1e-12
     )
-
-
-def test_bad_arguments_are_named():
-    k, v, starts, lens = pool([[4, 5]], 0, 8, torch.float32)
-    with pytest.raises(ValueError, match="backend"):
-        ragged_attention(torch.zeros(1, 2, 1, 8), k, v, starts, lens, 1.0, backend="magic")
-    with pytest.raises(ValueError, match="does not fit"):
-        ragged_attention(torch.zeros(1, 3, 1, 8), k, v, starts, lens, 1.0)
-    with pytest.raises(ValueError, match="does not fit"):
-        ragged_attention(torch.zeros(1, 2, 1, 8, dtype=torch.float64), k, v, starts, lens, 1.0)
 
 
 class Without:
@@ -116,7 +101,7 @@ class Without:
 def test_a_missing_library_is_named_and_auto_goes_on(monkeypatch, caplog):
     monkeypatch.setattr(api, "_module", Without("triton"))
     api._chosen.cache_clear()
-    k, v, starts, lens = pool([[4, 5]], 0, 8, torch.float32)
+    k, v, starts, lens = pool_of([[4, 5]], 0, 8, 8, torch.float32)
     q = torch.zeros(1, 2, 1, 8)
     with pytest.raises(BackendError, match="'triton' cannot run: triton cannot be imported"):
         ragged_attention(q, k, v, starts, lens, 1.0, backend="triton")
@@ -155,14 +140,17 @@ def documented_varlen(
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_varlen_gives_every_span_as_a_sequence(rows, monkeypatch):
+@pytest.mark.parametrize(("causal", "with_lse"), [(True, False), (True, True), (False, True)])
+def test_varlen_gives_every_span_as_a_sequence(rows, causal, with_lse, monkeypatch):
     torch.manual_seed(rows)
     monkeypatch.setattr(varlen, "_operator", lambda: documented_varlen)
-    k, v, starts, lens = pool([[rows, rows + 9], [rows + 5, rows + 2]], 3, 8, torch.float64)
+    k, v, starts, lens = pool_of([[rows, rows + 9], [rows + 5 if causal else 0, rows + 2]], 3, 8, 8, torch.float64)
     q = torch.randn(2, rows, 6, 8, dtype=torch.float64).transpose(1, 2)
-    ours, _ = varlen.attend(q, k, v, starts, lens, 0.4)
-    exact = ragged_attention(q, k, v, starts, lens, 0.4, backend="reference")
-    torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-12)
+    out, lse = varlen.attend(q, k, v, starts, lens, 0.4, causal, with_lse)
+    exact, exact_lse = ragged_attention(q, k, v, starts, lens, 0.4, backend="reference", causal=causal, lse=True)
+    torch.testing.assert_close(out, exact, atol=1e-12, rtol=1e-12)
+    if with_lse:
+        torch.testing.assert_close(lse.double(), exact_lse, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -183,55 +171,13 @@ def test_varlen_says_what_it_lacks(operator, dtype, dims, says, monkeypatch):
     assert operator is None or "7.0" in varlen.refusal(torch.device("cuda"), torch.float16, 64, 64)
 
 
-@settings(max_examples=15)
-@given(rows=st.integers(2, 17), held=st.lists(st.integers(0, 9), min_size=2, max_size=2), block=st.integers(1, 6))
-def test_new_tokens_in_blocks_equal_reference(rows, held, block):
-    lengths = [[count + rows for count in held]]
-    k, v, starts, lens = pool(lengths, 2, 16, torch.float64)
-    q = torch.randn(1, 6, rows, 16, dtype=torch.float64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lkv.kernels.ragged_attention.loop._ROWS", block)
-        found = ragged_attention(q, k, v, starts, lens, 0.3, backend="loop")
-    torch.testing.assert_close(found, ragged_attention(q, k, v, starts, lens, 0.3, backend="reference"))
-
-
 def test_a_part_of_a_prompt_holds_no_mask_of_all_its_tokens():
     rows, length = 1024, 4096
-    k, v, starts, lens = pool([[length, length]], 2, 16, torch.float32)
+    k, v, starts, lens = pool_of([[length, length]], 2, 16, 16, torch.float32)
     q = torch.randn(1, 6, rows, 16)
     with LiveBytes() as live:
         ragged_attention(q, k, v, starts, lens, 0.3, backend="loop")
     assert live.peak < 2 * rows * length  # PyTorch makes 4 bytes of each that is masked
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_varlen_gives_the_log_sum_exp(causal, monkeypatch):
-    torch.manual_seed(4)
-    monkeypatch.setattr(varlen, "_operator", lambda: documented_varlen)
-    k, v, starts, lens = pool([[3, 12], [0 if not causal else 5, 5]], 3, 8, torch.float64)
-    q = torch.randn(2, 3, 6, 8, dtype=torch.float64).transpose(1, 2)
-    ours = varlen.attend(q, k, v, starts, lens, 0.4, causal, True)
-    exact = ragged_attention(q, k, v, starts, lens, 0.4, backend="reference", causal=causal, lse=True)
-    torch.testing.assert_close(ours[0], exact[0], atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(ours[1].double(), exact[1], atol=1e-6, rtol=1e-6)
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 30), min_size=2, max_size=2), min_size=1, max_size=3), st.integers(1, 3),
-    st.integers(1, 6), st.booleans(), st.integers(1, 9), st.sampled_from([torch.float64, torch.float32, torch.float16]),
-)  # fmt: skip
-def test_log_sum_exp_equals_reference(held, groups, rows, causal, block, dtype):
-    torch.manual_seed(1)
-    lengths = [[count + rows if causal else count for count in row] for row in held]
-    k, v, starts, lens = pool(lengths, 3, 16, dtype)
-    q = torch.randn(len(held), 2 * groups, rows, 16).to(dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lkv.kernels.ragged_attention.loop._ROWS", block)
-        out, lse = ragged_attention(q, k, v, starts, lens, 0.25, "loop", causal=causal, lse=True)
-    exact, exact_lse = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference", causal=causal, lse=True)
-    tolerance = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 4e-3}[dtype]
-    torch.testing.assert_close(out, exact, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(lse.double(), exact_lse, atol=tolerance, rtol=tolerance)
 
 
 @given(

@@ -17,8 +17,7 @@ from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import api, append_and_attend, cpp, loop, ragged_attention
 from lkv.utils import cpp as build
 from tests.conftest import tiny_llama
-from tests.kernels.codes import assert_exact, exact, quantised
-from tests.kernels.pools import pool_of
+from tests.kernels.pools import assert_exact, exact, pool_of, quantised
 from tests.kernels.test_ragged_attention import Without
 
 if reason := cpp.refusal(torch.device("cpu"), torch.float32, 64, 64):

@@ -24,8 +24,7 @@ from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm, Random
 from tests.conftest import tiny_llama
-from tests.kernels.codes import assert_exact, exact, quantised
-from tests.kernels.pools import pool_of
+from tests.kernels.pools import assert_exact, exact, pool_of, quantised
 
 triton = pytest.importorskip("lkv.kernels.ragged_attention.triton")
 if not triton.interpreted() and not torch.cuda.is_available():
@@ -38,11 +37,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def eager(q, k_pool, v_pool, starts, lens, scale):
     """Attention as a model's eager code computes it in the dtype of q, head by head."""
-    out, rows, group = (
-        torch.empty(*q.shape[:3], v_pool.shape[1], dtype=q.dtype),
-        q.shape[2],
-        q.shape[1] // lens.shape[1],
-    )
+    out, rows = torch.empty(*q.shape[:3], v_pool.shape[1], dtype=q.dtype), q.shape[2]
+    group = q.shape[1] // lens.shape[1]
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             start, length = int(starts[b, h // group]), int(lens[b, h // group])
@@ -93,46 +89,41 @@ def test_attention_equals_the_reference(older, group, rows, slack, dim, value_di
     assert_as_exact_as_eager(q, k, v, starts, lens, 2 * dim**-0.5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-def test_head_sizes(dtype, dim):
+@pytest.mark.parametrize(
+    ("lengths", "heads", "rows", "dim", "dtype"),
+    [
+        *(([[1, 257]], 4, 1, dim, dtype) for dim in (64, 80, 96, 128, 256) for dtype in DTYPES),
+        # Questions of many tokens, a large batch, and heads that end with a slice.
+        *(([[rows, rows + 150]], 4, rows, 16, torch.float32) for rows in (9, 35)),
+        ([[1 + 7 * row % 40, 1 + 11 * row % 40] for row in range(32)], 4, 1, 8, torch.float32),
+        *(([lengths], 2, 1, 8, torch.float32) for lengths in ([128, 128], [256, 128])),
+    ],
+)
+def test_shapes(lengths, heads, rows, dim, dtype):
     torch.manual_seed(dim)
-    assert_as_exact_as_eager(torch.randn(1, 4, 1, dim).to(dtype), *pool_of([[1, 257]], 5, dim, dim, dtype), dim**-0.5)
+    pools = pool_of(lengths, 2, dim, dim, dtype)
+    assert_as_exact_as_eager(torch.randn(len(lengths), heads, rows, dim).to(dtype), *pools, dim**-0.5)
 
 
-@pytest.mark.parametrize("rows", [9, 35])
-def test_a_question_of_many_tokens(rows):
-    torch.manual_seed(rows)
-    k, v, starts, lens = pool_of([[rows, rows + 150]], 2, 16, 16, torch.float32)
-    assert_as_exact_as_eager(torch.randn(1, 4, rows, 16), k, v, starts, lens, 0.25)
-
-
-def test_a_large_batch():
-    torch.manual_seed(0)
-    lengths = (1 + torch.randint(0, 40, (32, 2))).tolist()
-    k, v, starts, lens = pool_of(lengths, 1, 8, 8, torch.float32)
-    assert_as_exact_as_eager(torch.randn(32, 4, 1, 8), k, v, starts, lens, 0.4)
+@pytest.fixture
+def short_slices(monkeypatch):
+    """Slices much shorter than heads, and more parts a head than are joined at once."""
+    monkeypatch.setattr(triton, "_PROGRAMS_WITHOUT_GPU", 40)
+    monkeypatch.setattr(triton, "_MIN_SLICE", 2)
+    triton._launch.cache_clear()
+    yield
+    triton._launch.cache_clear()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("older", [[150, 20], [0, 159]])
-def test_slices_much_shorter_than_heads_and_new_tokens(older, rows, monkeypatch):
-    """More parts a head than are joined at once; slices in which a row sees nothing."""
+def test_slices_much_shorter_than_heads_and_new_tokens(older, rows, short_slices):
+    """Slices in which a row sees nothing, too."""
     torch.manual_seed(rows)
-    monkeypatch.setattr(triton, "_PROGRAMS_WITHOUT_GPU", 40)
-    monkeypatch.setattr(triton, "_MIN_SLICE", 2)
-    triton._launch.cache_clear()
     k, v, starts, lens = pool_of([[count + rows for count in older]], 1, 8, 8, torch.float32)
     # Later entries weigh more, so that the greatest score rises from part to part.
     k *= torch.linspace(0.1, 3, len(k))[:, None]
     assert_as_exact_as_eager(torch.randn(1, 4, rows, 8), k, v, starts, lens, 1.0)
-    triton._launch.cache_clear()
-
-
-@pytest.mark.parametrize("older", [[127, 127], [255, 127]])
-def test_heads_that_end_with_a_slice(older):
-    torch.manual_seed(0)
-    assert_as_exact_as_eager(torch.randn(1, 2, 1, 8), *pool_of([[n + 1 for n in older]], 1, 8, 8, torch.float32), 0.5)
 
 
 @settings(max_examples=25)
@@ -163,14 +154,14 @@ def test_extending_equals_index_assignment_and_attention(batch, heads, rows, spa
         assert (out - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max().clamp(min=1)
 
 
-def test_a_backend_by_name_never_falls_back():
-    k, v, starts, lens = pool_of([[4, 5]], 0, 8, 8, torch.float64)
-    q = torch.zeros(1, 2, 1, 8, dtype=torch.float64)
-    with pytest.raises(BackendError, match=r"float64, but the Triton kernels take float32"):
-        ragged_attention(q, k, v, starts, lens, 1.0, backend="triton")
-    k, v, starts, lens = pool_of([[4, 5]], 0, 257, 8, torch.float32)
-    with pytest.raises(BackendError, match=r"head sizes are 257 and 8"):
-        ragged_attention(torch.zeros(1, 2, 1, 257), k, v, starts, lens, 1.0, backend="triton")
+@pytest.mark.parametrize(
+    ("dim", "dtype", "message"),
+    [(8, torch.float64, "float64, but the Triton kernels take float32"), (257, torch.float32, "sizes are 257 and 8")],
+)
+def test_a_backend_by_name_never_falls_back(dim, dtype, message):
+    pools = pool_of([[4, 5]], 0, dim, 8, dtype)
+    with pytest.raises(BackendError, match=message):
+        ragged_attention(torch.zeros(1, 2, 1, dim, dtype=dtype), *pools, 1.0, backend="triton")
 
 
 def test_the_device_is_named_where_triton_cannot_run(monkeypatch):
@@ -334,26 +325,28 @@ def test_attention_over_codes_equals_that_over_what_they_stand_for(lengths, bits
 
 
 @needs_torchao
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-def test_head_sizes_over_codes(bits, dim):
-    torch.manual_seed(dim)
-    held = quantised_on_device([[1, 200]], 3, dim, dim, torch.bfloat16, bits)
-    assert_exact(held, 2, 1, dim**-0.5, "triton")
-    assert_exact(held, 2, 2, dim**-0.5, "triton")
+@pytest.mark.parametrize(
+    ("lengths", "dims", "dtype", "bits", "group"),
+    [
+        *(([[1, 200]], (dim, dim), torch.bfloat16, bits, 32) for bits in (8, 4) for dim in (64, 80, 96, 128, 256)),
+        # Blocks are at most groups of k.
+        *(([[70, 33], [0, 150]], (24, 40), torch.float32, 4, group) for group in (16, 64)),
+    ],
+)
+def test_head_and_group_sizes_over_codes(lengths, dims, dtype, bits, group):
+    torch.manual_seed(dims[0])
+    held = quantised_on_device(lengths, 3, *dims, dtype, bits, group)
+    for rows in (1, 2):
+        assert_exact(held, 2, rows, dims[0] ** -0.5, "triton")
 
 
 @needs_torchao
 @pytest.mark.parametrize("bits", [8, 4])
-def test_slices_that_begin_within_a_group(bits, monkeypatch):
+def test_slices_that_begin_within_a_group(bits, short_slices):
     torch.manual_seed(bits)
-    monkeypatch.setattr(triton, "_PROGRAMS_WITHOUT_GPU", 40)
-    monkeypatch.setattr(triton, "_MIN_SLICE", 2)
-    triton._launch.cache_clear()
     held = quantised_on_device([[150, 20], [0, 97]], 9, 16, 8, torch.float32, bits)
     for rows in (1, 3, 5):
         assert_exact(held, 2, rows, 1.0, "triton")
-    triton._launch.cache_clear()
 
 
 @needs_torchao
@@ -378,13 +371,3 @@ def test_groups_that_the_kernel_cannot_take_are_restored(groups, monkeypatch):
     query, *new = (torch.randn(1, 2, 2, 8, device=DEVICE) for _ in range(3))
     right = exact(held, query, new, 0.3)
     torch.testing.assert_close(held.extend(query, *new, 0.3).double(), right, atol=1e-4, rtol=1e-4)
-
-
-@needs_torchao
-@pytest.mark.parametrize("group", [16, 64])
-def test_other_groups(group):
-    """Blocks are at most groups of k."""
-    torch.manual_seed(group)
-    held = quantised_on_device([[70, 33], [0, 150]], 3, 24, 40, torch.float32, 4, group)
-    assert_exact(held, 2, 1, 0.4, "triton")
-    assert_exact(held, 2, 2, 0.4, "triton")

@@ -63,28 +63,6 @@ def test_half_precision_error_is_that_of_eager_attention(dtype):
     assert float(ours) <= 1.5 * float(eager)
 
 
-def test_bad_arguments_are_named():
-    q, k, v, log_mask = inputs(1, 2, 2, 3, 10, 8)
-    with pytest.raises(ValueError, match="backend"):
-        soft_mask_attention(q, k, v, log_mask, backend="magic")
-    with pytest.raises(ValueError, match="log_mask"):
-        soft_mask_attention(q, k, v, log_mask[:, :1])
-    with pytest.raises(ValueError, match="does not fit"):
-        soft_mask_attention(q[:, :3], k, v, log_mask)
-    with pytest.raises(ValueError, match="does not fit"):
-        soft_mask_attention(q, k, v[:, :, 1:], log_mask)
-    with pytest.raises(ValueError, match="float32"):
-        soft_mask_attention(q, k, v.float(), log_mask)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_mask_that_is_no_logarithm_is_refused(value):
-    q, k, v, log_mask = (x.detach() for x in inputs(1, 2, 2, 3, 10, 8))
-    log_mask[0, 1, 9] = value
-    with pytest.raises(ValueError, match="NaN or \\+inf"):
-        soft_mask_attention(q, k, v, log_mask)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [10, 3])
 def test_empty_rows_are_zero_and_pass_no_gradient(dtype, rows):

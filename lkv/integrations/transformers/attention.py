@@ -195,7 +195,9 @@ def _attention(
 ) -> tuple[Tensor, Any]:
     """Compute the attention of one layer: the registered attention function."""
     # Models name the dropout and some the mask; libraries that wrap every attention function pass both by position.
-    stock = partial(_stock(base, module), module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+    eager = base == "eager"
+    own = sys.modules[type(module).__module__].eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS[base]
+    stock = partial(own, module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     if has_pending_layer():
         return _attend(module, query, key, value, attention_mask, kwargs.get("scaling"), stock)
     if _override.attend is None:
@@ -217,20 +219,3 @@ def _attend(
     if owner is not None and getattr(module, "config", owner) is not owner:
         raise CacheError("this cache was made for another model; make one with RaggedCache(model, ...) for this model.")
     return layer.attend(query, key, value, mask, scale or query.shape[-1] ** -0.5, lambda: stock()[0]), None
-
-
-def _stock(base: str, module: nn.Module) -> Any:
-    if base == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS[base]
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put `model` in eval mode for the duration of the block, then restore its training flag."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -76,9 +76,10 @@ def read_directions(
         if rows is None:
             continue
         for number, row in enumerate(wanted):
-            start = _start(columns, number)
+            blocks = max(1, columns // _WIDTH)
+            start = _WIDTH * min(blocks - 1, blocks * (number + 1) // (_ROWS + 1))
             part = rows[number, start : start + _WIDTH].float()
-            label = _short(name)
+            label = re.sub(r"^(?:.*?\.)?(?=\d+\.)", "", name)  # from the layer's index on
             if norm is not None:
                 part = part * norms[norm][start : start + _WIDTH].to(part)
                 label += f" * {norm.rpartition('.')[2]}"
@@ -139,7 +140,7 @@ def _matrices(weights: Mapping[str, Tensor], layers: int, plain: bool = False) -
     for name, weight in sorted(weights.items()):
         if _layer(name) not in _sampled(layers) or len(_shape(weight)) != 2:
             continue
-        if weight.is_floating_point() or (not plain and _kind(weight) in ("Params4bit", "Int8Params")):
+        if weight.is_floating_point() or (not plain and type(weight).__name__ in ("Params4bit", "Int8Params")):
             yield name, weight
 
 
@@ -153,11 +154,6 @@ def _layer(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _short(name: str) -> str:
-    """A parameter's name from its layer's index on."""
-    return re.sub(r"^(?:.*?\.)?(?=\d+\.)", "", name)
-
-
 def _norm_before(name: str, norms: Mapping[str, Tensor]) -> str | None:
     """The one of `norms` whose output the matrix `name` reads; None where it is unknown."""
     for matrix, possible in _READERS:
@@ -169,20 +165,10 @@ def _norm_before(name: str, norms: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def _kind(weight: Tensor) -> str:
-    return type(weight).__name__
-
-
 def _shape(weight: Tensor) -> tuple[int, ...]:
     """The shape of the matrix that `weight` represents: bitsandbytes packs two 4-bit values into a byte."""
     state = getattr(weight, "quant_state", None)
     return tuple(weight.shape if state is None else state.shape)
-
-
-def _start(columns: int, number: int) -> int:
-    """The first column of a row's segment, a multiple of its width."""
-    blocks = max(1, columns // _WIDTH)
-    return _WIDTH * min(blocks - 1, blocks * (number + 1) // (_ROWS + 1))
 
 
 @torch.no_grad()
@@ -192,9 +178,14 @@ def _rows(weight: Tensor, rows: list[int]) -> Tensor | None:
         return _gather_rows(weight, rows)
     if type(weight) in (Tensor, nn.Parameter):
         return torch.stack([weight[row] for row in rows])
-    if _kind(weight) == "Params4bit" and getattr(weight, "quant_state", None) is not None:
-        return _dequantize_bitsandbytes(weight, rows)
-    if _kind(weight) == "Int8Params":
+    kind, state = type(weight).__name__, getattr(weight, "quant_state", None)
+    if kind == "Params4bit" and state is not None:
+        with contextlib.suppress(ImportError, RuntimeError, ValueError):
+            from bitsandbytes.functional import dequantize_4bit
+
+            return dequantize_4bit(weight.data, state)[rows]
+        return None
+    if kind == "Int8Params":
         # Each row has one scale, which does not change its direction.
         return torch.stack([weight.data[row] for row in rows])
     return _dequantize_rows(weight, rows)
@@ -211,15 +202,6 @@ def _gather_rows(weight: Any, rows: list[int]) -> Tensor | None:
     except NotImplementedError:
         return None  # packed as well as sharded
     return gathered.full_tensor()
-
-
-def _dequantize_bitsandbytes(weight: Any, rows: list[int]) -> Tensor | None:
-    try:
-        from bitsandbytes.functional import dequantize_4bit
-
-        return dequantize_4bit(weight.data, weight.quant_state)[rows]
-    except (ImportError, RuntimeError, ValueError):
-        return None
 
 
 def _dequantize_rows(weight: Any, rows: list[int]) -> Tensor | None:

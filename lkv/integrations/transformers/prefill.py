@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lkv.errors import CacheError, UnsupportedModelError
-from lkv.integrations.transformers.attention import evaluation_mode, patch_attention
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
 from lkv.integrations.transformers.rotation import PROBE_TOKENS, NoRotation, Rotation, variation
-from lkv.integrations.transformers.spec import unwrap_model
+from lkv.integrations.transformers.spec import evaluation_mode, unwrap_model
 
 _PROBE_TOLERANCE = 0.2
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lkv.errors import UnsupportedModelError
-from lkv.integrations.transformers.spec import full_attention_modules, sliding_windows
+from lkv.integrations.transformers.spec import evaluation_mode, full_attention_modules, sliding_windows
 
 PROBE_TOKENS = 16
 # Tokens of a probe are equal where their variation is below this share of their norm, and where undoing RoPE left less
@@ -186,11 +186,8 @@ def _probe_keys(model: Any) -> list[Tensor]:
     """Read k [1, H, T, d] of each full-attention layer for one token repeated, in float32 or better."""
     token = model.config.get_text_config(decoder=True).vocab_size // 2
     ids = torch.full((1, PROBE_TOKENS), token, device=model.get_input_embeddings().weight.device)
-    cache, training = DynamicCache(), model.training
-    model.eval()
-    try:
+    cache = DynamicCache()
+    with evaluation_mode(model):
         model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-    finally:
-        model.train(training)
     layers: list[Any] = [x for x, window in zip(cache.layers, sliding_windows(model), strict=True) if window is None]
     return [layer.keys.to(torch.promote_types(layer.keys.dtype, torch.float32)) for layer in layers]

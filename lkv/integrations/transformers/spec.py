@@ -1,6 +1,8 @@
 """What LKV must know of a transformers model: its shape, which layers it evicts from, a fingerprint of its weights."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -151,11 +153,6 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str]
     return [modules[index] for index, window in enumerate(windows) if window is None]
 
 
-def hub_commit(model: PreTrainedModel) -> str | None:
-    """The commit on the hub that `model` is of, None where it comes from elsewhere."""
-    return getattr(model.config, "_commit_hash", None)
-
-
 def max_positions(model: PreTrainedModel) -> int:
     """How many tokens `model`, to which LKV is attached, can read."""
     return model.config.get_text_config(decoder=True).max_position_embeddings
@@ -170,3 +167,14 @@ def unwrap_model(model: Any) -> Any:
         return model.get_base_model()
     base = model.base_model
     return base if isinstance(base, PreTrainedModel) else getattr(base, "model", base)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put `model` in eval mode for the duration of the block, then restore its training flag."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

@@ -158,18 +158,9 @@ def can_attend_quantized(
 
 
 def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
-    """Append the k and v of new tokens as `append_and_attend` does, by plain indexing; waits for no device.
+    """Append the k and v of new tokens by plain indexing; waits for no device.
 
-    Args:
-        key: New keys [B, Hkv, Tq, d].
-        value: New values [B, Hkv, Tq, dv].
-        k_pool: Keys [P, d], changed in place.
-        v_pool: Values [P, dv], changed in place.
-        starts: int32 [B, Hkv], the first entry of each span.
-        lens: int32 [B, Hkv], the entries of each span; Tq more afterwards.
-
-    Raises:
-        ValueError: Shapes, dtypes or devices do not fit; on a CPU also where a span reaches beyond the pools.
+    Arguments and errors are those of `append_and_attend`, which also attends.
     """
     _check(None, k_pool, v_pool, starts, lens, key, value)
     _append(key, value, k_pool, v_pool, starts, lens)

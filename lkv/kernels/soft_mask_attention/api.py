@@ -1,4 +1,4 @@
-"""Validation and choice of the backend for soft-masked attention (App. B)."""
+"""Soft-masked attention (App. B): validation, choice of the backend, and the backends in plain PyTorch."""
 
 import functools
 import logging
@@ -7,12 +7,15 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from lkv.errors import BackendError
 from lkv.kernels.checks import check_storage, check_tensor
 from lkv.utils import devices
 
 _NAMES = ("reference", "sdpa", "triton")
+# Small enough that exp gives zero next to any real score, far enough from overflow in float32 and bfloat16.
+_LOWEST = -1e30
 
 
 def soft_mask_attention(
@@ -64,7 +67,8 @@ def soft_mask_attention(
             "log_mask contains NaN or +inf, but it must be the logarithm of a finite mask m >= 0 (-inf where m = 0)."
         )
     chosen = _chosen(backend, q.device, q.dtype, head_dim, v.shape[3])
-    return _module(chosen).attend(q, k, v, log_mask, head_dim**-0.5 if scale is None else scale)
+    attend = {"reference": attend_by_formula, "sdpa": _attend_by_sdpa}.get(chosen) or _triton_module().attend
+    return attend(q, k, v, log_mask, head_dim**-0.5 if scale is None else scale)
 
 
 @functools.cache
@@ -88,12 +92,64 @@ def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, va
 def _refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Why Triton cannot run, in one sentence; None where it can."""
     try:
-        module = _module("triton")
+        module = _triton_module()
     except ImportError as error:
         return f"{error.name or 'triton'} cannot be imported ({error})."
     return module.refusal(device, dtype, dim, value_dim)
 
 
-@functools.cache
-def _module(name: str) -> ModuleType:
-    return import_module(f"lkv.kernels.soft_mask_attention.{name}")
+def _triton_module() -> ModuleType:
+    return import_module("lkv.kernels.soft_mask_attention.triton")
+
+
+def attend_by_formula(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float) -> Tensor:
+    """App. B as it stands, with every matrix in full: the oracle for the fast backends."""
+    groups = q.shape[1] // k.shape[1]
+    k, v, log_mask = (t.repeat_interleave(groups, dim=1) for t in (k, v, log_mask))
+    scores = q @ k.transpose(-1, -2) * scale + log_mask[..., None, :]
+    rows, columns = scores.shape[-2:]
+    visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0).to(v.dtype) @ v
+
+
+def _attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float) -> Tensor:
+    """Attend through PyTorch's stock kernels: the mask rides along as one more column of k.
+
+    With q' = [q, 1/scale] and k' = [k, log m] the stock kernel computes softmax(scale q k + log m) and its backward
+    gives the gradient of log m as that of a key: no T x T bias, and no 1/m.
+    """
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
+    columns = _mask_columns(log_mask, k.dtype)
+    # Flash kernels want one head size for q, k and v, a multiple of 8.
+    width = max(head_dim + columns.shape[-1], value_dim)
+    width += -width % 8
+    ones = q.new_full((*q.shape[:-1], columns.shape[-1]), 1.0 / scale)
+    q, k, v = (pad(x, (0, width - x.shape[-1])) for x in (torch.cat([q, ones], -1), torch.cat([k, columns], -1), v))
+    batch, heads, rows, _ = q.shape
+    kv_heads, length = k.shape[1], k.shape[2]
+    groups = heads // kv_heads
+    if rows == length:
+        out = scaled_dot_product_attention(q, k, v, scale=scale, is_causal=True, enable_gqa=heads != kv_heads)
+    else:
+        # The query heads of a group become rows of one head, so that k and v need no repetition.
+        visible = torch.ones(rows, length, dtype=torch.bool, device=q.device).tril(length - rows).repeat(groups, 1)
+        q = q.reshape(batch, kv_heads, groups * rows, width)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+        out = out.reshape(batch, heads, rows, width)
+    empty = (log_mask > -torch.inf).cumsum(-1)[..., length - rows :] == 0
+    return out[..., :value_dim].masked_fill(empty.repeat_interleave(groups, 1)[..., None], 0.0)
+
+
+def _mask_columns(log_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """log m as columns [..., T, c] in `dtype`; half precision gets the rounding error as a second column.
+
+    Finite everywhere: q' has the factor 1/scale, and infinity times zero would reach its gradient.
+    """
+    log_mask = log_mask.clamp(min=max(torch.finfo(dtype).min, _LOWEST))
+    if dtype.itemsize >= 4:
+        return log_mask.to(dtype)[..., None]
+    high = log_mask.to(dtype)
+    low = (log_mask - high.to(log_mask.dtype)).detach().to(dtype)
+    return torch.stack([high, low], -1)

@@ -10,10 +10,6 @@ from torch import nn
 from transformers import (
     CLIPVisionConfig,
     DynamicCache,
-    FalconConfig,
-    FalconForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -45,6 +41,11 @@ def state_of(model):
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
     return [config._attn_implementation for config in configs], set(vars(model)), hooks
+
+
+def generated(model, policy):
+    cache = RaggedCache(model, policy=policy, retention=0.5)
+    return model.generate(IDS, past_key_values=cache, max_new_tokens=3, do_sample=False)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Qwen3"])
@@ -93,15 +94,10 @@ def test_a_block_patches_and_nested_blocks_stay_patched(policy):
         with attention_patched(model):
             pass
         assert patched.spec.layers == 3
-        out = model.generate(
-            IDS, past_key_values=RaggedCache(model, policy=policy, retention=0.5), max_new_tokens=3, do_sample=False
-        )
+        out = generated(model, policy)
     unpatch_attention(model)
     assert state_of(model) == before
-    again = model.generate(
-        IDS, past_key_values=RaggedCache(model, policy=policy, retention=0.5), max_new_tokens=3, do_sample=False
-    )
-    assert torch.equal(out, again)
+    assert torch.equal(out, generated(model, policy))
 
 
 def test_a_cache_of_an_unpatched_model_is_refused(policy):
@@ -175,47 +171,31 @@ def test_a_copy_of_a_patched_model_works_and_refuses_the_originals_cache(policy)
     twin = copy.deepcopy(model)
     with pytest.raises(CacheError, match="made for another model"):
         twin(IDS, past_key_values=cache)
-    how = {"max_new_tokens": 3, "do_sample": False}
-    expected = model.generate(IDS, past_key_values=RaggedCache(model, policy=policy, retention=0.5), **how)
-    assert torch.equal(
-        twin.generate(IDS, past_key_values=RaggedCache(twin, policy=policy, retention=0.5), **how), expected
-    )
+    expected = generated(model, policy)
+    assert torch.equal(generated(twin, policy), expected)
     unpatch_attention(twin)
-    assert torch.equal(
-        model.generate(IDS, past_key_values=RaggedCache(model, policy=policy, retention=0.5), **how), expected
-    )
+    assert torch.equal(generated(model, policy), expected)
 
 
 def test_unsupported_architectures_are_refused():
+    """Beside the families of tests/families.py."""
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 20}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    refused = {
+    flex = tiny_llama()
+    flex.set_attn_implementation("flex_attention")
+    for reason, model in {
         r"kind \['sliding_attention'\]": MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=8)),
         "no per-head key-value cache": MambaForCausalLM(
             MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=20, state_size=4)
         ),
-        "code of its own": FalconForCausalLM(
-            FalconConfig(
-                hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=20, max_position_embeddings=64
-            )
-        ),
         "encoder-decoder": T5ForConditionalGeneration(
             T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=20)
         ),
-    }
-    for reason, model in refused.items():
+        "'flex_attention' yet": flex,
+        "not a causal language model of transformers": nn.Linear(2, 2),
+    }.items():
         with pytest.raises(UnsupportedModelError, match=reason):
             patch_attention(model)
-    assert patch_attention(MistralForCausalLM(MistralConfig(**small, **heads, sliding_window=None))).spec.kv_heads == 1
-    assert (
-        patch_attention(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20))).spec.kv_heads == 2
-    )
-    flex = tiny_llama()
-    flex.set_attn_implementation("flex_attention")
-    with pytest.raises(UnsupportedModelError, match="'flex_attention' yet"):
-        patch_attention(flex)
-    with pytest.raises(UnsupportedModelError, match="not a causal language model of transformers"):
-        patch_attention(torch.nn.Linear(2, 2))
 
 
 class LoraLinear(nn.Module):
@@ -324,10 +304,7 @@ def test_peft_models_check_what_a_used_cache_is_given(policy, patched_first):
     cache = RaggedCache(model, policy=policy, retention=0.5)
     how = {"max_new_tokens": 3, "do_sample": False, "past_key_values": cache}
     out = model.generate(IDS, **how)
-    alone = base.generate(
-        IDS, past_key_values=RaggedCache(base, policy=policy, retention=0.5), max_new_tokens=3, do_sample=False
-    )
-    assert torch.equal(out, alone)
+    assert torch.equal(out, generated(base, policy))
     with pytest.raises(CacheError, match="do not begin with those that this cache has read"):
         model.generate(torch.cat([IDS + 1, IDS], 1), **how)
     with pytest.raises(CacheError, match="use_cache=False"):

@@ -304,36 +304,3 @@ def test_rows_are_read_from_what_bitsandbytes_packs(monkeypatch, policy, kind):
     policy.check_model(spec)
     with pytest.raises(PolicyMismatchError, match="other weights of the same architecture"):
         policy.check_model(inspect_model(packed_by(kind, tiny_llama(1))))
-
-
-def test_weights_that_cannot_be_read_are_refused_in_one_sentence(monkeypatch, policy, tmp_path):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
-    spec = inspect_model(packed_by(Params4bit, tiny_llama()))
-    assert spec.directions == () and spec.weights == ()
-    with pytest.raises(PolicyMismatchError, match=r"packed so that LKV cannot read and compare them; .*strict=False"):
-        policy.check_model(spec)
-    policy.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="packed so that LKV cannot read"):
-        Policy.from_pretrained(tmp_path, strict=False).check_model(spec)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_rows_are_read_from_what_torchao_packs(bits):
-    quantization = pytest.importorskip("torchao.quantization")
-    settings = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "dtype": torch.float32}
-    model = tiny_llama(**settings)
-    policy = Policy(inspect_model(model))
-    if bits == 8:
-        how = quantization.Int8WeightOnlyConfig()
-    else:
-        how = quantization.IntxWeightOnlyConfig(torch.int4, quantization.granularity.PerGroup(32))
-    quantization.quantize_(model, how)
-    assert type(quantised_linears(model)[0].weight).__name__ not in ("Parameter", "Tensor")
-    spec = inspect_model(model)
-    assert 0.98 < agreement(policy.spec.directions, spec.directions) <= 1.0
-    policy.check_model(spec)
-    other = tiny_llama(seed=1, **settings)
-    quantization.quantize_(other, how)
-    with pytest.raises(PolicyMismatchError, match="other weights"):
-        policy.check_model(inspect_model(other))

@@ -1,7 +1,7 @@
 """Models whose weights are quantised: what docs/quantised-models.md says of each kind, on models that are tiny."""
 
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +12,12 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import compress
 from lkv.errors import PolicyMismatchError, UnsupportedModelError
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.policy.model_match import agreement
 from lkv.policy.policy import Policy
 from tests.cache.helpers import ids
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
+from tests.integrations.transformers.test_fingerprint import Params4bit
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "dtype": torch.float32}
 PAGE = Path(__file__).parents[3] / "docs" / "quantised-models.md"
@@ -35,21 +37,12 @@ class Packed(nn.Module):
         return linear(x, self.qweight.to(x.dtype) * self.scales)
 
 
-class InFourBits(nn.Parameter):
-    """A parameter as bitsandbytes packs it: bytes of no shape, and a state that knows how to unpack them."""
-
-    def __new__(cls, weight: Tensor):
-        packed = super().__new__(cls, torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
-        packed.quant_state = SimpleNamespace(shape=weight.shape, weight=weight)
-        return packed
-
-
 class FourBits(nn.Module):
     """A linear layer as bitsandbytes has it."""
 
     def __init__(self, of: nn.Linear):
         super().__init__()
-        self.weight = InFourBits(of.weight.detach())
+        self.weight = Params4bit(of.weight.detach())
         self.in_features, self.out_features = of.in_features, of.out_features
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,9 +58,9 @@ def replaced(model, kind):
     return model
 
 
-def torchao(bits):
+def torchao(bits, seed=0):
     quantization = pytest.importorskip("torchao.quantization")
-    model = tiny_llama(**SIZES)
+    model = tiny_llama(seed, **SIZES)
     how = {
         "int8": quantization.Int8WeightOnlyConfig,
         "int4": lambda: quantization.IntxWeightOnlyConfig(torch.int4, quantization.granularity.PerGroup(32)),
@@ -102,22 +95,27 @@ def test_methods_without_a_policy_work_on_quantised_models(kind):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["torchao int8", "torchao int4"])
-def test_a_policy_of_the_plain_weights_serves_the_quantised_ones(kind):
-    policy = Policy(patch_attention(tiny_llama(**SIZES)).spec).requires_grad_(False)
-    context = compress(KINDS[kind](), Words(), TEXT, retention=0.4, policy=policy)
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_a_policy_of_the_plain_weights_serves_the_quantised_ones(bits):
+    model, policy = torchao(bits), Policy(patch_attention(tiny_llama(**SIZES)).spec).requires_grad_(False)
+    assert 0.98 < agreement(policy.spec.directions, patch_attention(model).spec.directions) <= 1.0
+    context = compress(model, Words(), TEXT, retention=0.4, policy=policy)
     assert context.metadata["policy"] == policy.digest() and context.ask("what ?", 4)
+    with pytest.raises(PolicyMismatchError, match="other weights"):
+        policy.check_model(patch_attention(torchao(bits, seed=1)).spec)
 
 
-def test_a_policy_for_weights_that_cannot_be_read_is_refused_unless_asked_for(tmp_path):
+@pytest.mark.parametrize("kind", ["bitsandbytes", "GPTQ and AWQ"])
+def test_a_policy_for_weights_that_cannot_be_read_is_refused_unless_asked_for(tmp_path, kind, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     policy = Policy(patch_attention(tiny_llama(**SIZES)).spec).requires_grad_(False)
+    model = KINDS[kind]()
+    assert patch_attention(model).spec.directions == patch_attention(model).spec.weights == ()
     with pytest.raises(PolicyMismatchError, match=r"packed so that LKV cannot read and compare them; .*strict=False"):
-        compress(KINDS["GPTQ and AWQ"](), Words(), TEXT, policy=policy)
+        compress(model, Words(), TEXT, policy=policy)
     policy.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="packed so that LKV cannot read"):
-        context = compress(
-            KINDS["GPTQ and AWQ"](), Words(), TEXT, policy=Policy.from_pretrained(tmp_path, strict=False)
-        )
+        context = compress(model, Words(), TEXT, policy=Policy.from_pretrained(tmp_path, strict=False))
     assert context.metadata["policy"] == policy.digest() and context.ask("what ?", 4)
 
 

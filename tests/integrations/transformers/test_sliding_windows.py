@@ -5,17 +5,15 @@ import torch
 from transformers import DynamicCache
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.config import TrainingConfig
 from lkv.context.context import Context, compress
 from lkv.context.saved_context import CONTEXT_FILE
-from lkv.errors import CacheError, ContextFileError, UnsupportedModelError
+from lkv.errors import CacheError, ContextFileError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, hard_mask
-from lkv.training.trainer import Trainer
 from lkv.utils import tensor_file
 from tests.cache.helpers import METHOD, ids, padded
 from tests.context.test_compression import TEXT, Words
@@ -109,10 +107,6 @@ def test_damaged_sliding_layers_are_one_sentence(tmp_path, damage):
         Context.load(tmp_path / "text.kv", model, Words())
 
 
-def train_item(number: int) -> TokenizedSample:
-    return TokenizedSample("random", ids(1, 40, number)[0].tolist(), [(ids(1, 9, number + 50)[0].tolist(), 4)] * 2)
-
-
 @pytest.mark.parametrize("tokens", [40, 7])
 def test_teacher_and_student_of_a_model_with_sliding_layers(tokens):
     """The teacher is the stock model over the whole text, the hard-masked student what the cache computes."""
@@ -140,25 +134,6 @@ def assert_rows(found: torch.Tensor, logits: list[torch.Tensor]) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_policy_for_a_model_with_sliding_layers_is_trained_saved_and_used(tmp_path):
-    model = build("Gemma3", torch.float32)
-    config = TrainingConfig(
-        steps=3, batch=2, warmup=1, evaluate_every=3, min_tokens=30, max_tokens=40, key="unrotated",
-        attention="learned", position=True,
-    )  # fmt: skip
-    torch.manual_seed(4)
-    policy = Policy(patch_attention(model).spec, None, config.inputs)
-    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
-    Trainer(model, policy, config, train_item, [train_item(99)], tmp_path).run()
-    for name, parameter in policy.named_parameters():
-        assert parameter.grad.isfinite().all() and not torch.equal(parameter, before[name]), name
-    policy.save_pretrained(tmp_path / "policy")
-    context = compress(model, Words(), TEXT, retention=0.3, policy=tmp_path / "policy")
-    again = compress(model, Words(), TEXT, retention=0.3, policy=policy)
-    assert torch.equal(context.predict("so ?", "it is")[0], again.predict("so ?", "it is")[0])
-    assert context.realised_retention() == pytest.approx(0.3, abs=0.02)
-
-
 @torch.no_grad()
 def test_methods_are_compared_and_kvzip_reads_twice_on_a_model_with_sliding_layers():
     model, text = build("Gemma3"), ids(1, 60)
@@ -178,13 +153,3 @@ def test_methods_are_compared_and_kvzip_reads_twice_on_a_model_with_sliding_laye
         alone = model(continuation[:, :-1], past_key_values=cache, use_cache=True).logits[:, 4:]
         torch.testing.assert_close(found.logits[place : place + 1], alone, atol=1e-6, rtol=1e-6)
     assert len(run.generate([5, 6], 6)) == len(rows)
-
-
-def test_what_would_be_computed_wrongly_is_refused():
-    refused = [
-        build("GptOss", num_local_experts=2, num_experts_per_tok=1, sliding_window=8),
-        build("Gemma2", query_pre_attn_scalar=8, sliding_window=12),
-    ]
-    for model in refused:
-        with pytest.raises(UnsupportedModelError, match="attention sinks or capped attention logits"):
-            patch_attention(model)

@@ -130,41 +130,21 @@ def test_each_process_has_its_share_of_the_heads_and_the_spec_of_the_whole_model
     assert found_bytes == size
 
 
-def test_one_process_has_all_heads(model):
-    assert local_kv_heads(model) == slice(0, 2)
-
-
-class Mesh:
-    """A device mesh as far as `local_kv_heads` looks at it."""
-
-    ndim = 1
-
-    def __init__(self, size: int, rank: int):
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def get_local_rank(self) -> int:
-        return self._rank
-
-
 def split(kv_heads: int, size: int, rank: int = 0, tp_size: int | None = None, style: str = "colwise"):
     text = SimpleNamespace(num_key_value_heads=kv_heads)
     return SimpleNamespace(
         config=SimpleNamespace(get_text_config=lambda decoder: text),
         tp_plan={"model.layers.*.self_attn.k_proj": style, "model.layers.*.mlp.up_proj": "colwise"},
         tp_size=tp_size or size,
-        _device_mesh=Mesh(size, rank),
+        _device_mesh=SimpleNamespace(ndim=1, size=lambda: size, get_local_rank=lambda: rank),
     )
 
 
-def test_shares_in_order_of_rank():
+def test_shares_in_order_of_rank(model):
     shares = [local_kv_heads(split(8, 4, rank)) for rank in range(4)]
     assert shares == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
-
-
-def test_gathered_heads_are_whole():
+    # One process alone, and a plan that gathers k and v again, have all heads.
+    assert local_kv_heads(model) == slice(0, 2)
     assert local_kv_heads(split(8, 2, 1, style="colwise_gather_output")) == slice(0, 8)
 
 
