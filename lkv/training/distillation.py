@@ -92,12 +92,6 @@ class _SequenceLayer(AttentionCacheLayer):
         super().__init__()
         self._log_mask = log_mask
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-    def get_seq_length(self, *args: Any) -> int:
-        return 0
-
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:

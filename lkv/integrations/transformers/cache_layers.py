@@ -43,7 +43,7 @@ def take_pending_layer(key: Tensor) -> "AttentionCacheLayer | None":
 
 
 class AttentionCacheLayer(CacheLayerMixin):
-    """A cache layer that computes the attention over what it stores."""
+    """A cache layer that computes the attention over what it stores: nothing, unless a subclass does."""
 
     is_compileable = False
     is_sliding = False
@@ -74,6 +74,14 @@ class AttentionCacheLayer(CacheLayerMixin):
         """Take dtype and device from the first keys."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The new k and v alone."""
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens read so far."""
+        return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the keys that `update` returns."""

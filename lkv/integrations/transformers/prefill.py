@@ -165,10 +165,6 @@ class FrozenPromptLayer(AttentionCacheLayer):
         super().__init__()
         self._prompt = prompt
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new k and v alone."""
-        return key_states, value_states
-
     def get_seq_length(self, *args: Any) -> int:
         """Tokens of the prompt."""
         return self._prompt.key.shape[2]
@@ -182,12 +178,6 @@ class _CapturingLayer(AttentionCacheLayer):
     def __init__(self, queries: bool | int):
         super().__init__()
         self._queries = queries
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-    def get_seq_length(self, *args: Any) -> int:
-        return 0
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]

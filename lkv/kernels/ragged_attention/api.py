@@ -341,27 +341,21 @@ def _choose(
     chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[1], v_pool.shape[1])
     if chosen not in _FUSED:
         return chosen
-    reason = _layout_problem(k_pool, v_pool, starts, lens, quantized)
-    reason = reason or _module(chosen).unfit(q, k_pool, v_pool, *new, quantized=quantized)
+    # Why compiled code that takes addresses cannot read these tensors, in one sentence.
+    if not (k_pool.is_contiguous() and v_pool.is_contiguous() and starts.is_contiguous() and lens.is_contiguous()):
+        reason = "pools, starts and lens must be contiguous."
+    elif starts.dtype != torch.int32 or lens.dtype != torch.int32:
+        reason = f"starts and lens must be int32, not {starts.dtype} and {lens.dtype}."
+    elif quantized is not None and not all(x.is_contiguous() for x in quantized[:7]):
+        reason = "codes, scales, minimums and tables must be contiguous."
+    else:
+        reason = _module(chosen).unfit(q, k_pool, v_pool, *new, quantized=quantized)
     if backend == "auto":
         rows = q.shape[2] * (q.shape[1] // starts.shape[1])
         return "loop" if reason or (chosen == "cpp" and rows > _MAX_ROWS_OF_CPP) else chosen
     if reason:
         raise BackendError(chosen, reason)
     return chosen
-
-
-def _layout_problem(
-    k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, quantized: QuantizedKV | None
-) -> str | None:
-    """Why compiled code that takes addresses cannot read these tensors, in one sentence."""
-    if not (k_pool.is_contiguous() and v_pool.is_contiguous() and starts.is_contiguous() and lens.is_contiguous()):
-        return "pools, starts and lens must be contiguous."
-    if starts.dtype != torch.int32 or lens.dtype != torch.int32:
-        return f"starts and lens must be int32, not {starts.dtype} and {lens.dtype}."
-    if quantized is not None and not all(x.is_contiguous() for x in quantized[:7]):
-        return "codes, scales, minimums and tables must be contiguous."
-    return None
 
 
 @functools.cache

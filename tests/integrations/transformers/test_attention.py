@@ -199,23 +199,20 @@ def test_unsupported_architectures_are_refused():
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with adapters, as PEFT's tuners build it."""
+    """A linear layer with two adapters, as PEFT's tuners build it."""
 
     def __init__(self, base: nn.Linear):
         super().__init__()
         self.base_layer, self.lora_A, self.lora_B = base, nn.ModuleDict(), nn.ModuleDict()
-        self.active_adapters: list[str] = []
-        self.disable_adapters = False
+        self.active_adapters, self.disable_adapters = ["first"], False
+        for seed, name in enumerate(("first", "second"), 1):
+            torch.manual_seed(seed)
+            self.lora_A[name] = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
+            self.lora_B[name] = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
 
     @property
     def weight(self):
         return self.base_layer.weight
-
-    def add(self, name: str, seed: int) -> None:
-        torch.manual_seed(seed)
-        base = self.base_layer
-        self.lora_A[name] = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
-        self.lora_B[name] = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
 
     def forward(self, x):
         out = self.base_layer(x)
@@ -224,8 +221,22 @@ class LoraLinear(nn.Module):
         return out
 
 
-class LoraModel(nn.Module):
-    """PEFT's tuner: it puts adapters into the model, and hands on everything else."""
+class Wrapper(nn.Module):
+    """Hands on to the module named `inner` what it does not have itself."""
+
+    inner: str
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__(self.inner), name)
+
+
+class LoraModel(Wrapper):
+    """PEFT's tuner, which puts adapters into the model."""
+
+    inner = "model"
 
     def __init__(self, model):
         super().__init__()
@@ -236,40 +247,27 @@ class LoraModel(nn.Module):
     def forward(self, *args, **kwargs):
         return self.model.forward(*args, **kwargs)
 
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.model, name)
 
-
-class PeftModel(nn.Module):
+class PeftModel(Wrapper):
     """What PEFT's wrapper does around a model: `generate` and `prepare_inputs_for_generation` are its own."""
+
+    inner = "base_model"
 
     def __init__(self, model):
         super().__init__()
         self.base_model = LoraModel(model)
         self.base_model_prepare_inputs_for_generation = self.base_model.prepare_inputs_for_generation
-        for name, seed in (("first", 1), ("second", 2)):
-            for layer in self.layers():
-                layer.add(name, seed)
-        self.set_adapter("first")
 
-    def layers(self):
-        return [module for module in self.modules() if isinstance(module, LoraLinear)]
-
-    def set_adapter(self, name: str) -> None:
-        self.active_adapter = name
-        for layer in self.layers():
-            layer.active_adapters = [name]
+    def set_adapters(self, **changes) -> None:
+        for module in self.modules():
+            if isinstance(module, LoraLinear):
+                vars(module).update(changes)
 
     @contextmanager
     def disable_adapter(self):
-        for layer in self.layers():
-            layer.disable_adapters = True
+        self.set_adapters(disable_adapters=True)
         yield
-        for layer in self.layers():
-            layer.disable_adapters = False
+        self.set_adapters(disable_adapters=False)
 
     def get_base_model(self):
         return self.base_model.model
@@ -286,12 +284,6 @@ class PeftModel(nn.Module):
             return self.base_model.generate(*args, **kwargs)
         finally:
             self.base_model.prepare_inputs_for_generation = self.base_model_prepare_inputs_for_generation
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.base_model, name)
 
 
 @pytest.mark.parametrize("patched_first", [False, True])
@@ -326,7 +318,7 @@ def test_a_saved_context_needs_the_adapters_it_was_read_with(policy, tmp_path):
     assert Context.load(path, model, Words()).ask("who?", 4) == answer
     with model.disable_adapter(), pytest.raises(ContextFileError, match="other adapters"):
         Context.load(path, model, Words())
-    model.set_adapter("second")
+    model.set_adapters(active_adapters=["second"])
     with pytest.raises(ContextFileError, match="other adapters"):
         Context.load(path, model, Words())
     with model.disable_adapter():
