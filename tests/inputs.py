@@ -253,10 +253,7 @@ class Inputs:
     def _with(self, folder: Path, path: Path) -> Path:
         """A copy of `folder` with the file at `path` in the place of its own, or with none where it is missing."""
         copy = self._work / "folder"
-        copy.mkdir(exist_ok=True)
-        for own in folder.iterdir():
-            if own.name != path.name:
-                (copy / own.name).write_bytes(own.read_bytes())
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(path.name), dirs_exist_ok=True)
         if path.exists() or path.is_symlink():
             path.rename(copy / path.name)
         return copy
@@ -309,22 +306,20 @@ class Inputs:
             "read_pattern": lambda value: read_pattern(value, 3, 2),
         }  # fmt: skip
         for name in named:
-            calls[f"compress {name}"] = partial(self._compress, name)
+            own = {"text": TEXT, "method": "knorm", "retention": None}
+            calls[f"compress {name}"] = lambda value, name=name, own=own: compress(
+                model, Words(), **own | {name: value}
+            )
             if name not in ("text", "chunk", "nothing"):
-                calls[f"RaggedCache {name}"] = partial(self._cache, name)
+                calls[f"RaggedCache {name}"] = lambda value, name=name: RaggedCache(
+                    model, **{"method": "knorm", name: value}
+                )
         for name in ("steps", "batch", "lr", "tau_end", "retention_end", "hold", "seed", "min_tokens", "hidden_norm"):
             calls[f"TrainingConfig {name}"] = lambda value, name=name: replace(TrainingConfig(), **{name: value})
         for name, call in calls.items():
             for number, value in enumerate(VALUES):
                 shown = "an object" if type(value) is object else repr(value)
                 yield f"{name}({shown}) {number}", partial(self._refused, call, value)
-
-    def _compress(self, name: str, value: Any) -> Any:
-        given = {"text": TEXT, "method": "knorm", "retention": None} | {name: value}
-        return compress(self._model, Words(), **given)
-
-    def _cache(self, name: str, value: Any) -> Any:
-        return RaggedCache(self._model, **({"method": "knorm"} | {name: value}))
 
     def _read(self) -> Iterator[tuple[str, Callable[[], bool]]]:
         """Files read in Python."""

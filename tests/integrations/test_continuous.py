@@ -230,17 +230,13 @@ def test_answers_come_as_they_are_made_and_can_be_cancelled(engine, contexts):
     assert waiting.result(60) == expected(contexts[1], "why ?", 3)
 
 
-def test_an_answer_ends_at_the_models_own_end(engine, model, contexts):
+def test_an_answer_ends_at_the_models_own_end(engine, model, contexts, monkeypatch):
     whole = expected(contexts[0], "why ?", 12)
-    before = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = whole[4]
+    monkeypatch.setattr(model.generation_config, "eos_token_id", whole[4])
     other = type(engine)(model, Words())
-    try:
-        answer = other.submit(asked("why ?"), contexts[0], 12)
-        assert answer.result(60) == whole[: whole.index(whole[4]) + 1] and answer.ended_by_token
-    finally:
-        model.generation_config.eos_token_id = before
-        other.stop(0)
+    answer = other.submit(asked("why ?"), contexts[0], 12)
+    assert answer.result(60) == whole[: whole.index(whole[4]) + 1] and answer.ended_by_token
+    other.stop(0)
 
 
 def test_a_context_dies_with_its_last_request(engine, model):
