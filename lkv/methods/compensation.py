@@ -23,17 +23,9 @@ _FISTA_STEPS = 30
 
 
 def reference_queries(prompt: LayerKV) -> Tensor:
-    """Queries of the second half of the prompt, evenly spaced, rotated as if they followed its end.
+    """Queries of the prompt's second half, evenly spaced and rotated to follow its end: [B, H, G n, d] by KV head.
 
-    Args:
-        prompt: one layer of the prompt, with its queries.
-
-    Returns:
-        The queries [B, H, G n, d], by the KV head that G query heads read.
-
-    Raises:
-        UnsupportedModelError: If queries cannot be rotated back.
-        CacheError: If the prompt has no queries.
+    Raises UnsupportedModelError if queries cannot be rotated back, and CacheError if the prompt has none.
     """
     tokens, heads, rotation = prompt.key.shape[2], prompt.key.shape[1], prompt.required_rotation
     grouped = prompt.query.shape[1] // heads
@@ -53,18 +45,9 @@ def reference_queries(prompt: LayerKV) -> Tensor:
 def compensate(
     query: Tensor, key: Tensor, value: Tensor, kept_key: Tensor, kept_value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the k and v of the kept entries of one head.
+    """Compute new k and v [m, d] for the kept entries of one head, by its reference queries `query` [n, d].
 
-    Args:
-        query: the reference queries [n, d].
-        key: k of all entries, [T, d].
-        value: v of all entries, [T, d].
-        kept_key: k of the kept entries, [m, d].
-        kept_value: v of the kept entries, [m, d].
-        scale: the attention scale.
-
-    Returns:
-        The new k and v, with the shapes and dtypes of the kept ones.
+    `key` and `value` [T, d] are those of all entries; the new ones have the shapes and dtypes of the kept.
     """
     with full_precision(key.device):
         query, v = to_fp32(query) * scale, to_fp32(kept_value)

@@ -53,9 +53,8 @@ class Method:
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether it must see all layers of a prompt before it evicts from the first (`for_prompt`)."""
-        return self.selector.has_second_pass or (
-            isinstance(self.budget, GlobalTopKBudget) and not self.budget.has_counts
-        )
+        needs_scores = isinstance(self.budget, GlobalTopKBudget) and self.budget.prompt_counts is None
+        return self.selector.has_second_pass or needs_scores
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Method":
         """The method for the one prompt `ids`, already read into `prompt`: itself, for most methods.

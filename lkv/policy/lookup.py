@@ -56,15 +56,9 @@ def policy_for(spec: ModelSpec, paper: bool = False) -> Policy:
 
 
 def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str | None = None) -> Policy:
-    """Load a policy from its folder, a training run's folder, the hub, or by the name of a shipped one.
+    """Load a policy from its folder, a training run's folder, the hub ("owner/name"), or by the name of a shipped one.
 
-    Args:
-        name: the folder, the hub id ("owner/name") or the shipped policy's name.
-        strict: without it, a model that the policy was not trained for is warned about instead of refused.
-        revision: a commit, tag or branch on the hub.
-
-    Raises:
-        PolicyFileError: If there is no such policy, or its files are damaged.
+    `strict` and `revision` are those of `Policy.from_pretrained`. Raises PolicyFileError.
     """
     folder = as_path(name, PolicyFileError, "the policy")
     shipped_folder = next((entry.folder for entry in shipped_policies() if entry.name == str(name)), None)
@@ -87,11 +81,7 @@ def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str
 def resolve_policy(
     spec: ModelSpec, policy: Policy | str | os.PathLike[str] | None = None, strict: bool = True
 ) -> Policy:
-    """The given policy, loaded where it is a name (`load_policy`), or the shipped one; checked against the model.
-
-    Raises PolicyMismatchError for the policy of another model, or where none is given and none shipped, and
-    PolicyFileError.
-    """
+    """The given policy, loaded where it is a name (`load_policy`), or the shipped one; checked against the model."""
     if policy is None:
         return policy_for(spec)
     loaded = policy if isinstance(policy, Policy) else load_policy(policy, strict)

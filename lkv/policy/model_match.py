@@ -9,6 +9,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import mul
 
 from lkv.config import ModelSpec, rope_text
 
@@ -27,7 +28,11 @@ def agreement(expected: Sequence[str], other: Sequence[str]) -> float | None:
     shared = [position for position in mine if len(mine[position]) == len(theirs.get(position, ()))]
     if not shared or len(shared) < _SHARED * len(expected):
         return None
-    return sum(_cosine(mine[position], theirs[position]) for position in shared) / len(shared)
+    cosines = []
+    for a, b in ((mine[position], theirs[position]) for position in shared):
+        norms = math.hypot(*a) * math.hypot(*b)
+        cosines.append(sum(map(mul, a, b)) / norms if norms else 0.0)
+    return sum(cosines) / len(cosines)
 
 
 def model_difference(expected: ModelSpec, given: ModelSpec) -> str | None:
@@ -82,9 +87,3 @@ def _decode(directions: Sequence[str]) -> dict[str, "array[int]"]:
         with suppress(ValueError):
             decoded[position] = array("b", base64.b64decode(codes, validate=True))
     return decoded
-
-
-def _cosine(a: "array[int]", b: "array[int]") -> float:
-    product = sum(x * y for x, y in zip(a, b, strict=True))
-    norms = math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
-    return product / norms if norms else 0.0

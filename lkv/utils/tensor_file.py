@@ -18,21 +18,13 @@ _MAX_HEADER = 16 * 2**20  # bytes; LKV's own headers are thousands of times smal
 
 
 class FileKind(NamedTuple):
-    """A kind of file.
+    """A kind of file."""
 
-    Attributes:
-        header: the key of its JSON in the file's header.
-        version: its format number.
-        noun: what messages call it.
-        error: the error to raise for a missing, foreign or damaged file.
-        remedy: what to do then, as the end of a sentence.
-    """
-
-    header: str
-    version: int
-    noun: str
-    error: type[LkvError]
-    remedy: str
+    header: str  # the key of its JSON in the file's header
+    version: int  # its format number
+    noun: str  # what messages call it
+    error: type[LkvError]  # to raise for a missing, foreign or damaged file
+    remedy: str  # what to do then, as the end of a sentence
 
 
 def write(path: Path, kind: FileKind, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
@@ -76,10 +68,7 @@ def read(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def parse_tensors(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file's bytes. Raises ValueError, saying what is wrong, for whatever is no such file.
-
-    Dtypes that torch does not have, such as 4-bit floats, are refused.
-    """
+    """The tensors of a safetensors file's bytes. Raises ValueError for other bytes, and for dtypes torch lacks."""
     try:
         for name, entry in _header(data).items():
             if name != "__metadata__" and entry["dtype"] not in _TYPES:

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -20,9 +22,9 @@ with warnings.catch_warnings():
 from kvpress.attention_patch import attention_patch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lkv import default_policy, load_default
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import DataError, IntegrationError, PolicyMismatchError, UnsupportedModelError
+from lkv.evaluation.example import make_prompt
 from lkv.integrations.kvpress import LKVHeadBudgetPress, LKVScorerPress
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
@@ -30,11 +32,15 @@ from lkv.methods.budgets import Ada, Pyramid, PyramidOfKvpress, Uniform, estimat
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.selectors import SnapKV
 from tests.conftest import tiny_llama
+from tests.evaluation.test_example import CHAT, byte_tokenizer, example
 from tests.families import build
 
 TOKENS = 200
 # kvpress masks by a key on the other side of all queries: it finds none for many queries of few dimensions.
 QUESTION = 3
+BASE = byte_tokenizer(None, bos=True)
+# kvpress finds the place of the context by a run of this character.
+TEXTS = st.text(st.characters(exclude_characters="#", exclude_categories=["Cs"]), min_size=1, max_size=30)
 
 
 def text(seed: int, tokens: int = TOKENS) -> torch.Tensor:
@@ -91,18 +97,9 @@ def test_ada_keeps_what_kvpress_keeps(retention, seed):
     assert any(len(first) != len(second) for first, second in ours)
 
 
-@pytest.mark.parametrize("retention", [0.3, 0.5])
-def test_pyramid_keeps_what_kvpress_keeps(retention):
-    model, ids = tiny_llama(), text(0)
-    press = kvpress.PyramidKVPress(1 - retention, window_size=3, kernel_size=5, beta=20)
-    cache = read_under(model, press, ids)
-    whole = read_prompt(tiny_llama(), ids)
-    theirs = [
-        [places(layer.keys[0, head], whole[index].key[0, head]) for head in range(2)]
-        for index, layer in enumerate(cache.layers)
-    ]
-    assert kept_by_ours(tiny_llama(), ids, Method("pyramid", Pyramid(retention, 3), SnapKV(3, 5))) == theirs
-    assert len(theirs[0][0]) > len(theirs[1][0]) > len(theirs[2][0])
+def pyramid_of_kvpress(retention: float, layers: int, tokens: int) -> list[int]:
+    press, config = kvpress.PyramidKVPress(1 - retention), SimpleNamespace(num_hidden_layers=layers)
+    return [press.get_layer_budget(SimpleNamespace(config=config, layer_idx=i), tokens) for i in range(layers)]
 
 
 @pytest.mark.parametrize("layers", [2, 16, 31, 32, 80])
@@ -114,9 +111,7 @@ def test_pyramid_has_kvpress_line_where_that_has_one(layers, tokens, retention):
     Elsewhere they differ: kvpress gives every layer the same where the last would keep less than the window (below
     window * beta / R tokens), and lets the first keep at most T - window rather than T.
     """
-    press = kvpress.PyramidKVPress(1 - retention)
-    config = SimpleNamespace(num_hidden_layers=layers)
-    theirs = [press.get_layer_budget(SimpleNamespace(config=config, layer_idx=i), tokens) for i in range(layers)]
+    theirs = pyramid_of_kvpress(retention, layers, tokens)
     ours = [Pyramid(retention, layers).limits(i, 1, tokens)[0] for i in range(layers)]
     assert sum(ours) == int(retention * layers * tokens + 1e-6)
     assert all(abs(mine - other) <= 1 for mine, other in zip(ours, theirs, strict=True))
@@ -127,8 +122,7 @@ def test_pyramid_has_kvpress_line_where_that_has_one(layers, tokens, retention):
 @pytest.mark.parametrize("tokens", [40, 64, 500, 4096, 8533, 8534, 16_384, 100_001])
 @pytest.mark.parametrize("retention", [0.1, 0.15, 0.5, 0.9])
 def test_pyramid_of_kvpress_is_kvpress_s_at_every_length(layers, tokens, retention):
-    press, config = kvpress.PyramidKVPress(1 - retention), SimpleNamespace(num_hidden_layers=layers)
-    theirs = [press.get_layer_budget(SimpleNamespace(config=config, layer_idx=i), tokens) for i in range(layers)]
+    theirs = pyramid_of_kvpress(retention, layers, tokens)
     assert [PyramidOfKvpress(retention, layers).limits(i, 1, tokens)[0] for i in range(layers)] == theirs
     if retention == 0.15 and layers == 32:
         assert (theirs[0] > theirs[-1]) == (tokens >= 8534)
@@ -282,14 +276,11 @@ def test_presses_name_what_they_cannot_work_with(policy):
         LKVScorerPress(policy, 0.5).score(module, *[torch.zeros(1, 2, 4, 8)] * 3, None, {})
 
 
-def test_the_embedded_model_answers_alike():
-    model, decoder = load_default()
-    policy = default_policy()
-    story = (
-        "The keeper of the lighthouse at Arnholt was called Marit. Every evening she carried a lamp of green glass up "
-        "the two hundred steps, and every morning she wrote the names of the ships that had passed into a book. "
-    )
-    press = LKVHeadBudgetPress(policy, LKVScorerPress(policy, 0.5))
-    method = resolve_method("lkv", retention=0.5, policy=policy)
-    answer = check_answers(model, press, method, decoder, story * 3, "What was the keeper called?", 8)
-    assert answer.strip()
+@given(TEXTS, TEXTS, TEXTS, st.booleans())
+def test_the_ids_are_those_of_kvpress(context, question, prefix, chat):
+    tokenizer = CHAT if chat else BASE
+    preprocess = kvpress.KVPressTextGenerationPipeline.preprocess
+    theirs = preprocess(SimpleNamespace(tokenizer=tokenizer), context, [question], prefix, 10**9)
+    ours = make_prompt(example(context, question=question, prefix=prefix), tokenizer, "kvpress", 10**6)
+    assert ours.context == theirs["context_ids"][0].tolist()
+    assert ours.question == theirs["questions_ids"][0][0].tolist()

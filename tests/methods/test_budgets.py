@@ -5,11 +5,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import compress
 from lkv.errors import BudgetError, DataError, LkvError, PromptError, RetentionError
 from lkv.methods.budgets import (
@@ -23,11 +21,9 @@ from lkv.methods.budgets import (
     estimate_pattern,
     read_pattern,
 )  # fmt: skip
-from lkv.methods.method import Method
-from lkv.methods.selectors import Selector
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
-from tests.oracle import hidden_from_continuation
+from tests.families import build
 
 RETENTIONS = st.floats(0.001, 1.0)
 
@@ -148,8 +144,6 @@ def test_duo_names_what_it_cannot_work_with():
     assert Duo(0.7, [[1.0, 1.0]]).limits(0, 2, 1000) == [1000, 384]
     with pytest.raises(BudgetError, match="is empty"):
         Duo(0.5, [])
-    with pytest.raises(BudgetError, match=r"the pattern of retrieval heads has 1\.5 for layer 1, head 0"):
-        Duo(0.5, [[0.5], [1.5]])
     with pytest.raises(BudgetError, match="the pattern of retrieval heads has 2 rows of 1 or 2 numbers"):
         Duo(0.5, [[0.5], [0.5, 0.5]])
     with pytest.raises(BudgetError, match="cannot keep 0 sinks and 0 recent"):
@@ -157,17 +151,11 @@ def test_duo_names_what_it_cannot_work_with():
 
 
 @pytest.mark.parametrize("method", ["duo", "duo+kvzip"])
-def test_a_pattern_of_another_shape_is_named_and_a_right_one_works(method):
+def test_a_pattern_of_another_shape_is_named(method):
     model, text = tiny_llama(max_position_embeddings=1024), " ".join(map(str, range(225)))
     for wrong in ([[0.1, 0.9]] * 4, [[0.1, 0.9, 0.5]] * 3):
         with pytest.raises(BudgetError, match="but the model has 3 layers of 2 KV heads"):
             compress(model, Words(), text, method=method, retention=0.95, pattern=wrong)
-    # 6 x 225 x 0.95 entries: no streaming head fits beside a prompt shorter than its window.
-    with pytest.raises(PromptError, match="smallest retention that DuoAttention can reach"):
-        compress(model, Words(), text, method=method, retention=0.95, pattern=[[0.1, 0.9]] * 3)
-    long = " ".join(map(str, range(450)))
-    cache = compress(model, Words(), long, method=method, retention=0.95, pattern=[[0.1, 0.9]] * 3).cache
-    assert cache.kept_counts() == [[384, 450], [384, 450], [384, 450]]
 
 
 def test_patterns_are_read_as_they_are_published(tmp_path):
@@ -202,23 +190,13 @@ def test_tables_that_do_not_fit_are_named():
         assert isinstance(error.value, LkvError)
 
 
-def tiny_qwen3(**changes) -> Qwen3ForCausalLM:
-    """As `tiny_llama`, with norms on queries and keys that are far from 1."""
-    like = tiny_llama().config.to_dict()
-    names = ("hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-             "vocab_size max_position_embeddings initializer_range").split()  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**{name: like[name] for name in names}, **changes)).eval()
-    for layer in model.model.layers:
-        torch.nn.init.uniform_(layer.self_attn.q_norm.weight, 0.2, 3.0)
-        torch.nn.init.uniform_(layer.self_attn.k_norm.weight, 0.2, 3.0)
-    return model
-
-
-@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])
-def test_an_estimate_is_the_attention_outside_the_window(make):
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_an_estimate_is_the_attention_outside_the_window(family):
     """Against the attention weights of the stock model; texts of unequal length weigh the same."""
-    model = make() if make is tiny_qwen3 else make(dtype=torch.float32)
+    model = build(family)
+    for name, weight in model.named_parameters():
+        if "q_norm" in name or "k_norm" in name:
+            torch.nn.init.uniform_(weight, 0.2, 3.0)
     generator = torch.Generator().manual_seed(3)
     texts = [torch.randint(3, 67, (length,), generator=generator).tolist() for length in (300, 31, 9)]
     sinks, recent = 4, 8
@@ -229,50 +207,9 @@ def test_an_estimate_is_the_attention_outside_the_window(make):
         for layer, attention in enumerate(model(torch.tensor([ids]), output_attentions=True).attentions):
             outside = [attention[0, :, row, sinks : row - recent + 1].sum(-1) for row in range(12, len(ids))]
             expected[layer] += torch.stack(outside).mean(0).view(2, 2).mean(1).detach() / 2
-    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=1e-4, check_dtype=False)
     assert Duo(0.5, found, sinks, recent).retrieval_heads(100) == 2
     with pytest.raises(DataError, match="none of the 1 texts is longer than the 4 sinks and 8 recent"):
         estimate_pattern(model, texts[2:], sinks, recent)
     with pytest.raises(BudgetError, match="no window"):
         estimate_pattern(model, texts, 4, 0)
-
-
-PROMPT, LATER = 40, 7
-
-
-class Given(Selector):
-    """Scores that the oracle can see too."""
-
-    def __init__(self, batch: int, seed: int):
-        self.table = [unlike(batch, 2, PROMPT, 10 * seed + layer) for layer in range(3)]
-
-    def scores(self, layer, prompt):
-        return self.table[layer]
-
-
-@settings(max_examples=12)
-@given(st.sampled_from(["ada", "pyramid"]), st.floats(0.03, 1.0), st.integers(1, 2), st.integers(0, 9))
-def test_eviction_equals_the_stock_model_with_a_mask(name, retention, batch, seed):
-    model, selector = tiny_llama(), Given(batch, seed)
-    budget = Ada(retention) if name == "ada" else Pyramid(retention, 3)
-    text = torch.randint(3, 67, (batch, PROMPT + LATER), generator=torch.Generator().manual_seed(seed))
-    hidden = []
-    for layer, table in enumerate(selector.table):
-        gone = torch.ones(batch, 2, PROMPT, dtype=torch.bool)
-        for row, scores in enumerate(table.tolist()):
-            kept = competition(scores, int(retention * PROMPT + 1e-6), Fraction("0.2"))
-            if name == "pyramid":
-                count = column(Pyramid(retention, 3), 3, PROMPT)[layer]
-                kept = [sorted(range(PROMPT), key=lambda i, own=own: -own[i])[:count] for own in scores]
-            for head, places in enumerate(kept):
-                gone[row, head, places] = False
-        hidden.append(gone)
-    cache = RaggedCache(model, method=Method(name, budget, selector), slack=2)
-    model(text[:, :PROMPT], past_key_values=cache, use_cache=True)
-    assert [layer.kept_counts.tolist() for layer in cache.ragged_layers] == [
-        (~gone).sum(-1).tolist() for gone in hidden
-    ]
-    mine = [model(text[:, [place]], past_key_values=cache, use_cache=True).logits for place in range(PROMPT, 47)]
-    with hidden_from_continuation(model, hidden, PROMPT):
-        expected = model(text).logits[:, PROMPT:]
-    torch.testing.assert_close(torch.cat(mine, 1), expected, atol=1e-10, rtol=1e-10)

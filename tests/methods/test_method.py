@@ -93,22 +93,6 @@ def test_a_policy_works_in_any_dtype(model, policy, dtype):
     assert abs(kept[0] - kept[1]) <= 6
 
 
-@pytest.mark.parametrize("name", [*METHODS, "duo+snapkv", "pyramid+keydiff", "ada+h2o"])
-def test_methods_are_found_by_name(name, model, policy):
-    spec = parse_method(name)
-    options = {"retention": 0.15, "policy": policy, "pattern": [[0.1, 0.9]] * 3 if spec.needs_pattern else None}
-    if spec.needs_second_pass:
-        with pytest.raises(LkvError, match=r"reads the text a second time: use lkv\.compress"):
-            resolve_method(name, model, **options)
-        return
-    method = resolve_method(name, model, **options)
-    assert method.name == name and method.target.retention == 0.15
-    assert (method.policy is not None) == spec.needs_policy
-    # What the list of methods says about queries is what the selector says.
-    assert ("queries" in spec.needs) == method.selector.reads_queries
-    assert resolve_method(method, model) is method
-
-
 def test_unknown_methods_and_missing_needs_are_named(policy):
     with pytest.raises(LkvError, match=r"no method 'snapvk'; did you mean .*'snapkv'"):
         resolve_method("snapvk", policy=policy)
@@ -131,11 +115,12 @@ PATTERN = [[0.2, 0.9], [0.8, 0.1], [0.3, 0.4]]
 OF_HEADS = 3 * 450 + 3 * 384
 
 
-@pytest.mark.parametrize("name", [*METHODS, "uniform+critical-expected", "duo+kvzip"])
+@pytest.mark.parametrize("name", [*METHODS, "uniform+critical-expected", "duo+kvzip", "pyramid+keydiff"])
 @torch.no_grad()
 def test_every_method_equals_the_stock_model_with_a_mask(name):
     """Later logits are those of the stock model, in float64, to which all that the method did not choose is -inf."""
-    duo, of_heads = parse_method(name).needs_pattern, name == "duo-kvpress"
+    spec, of_heads = parse_method(name), name == "duo-kvpress"
+    duo = spec.needs_pattern
     model, retention = tiny_llama(max_position_embeddings=1024), (0.5 if of_heads else 0.95) if duo else 0.15
     tokens = 450 if duo else 160
     policy = Policy(inspect_model(model)).requires_grad_(False)
@@ -146,10 +131,17 @@ def test_every_method_equals_the_stock_model_with_a_mask(name):
 
     ids = Words()(text)["input_ids"]
     prompt = read_prompt(model, torch.tensor([ids]), queries=True)
-    if parse_method(name).needs_second_pass:
-        method = kvzip(model, Words(), ids, prompt, retention, name, policy, pattern)
+    options = {"retention": retention, "policy": policy, "pattern": pattern}
+    if spec.needs_second_pass:
+        with pytest.raises(LkvError, match=r"reads the text a second time: use lkv\.compress"):
+            resolve_method(name, model, **options)
+        method = kvzip(model, Words(), ids, prompt, name=name, **options)
     else:
-        method = resolve_method(name, model, retention=retention, policy=policy, pattern=pattern)
+        method = resolve_method(name, model, **options)
+        # What the list of methods says about queries is what the selector says.
+        assert ("queries" in spec.needs) == method.selector.reads_queries
+        assert resolve_method(method, model) is method
+    assert method.name == name and (method.policy is not None) == spec.needs_policy
     hidden = []
     for layer, whole in enumerate(prompt):
         scores = method.selector.scores(layer, whole)

@@ -86,7 +86,10 @@ def test_names_of_one_method_have_one_canonical_name(name, canonical):
     assert spec.label == parse_method(canonical).label + (" (mine)" if "@" in name else "")
 
 
-@pytest.mark.parametrize("name", ["", "+", "ada", "snapkv+", "nobody's", "ada+critical-snapkv", "lkv@a+b", None, 3])
+@pytest.mark.parametrize("name", [
+    "", "+", "ada", "snapkv+", "nobody's", "ada+critical-snapkv", "lkv@a+b", "lkv@mine+refit", "lkv+refit+refit",
+    "+refit", "no+refit", None, 3,
+])  # fmt: skip
 def test_names_of_no_method(name):
     assert find_method(name) is None
     with pytest.raises(LkvError):

@@ -344,6 +344,8 @@ def test_what_a_selector_says_of_itself_is_true(name):
     query, key, value = tensors(2, 2, 2, 12, 0)
     scores = selector.scores(0, LayerKV(key, value, SCALE, query))
     assert scores.shape == (2, 2, 12) and not scores.requires_grad and bool(scores.isfinite().all())
+    half = LayerKV(key.bfloat16(), value.bfloat16(), SCALE, query.bfloat16())
+    assert every(tiny_llama(dtype=torch.float32))[name].scores(0, half).dtype == torch.float32
     if selector.reads_queries:
         with pytest.raises(CacheError, match="declare reads_queries = True"):
             selector.scores(0, LayerKV(key, value, SCALE))
@@ -353,15 +355,6 @@ def test_what_a_selector_says_of_itself_is_true(name):
         alone = [selector.scores(0, LayerKV(key[:, :, t : t + 1], value[:, :, t : t + 1], SCALE)) for t in range(12)]
         close(torch.cat(alone, -1), scores)
     assert selector.is_local == (name == "knorm")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_half_precision_scores_are_computed_in_float32(name):
-    selector = every(tiny_llama(dtype=torch.float32))[name]
-    query, key, value = (x.bfloat16() for x in tensors(1, 2, 2, 30, 0))
-    scores = selector.scores(0, LayerKV(key, value, SCALE, query))
-    assert scores.dtype == torch.float32
-    assert scores.shape == key.shape[:3]
 
 
 def test_a_streaming_head_of_duo_keeps_its_two_windows():

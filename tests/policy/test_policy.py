@@ -42,23 +42,6 @@ def test_parameter_counts_of_the_papers_table(layers, tokens, embeddings):
     assert round((size(heads) + size(scores)) / 1e6, 2) == {32: 8.50, 36: 9.56}[layers]
 
 
-def test_token_scores_equal_plain_layers():
-    """Each head's MLP built from torch.nn.Linear on the normalised [k; v]."""
-    torch.manual_seed(0)
-    scores = TokenScores(2, 3, 3, 8)
-    scores.mean.normal_(std=3.0)
-    scores.std.uniform_(0.2, 5.0)
-    k, v = torch.randn(2, 3, 11, 8) * 4, torch.randn(2, 3, 11, 8)
-    ours = scores(LayerKV(k, v, 1.0), 1)
-    for head in range(3):
-        first, second = torch.nn.Linear(16, 8), torch.nn.Linear(8, 1, bias=False)
-        first.weight.data, first.bias.data = scores.hidden[1, head].T, scores.bias[1, head]
-        second.weight.data = scores.output[1, head][None]
-        x = (torch.cat([k, v], -1)[:, head] - scores.mean[1, head]) / scores.std[1, head]
-        plain = second(torch.nn.functional.silu(first(x)))[..., 0]
-        torch.testing.assert_close(ours[:, head], plain, atol=1e-5, rtol=1e-4)
-
-
 @given(st.floats(0.01, 0.99))
 def test_ratios_average_to_the_retention(retention):
     torch.manual_seed(3)
@@ -68,10 +51,7 @@ def test_ratios_average_to_the_retention(retention):
     assert float(ratios.mean()) == pytest.approx(retention, rel=1e-5)
     assert float(ratios.min()) >= 0 and float(ratios.max()) <= 1
     assert float(ratios.std()) > 0.001
-
-
-def test_full_retention_keeps_everything():
-    assert bool((Policy(spec(2, 2, 8)).inference_ratios(1.0) == 1.0).all())
+    assert bool((policy.inference_ratios(1.0) == 1.0).all())
 
 
 @pytest.mark.parametrize("retention", [0.0, -0.1, 1.01, float("nan"), "much"])
@@ -88,16 +68,6 @@ def test_saved_policy_loads_equal(tmp_path, policy):
     for name, tensor in policy.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=0, atol=0)
     assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["config.json", "policy.safetensors"]
-
-
-def test_half_size_policy_scores_nearly_the_same(tmp_path, policy):
-    policy.save_pretrained(tmp_path / "whole")
-    policy.save_pretrained(tmp_path / "half", half=True)
-    sizes = [(tmp_path / name / "policy.safetensors").stat().st_size for name in ("whole", "half")]
-    assert sizes[0] - sizes[1] > 1.9 * size(policy)  # two bytes a parameter; the description stays
-    prompt = LayerKV(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8), 1.0)
-    half = Policy.from_pretrained(tmp_path / "half")
-    torch.testing.assert_close(half.tokens(prompt, 1), policy.tokens(prompt, 1), atol=5e-3, rtol=5e-3)
 
 
 def test_missing_truncated_and_tampered_files_are_refused(tmp_path, policy):

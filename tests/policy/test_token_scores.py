@@ -24,7 +24,6 @@ from lkv.policy.token_scores import (
     expected_attention_scores,
     scores_at_eviction,
     scores_on_arrival,
-    split_blocks,
 )
 from tests.conftest import tiny_llama
 
@@ -166,13 +165,6 @@ def test_content_in_blocks_equals_content_with_gradients():
     torch.testing.assert_close(blocks, content_scores(learning, key, value).detach(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("tokens", [0, 1, 2048, 40_001])
-def test_blocks_hold_every_token_once(tokens, device):
-    blocks = list(split_blocks(tokens, torch.device(device)))
-    assert blocks and [t for block in blocks for t in range(block.start, block.stop)] == list(range(tokens))
-
-
 def test_all_terms_in_blocks_equal_the_terms_of_the_whole_text():
     """The prompt is no multiple of a block; one block's attention is not another's."""
     model = tiny_llama(dtype=torch.float32)
@@ -192,21 +184,6 @@ def test_autocast_rounds_no_score(rounded):
     exact = policy.tokens(part, 0)
     with torch.autocast("cpu", rounded):
         assert torch.equal(policy.tokens(part, 0), exact)
-
-
-def test_streaming_in_one_part_keeps_what_is_kept_of_the_whole():
-    model = tiny_llama(dtype=torch.float64)
-    policy = filled(patch_attention(model).spec)
-    text = torch.arange(3, 51)[None]
-    caches = [
-        RaggedCache(model, policy=policy, retention=0.3),
-        RaggedCache(model, policy=policy, retention=0.3, prompt_tokens=48, streaming=True),
-    ]
-    for cache in caches:
-        model(text, past_key_values=cache, use_cache=True)
-    for whole, streamed in zip(caches[0].ragged_layers, caches[1].ragged_layers, strict=True):
-        assert torch.equal(whole.kept_counts, streamed.kept_counts)
-        torch.testing.assert_close(whole.store.pack(), streamed.store.pack(), atol=1e-10, rtol=1e-10)
 
 
 def test_completed_scores_are_the_scores_of_the_whole_text():

@@ -60,7 +60,7 @@ class GlobalTopKBudget(Budget):
 
     def __init__(self, target: RetentionTarget):
         self._target = target
-        self._counts: Tensor | None = None
+        self.prompt_counts: Tensor | None = None  # [L, B, H]
 
     @classmethod
     def from_scores(cls, table: Tensor, retention: float) -> "GlobalTopKBudget":
@@ -70,13 +70,8 @@ class GlobalTopKBudget(Budget):
         total = int(budget._target.retention * layers * heads * tokens + ROUNDING)
         best = table.transpose(0, 1).flatten(1).topk(total, -1).indices // tokens
         winners = [torch.bincount(row, minlength=layers * heads).view(layers, heads) for row in best]
-        budget._counts = torch.stack(winners, 1)
+        budget.prompt_counts = torch.stack(winners, 1)
         return budget
-
-    @property
-    def has_counts(self) -> bool:
-        """Whether the counts of a prompt are known."""
-        return self._counts is not None
 
     def for_prompt(self, selector: "Selector", prompt: list[LayerKV]) -> "GlobalTopKBudget":
         """The budget for one prompt, read into `prompt`, by the scores of `selector`."""
@@ -86,9 +81,9 @@ class GlobalTopKBudget(Budget):
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
         """The counts of the prompt. Raises CacheError before `for_prompt`."""
-        if self._counts is None:
+        if self.prompt_counts is None:
             raise CacheError(
                 "the budget 'global' needs the scores of all layers before it can evict from the first one: compress "
                 "the text with lkv.compress(..., method=...), or use another budget."
             )
-        return self._counts[layer].tolist()
+        return self.prompt_counts[layer].tolist()

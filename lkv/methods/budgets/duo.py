@@ -179,7 +179,22 @@ def estimate_pattern(
             f"none of the {len(texts)} texts is longer than the {sinks} sinks and {recent} recent tokens of a streaming"
             " head, so none shows what it would miss; give longer texts, or a smaller window."
         )
-    return _mean_over_texts(model, long, lambda layer: _attention_outside(layer, sinks, recent))
+
+    def attention_outside(prompt: LayerKV) -> Tensor:
+        """The mean attention outside sinks and recent tokens, [H]."""
+        key, tokens = prompt.key, prompt.key.shape[2]
+        query = prompt.grouped_query
+        places = torch.arange(tokens, device=key.device)
+        mass = torch.zeros(key.shape[1], device=key.device)
+        first = sinks + recent  # the first row that sees a token outside
+        for start in range(first, tokens, _ROWS):
+            rows = places[start : start + _ROWS, None]
+            logits = query[0, :, :, start : start + _ROWS] * prompt.scale @ key[0, :, None].transpose(-1, -2)
+            attention = torch.softmax(logits.masked_fill(places > rows, -torch.inf).float(), -1)
+            mass += (attention * ((places >= sinks) & (places <= rows - recent))).sum(-1).mean(1).sum(-1)
+        return mass / (tokens - first)
+
+    return _mean_over_texts(model, long, attention_outside)
 
 
 @torch.no_grad()
@@ -195,8 +210,16 @@ def estimate_mean_pattern(model: "PreTrainedModel", texts: Sequence[list[int]], 
     if not any(texts):
         raise DataError("there is no text to estimate retrieval heads on; give some.")
     rotation = Rotation(model)
-    present = [ids for ids in texts if ids]
-    return _mean_over_texts(model, present, lambda layer: _cumulative_attention(layer, rotation, length))
+
+    def cumulative_attention(prompt: LayerKV) -> Tensor:
+        """The area under the cumulated attention between the mean query and the mean key, [H]."""
+        query, key = (rotation.unrotate(to_fp32(x)).mean(2, keepdim=True) for x in (prompt.query, prompt.key))
+        keys = rotation.rotate(key.expand(-1, -1, length, -1))
+        last = rotation.rotate(query.expand(-1, -1, length, -1))[:, :, -1:].unflatten(1, (key.shape[1], -1))
+        logits = (last * prompt.scale @ keys[:, :, None].transpose(-1, -2))[0, :, :, 0]
+        return torch.softmax(logits.float(), -1).cumsum(-1).mean(-1).mean(-1)
+
+    return _mean_over_texts(model, [ids for ids in texts if ids], cumulative_attention)
 
 
 def _mean_over_texts(
@@ -215,30 +238,3 @@ def _mean_over_texts(
             total += torch.stack([score(layer) for layer in prompt]).double().cpu()
     # Rounding can take a mean of probabilities a little past 1.
     return (total / len(texts)).clamp(0, 1).tolist()
-
-
-def _cumulative_attention(prompt: LayerKV, rotation: Rotation, length: int) -> Tensor:
-    """The area under the cumulated attention between the mean query and the mean key at `length` positions, [H]."""
-    heads = prompt.key.shape[1]
-    query = rotation.unrotate(to_fp32(prompt.query)).mean(2, keepdim=True)
-    key = rotation.unrotate(to_fp32(prompt.key)).mean(2, keepdim=True)
-    keys = rotation.rotate(key.expand(-1, -1, length, -1))
-    last = rotation.rotate(query.expand(-1, -1, length, -1))[:, :, -1:].unflatten(1, (heads, -1))
-    logits = (last * prompt.scale @ keys[:, :, None].transpose(-1, -2))[0, :, :, 0]
-    return torch.softmax(logits.float(), -1).cumsum(-1).mean(-1).mean(-1)
-
-
-def _attention_outside(prompt: LayerKV, sinks: int, recent: int) -> Tensor:
-    """The mean attention outside sinks and recent tokens, [H]."""
-    key, tokens = prompt.key, prompt.key.shape[2]
-    query = prompt.grouped_query
-    places = torch.arange(tokens, device=key.device)
-    mass = torch.zeros(key.shape[1], device=key.device)
-    first = sinks + recent  # the first row that sees a token outside
-    for start in range(first, tokens, _ROWS):
-        rows = places[start : start + _ROWS, None]
-        logits = query[0, :, :, start : start + _ROWS] * prompt.scale @ key[0, :, None].transpose(-1, -2)
-        attention = torch.softmax(logits.masked_fill(places > rows, -torch.inf).float(), -1)
-        outside = (places >= sinks) & (places <= rows - recent)
-        mass += (attention * outside).sum(-1).mean(1).sum(-1)
-    return mass / (tokens - first)

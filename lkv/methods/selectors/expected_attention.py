@@ -45,15 +45,11 @@ class ExpectedAttention(Selector):
         value_norm: bool = True,
         epsilon: float = 0.0,
     ):
-        """Create the selector.
+        """Expect queries at `future` positions after the prompt, and always keep the first `sinks` tokens.
 
-        Args:
-            model: the model, whose queries must be rotated back; UnsupportedModelError where they cannot be.
-            future: how many positions after the prompt the queries are expected at.
-            sinks: first tokens that are always kept.
-            value_norm: whether to multiply by the norm of v; `CriticalKV` needs the attention alone.
-            epsilon: added before the norm of v weighs; orders tokens of no expected attention (0.01 in kvpress's
-                evaluations under AdaKV).
+        `value_norm`: whether to multiply by the norm of v; `CriticalKV` needs the attention alone. `epsilon` is added
+        before and orders tokens of no expected attention (0.01 in kvpress's evaluations under AdaKV). Raises
+        UnsupportedModelError for a model whose queries cannot be rotated back.
         """
         self.sinks = sinks
         self._future, self._value_norm, self._epsilon = future, value_norm, epsilon

@@ -69,21 +69,10 @@ class _RecordingLayer(FrozenPromptLayer):
 def replay_scores(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", ids: list[int], prompt: list[LayerKV]
 ) -> Tensor:
-    """Compute the largest attention that each entry of a prompt receives while the model repeats it.
+    """Compute the largest attention [L, 1, H, T] that each entry of a prompt receives while the model repeats it.
 
-    The prompt is repeated in parts, each straight after the prompt; an entry counts by its own part's repetition alone.
-
-    Args:
-        model: the model.
-        tokenizer: its tokenizer.
-        ids: the token ids of the prompt.
-        prompt: the same prompt, already read by the model.
-
-    Returns:
-        The scores [L, 1, H, T].
-
-    Raises:
-        PromptError: If a part does not fit into the model's context after the prompt.
+    The prompt `ids`, already read into `prompt`, is repeated in parts, each straight after the prompt; an entry counts
+    by its own part's repetition alone. Raises PromptError if a part does not fit into the model's context.
     """
     layers = [_RecordingLayer(layer) for layer in prompt]
     device = prompt[0].key.device
