@@ -5,6 +5,7 @@ import json
 import numpy as np
 
 from lkv.evaluation.report import names
+from lkv.evaluation.report.builders import TableRequest, build_table
 from lkv.evaluation.report.results import read_results
 
 HEADER = {
@@ -31,6 +32,13 @@ def write(path, lines, tail="", **header):
 
 def results_of(path, lines, **header):
     return read_results([write(path, lines, **header)])
+
+
+def table_of(folder, name, lines, suite="longbench", header=None, **request):
+    """The table `name` of a result file with these lines; `request` is what to show."""
+    return build_table(
+        name, results_of(folder / "a.jsonl", lines, suite=suite, **(header or {})), TableRequest(**request)
+    )
 
 
 def scores_of(task, values, method="lkv", retention=0.15, length=None):

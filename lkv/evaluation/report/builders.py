@@ -11,18 +11,7 @@ import pandas as pd
 
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
-from lkv.evaluation.report.names import (
-    AVERAGE,
-    FULL,
-    RULES,
-    SELECTORS,
-    budget_and_selector,
-    method_label,
-    paper_models,
-    paper_numbers,
-    part_label,
-    sort_methods,
-)
+from lkv.evaluation.report.names import AVERAGE, FULL, RULES, SELECTORS, method_label, part_label
 from lkv.evaluation.report.results import (
     DEFAULT_RETENTION,
     Pair,
@@ -73,7 +62,10 @@ class TableRequest:
     against: str = ""
 
 
-def build_table(name: str, results: Results, request: TableRequest) -> Table:
+_ALL = TableRequest()
+
+
+def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Table:
     """The table `name`, one of `names.TABLES`.
 
     Raises:
@@ -193,7 +185,7 @@ def _ablation_grid(pairs: Sequence[Pair]) -> dict[tuple[str, str], Pair]:
     """The methods of the ablation by (budget rule, selector), under any of their names."""
     grid: dict[tuple[str, str], Pair] = {}
     for pair in pairs:
-        combination = budget_and_selector(pair[0])
+        combination = names.budget_and_selector(pair[0])
         if combination and combination[0] in RULES and combination[1] in SELECTORS:
             grid.setdefault(combination, pair)
     if len(grid) < 2:
@@ -295,9 +287,9 @@ def with_published(table: Table, model: str, suite: str, measured: str = "") -> 
         suite: What was measured; the paper's numbers are LongBench's.
         measured: The measured model; rows of another one name it.
     """
-    name = paper_models()[model]
+    name = names.paper_models()[model]
     mark = PUBLISHED if not measured or model in measured.lower() else f"{PUBLISHED}, {name}"
-    published = paper_numbers().get(table.name, {}).get(model) if suite == "longbench" else None
+    published = names.paper_numbers().get(table.name, {}).get(model) if suite == "longbench" else None
     if published is None:
         return add_rows(table, [], f"The paper prints no numbers for this table with {name}.")
     titles = [f"R = {title:g}" if isinstance(title, float) else title for title in published["columns"]]
@@ -305,7 +297,7 @@ def with_published(table: Table, model: str, suite: str, measured: str = "") -> 
     rows = []
     for method, values in published["rows"].items():
         cells = {title: Cell(value) for title, value in zip(titles, values, strict=True) if title in present}
-        combination = budget_and_selector(method) if table.name == "ablation" else None
+        combination = names.budget_and_selector(method) if table.name == "ablation" else None
         group = f"selection: {part_label(combination[1])}" if combination else ""
         label = part_label(combination[0]) if combination else method_label(method)
         retention = 1.0 if method == FULL else None if table.shows_realised else DEFAULT_RETENTION
@@ -364,7 +356,7 @@ def build_prefill(profile: Profile, published: str = "") -> Table:
         profile: What was measured.
         published: A model of the paper whose prefill times are added as a group of their own.
     """
-    methods = sort_methods(profile.frame.method)
+    methods = names.sort_methods(profile.frame.method)
     frame = profile.frame.assign(place=profile.frame.method.map(methods.index)).sort_values(["tokens", "place"])
     rows = []
     for row in frame.to_dict("records"):
@@ -377,7 +369,7 @@ def build_prefill(profile: Profile, published: str = "") -> Table:
     table = _make_table("prefill", title, list(_PREFILL), rows, notes=notes, group_title="context")
     if not published:
         return table
-    paper, name = paper_numbers()["prefill"].get(published), paper_models()[published]
+    paper, name = names.paper_numbers()["prefill"].get(published), names.paper_models()[published]
     if paper is None:
         raise ReportError(f"the paper prints no prefill times with {name}; use --published llama-3.1-8b.")
     group, rows = f"{paper['context']} tokens, {name} on {paper['device']} ({PUBLISHED})", []
@@ -387,7 +379,7 @@ def build_prefill(profile: Profile, published: str = "") -> Table:
         label = f"{method_label(method)} ({PUBLISHED})"
         rows.append(TableRow(method, label, cells, group, retention, source=PUBLISHED))
     costs = ", ".join(f"{method_label(method)} {cost}" for method, cost in paper["complexity"].items())
-    memory = paper_numbers()["memory"][published]
+    memory = names.paper_numbers()["memory"][published]
     reached = ", ".join(f"{method_label(method)} {tokens}" for method, tokens in memory["reached"].items())
     return add_rows(
         table,

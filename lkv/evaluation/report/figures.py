@@ -1,7 +1,7 @@
 """The figures: curves, points with intervals, the ablation's grid, memory, training curves, heat maps of budgets."""
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,20 +10,9 @@ import numpy as np
 import pandas as pd
 
 from lkv.errors import ReportError
+from lkv.evaluation.report import names
 from lkv.evaluation.report.builders import Profile
-from lkv.evaluation.report.names import (
-    AVERAGE,
-    FULL,
-    RULES,
-    SELECTORS,
-    budget_and_selector,
-    is_lkv,
-    method_label,
-    paper_models,
-    paper_numbers,
-    part_label,
-    sort_methods,
-)
+from lkv.evaluation.report.names import AVERAGE, FULL, RULES, SELECTORS, is_lkv, method_label
 from lkv.evaluation.report.results import DEFAULT_RETENTION
 from lkv.evaluation.report.tables import MEASURED, PUBLISHED, Table
 from lkv.methods.registry import METHODS, find_method
@@ -152,57 +141,37 @@ def _draw_heat_map(axes: "Axes", rows: Any) -> Any:
 
 def plot_table(table: Table) -> "Figure":
     """The table's figure: curves for `sweep` and `ruler`, a grid for `ablation`, points for the others."""
-    plots = {"sweep": _plot_sweep, "ruler": _plot_ruler, "ablation": _plot_grid}
+    plots = {"sweep": _plot_curves, "ruler": _plot_curves, "ablation": _plot_grid}
     return plots.get(table.name, _plot_points)(table)
 
 
-def _plot_sweep(table: Table) -> "Figure":
-    """The average over the realised retention (the paper's Fig. 3)."""
-    figure = new_figure(6.4, 5.0)
-    axes = figure.subplots()
-    places = {column.name: column.x for column in table.columns}
-    cells = table.cells.dropna(subset="value")
-    cells = cells.assign(x=cells.realised.fillna(cells.column.map(places)))
-    _draw_curves(axes, cells, method_styles(list(table.cells.method)))
-    axes.set_xlabel(table.axis)
-    axes.set_ylabel(table.value)
-    finish_figure(figure, [axes], table.title, table.caption)
-    return figure
-
-
-def _plot_ruler(table: Table) -> "Figure":
-    """Over length at one retention, over retention at the greatest length (the paper's Fig. 4)."""
+def _plot_curves(table: Table) -> "Figure":
+    """The average over retention (Fig. 3); RULER over length at one retention, and over retention at one length."""
     places = {column.name: column.x for column in table.columns if column.x is not None}
     styles = method_styles(list(table.cells.method))
-    cells = table.cells.dropna(subset="value")
-    cells = cells.assign(length=cells.column.map(places)).dropna(subset="length")
-    groups = table.cells[table.cells.method != FULL].groupby("group", sort=False).retention.first()
-
-    def draw_over_length(axes: "Axes") -> None:
-        all_groups = list(cells.group.unique())
-        group = min(all_groups, key=lambda name: abs(groups.get(name, 1.0) - DEFAULT_RETENTION))
-        own = cells[cells.group == group]
-        _draw_curves(axes, own.assign(x=own.length), styles, full_is_flat=False)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(list(places.values()), [f"{x / 1024:g}k" for x in places.values()])
-        axes.minorticks_off()
-        axes.set_xlabel(table.axis)
-        axes.set_title(group)
-
-    def draw_over_retention(axes: "Axes") -> None:
-        name = list(places)[-1]
-        own = cells[cells.column == name]
-        _draw_curves(axes, own.assign(x=own.realised), styles)
-        axes.set_xlabel("retention (kept / all entries)")
-        axes.set_title(name)
-
-    panels: list[Callable[[Axes], None]] = [draw_over_length] if len(places) > 1 else []
-    if table.cells.group.nunique() > 1 or not panels:
-        panels.append(draw_over_retention)
+    cells = table.cells.assign(place=table.cells.column.map(places)).dropna(subset=["value", "place"])
+    by_retention = cells.assign(x=cells.realised.fillna(cells.place) if table.name == "sweep" else cells.realised)
+    panels = [("", by_retention)]
+    if table.name == "ruler":
+        last = list(places)[-1]
+        has_retentions = table.cells.group.nunique() > 1 or len(places) == 1
+        panels = [(last, by_retention[cells.column == last])] if has_retentions else []
+        if len(places) > 1:
+            groups = cells[cells.method != FULL].groupby("group", sort=False).retention.first()
+            gap = {name: abs(groups.get(name, 1.0) - DEFAULT_RETENTION) for name in cells.group.unique()}
+            nearest = min(gap, key=lambda name: gap[name])
+            panels.insert(0, (nearest, cells.assign(x=cells.place)[cells.group == nearest]))
     figure = new_figure(0.6 + 5.2 * len(panels), 5.4)
     all_axes = list(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0])
-    for axes, draw in zip(all_axes, panels, strict=True):
-        draw(axes)
+    for axes, (title, own) in zip(all_axes, panels, strict=True):
+        is_length = own.x.max() > 1
+        _draw_curves(axes, own, styles, full_is_flat=not is_length)
+        axes.set_title(title)
+        axes.set_xlabel(table.axis if is_length else "retention (kept / all entries)")
+        if is_length:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(list(places.values()), [f"{x / 1024:g}k" for x in places.values()])
+            axes.minorticks_off()
     all_axes[0].set_ylabel(table.value)
     finish_figure(figure, all_axes, table.title, table.caption)
     return figure
@@ -236,21 +205,21 @@ def _draw_curves(axes: "Axes", cells: pd.DataFrame, styles: dict[str, Style], fu
 
 def _plot_points(table: Table) -> "Figure":
     """One panel a group, one cluster a column, one point a method with its interval; published points are hollow."""
-    names = [column.name for column in table.columns if column.best]
+    titles = [column.name for column in table.columns if column.best]
     styles = method_styles(list(table.cells.method))
     groups = list(table.cells.groupby("group", sort=False))
     most = max(own.row.nunique() for _, own in groups)
-    figure = new_figure(min(16.0, max(6.4, 1.2 + 0.11 * len(names) * (most + 2))), 2.0 + 2.8 * len(groups))
+    figure = new_figure(min(16.0, max(6.4, 1.2 + 0.11 * len(titles) * (most + 2))), 2.0 + 2.8 * len(groups))
     all_axes = list(figure.subplots(len(groups), 1, sharex=True, squeeze=False)[:, 0])
     for axes, (group, cells) in zip(all_axes, groups, strict=True):
         for i, (_, own) in enumerate(cells.groupby("row", sort=False)):
             first, style = own.iloc[0], styles[own.method.iloc[0]]
-            own = own[own.column.isin(names)].dropna(subset="value")
+            own = own[own.column.isin(titles)].dropna(subset="value")
             published = first.source == PUBLISHED
             offset = 0.8 * ((i + 0.5) / cells.row.nunique() - 0.5)
             errors = np.abs([own.value - own.low, own.high - own.value])
             axes.errorbar(
-                [names.index(name) + offset for name in own.column],
+                [titles.index(name) + offset for name in own.column],
                 own.value,
                 yerr=np.nan_to_num(errors),
                 fmt=style.marker,
@@ -261,10 +230,10 @@ def _plot_points(table: Table) -> "Figure":
                 elinewidth=0.9,
                 label=first.label,
             )
-        for j in range(0, len(names), 2):  # every other cluster shaded, so that its points stay together
+        for j in range(0, len(titles), 2):  # every other cluster shaded, so that its points stay together
             axes.axvspan(j - 0.5, j + 0.5, color="#F4F4F4", zorder=0)
-        axes.set_xlim(-0.5, len(names) - 0.5)
-        axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
+        axes.set_xlim(-0.5, len(titles) - 0.5)
+        axes.set_xticks(range(len(titles)), titles, rotation=30, ha="right")
         axes.set_ylabel(table.value or group)
         axes.set_title(group if table.value else "", fontsize=10)
     finish_figure(figure, all_axes, table.title, table.caption)
@@ -283,7 +252,7 @@ def _plot_grid(table: Table) -> "Figure":
     own_place = (len(SELECTORS) - 1, len(RULES) - 1)  # LKV is the last of both
     for axes, source in zip(all_axes, sources, strict=True):
         cells: dict[Any, Any] = {
-            budget_and_selector(cell.method): cell for cell in in_grid[in_grid.source == source].itertuples()
+            names.budget_and_selector(cell.method): cell for cell in in_grid[in_grid.source == source].itertuples()
         }
         values = [[cells[r, s].value if (r, s) in cells else np.nan for s in SELECTORS] for r in RULES]
         image = axes.imshow(values, cmap="cividis", aspect="auto")
@@ -295,8 +264,8 @@ def _plot_grid(table: Table) -> "Figure":
                     x, y, text, ha="center", va="center", color="white" if cell.value < middle else "black",
                     fontweight="bold" if (x, y) == own_place else "normal",
                 )  # fmt: skip
-        axes.set_xticks(range(len(SELECTORS)), [part_label(name) for name in SELECTORS])
-        axes.set_yticks(range(len(RULES)), [part_label(name) for name in RULES])
+        axes.set_xticks(range(len(SELECTORS)), [names.part_label(name) for name in SELECTORS])
+        axes.set_yticks(range(len(RULES)), [names.part_label(name) for name in RULES])
         corner = (own_place[0] - 0.5, own_place[1] - 0.5)
         axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=LKV_COLOUR, linewidth=4, clip_on=False))
         axes.set_xlabel("selector")
@@ -328,14 +297,14 @@ def plot_memory(profile: Profile, published: str = "", weights: bool = False) ->
     points: dict[str, float] = {}
     paper: dict[str, Any] = {}
     if published and published in profile.model.lower():
-        paper = paper_numbers()["memory"].get(published, {})
+        paper = names.paper_numbers()["memory"].get(published, {})
         if not paper:
-            name = paper_models()[published]
+            name = names.paper_models()[published]
             raise ReportError(f"the paper prints no memory sizes with {name}; use --published llama-3.1-8b.")
         points = {method: size * 2**30 for method, size in paper["kv_gib"].items()}  # its "25.0 GB at 200k" are GiB
     figure = new_figure(0.6 + 5.0 * len(panels), 4.6)
     all_axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
-    styles = method_styles(sort_methods(frame.method))
+    styles = method_styles(names.sort_methods(frame.method))
     for axes, (field, title) in zip(all_axes, panels.items(), strict=True):
         own_points = points if field == "kv_bytes" else {}
         most = max([frame[field].max(), *own_points.values()])

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -348,7 +347,8 @@ class Scores:
     def realised(self, pairs: Sequence[Pair], units: Sequence[Unit]) -> float | None:
         """Kept / all KV entries: the mean of the pairs, each over the samples of those `units` where it ran."""
         values = [self._values("realised", pair, [u for u in units if pair in self._able[u]]) for pair in pairs]
-        return fmean(fmean(np.concatenate(own)) for own in values) if all(values) else None
+        means = [sum(own := np.concatenate(groups).tolist()) / len(own) for groups in values if groups]
+        return sum(means) / len(means) if len(means) == len(pairs) else None
 
     def _ran(self, pairs: Iterable[Pair], units: Sequence[Unit]) -> bool:
         return all(pair in self._able[unit] for pair in pairs for unit in units)

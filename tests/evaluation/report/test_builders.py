@@ -7,57 +7,62 @@ import pytest
 
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
-from lkv.evaluation.report.builders import TableRequest, build_table
+from lkv.evaluation.report.builders import build_table
 from lkv.evaluation.report.figures import plot_table
 from lkv.evaluation.report.results import read_results
 from lkv.evaluation.report.tables import to_terminal
 from lkv.utils.statistics import macro_mean
-from tests.results import GRID, HEADER, cells, line, many, mean_of_means, results_of, row, scores_of, values, write
+from tests.results import (
+    GRID,
+    HEADER,
+    cells,
+    line,
+    many,
+    mean_of_means,
+    results_of,
+    row,
+    scores_of,
+    table_of,
+    values,
+    write,
+)
 
 # Reading
 
 
-def test_a_torn_last_line_is_left_out_and_counted(tmp_path):
-    path = write(tmp_path / "a.jsonl", scores_of("trec", [1, 2]), tail='{"key": "trec-None-2", "ta')
-    results = read_results([path])
-    assert results.frame.key.nunique() == 2
-    assert any("1 torn last line of" in note for note in results.notes)
-
-
-def test_a_run_that_has_not_ended_is_told_first(tmp_path):
+def test_what_is_missing_or_cut_is_noted(tmp_path):
     lines = [*scores_of("trec", [1, 2]), line("trec", 2, [], unusable="no room")]
-    path = write(tmp_path / "a.jsonl", lines, planned=4)
+    torn = read_results([write(tmp_path / "a.jsonl", lines[:2], tail='{"key": "trec-None-2", "ta')])
+    assert torn.frame.key.nunique() == 2 and any("1 torn last line of" in note for note in torn.notes)
+    path = write(tmp_path / "b.jsonl", lines, planned=4)
     assert read_results([path]).notes[0].startswith(f"UNFINISHED: {path} holds 3 of 4 samples; run the command")
-    assert not any("UNFINISHED" in note for note in results_of(tmp_path / "b.jsonl", lines, planned=3).notes)
+    assert not any("UNFINISHED" in note for note in results_of(tmp_path / "c.jsonl", lines, planned=3).notes)
+    cut = [line("trec", i, [row("full", 1.0, 1.0)], truncated=i < 2, answer_lost=i < 1) for i in range(3)]
+    notes = ("2 of 3 contexts were truncated; 1 of them lost their answer.",)
+    assert results_of(tmp_path / "d.jsonl", cut).notes == notes
 
 
-def test_truncated_contexts_and_lost_answers_are_counted(tmp_path):
-    rows = [row("full", 1.0, 1.0)]
-    lines = [line("trec", i, rows, truncated=i < 2, answer_lost=i < 1) for i in range(3)]
-    assert results_of(tmp_path / "a.jsonl", lines).notes == (
-        "2 of 3 contexts were truncated; 1 of them lost their answer.",
-    )
-
-
-@pytest.mark.parametrize("field", ["suite", "protocol", "model", "lkv", "policy", "dtype"])
-def test_results_that_differ_are_refused_and_listed(tmp_path, field):
-    one = write(tmp_path / "one.jsonl", scores_of("trec", [1]))
-    two = write(tmp_path / "two.jsonl", scores_of("lcc", [1]), **{field: "other"})
-    with pytest.raises(ReportError, match=rf"differ in {field} .*one.jsonl: {HEADER[field]}, .*two.jsonl: other"):
-        read_results([one, two])
-
-
-def test_other_versions_are_refused_and_listed(tmp_path):
-    one = write(tmp_path / "one.jsonl", scores_of("trec", [1]), versions={"torch": "2.13.0", "python": "3.11"})
-    two = write(tmp_path / "two.jsonl", scores_of("lcc", [1]), versions={"torch": "2.14.0", "python": "3.12"})
-    with pytest.raises(ReportError, match=r"differ in torch \(.*one.jsonl: 2.13.0, .*two.jsonl: 2.14.0\)\. Report"):
-        read_results([one, two])
+@pytest.mark.parametrize(
+    ("field", "one", "other", "shown"),
+    [(field, HEADER[field], "other", "other") for field in ("suite", "protocol", "model", "lkv", "policy", "dtype")]
+    + [("versions", {"torch": "2.13.0", "python": "3.11"}, {"torch": "2.14.0", "python": "3.12"}, "2.14.0")],
+)
+def test_results_that_differ_are_refused_and_listed(tmp_path, field, one, other, shown):
+    paths = [
+        write(tmp_path / f"{task}.jsonl", scores_of(task, [1]), **{field: value})
+        for task, value in (("trec", one), ("lcc", other))
+    ]
+    name, first = ("torch", "2.13.0") if field == "versions" else (field, one)
+    with pytest.raises(
+        ReportError, match=rf"differ in {name} \(.*trec.jsonl: {first}, .*lcc.jsonl: {shown}\)\. Report"
+    ):
+        read_results(paths)
 
 
 def test_a_method_measured_later_stands_beside_the_others(tmp_path):
     one = write(tmp_path / "one.jsonl", scores_of("trec", [10, 20], "snapkv"), policy=None)
     two = write(tmp_path / "two.jsonl", scores_of("trec", [15, 45], "lkv"))
-    table = build_table("main", read_results([one, two]), TableRequest())
+    table = build_table("main", read_results([one, two]))
     assert cells(table, "lkv")["Avg."].value == 30 and cells(table, "snapkv")["Avg."].value == 15
     assert cells(table, "snapkv")["Avg."].difference == -15 and cells(table, "full")["Avg."].n == 2
     other = [item | {"text_sha256": "of another text"} for item in scores_of("trec", [15, 45], "lkv")]
@@ -70,35 +75,23 @@ def test_a_method_measured_later_stands_beside_the_others(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["[]"], "line 2 is no JSON object"),
-        (['{"key": "a"', '{"key": "b"}'], "line 2 is no JSON object"),
-        ([json.dumps({"key": "a", "task": "trec", "length": None, "number": 0})], "line 2 has no field 'rows'"),
-        ([json.dumps(line("trec", 0, [row("lkv", 0.15, float("nan"))]))], "line 2: score is nan"),
-        ([json.dumps(line("trec", 0, [row("lkv", 0.15, 1.0)] * 2))], "line 2: the method 'lkv' occurs twice"),
-        ([json.dumps(line("trec", 0, [row("lkv", "much", 1.0)]))], "line 2 is malformed"),
-        ([], "no finished samples"),
+        ([HEADER, []], "line 2 is no JSON object"),
+        ([HEADER, "torn", "torn"], "line 2 is no JSON object"),
+        ([HEADER, {"key": "a", "task": "trec", "length": None, "number": 0}], "line 2 has no field 'rows'"),
+        ([HEADER, line("trec", 0, [row("lkv", 0.15, float("nan"))])], "line 2: score is nan"),
+        ([HEADER, line("trec", 0, [row("lkv", 0.15, 1.0)] * 2)], "line 2: the method 'lkv' occurs twice"),
+        ([HEADER, line("trec", 0, [row("lkv", "much", 1.0)])], "line 2 is malformed"),
+        ([HEADER], "no finished samples"),
+        ([], "cannot be read"),
+        ([line("trec", 0, [])], "does not start with a header"),
+        ([HEADER | {"format": 2}], "format 2, but this version reads 1"),
+        ([HEADER | {"planned": "all"}], "header's 'planned' is 'all'"),
     ],
 )
 def test_a_malformed_file_is_named_with_line_and_field(tmp_path, lines, message):
     path = tmp_path / "bad.jsonl"
-    path.write_text("\n".join([json.dumps(HEADER), *lines]) + "\n", encoding="utf-8")
-    with pytest.raises(ReportError, match=message):
-        read_results([path])
-
-
-@pytest.mark.parametrize(
-    ("first", "message"),
-    [
-        (None, "cannot be read"),
-        (line("trec", 0, []), "does not start with a header"),
-        (HEADER | {"format": 2}, "format 2, but this version reads 1"),
-        (HEADER | {"planned": "all"}, "header's 'planned' is 'all'"),
-    ],
-)
-def test_a_file_without_a_header_of_this_format_is_refused(tmp_path, first, message):
-    path = tmp_path / "bare.jsonl"
-    if first:
-        path.write_text(json.dumps(first) + "\n", encoding="utf-8")
+    if lines:
+        path.write_text("".join(json.dumps(item) + "\n" for item in lines), encoding="utf-8")
     with pytest.raises(ReportError, match=message):
         read_results([path])
 
@@ -108,7 +101,7 @@ def test_a_file_without_a_header_of_this_format_is_refused(tmp_path, first, mess
 
 def test_main_averages_tasks_within_categories_and_over_all_tasks(tmp_path):
     lines = many()
-    table = build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest())
+    table = table_of(tmp_path, "main", lines)
     for method in ("full", "snapkv", "lkv"):
         own = values(lines, method)
         assert cells(table, method)["Avg."].value == pytest.approx(mean_of_means(own))
@@ -120,18 +113,21 @@ def test_main_averages_tasks_within_categories_and_over_all_tasks(tmp_path):
     assert row.row_realised == pytest.approx(0.15 * 0.99) and row.retention == 0.15
 
 
-def test_differences_are_paired_with_lkv_on_the_same_samples(tmp_path):
+def test_differences_and_shares_are_of_the_same_samples(tmp_path):
     lines = many()
-    snapkv = cells(build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest()), "snapkv")
+    snapkv = cells(table_of(tmp_path, "main", lines), "snapkv")
     own, lkv = values(lines, "snapkv"), values(lines, "lkv")
     expected = np.mean([(own[task] - lkv[task]).mean() for task in own])
     assert snapkv["Avg."].difference == snapkv["Avg. - LKV"].value == pytest.approx(expected)
+    share = snapkv["of full, %"]
+    assert share.value == pytest.approx(100 * mean_of_means(own) / mean_of_means(values(lines, "full")))
+    assert share.low < share.value < share.high
     # A constant difference has no width, however much the scores themselves vary.
     shifted = [
         line("trec", i, [row("lkv", 0.15, v), row("snapkv", 0.15, v - 4)])
         for i, v in enumerate([10.0, 20.0, 40.0, 80.0, 90.0])
     ]
-    mean = cells(build_table("main", results_of(tmp_path / "b.jsonl", shifted), TableRequest()), "snapkv")["Avg."]
+    mean = cells(table_of(tmp_path, "main", shifted), "snapkv")["Avg."]
     assert (mean.difference, mean.difference_low, mean.difference_high) == pytest.approx((-4, -4, -4))
     assert mean.high - mean.low > 10
 
@@ -143,7 +139,7 @@ def test_an_interval_needs_five_samples_and_stays_where_scores_can_lie(tmp_path,
         line("trec", i, [row("full", 1.0, 100.0), row("lkv", 0.15, v), row("snapkv", 0.15, 0.0)])
         for i, v in enumerate(own)
     ]
-    table = build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest())
+    table = table_of(tmp_path, "main", lines)
     lkv, snapkv = cells(table, "lkv"), cells(table, "snapkv")
     average = snapkv["Avg."]
     intervals = [(c.low, c.high) for c in (lkv["Avg."], lkv["of full, %"], snapkv["Avg. - LKV"])]
@@ -156,38 +152,29 @@ def test_an_interval_needs_five_samples_and_stays_where_scores_can_lie(tmp_path,
     assert macro_mean([own]).high > 100 and lkv["Avg."].high == 100
     assert macro_mean([[-value for value in own]]).low < -100 and average.difference_low == -100
     assert np.isfinite(intervals).all()
-
-
-def test_marginal_means_of_scores_stay_where_scores_can_lie(tmp_path):
-    own = [0.0, 100.0, 100.0, 100.0, 100.0]
-    lines = [line("trec", i, [row(name, 0.15, v) for name in GRID]) for i, v in enumerate(own)]
-    table = build_table("ablation", results_of(tmp_path / "a.jsonl", lines), TableRequest())
+    # Marginal means too.
+    table = table_of(
+        tmp_path, "ablation", [line("trec", i, [row(m, 0.15, v) for m in GRID]) for i, v in enumerate(own)]
+    )
     means = [own["Avg."] for row, own in table.rows() if row.group.startswith("mean over")]
     assert len(means) == 6 and all(cell.high == pytest.approx(100) for cell in means)
-
-
-def test_the_share_of_the_full_cache(tmp_path):
-    lines = many()
-    snapkv = cells(build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest()), "snapkv")["of full, %"]
-    expected = 100 * mean_of_means(values(lines, "snapkv")) / mean_of_means(values(lines, "full"))
-    assert snapkv.value == pytest.approx(expected) and snapkv.low < snapkv.value < snapkv.high
 
 
 def test_samples_that_not_all_methods_have_are_left_out_and_stated(tmp_path):
     lines = scores_of("trec", [10, 20, 60])
     lines[2]["rows"] += [row("snapkv", 0.15, 5.0)]
     lines[1]["rows"] += [row("snapkv", 0.15, 7.0)]
-    table = build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest())
+    table = table_of(tmp_path, "main", lines)
     assert cells(table, "lkv")["Avg."].value == 40 and cells(table, "lkv")["Avg."].n == 2
     assert "Avg. is over 1 of the 16 tasks." in table.notes
     assert any("1 of 3 samples left out" in note and "snapkv at R = 0.15 1" in note for note in table.notes)
-    alone = build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest(methods=("lkv",)))
+    alone = table_of(tmp_path, "main", lines, methods=("lkv",))
     assert cells(alone, "lkv")["Avg."].value == 30 and not any("left out" in note for note in alone.notes)
 
 
 def test_tasks_by_length(tmp_path):
     lines = many(suite="ruler", lengths=(2048, 4096))
-    table = build_table("tasks", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest())
+    table = table_of(tmp_path, "tasks", lines, suite="ruler")
     own = values(lines, "lkv")
     for length in (2048, 4096):
         found = cells(table, "lkv", f"{length:,} tokens")
@@ -197,7 +184,7 @@ def test_tasks_by_length(tmp_path):
 
 def test_sweep_over_retention_with_the_realised_one(tmp_path):
     lines = many(retentions=(0.05, 0.15, 0.5))
-    table = build_table("sweep", results_of(tmp_path / "a.jsonl", lines), TableRequest())
+    table = table_of(tmp_path, "sweep", lines)
     assert [column.x for column in table.columns] == [0.5, 0.15, 0.05]
     for retention in (0.05, 0.15, 0.5):
         cell = cells(table, "snapkv")[f"R = {retention:g}"]
@@ -209,14 +196,13 @@ def test_sweep_over_retention_with_the_realised_one(tmp_path):
 
 
 def test_one_retention_is_chosen_or_asked_for(tmp_path):
-    several = results_of(tmp_path / "a.jsonl", many(retentions=(0.05, 0.15)))
-    assert set(build_table("main", several, TableRequest()).cells.retention) == {1.0, 0.15}
-    assert set(build_table("main", several, TableRequest(retentions=(0.05,))).cells.retention) == {1.0, 0.05}
-    without = results_of(tmp_path / "b.jsonl", many(retentions=(0.05, 0.5)))
-    with pytest.raises(ReportError, match=r"the files hold 0.5, 0.05; choose one"):
-        build_table("main", without, TableRequest())
+    lines = many(retentions=(0.05, 0.15))
+    assert set(table_of(tmp_path, "main", lines).cells.retention) == {1.0, 0.15}
+    assert set(table_of(tmp_path, "main", lines, retentions=(0.05,)).cells.retention) == {1.0, 0.05}
     with pytest.raises(ReportError, match=r"no retention 0.3; they hold 0.15, 0.05"):
-        build_table("main", several, TableRequest(retentions=(0.3,)))
+        table_of(tmp_path, "main", lines, retentions=(0.3,))
+    with pytest.raises(ReportError, match=r"the files hold 0.5, 0.05; choose one"):
+        table_of(tmp_path, "main", many(retentions=(0.05, 0.5)))
 
 
 def test_ruler_keeps_tasks_where_the_full_cache_is_good_enough(tmp_path):
@@ -225,17 +211,17 @@ def test_ruler_keeps_tasks_where_the_full_cache_is_good_enough(tmp_path):
     lines = [
         line(task, 0, [row("full", 1.0, full[task, at]), row("lkv", 0.15, own[task, at])], at) for task, at in full
     ]
-    results = results_of(tmp_path / "a.jsonl", lines, suite="ruler")
-    found = cells(build_table("ruler", results, TableRequest(min_full=50)), "lkv", "R = 0.15")
+    table = table_of(tmp_path, "ruler", lines, suite="ruler", min_full=50)
+    found = cells(table, "lkv", "R = 0.15")
     # cwe is good enough at one length only, so it counts at neither; qa_1 is at every length that it has.
     assert found["2,048 tokens"].value == (1 + 70) / 2 and found["4,096 tokens"].value == 64
     assert found["Avg."].value == pytest.approx((1 + 70 + 64) / 3)
     assert found["of full, %"].value == pytest.approx(100 * (1 + 70 + 64) / (60 + 90 + 80))
-    table = build_table("ruler", results, TableRequest(min_full=50))
     assert any("at least 50 at every length: vt, qa_1." in note for note in table.notes)
-    assert cells(build_table("ruler", results, TableRequest()), "lkv", "R = 0.15")["2,048 tokens"].value == 37
+    every = cells(table_of(tmp_path, "ruler", lines, suite="ruler"), "lkv", "R = 0.15")
+    assert every["2,048 tokens"].value == 37
     with pytest.raises(ReportError, match="at least 95 on no task"):
-        build_table("ruler", results, TableRequest(min_full=95))
+        table_of(tmp_path, "ruler", lines, suite="ruler", min_full=95)
 
 
 @pytest.mark.parametrize("table", ["main", "tasks", "sweep", "ruler"])
@@ -246,7 +232,7 @@ def test_the_full_cache_alone_has_its_row_and_its_figure(table, tmp_path):
         for length in (2048, 4096)
         for i in range(6)
     ]
-    made = build_table(table, results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest())
+    made = table_of(tmp_path, table, lines, suite="ruler")
     assert set(made.cells.method) == {"full"} and made.rows()[0][1]
     if table in ("sweep", "ruler"):
         assert any(axes.lines for axes in plot_table(made).axes)
@@ -259,7 +245,7 @@ def selection(method):
 @pytest.mark.parametrize("aliases", [True, False])
 def test_ablation_grid_gains_and_marginal_means(tmp_path, aliases):
     lines = many(methods=tuple(GRID if aliases else GRID.values()))
-    table = build_table("ablation", results_of(tmp_path / "a.jsonl", lines), TableRequest())
+    table = table_of(tmp_path, "ablation", lines)
     average = {own: mean_of_means(values(lines, alias if aliases else own)) for alias, own in GRID.items()}
     for own, mean in average.items():
         found = cells(table, own, selection(own))
@@ -281,21 +267,19 @@ def test_ablation_grid_gains_and_marginal_means(tmp_path, aliases):
 
 
 def test_an_incomplete_grid_says_what_is_missing(tmp_path):
-    table = build_table(
-        "ablation", results_of(tmp_path / "a.jsonl", many(methods=("snapkv", "adakv-snapkv", "lkv"))), TableRequest()
-    )
+    table = table_of(tmp_path, "ablation", many(methods=("snapkv", "adakv-snapkv", "lkv")))
     assert set(table.cells.group) == {"", "selection: SnapKV", "selection: LKV-T"}  # no means of a part
     assert (
         "Not measured: uniform+expected, uniform+lkv-t, ada+expected, ada+lkv-t, lkv-h+snapkv, lkv-h+expected."
         in table.notes
     )
     with pytest.raises(ReportError, match=r"the ablation needs methods of the grid"):
-        build_table("ablation", results_of(tmp_path / "b.jsonl", many(methods=("kvzip", "lkv"))), TableRequest())
+        table_of(tmp_path, "ablation", many(methods=("kvzip", "lkv")))
 
 
 def test_fidelity_by_task(tmp_path):
     lines = many(suite="ruler", lengths=(2048, 4096))
-    table = build_table("fidelity", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest())
+    table = table_of(tmp_path, "fidelity", lines, suite="ruler")
     for measure, group in (("kl", "KL(full || compressed), nats"), ("agreement", "top-1 agreement")):
         own = values(lines, "snapkv", measure=measure)
         found = cells(table, "snapkv", group)
@@ -304,18 +288,19 @@ def test_fidelity_by_task(tmp_path):
     assert any("Not measured: relative hidden-state error" in note for note in table.notes)
     lines = scores_of("trec", [1, 2])
     with pytest.raises(ReportError, match="hold no fidelity"):
-        build_table("fidelity", results_of(tmp_path / "b.jsonl", lines), TableRequest())
+        table_of(tmp_path, "fidelity", lines)
 
 
 def test_unknown_names_are_refused(tmp_path):
-    results = results_of(tmp_path / "a.jsonl", many())
-    with pytest.raises(ReportError, match="no method 'h2o'; they hold full, snapkv, lkv"):
-        build_table("main", results, TableRequest(methods=("h2o",)))
-    with pytest.raises(ReportError, match="no method 'h2o' to compare with"):
-        build_table("main", results, TableRequest(against="h2o"))
-    with pytest.raises(ReportError, match="have no lengths"):
-        build_table("ruler", results, TableRequest())
-    assert "Avg. - SnapKV" in cells(build_table("main", results, TableRequest(against="snapkv")), "lkv")
+    lines = many()
+    for name, request, message in (
+        ("main", {"methods": ("h2o",)}, "no method 'h2o'; they hold full, snapkv, lkv"),
+        ("main", {"against": "h2o"}, "no method 'h2o' to compare with"),
+        ("ruler", {}, "have no lengths"),
+    ):
+        with pytest.raises(ReportError, match=message):
+            table_of(tmp_path, name, lines, **request)
+    assert "Avg. - SnapKV" in cells(table_of(tmp_path, "main", lines, against="snapkv"), "lkv")
 
 
 def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
@@ -323,7 +308,7 @@ def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
     for item in lines:
         if item["length"] == 2048:
             item["rows"] = [own for own in item["rows"] if own["method"] != "duo"]
-    table = build_table("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest())
+    table = table_of(tmp_path, "ruler", lines, suite="ruler")
     duo, lkv = (cells(table, method, "R = 0.15") for method in ("duo", "lkv"))
     at_4k = [item for item in lines if item["length"] == 4096]
     assert duo["2,048 tokens"] is None and duo["Avg."] is None and duo["of full, %"] is None
@@ -346,14 +331,11 @@ def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
     ],
 )
 def test_tables_state_the_variant_of_a_method(method, start, tmp_path):
-    results = results_of(
-        tmp_path / "a.jsonl", many(methods=(method, "lkv"), count=2), pattern_from="estimated on a.txt"
-    )
-    notes = build_table("main", results, TableRequest()).notes
+    lines = many(methods=(method, "lkv"), count=2)
+    notes = table_of(tmp_path, "main", lines, header={"pattern_from": "estimated on a.txt"}).notes
     marks = ("as kvpress has it", "as its paper has it", "exact budget", "with epsilon")
-    assert [note.startswith(str(start)) for note in notes if any(mark in note for mark in marks)] == [True] * bool(
-        start
-    )
+    found = [note for note in notes if any(mark in note for mark in marks)]
+    assert len(found) == bool(start) and all(note.startswith(start) for note in found)
     assert ("DuoAttention's retrieval heads are estimated on a.txt." in notes) == method.startswith("duo")
 
 
@@ -361,9 +343,5 @@ def test_a_pattern_is_named_whichever_file_tells_of_it(tmp_path):
     one = write(tmp_path / "one.jsonl", scores_of("trec", [1, 2], "lkv"), pattern=None)
     two = write(tmp_path / "two.jsonl", scores_of("trec", [1, 2], "duo"), pattern="d", pattern_from="read from x.tsv")
     old = write(tmp_path / "old.jsonl", scores_of("trec", [1, 2], "duo-kvpress"), pattern="d")
-    assert (
-        "DuoAttention's retrieval heads are read from x.tsv."
-        in build_table("main", read_results([one, two]), TableRequest()).notes
-    )
-    (note,) = [n for n in build_table("main", read_results([old]), TableRequest()).notes if "retrieval heads are" in n]
-    assert note == "DuoAttention's retrieval heads are of unknown origin: the results do not state it."
+    for paths, source in (([one, two], "read from x.tsv."), ([old], "of unknown origin: the results do not state it.")):
+        assert f"DuoAttention's retrieval heads are {source}" in build_table("main", read_results(paths)).notes

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from lkv.cli.main import main
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
-from lkv.evaluation.report.builders import TableRequest, build_prefill, build_table, read_profile, with_published
+from lkv.evaluation.report.builders import build_prefill, build_training, read_curves, read_profile, with_published
 from lkv.evaluation.report.figures import (
     LKV_COLOUR,
     draw_budgets,
@@ -19,10 +19,11 @@ from lkv.evaluation.report.figures import (
     plot_memory,
     plot_policies,
     plot_table,
+    plot_training,
     save_figure,
 )
 from lkv.methods import registry
-from tests.results import GRID, cells, many, mean_of_means, results_of, values
+from tests.results import GRID, cells, many, mean_of_means, table_of, values
 
 
 def legend(figure):
@@ -35,7 +36,7 @@ def lines_of(axes):
 
 def test_the_sweep_plots_the_averages_at_the_realised_retention(tmp_path):
     lines = many(retentions=(0.05, 0.15, 0.5))
-    table = build_table("sweep", results_of(tmp_path / "a.jsonl", lines), TableRequest())
+    table = table_of(tmp_path, "sweep", lines)
     figure = plot_table(with_published(table, "llama-3.1-8b", "longbench"))
     (axes,) = figure.axes
     drawn = lines_of(axes)
@@ -51,19 +52,17 @@ def test_the_sweep_plots_the_averages_at_the_realised_retention(tmp_path):
     assert legend(figure)[:3] == ["Full cache", "SnapKV", "LKV"] and "SnapKV (published)" in legend(figure)
     # LKV is set off, and its band is its interval.
     assert drawn["LKV"].get_color() == LKV_COLOUR and drawn["LKV"].get_linewidth() > drawn["SnapKV"].get_linewidth()
-    band = next(c for c in axes.collections if c.get_facecolor()[0][:3] == pytest.approx(to_rgb(LKV_COLOUR)))
+    band = next(
+        c for c in axes.collections if c.get_facecolor()[0][:3] == pytest.approx(matplotlib.colors.to_rgb(LKV_COLOUR))
+    )
     cell = cells(table, "lkv")["R = 0.5"]
     edge = {y for x, y in band.get_paths()[0].vertices if x == pytest.approx(0.495)}
     assert min(edge) == pytest.approx(cell.low) and max(edge) == pytest.approx(cell.high)
 
 
-def to_rgb(colour):
-    return matplotlib.colors.to_rgb(colour)
-
-
 def test_ruler_is_plotted_over_length_and_over_retention(tmp_path):
     lines = many(suite="ruler", lengths=(2048, 4096), retentions=(0.15, 0.5))
-    figure = plot_table(build_table("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest()))
+    figure = plot_table(table_of(tmp_path, "ruler", lines, suite="ruler"))
     over_length, over_retention = figure.axes
     by_length = {at: [i for i in lines if i["length"] == at] for at in (2048, 4096)}
     own = lines_of(over_length)["SnapKV"]
@@ -84,17 +83,17 @@ def test_ruler_is_plotted_over_length_and_over_retention(tmp_path):
     assert over_retention.get_title() == "4,096 tokens"
 
 
-def test_one_length_or_one_retention_makes_one_panel(tmp_path):
-    lines = many(suite="ruler", lengths=(2048,), retentions=(0.15, 0.5))
-    figure = plot_table(build_table("ruler", results_of(tmp_path / "a.jsonl", lines, suite="ruler"), TableRequest()))
-    assert [axes.get_title() for axes in figure.axes] == ["2,048 tokens"]
-    lines = many(suite="ruler", lengths=(2048, 4096))
-    figure = plot_table(build_table("ruler", results_of(tmp_path / "b.jsonl", lines, suite="ruler"), TableRequest()))
-    assert [axes.get_title() for axes in figure.axes] == ["R = 0.15"]
+@pytest.mark.parametrize(
+    ("lengths", "retentions", "title"), [((2048,), (0.15, 0.5), "2,048 tokens"), ((2048, 4096), (0.15,), "R = 0.15")]
+)
+def test_one_length_or_one_retention_makes_one_panel(tmp_path, lengths, retentions, title):
+    lines = many(suite="ruler", lengths=lengths, retentions=retentions)
+    figure = plot_table(table_of(tmp_path, "ruler", lines, suite="ruler"))
+    assert [axes.get_title() for axes in figure.axes] == [title]
 
 
 def test_points_stand_at_their_values_with_their_intervals(tmp_path):
-    table = build_table("main", results_of(tmp_path / "a.jsonl", many()), TableRequest())
+    table = table_of(tmp_path, "main", many())
     figure = plot_table(table)
     (axes,) = figure.axes
     ticks = [text.get_text() for text in axes.get_xticklabels()]
@@ -109,13 +108,13 @@ def test_points_stand_at_their_values_with_their_intervals(tmp_path):
 
 
 def test_fidelity_has_a_panel_for_each_measure(tmp_path):
-    figure = plot_table(build_table("fidelity", results_of(tmp_path / "a.jsonl", many()), TableRequest()))
+    figure = plot_table(table_of(tmp_path, "fidelity", many()))
     assert [axes.get_ylabel() for axes in figure.axes] == ["KL(full || compressed), nats", "top-1 agreement"]
 
 
 def test_the_ablation_is_a_grid_with_its_numbers(tmp_path):
     lines = many(methods=tuple(GRID))
-    table = build_table("ablation", results_of(tmp_path / "a.jsonl", lines), TableRequest())
+    table = table_of(tmp_path, "ablation", lines)
     figure = plot_table(with_published(table, "llama-3.1-8b", "longbench"))
     measured, published = figure.axes
     expected = [
@@ -197,20 +196,6 @@ ROWS = [
 ]
 
 
-def test_the_peak_can_hold_the_weights_as_the_paper_draws_it(tmp_path):
-    rows = [row | {"weight_bytes": 16 * 2**30} for row in ROWS]
-    rows[2] = rows[2] | {"failed_at": 4608}
-    figure = plot_memory(read_profile(profile_file(tmp_path / "p.json", rows)), weights=True)
-    peak, held = figure.axes
-    assert "weights included" in peak.get_ylabel() and held.get_ylabel() == "k and v held (MiB)"
-    drawn = {line.get_label(): list(line.get_ydata()) for line in peak.lines}
-    assert drawn["Full cache"] == [19.0, 20.0] and drawn["LKV"] == [17.0, 18.0]
-    assert {line.get_label(): list(line.get_ydata()) for line in held.lines}["Full cache"] == [128.0, 512.0]
-    assert [list(line.get_xdata()) for line in peak.lines if line.get_linestyle() == "--"] == [[4608, 4608]]
-    with pytest.raises(ReportError, match="does not state the bytes of the weights"):
-        plot_memory(read_profile(profile_file(tmp_path / "old.json", ROWS)), weights=True)
-
-
 def test_the_prefill_table(tmp_path):
     profile = read_profile(profile_file(tmp_path / "p.json", ROWS))
     table = build_prefill(profile)
@@ -229,9 +214,8 @@ def test_the_prefill_table(tmp_path):
         build_prefill(profile, "qwen3-8b")
 
 
-def test_the_memory_figure_is_linear_from_zero(tmp_path):
-    profile = read_profile(profile_file(tmp_path / "p.json", ROWS))
-    figure = plot_memory(profile)
+def test_the_memory_figure(tmp_path):
+    figure = plot_memory(read_profile(profile_file(tmp_path / "p.json", ROWS)))
     peak, held = figure.axes
     np.testing.assert_allclose(lines_of(peak)["LKV"].get_xydata(), [[1024, 1], [4096, 2]])
     np.testing.assert_allclose(lines_of(held)["Full cache"].get_xydata(), [[1024, 128], [4096, 512]])
@@ -241,6 +225,21 @@ def test_the_memory_figure_is_linear_from_zero(tmp_path):
         assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
         assert axes.get_xlabel() == "context length (tokens)"
     assert legend(figure) == ["Full cache", "LKV"]
+    with pytest.raises(ReportError, match="does not state the bytes of the weights"):
+        plot_memory(read_profile(tmp_path / "p.json"), weights=True)
+    # With the weights, as the paper draws it, and where memory ran out.
+    rows = [row | {"weight_bytes": 16 * 2**30} for row in ROWS]
+    rows[2] = rows[2] | {"failed_at": 4608}
+    peak, held = plot_memory(read_profile(profile_file(tmp_path / "p.json", rows)), weights=True).axes
+    drawn = {label: list(line.get_ydata()) for label, line in lines_of(peak).items()}
+    assert "weights included" in peak.get_ylabel()
+    assert drawn["Full cache"] == [19.0, 20.0] and drawn["LKV"] == [17.0, 18.0]
+    assert list(lines_of(held)["Full cache"].get_ydata()) == [128.0, 512.0]
+    assert [list(line.get_xdata()) for line in peak.lines if line.get_linestyle() == "--"] == [[4608, 4608]]
+    # Retentions of one method are lines of their own; without a peak there is one panel.
+    rows = [profile_row("lkv", 1024, 1.0, 1.1, 2**20, retention=r) for r in (0.15, 0.5)]
+    figure = plot_memory(read_profile(profile_file(tmp_path / "p.json", rows)))
+    assert len(figure.axes) == 1 and legend(figure) == ["LKV, R = 0.15", "LKV, R = 0.5"]
 
 
 def test_published_sizes_are_drawn_onto_the_same_model_only(tmp_path):
@@ -251,13 +250,6 @@ def test_published_sizes_are_drawn_onto_the_same_model_only(tmp_path):
     other = [row | {"model": "tiny"} for row in ROWS]
     figure = plot_memory(read_profile(profile_file(tmp_path / "q.json", other)), "llama-3.1-8b")
     assert legend(figure) == ["Full cache", "LKV"]
-
-
-def test_retentions_of_one_method_are_lines_of_their_own(tmp_path):
-    rows = [profile_row("lkv", 1024, 1.0, 1.1, 2**20, retention=r) for r in (0.15, 0.5)]
-    figure = plot_memory(read_profile(profile_file(tmp_path / "p.json", rows)))
-    assert len(figure.axes) == 1  # no peak was measured
-    assert legend(figure) == ["LKV, R = 0.15", "LKV, R = 0.5"]
 
 
 @pytest.mark.parametrize(
@@ -285,3 +277,49 @@ def test_the_command_reports_a_profile(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "LKV (published)" in printed and "Measured on m." in printed
     assert (tmp_path / "memory.pdf").read_bytes().startswith(b"%PDF")
+
+
+# Training curves
+
+
+def write_curve(folder, kls):
+    folder.mkdir()
+    names = ("step", "contexts", "validation_kl", "validation_agreement", "validation_kl_third")
+    rows = [dict(zip(names, (i, 8 * i, kl, 1 - kl, 3 * kl), strict=True)) for i, kl in enumerate(kls, 1)]
+    (folder / "curve.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_training_runs_stand_side_by_side(tmp_path, capsys):
+    runs = [write_curve(tmp_path / "first", [0.5, 0.2]), write_curve(tmp_path / "second", [0.4, 0.3, 0.1])]
+    rows = build_training(read_curves(runs)).rows()
+    shown = [(row.label, own["contexts"].value, own["KL, final R"].value) for row, own in rows]
+    assert shown == [("first", 16, 0.2), ("second", 24, 0.1)] and rows[1][1]["KL, R / 3"].value == pytest.approx(0.3)
+    left, right = plot_training(read_curves(runs)).axes
+    drawn = {label: (list(line.get_xdata()), list(line.get_ydata())) for label, line in lines_of(left).items()}
+    assert drawn["first"] == ([8, 16], [0.5, 0.2]) and drawn["second, R / 3"][1] == pytest.approx([1.2, 0.9, 0.3])
+    assert left.get_xlabel() == "contexts seen" and "nats" in left.get_ylabel() and "agreement" in right.get_ylabel()
+    colours = {label: line.get_color() for label, line in lines_of(left).items()}
+    assert colours["first"] == colours["first, R / 3"] != colours["second"]
+    picture = tmp_path / "curve.png"
+    assert main(["report", "--training", *map(str, runs), "--figure", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG") and "second" in printed
+    assert printed.splitlines()[2].split()[:3] == ["run", "step", "contexts"]  # no columns that runs have nothing for
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is not a training curve"),
+        ("", "has no evaluation yet"),
+        ("[1]\n", "lines that are not steps"),
+        ("{", "is not"),
+    ],
+)
+def test_what_is_no_training_run_is_one_sentence(tmp_path, content, message, capsys):
+    if content is not None:
+        (tmp_path / "curve.jsonl").write_text(content)
+    assert main(["report", "--training", str(tmp_path)])
+    error = capsys.readouterr().err
+    assert message in error and "lkv train" in error

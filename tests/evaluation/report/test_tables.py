@@ -10,10 +10,10 @@ import pytest
 
 from lkv.cli.main import main
 from lkv.evaluation.report import names
-from lkv.evaluation.report.builders import TableRequest, build_table, with_published
+from lkv.evaluation.report.builders import with_published
 from lkv.evaluation.report.names import paper_model_like, paper_numbers
 from lkv.evaluation.report.tables import WRITERS
-from tests.results import GRID, line, many, results_of, row, write
+from tests.results import GRID, line, many, row, table_of, write
 
 # Formats
 
@@ -21,8 +21,8 @@ from tests.results import GRID, line, many, results_of, row, write
 @pytest.fixture
 def table(tmp_path):
     lines = many(methods=("snapkv", "lkv-h+snapkv", "lkv"))
-    results = results_of(tmp_path / "a.jsonl", lines, model="org/Llama-3.1-8B_Instruct & co")
-    return with_published(build_table("main", results, TableRequest()), "llama-3.1-8b", "longbench")
+    made = table_of(tmp_path, "main", lines, header={"model": "org/Llama-3.1-8B_Instruct & co"})
+    return with_published(made, "llama-3.1-8b", "longbench")
 
 
 def parsed(cells_):
@@ -88,49 +88,40 @@ def test_latex_is_booktabs_and_escapes(table):
 
 def test_the_best_measured_value_is_set_off_and_the_full_cache_and_the_published_ones_are_not(tmp_path):
     lines = [line("trec", 0, [row("full", 1.0, 90.0), row("snapkv", 0.15, 80.0), row("lkv", 0.15, 70.0)])]
-    table = build_table("main", results_of(tmp_path / "a.jsonl", lines), TableRequest())
+    table = table_of(tmp_path, "main", lines)
     text = WRITERS["markdown"](with_published(table, "llama-3.1-8b", "longbench"))
     assert re.findall(r"\*\*(\d+\.\d+)", text) == ["80.00"]  # and no column for its only category
     assert "All tasks are of the category Few-Shot." in text
     # Of two that show the same number neither is better.
     tied = [line("trec", 0, [row("full", 1.0, 90.0), row("snapkv", 0.15, 80.001), row("lkv", 0.15, 80.0)])]
-    text = WRITERS["markdown"](build_table("main", results_of(tmp_path / "c.jsonl", tied), TableRequest()))
+    text = WRITERS["markdown"](table_of(tmp_path, "main", tied))
     assert not re.search(r"\*\*\d", text) and text.count("80.00") == 2
     fidelity = [line("trec", 0, [row("snapkv", 0.15, 1.0, kl=0.5), row("lkv", 0.15, 1.0, kl=0.25)])]
-    text = WRITERS["markdown"](build_table("fidelity", results_of(tmp_path / "b.jsonl", fidelity), TableRequest()))
+    text = WRITERS["markdown"](table_of(tmp_path, "fidelity", fidelity))
     assert re.findall(r"\*\*(\d+\.\d+)", text) == ["0.250", "0.250"]  # the smaller divergence
 
 
 # Published numbers
 
 
-def test_the_papers_average_is_the_mean_over_its_sixteen_tasks():
-    # Not over its six categories, which gives 47.35 for LKV. All add up within rounding.
-    for model in ("llama-3.1-8b", "qwen3-8b"):
-        for average, *tasks in paper_numbers()["tasks"][model]["rows"].values():
-            assert average == pytest.approx(np.mean(tasks), abs=0.0051)
-
-
-def test_the_papers_categories_are_means_of_its_tasks():
-    tasks, main = (paper_numbers()[name]["llama-3.1-8b"] for name in ("tasks", "main"))
-    for method, row_ in main["rows"].items():
+def test_the_papers_tables_agree_with_each_other():
+    numbers, short = paper_numbers(), "llama-3.1-8b"
+    for model in (short, "qwen3-8b"):
+        tasks, sweep = numbers["tasks"][model]["rows"], numbers["sweep"][model]
+        # The mean over sixteen tasks, not over six categories, which gives 47.35 for LKV.
+        for average, *own in tasks.values():
+            assert average == pytest.approx(np.mean(own), abs=0.0051)
+        at = sweep["columns"].index(0.15)
+        assert all(values[at] == tasks[method][0] for method, values in sweep["rows"].items())
+    tasks, main, ablation = (numbers[name][short] for name in ("tasks", "main", "ablation"))
+    for method, values in main["rows"].items():
         own = dict(zip(tasks["columns"], tasks["rows"][method], strict=True))
-        for name, value in zip(main["columns"], row_, strict=True):
+        for name, value in zip(main["columns"], values, strict=True):
             members = names.CATEGORIES["longbench"].get(name, ["Avg."])
             assert value == pytest.approx(np.mean([own[task] for task in members]), abs=0.0051)
-
-
-def test_the_papers_tables_agree_with_each_other():
-    main = paper_numbers()["main"]["llama-3.1-8b"]
-    places = [main["columns"].index(name) for name in paper_numbers()["ablation"]["llama-3.1-8b"]["columns"]]
+    places = [main["columns"].index(name) for name in ablation["columns"]]
     for method, cell in (("snapkv", "uniform+snapkv"), ("adakv-snapkv", "ada+snapkv"), ("lkv", "lkv-h+lkv-t")):
-        own = paper_numbers()["ablation"]["llama-3.1-8b"]["rows"][cell]
-        assert own == [main["rows"][method][place] for place in places]
-    for model in ("llama-3.1-8b", "qwen3-8b"):
-        sweep = paper_numbers()["sweep"][model]
-        at = sweep["columns"].index(0.15)
-        for method, values_ in sweep["rows"].items():
-            assert values_[at] == paper_numbers()["tasks"][model]["rows"][method][0]
+        assert ablation["rows"][cell] == [main["rows"][method][place] for place in places]
 
 
 def test_the_papers_overhead_and_sizes():
@@ -146,16 +137,12 @@ def test_the_papers_overhead_and_sizes():
 
 def test_published_rows_are_marked_and_stand_beside_the_measured(tmp_path):
     lines = many(methods=tuple(GRID))
-    table = with_published(
-        build_table("ablation", results_of(tmp_path / "a.jsonl", lines), TableRequest()), "llama-3.1-8b", "longbench"
-    )
+    table = with_published(table_of(tmp_path, "ablation", lines), "llama-3.1-8b", "longbench")
     group = [(row, own) for row, own in table.rows() if row.group == "selection: Expected Attention"]
     assert [row.label for row, _ in group[3:]] == ["Uniform (published)", "AdaKV (published)", "LKV-H (published)"]
     assert [own["Synthetic"].value for _, own in group[3:]] == [17.77, 23.26, 45.00]
     assert paper_model_like("Qwen/Qwen3-8B") == "qwen3-8b" and paper_model_like("smollm2") == "llama-3.1-8b"
-    ruler = build_table(
-        "main", results_of(tmp_path / "b.jsonl", many(suite="ruler", lengths=(2048,)), suite="ruler"), TableRequest()
-    )
+    ruler = table_of(tmp_path, "main", many(suite="ruler", lengths=(2048,)), suite="ruler")
     marked = with_published(ruler, "llama-3.1-8b", "ruler")
     assert marked.cells.equals(ruler.cells) and "prints no numbers" in marked.notes[-1]
 
