@@ -1,6 +1,5 @@
 """The embedded default: converted once, a broken conversion redone, and the shipped policy at work on it."""
 
-import copy
 import hashlib
 import json
 import re
@@ -17,7 +16,6 @@ from lkv.errors import ModelLoadError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import DEFAULT, load_default, load_model
 from lkv.policy.lookup import default_policy
-from tests.integrations.transformers.test_fingerprint import original
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +57,6 @@ def story() -> tuple[str, str]:
     place = text.find("On day 17")
     text = text[:place] + "The name of the lighthouse keeper is Fergus. " + text[place:]
     return text, "What is the name of the lighthouse keeper?"
-
-
-def test_original_weights_find_the_policy_that_was_trained_on_their_four_bits(loaded):
-    torch.manual_seed(0)
-    model, (text, question) = copy.deepcopy(loaded[0]), story()
-    for module in model.get_decoder().modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight.data = original(module.weight.data)
-    context = compress(model, loaded[1], text, retention=0.15)
-    assert context.metadata["policy"] == default_policy().digest()
-    assert "Fergus" in context.ask(question, 24)
 
 
 def test_compressed_context_answers_where_snapkv_fails(loaded):
