@@ -235,7 +235,16 @@ class _AnswerResponse:
         try:
             ended = False
             while not ended:
-                await self._wait(deadline)
+                while not self._changed.is_set():
+                    left = deadline - asyncio.get_running_loop().time()
+                    if left <= 0:
+                        self._is_late = True
+                        raise LkvError(f"the answer took more than {self._seconds:g} seconds; ask for fewer tokens.")
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._changed.wait(), min(_DISCONNECT_CHECK, left))
+                    if await self._request.is_disconnected():
+                        raise LkvError("the client has gone.")
+                self._changed.clear()
                 ended = self._answer.done.is_set()
                 if self._answer.error is not None:
                     raise LkvError(self._answer.error)
@@ -245,19 +254,6 @@ class _AnswerResponse:
                     return
         finally:
             self._answer.cancel()
-
-    async def _wait(self, deadline: float) -> None:
-        """Wait for new ids. Raises LkvError if the client has gone or the time is over."""
-        while not self._changed.is_set():
-            left = deadline - asyncio.get_running_loop().time()
-            if left <= 0:
-                self._is_late = True
-                raise LkvError(f"the answer took more than {self._seconds:g} seconds; ask for fewer tokens.")
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(_DISCONNECT_CHECK, left))
-            if await self._request.is_disconnected():
-                raise LkvError("the client has gone.")
-        self._changed.clear()
 
     def _finish_reason(self) -> str:
         return "stop" if self._detokenizer.is_stopped or self._answer.ended_by_token else "length"

@@ -57,17 +57,14 @@ def test_batch_ask_answers_as_ask_does(policy, dtype, attention):
     assert len({len(answer.split()) for answer in short}) > 1
 
 
-@pytest.mark.parametrize("method", ["full", "knorm"])
-def test_batch_ask_where_rows_cannot_share(method):
-    model = tiny_llama()
-    options = {} if method == "full" else {"retention": 0.5, "decode_eviction": True}
-    context = compress(model, Words(), TEXT, method=method, **options)
-    assert context.batch_ask(QUESTIONS[:2], 6) == [context.ask(question, 6) for question in QUESTIONS[:2]]
-
-
-def test_batch_ask_over_quantised_entries(policy):
-    pytest.importorskip("torchao")
-    context = compress(tiny_llama(dtype=torch.float32), Words(), TEXT, method="knorm", retention=0.5, bits=8)
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("full", {}), ("knorm", {"retention": 0.5, "decode_eviction": True}), ("knorm", {"retention": 0.5, "bits": 8})],
+)
+def test_batch_ask_with_every_cache(method, options):
+    if "bits" in options:
+        pytest.importorskip("torchao")
+    context = compress(tiny_llama(dtype=torch.float32), Words(), TEXT, method=method, **options)
     assert context.batch_ask(QUESTIONS[:3], 8) == [context.ask(question, 8) for question in QUESTIONS[:3]]
 
 

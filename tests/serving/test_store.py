@@ -2,8 +2,8 @@
 
 import errno
 import json
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,15 +89,11 @@ def test_the_least_recently_used_leave_memory_alone(model, tmp_path):
 
 def test_threads_that_want_one_context_load_it_once(model, tmp_path, monkeypatch):
     name, _ = add(made(tmp_path, model), model, TEXT)
-    store, loads, found = made(tmp_path, model), [], []
-    plain = Context.load
+    store, loads, plain = made(tmp_path, model), [], Context.load
     monkeypatch.setattr(Context, "load", lambda *words: loads.append(words) or plain(*words))
-    threads = [threading.Thread(target=lambda: found.append(store.get(name))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(loads) == 1 and len(found) == 8 and len(set(map(id, found))) == 1
+    with ThreadPoolExecutor(8) as pool:
+        found = set(map(id, pool.map(store.get, [name] * 8)))
+    assert len(loads) == 1 and len(found) == 1
 
 
 def test_a_context_of_another_model_or_policy_is_refused(tmp_path, model):
