@@ -124,16 +124,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def initialize_from(policy: Policy, folder: Path) -> dict[str, Any]:
-    """Initialise `policy` with the weights of a finished policy, or of a run's checkpoint, in `folder`.
-
-    Position terms for other lengths are cut or continued flat, as they are beyond their last knot.
-
-    Returns:
-        The card of the earlier policy, or step and settings of the run.
-
-    Raises:
-        TrainingError: For a policy of another model or with other inputs.
-    """
+    """Initialise `policy` from a policy or run in `folder`; returns its card, or the run's step and settings."""
     if not is_policy(folder):
         checkpoint = read_checkpoint(folder)
         checkpoint.load_policy(policy)

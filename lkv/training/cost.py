@@ -65,10 +65,8 @@ def estimate(
 ) -> Estimate:
     """Count the operations of training a policy for a model of `shape`.
 
-    The prompt is read once; its continuations once by the teacher, by the student forward and back to the scores (the
-    frozen weights need no gradient of their own). `context_tokens` is the mean length of a context, by default that of
-    log-uniform lengths, as the recipes draw them. A policy that `is_initialized` with another's weights needs neither
-    calibration nor warm start.
+    The prompt is read once; its continuations once by the teacher, by the student forward and back to the scores.
+    `context_tokens` is the mean length of a context; a policy that `is_initialized` needs neither measuring nor KVzip.
     """
     tokens = context_tokens or mean_length(config.min_tokens, config.max_tokens)
     continuations: float = config.continuations
@@ -79,24 +77,18 @@ def estimate(
     retentions = 2 if config.retention_high else 1
     validation = shape.forward_flops(tokens) + (1 + retentions) * one_pass
     contexts, startup_tokens = config.steps * config.batch, min(tokens, WARM_START_TOKENS)
+    # Each text is read once, for learned attention half of them twice more.
+    readings = CALIBRATION_SAMPLES + (2 * (CALIBRATION_SAMPLES // 2 + 1) if config.attention == "learned" else 0)
     return Estimate(
         contexts,
         contexts * (tokens + continuations * length),
-        0.0 if is_initialized else calibration_flops(shape, config, startup_tokens),
+        0.0 if is_initialized else readings * shape.forward_flops(startup_tokens),
         0.0 if is_initialized else config.warmup_contexts * kvzip_flops(shape, startup_tokens),
         config.steps,
         config.batch * _sample_flops(shape, tokens, one_pass),
         math.ceil(config.steps / config.evaluate_every),
         config.validation_samples * validation,
     )
-
-
-def calibration_flops(shape: Shape, config: TrainingConfig, tokens: float) -> float:
-    """Operations of the calibration: each text is read once, for learned attention half of them twice more."""
-    readings = CALIBRATION_SAMPLES
-    if config.attention == "learned":
-        readings += 2 * (CALIBRATION_SAMPLES // 2 + 1)
-    return readings * shape.forward_flops(tokens)
 
 
 def kvzip_flops(shape: Shape, tokens: float) -> float:

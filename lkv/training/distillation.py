@@ -36,13 +36,10 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rotations that follow the lo
 
 
 class FrozenPrompt(BaseCache):
-    """The full k and v of a prompt for one forward pass over its continuations, whose own k and v are not stored.
+    """k and v [C, H, T, d] of C prompts for one pass over continuations, whose own k and v are not stored.
 
-    Args:
-        prompt: k and v of each layer, [C, H, T, d] for C prompts.
-        log_mask: [L, n, H, T], weighs the prompt's tokens for each of n continuations, but not their own; None: the
-            full cache.
-        owners: [n], the number of the prompt that each continuation follows; None where there is one prompt.
+    `log_mask` [L, n, H, T] weighs the prompt's tokens for n continuations (None: the full cache); `owners` [n] are the
+    numbers of the prompts that they follow (None: there is one).
     """
 
     def __init__(self, prompt: list[LayerKV], log_mask: Tensor | None = None, owners: Tensor | None = None):
@@ -76,11 +73,7 @@ class _MaskedLayer(FrozenPromptLayer):
 
 
 class MaskedSequence(BaseCache):
-    """Masks for a forward pass over prompt and continuation together, without a cache.
-
-    Every query row sees the prompt under `log_mask` [L, n, H, T] (the literal student of Sec. 3.5; None: plain
-    attention).
-    """
+    """Masks [L, n, H, T] of the prompt in every row of a pass over prompt and continuation; None: plain attention."""
 
     def __init__(self, layers: int, log_mask: Tensor | None = None):
         masks: Any = [None] * layers if log_mask is None else log_mask
@@ -140,14 +133,8 @@ class SampleDistillation:
     """Runs teacher and student over the continuations of samples that share their forward passes.
 
     Shorter contexts are padded at their ends with tokens that nothing attends to. Losses are summed over the samples;
-    each is what the sample has alone.
-
-    Args:
-        model: The frozen model.
-        samples: Samples, each with at least one continuation.
-        whole: For one sample, compute prompt and continuation together with the mask in every row's attention, as the
-            paper states it literally; else only the continuation's rows behind the prompt's frozen k and v, as at
-            inference.
+    each is what the sample has alone. `whole`: for one sample, prompt and continuation are computed together with the
+    mask in every row's attention, as the paper states it; else only the continuation's rows, as at inference.
     """
 
     def __init__(self, model: "PreTrainedModel", *samples: TokenizedSample, whole: bool = False):
@@ -248,10 +235,7 @@ def _pad_ids(rows: Sequence[list[int]]) -> Tensor:
 
 
 def soft_mask(policy: Policy, scores: Tensor, retention: float | Tensor, tau: float, noise: Tensor) -> Tensor:
-    """Log-mask log m~ [L, n, H, T] = log ST_b(u + g; tau) with b = r t (Sec. 3.4); `noise` [n, L, H, T].
-
-    `retention` is one R, or one for each of the n continuations.
-    """
+    """log m~ [L, n, H, T] = log ST_b(u + g; tau), b = r t (Sec. 3.4), for one R or R [n]; `noise` [n, L, H, T]."""
     budgets = policy.ratios(retention) * scores.shape[-1]
     return soft_topk(scores + noise, budgets, tau).log_mask.transpose(0, 1)
 
@@ -267,10 +251,7 @@ def hard_mask(policy: Policy, scores: Tensor, retention: float, rows: int) -> Te
 
 
 class SampleGroup(NamedTuple):
-    """Samples with their numbers in the order of training, which share their forward passes.
-
-    `is_counted` is false for a sample without continuations, run only so that all processes make the same passes.
-    """
+    """Numbered samples that share passes; one not counted has no continuations and keeps processes in step."""
 
     numbered: list[tuple[int, TokenizedSample]]
     is_counted: bool = True
@@ -282,10 +263,7 @@ class SampleGroup(NamedTuple):
 def group_samples(
     numbered: Sequence[tuple[int, TokenizedSample]], max_contexts: int, is_sharded: bool = False
 ) -> list[SampleGroup]:
-    """Group samples that have continuations, up to `max_contexts` of similar length each.
-
-    With `is_sharded`, a sample without continuations makes a group that is not counted.
-    """
+    """Group samples of similar length; if `is_sharded`, those without continuations too, but not counted."""
     samples = [(number, sample) for number, sample in numbered if sample.continuations]
     if max_contexts > 1:
         samples.sort(key=lambda pair: (-len(pair[1].context), pair[0]))

@@ -42,8 +42,7 @@ _PROBE_TOKENS, _PROBE_CONTINUATION = 512, 120  # of the text whose reading and t
 class TrainingSetup:
     """What a training needs, checked before any weights are loaded.
 
-    `validation_data` is the same for every seed, so that curves of different runs compare; `init` is the folder of the
-    policy or run whose weights the policy starts from; `accelerator` holds the trackers.
+    `validation_data` is the same for every seed, so that curves of different runs compare.
     """
 
     config: TrainingConfig
@@ -59,14 +58,7 @@ class TrainingSetup:
 
 
 def train_policy(*arguments: Any, **options: Any) -> Policy:
-    """Train a policy, or resume its training, and save it under out/policy; Accelerate spreads it over processes.
-
-    Arguments are those of `prepare`.
-
-    Raises:
-        TrainingError: As `prepare` and `Trainer.run` raise it, or if another training uses the folder.
-        DataError: If the data has nothing to train on.
-    """
+    """Train a policy, or resume its training, and save it under out/policy; arguments are those of `prepare`."""
     setup = prepare(*arguments, **options)
     is_main = setup.accelerator.is_main_process
     with lock_folder(setup.out) if is_main else nullcontext():
@@ -92,22 +84,8 @@ def prepare(
 ) -> TrainingSetup:
     """Check everything that can be checked without the model's weights, and index the data.
 
-    Args:
-        preset: Name of the preset; None: the one that fits the machine and the model.
-        overrides: Settings that take the place of the preset's.
-        model_name: A local folder, GGUF file or hub id; None: the embedded model.
-        data: A folder that `lkv data build` wrote, or one of texts, code and data sets.
-        out: The folder of the run.
-        init: Folder of a policy or of another run whose weights this one starts from.
-        revision: A commit, tag or branch of a model on the hub.
-        trackers: Accelerate's names ("tensorboard", "wandb", ...) or trackers of its kind, which get every step's
-            losses and every validation.
-        spread: Where a model larger than one GPU lies (see `place_model`).
-
-    Raises:
-        TrainingError: If Accelerate or a tracker is missing, a setting is out of its range, or `out` cannot be written
-            to or belongs to another run.
-        DataError: If `data` has nothing to train on.
+    Without a `preset` the one that fits machine and model is used; `model_name` None is the embedded model; `trackers`
+    are Accelerate's names or trackers of its kind. Raises TrainingError or DataError for what cannot be trained.
     """
     distributed_state("train", "training")  # Accelerate is there
     from accelerate import Accelerator
@@ -209,11 +187,7 @@ def build(setup: TrainingSetup) -> Trainer:
 
 
 def resolve_config(preset: str | None, overrides: dict[str, Any], positions: int) -> TrainingConfig:
-    """The settings of `preset` with `overrides`, for a model of `positions` positions.
-
-    Without a preset they are the paper's on a GPU, else those for a CPU, cut to what the model can read. Raises
-    TrainingError for a setting out of its range, or lengths that the model cannot read.
-    """
+    """The settings of `preset`, else those that fit machine and model, with `overrides`. Raises TrainingError."""
     default = "paper" if torch.cuda.is_available() else "cpu"
     base = PRESETS[preset] if preset else fit_to_positions(PRESETS[default], positions)
     config = override_config(base, overrides)
@@ -230,11 +204,7 @@ def override_config(base: TrainingConfig, overrides: dict[str, Any]) -> Training
 
 
 def open_dataset(folder: Path, config: TrainingConfig, validation: bool = False) -> Dataset:
-    """Open training data: a folder that `lkv data build` wrote, or one of texts, code and data sets.
-
-    Raises DataError for a folder that holds neither, TrainingError for a built one whose samples are longer than
-    `config` allows: they would lose their ends.
-    """
+    """Open a folder that `lkv data build` wrote, or one of texts, code and data sets."""
     if not is_built(folder):
         return Mixture(folder, config.min_tokens, config.max_tokens, config.seed, validation)
     built = BuiltDataset(folder, config.seed, validation)

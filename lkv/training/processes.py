@@ -49,16 +49,8 @@ def place_model(
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Load model and tokenizer, with LKV's attention.
 
-    Args:
-        name: As `load_model` takes it.
-        dtype: Of the weights.
-        revision: As `load_model` takes it.
-        spread: "no", the whole model in every process; "devices", over all GPUs of the only process of a machine; or
-            "processes", each process with a shard of every layer (FSDP).
-
-    Raises:
-        TrainingError: If `spread` does not go with the number of processes.
-        LkvError: As `load_model` raises it.
+    `spread` is "no", the whole model in every process; "devices", over all GPUs of the only process of a machine; or
+    "processes", each process with a shard of every layer (FSDP).
     """
     state = distributed_state("train", "training")
     if spread == "devices" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:

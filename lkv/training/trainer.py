@@ -50,18 +50,8 @@ _TIMED_STEPS = 3  # after which the remaining time is printed
 class Trainer:
     """Trains a policy, deterministically in settings and data: on a CPU a resumed run continues bit for bit.
 
-    Args:
-        model, policy, config: What is trained, for which frozen model, and how.
-        samples: Gives a training sample by its number.
-        validation: Held-out samples.
-        folder: Where checkpoint and curve go.
-        is_calibrated: Whether the policy already holds its input statistics, as one that continues another run does.
-        warm_start: Called once, after calibration.
-        is_sharded: Whether the model's weights are sharded over the processes, which then make the same forward passes.
-        log: Called with values by name and the step's number after every step and validation.
-
-    Raises:
-        TrainingError: For settings and a model that do not go together.
+    `samples` gives a training sample by its number; a policy that `is_calibrated` is neither measured nor given its
+    `warm_start`; processes whose model `is_sharded` make the same passes; `log` takes values by name and the step.
     """
 
     def __init__(
@@ -82,8 +72,7 @@ class Trainer:
         self._samples, self._validation, self._folder = samples, validation, folder
         self._is_calibrated, self._warm_start, self._is_sharded, self._log = is_calibrated, warm_start, is_sharded, log
         self._process, self._shape = distributed_state("train", "training"), Shape.of(model.config)
-        self._step, self._step_flops = 0, 0.0
-        self._timed_flops = self._timed_seconds = 0.0
+        self._step, self._step_flops, self._timed_flops, self._timed_seconds = 0, 0.0, 0.0, 0.0
         terms = {f"tokens.{name}" for name in ("attention_weight", "start", "end")}
         parameters = dict(policy.named_parameters())
         self._parameters = list(parameters.values())
@@ -100,14 +89,10 @@ class Trainer:
         check_batching(config, model, self._process.num_processes if is_sharded else 1)
 
     def run(self) -> Policy:
-        """Train to the end, from the checkpoint in the folder if there is one, and return the policy.
+        """Train to the end, from the checkpoint in the folder if there is one.
 
-        The first interrupt (Ctrl-C) ends the step and saves it; a second one stops at once.
-
-        Raises:
-            TrainingStoppedError: After an interrupt.
-            TrainingError: If the loss is not finite (the last checkpoint stays as it was), or if the folder cannot be
-                written to, holds damaged files or is used by another training.
+        The first interrupt (Ctrl-C) saves the step and raises TrainingStoppedError; a second one stops at once. A loss
+        that is not finite raises TrainingError; the last checkpoint stays as it was.
         """
         config, is_main = self._config, self._process.is_main_process
         patch_attention(self._model)
@@ -219,10 +204,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Mean KL and top-1 agreement of the hard-masked policy on the validation samples.
-
-        At the final retention and, for a policy trained at many, at a third of it.
-        """
+        """Mean KL and agreement of the hard-masked policy on the validation samples, at R and perhaps a third of it."""
         means = {"kl": 0.0, "agreement": 0.0}
         retentions = {"": self._config.retention_end}
         if self._config.retention_high:
@@ -277,10 +259,7 @@ def require_samples(samples: list[TokenizedSample]) -> list[TokenizedSample]:
 
 @contextmanager
 def defer_interrupt() -> Iterator[threading.Event]:
-    """Set an event at the first interrupt (Ctrl-C) in the block, instead of raising KeyboardInterrupt as the next does.
-
-    Does nothing outside the main thread, which alone gets signals.
-    """
+    """Set an event at the first Ctrl-C instead of raising KeyboardInterrupt, in the main thread, which gets signals."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

@@ -114,9 +114,7 @@ def warm_start_from_kvzip(
 ) -> float:
     """Fit LKV-T to the logarithm of KVzip's scores, up to a shift and scale a text, and LKV-H to the heads' shares.
 
-    KVzip reads a text twice and the policy once: what the second reading measures is learned here. `samples` gives a
-    training sample by its number; all processes share `contexts` of them. Returns the unexplained share of the variance
-    of the last text's scores.
+    All processes share the `contexts`. Returns the unexplained share of the variance of the last text's scores.
     """
     state = distributed_state("train", "training")
     index, count = state.process_index, state.num_processes
@@ -148,10 +146,7 @@ def fit_to_kvzip(
     ids: list[int],
     is_shared: bool = False,
 ) -> tuple[Tensor, float]:
-    """Fit LKV-T to KVzip's scores of one text; gradients are averaged over all processes if `is_shared`.
-
-    Returns the heads' shares of KVzip's global budget [n, L, H], and the unexplained share of the variance.
-    """
+    """Fit LKV-T to one text; returns the heads' shares [n, L, H] of KVzip's budget and the unexplained variance."""
     device = policy.tokens.mean.device
     prompt = read_prompt(model, torch.tensor([ids], device=device))
     table = replay_scores(model, tokenizer, ids, prompt).to(device)

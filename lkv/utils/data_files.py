@@ -18,10 +18,7 @@ _PARQUET_ROWS = 64  # at a time: one row can hold a whole book
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Row]]:
-    """Read (position, row) pairs of a .parquet, .csv or .jsonl file, or a .json file with a list, gzipped or not.
-
-    Raises DataError naming the file and the position of what cannot be read.
-    """
+    """Read (position, row) pairs of a .parquet, .csv, .jsonl or .json file, gzipped or not. Raises DataError."""
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         unit, rows = "row", _read_parquet(path)

@@ -8,10 +8,7 @@ from lkv.utils.data_files import Row, read_json, read_records, require_field, re
 
 
 class SquadQuestion(NamedTuple):
-    """A question about a paragraph, with its distinct answers (none if it cannot be answered).
-
-    `article` is equal for questions of one article.
-    """
+    """A question with its distinct answers, if any; `article` is equal for questions of one article."""
 
     question: str
     answers: tuple[str, ...]
@@ -30,10 +27,7 @@ class HotpotQuestion(NamedTuple):
 
 
 def read_squad(path: Path) -> Iterator[SquadQuestion]:
-    """Read SQuAD's nested JSON, or a file of flat rows (JSON lines, Parquet, CSV).
-
-    Raises DataError with the position and the field of what is malformed.
-    """
+    """Read SQuAD's nested JSON, or a file of flat rows (JSON lines, Parquet, CSV). Raises DataError."""
     if not path.name.removesuffix(".gz").endswith(".json"):
         yield from squad_questions(read_records(path))
         return
@@ -52,10 +46,7 @@ def read_squad(path: Path) -> Iterator[SquadQuestion]:
 
 
 def squad_questions(rows: Iterable[tuple[str, Row]]) -> Iterator[SquadQuestion]:
-    """The questions of flat (position, row) pairs; answers are a list of texts, or the hub's columns.
-
-    Raises DataError with the position and the field of what is malformed.
-    """
+    """The questions of flat (position, row) pairs; answers are a list of texts, or the hub's columns."""
     for position, row in rows:
         answers = require_field(row, "answers", (list, dict), position)
         if isinstance(answers, dict):
@@ -66,10 +57,7 @@ def squad_questions(rows: Iterable[tuple[str, Row]]) -> Iterator[SquadQuestion]:
 
 
 def hotpot_questions(rows: Iterable[tuple[str, Row]]) -> Iterator[HotpotQuestion]:
-    """The questions of (position, row) pairs in HotpotQA's fields: pairs as in its own files, or the hub's columns.
-
-    Raises DataError with the position and the field of what is malformed.
-    """
+    """The questions of rows in HotpotQA's fields: pairs as in its own files, or the hub's columns."""
     for position, row in rows:
         facts = require_field(row, "supporting_facts", (list, dict), position)
         context = require_field(row, "context", (list, dict), position)

@@ -217,14 +217,6 @@ def test_settings_outside_their_range_are_named(change):
         TrainingConfig(**change)
 
 
-def test_settings_of_the_command_line_are_checked_first(tmp_path, capsys):
-    for option in (["--lr", "nan"], ["--tau-start", "0"], ["--seed", str(2**70)], ["--min-tokens", "20000"]):
-        assert main(["train", "--data", str(tmp_path), "--out", str(tmp_path / "out"), *option]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("lkv: ") and len(error.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_interrupted_command_prints_no_traceback(monkeypatch, capsys):
     def interrupt(_):
         raise KeyboardInterrupt

@@ -3,13 +3,11 @@
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from lkv.errors import DataError, TrainingError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.kernels.soft_topk import soft_topk
-from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
 from lkv.training.cost import CALIBRATION_SAMPLES
 from lkv.training.data.samples import TokenizedSample
@@ -291,27 +288,6 @@ def test_resumed_training_is_bit_for_bit_the_same(tmp_path):
     for name, tensor in first.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[name]), name
     assert (tmp_path / "whole/curve.jsonl").read_text() == (tmp_path / "parts/curve.jsonl").read_text()
-
-
-def test_the_remaining_time_is_that_of_the_steps_and_validations_to_come(tmp_path, monkeypatch, capsys):
-    """With a clock that advances with the operations of each pass, whatever the machine does."""
-    now = [0.0]
-    monkeypatch.setattr("lkv.training.trainer.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    config = replace(CONFIG, steps=40, evaluate_every=20, continuations=2, min_tokens=30, max_tokens=30)
-    run, _ = trainer(tmp_path, replace(config, max_continuation=8))
-    step, shape, flops = run._train_step, Shape.of(run._model.config), 2e7
-
-    def timed_step():
-        means = step()
-        now[0] += run._step_flops / flops * (3 if run._step == 0 else 1)  # the first step is slower
-        return means
-
-    run._train_step = timed_step
-    run.run()
-    promised = int(re.search(r"about (\d+) s left", capsys.readouterr().err)[1])
-    validation = shape.forward_flops(30) + 2 * sum(shape.forward_flops(n, 30, n) for n in (9, 6))
-    spent = now[0] * 37 / 42 + 2 * validation / flops
-    assert spent / 1.5 < promised < spent * 1.5
 
 
 def test_nan_in_the_loss_stops_and_keeps_the_checkpoint(tmp_path):

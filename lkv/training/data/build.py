@@ -87,11 +87,7 @@ class Recipe(Protocol):
 def build_dataset(
     config: DataBuildConfig, tokenizer: "PreTrainedTokenizerBase", model_name: str, load: LoadDataset | None = None
 ) -> dict[str, Any]:
-    """Build training data into a folder and return its manifest; `tokenizer`, that of `model_name`, counts the lengths.
-
-    `load` takes the place of `datasets.load_dataset`. Raises DataError, before anything is written, if a source is
-    missing or holds nothing usable.
-    """
+    """Build training data into a folder and return its manifest; `load` stands in for `datasets.load_dataset`."""
     if config.recipe == "wide" and config.data is None:
         raise DataError("the recipe wide reads a folder of your own; name it with --data.")
     if not getattr(tokenizer, "chat_template", None):
@@ -230,11 +226,7 @@ class SourceProgress:
 
 
 class DatasetBuilder:
-    """Writes the samples of recipes into the folder `out`; one of a build with another plan is refused with DataError.
-
-    `plan` is everything that the samples depend on; `bounds` are the least and the greatest number of tokens of a
-    sample, its answer included.
-    """
+    """Writes samples into `out`, for a `plan` that is all they depend on, with their tokens in `bounds`."""
 
     def __init__(self, out: Path, plan: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", bounds: tuple[int, int]):
         self._out, self._plan, self._tokenizer, self._bounds = out, plan, tokenizer, bounds
@@ -387,10 +379,7 @@ def is_built(folder: Path) -> bool:
 
 
 class BuiltDataset:
-    """The samples of one side of a built folder, in an order that is shuffled anew for every epoch.
-
-    Raises DataError for a folder that is not finished, or files that are not those that were built.
-    """
+    """The samples of one side of a finished build, in an order that is shuffled anew for every epoch."""
 
     def __init__(self, folder: Path, seed: int = 0, validation: bool = False):
         self._folder, self._seed = folder, seed
@@ -416,10 +405,7 @@ class BuiltDataset:
         return len(self._lines)
 
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
-        """Sample number `index`, with requests to repeat parts of it where it has too few continuations.
-
-        Arguments are those of `Mixture.sample`.
-        """
+        """Sample number `index`; arguments are those of `Mixture.sample`."""
         epoch, position = divmod(index, len(self))
         if epoch != self._epoch:
             self._order = random.Random(f"{self._seed}-{epoch}").sample(range(len(self)), len(self))

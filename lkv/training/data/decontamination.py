@@ -35,8 +35,7 @@ class NgramOverlap:
     """N-grams of the evaluated texts in `files` (JSON, JSON lines, CSV, Parquet, a zip of them, or plain text).
 
     An item overlaps where one of its texts (a paragraph, a question) shares at least `share` of its n-grams with them,
-    or is shorter than n words and equal to one of their strings. Raises DataError for a file that cannot be read or
-    holds no text.
+    or is shorter than n words and equal to one of their strings.
     """
 
     def __init__(self, files: Iterable[Path], n: int = NGRAM_WORDS, share: float = OVERLAP_SHARE):

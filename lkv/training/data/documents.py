@@ -65,11 +65,7 @@ def item_texts(item: Item) -> list[str]:
 
 
 def read_dataset(name: str, paths: Iterable[Path], folder: Path) -> list[Item]:
-    """Read all items of the set `name` from its files, in order.
-
-    Raises:
-        DataError: For a file that is not as the set has it, with the position and the field where they are known.
-    """
+    """Read all items of the set `name` from its files, in order. Raises DataError for a file of another form."""
     items: list[Item] = []
     for path in paths:
         plain_name = path.name.removesuffix(".gz")

@@ -143,10 +143,7 @@ class DatasetIndex(NamedTuple):
 def index_folder(
     folder: Path, wanted: Iterable[str] = tuple(PUBLIC_DATASETS), names: NameMap | None = None
 ) -> DatasetIndex:
-    """Classify every file below `folder`, for the sets `wanted`; `names` are files in place of the official names.
-
-    Raises DataError if there is no such folder, or it holds data files that are not recognised.
-    """
+    """Classify every file below `folder` for the sets `wanted`, by official names or `names`. Raises DataError."""
     if not folder.is_dir():
         raise DataError(f"there is no data folder {folder}; give --data a folder with text, code or data sets.")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -248,9 +245,7 @@ def download_rows(
 ) -> tuple[Path, str]:
     """Stream the first `rows` rows of the set `name` from the hub into a file in `folder`, unless they are there.
 
-    A download that breaks keeps the splits that are complete. `revision` is a commit in place of the pinned one, `load`
-    takes the place of `datasets.load_dataset`. Returns the file and the commit. Raises DataError, naming the local
-    files that would do, if the set cannot be downloaded, and MissingPackageError without `datasets`.
+    A download that breaks keeps the splits that are complete. Returns the file and the commit. Raises DataError.
     """
     source = PUBLIC_DATASETS[name].hub
     assert source is not None

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from lkv.errors import DataError
 from lkv.training.data.documents import (
@@ -39,7 +39,6 @@ from lkv.training.data.packing import (
 from lkv.training.data.public_datasets import PUBLIC_DATASETS, NameMap, digest_of, index_folder
 from lkv.training.data.samples import Continuation, Sample
 
-T = TypeVar("T")
 ContextAndAnswers = tuple[str, list[Continuation]]
 _VALIDATION_SHARE = 20  # one item in 20 is held out
 
@@ -49,7 +48,7 @@ _OWN_SOURCES = {
 }
 
 
-def split_held_out(items: Sequence[T], validation: bool) -> list[T]:
+def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
     """The items that training never sees, or the others; what an item says decides, whatever file it comes from."""
     chosen = []
     for item in items:
@@ -106,11 +105,7 @@ class Mixture:
         self._items = {source: items[source] for source in _SOURCES if items[source]}
 
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
-        """Draw sample number `index`.
-
-        With `tokens_a_continuation` it has two continuations, and one more for each so many tokens beyond 2,000, up to
-        `continuations`.
-        """
+        """Draw sample number `index`; the other arguments are those of `fill_continuations`."""
         rng = random.Random(f"{self._seed}-{index}")
         source = rng.choices(self.names, weights=[_SOURCES[name][0] for name in self.names])[0]
         tokens = math.exp(rng.uniform(*self._bounds))
@@ -254,10 +249,9 @@ ContextAndAnswer = tuple[str, Continuation]
 
 
 class Loom:
-    """Candidates for samples of each of the paper's seven sets.
+    """Candidates for samples of each of the paper's seven sets; `is_literal`: as the table has them.
 
-    `bounds` are the shortest and longest sample in tokens, estimated by `chars_per_token` of each set's texts;
-    `is_literal`: samples are the table's as they stand.
+    Lengths are estimated by `chars_per_token` of each set's texts.
     """
 
     def __init__(

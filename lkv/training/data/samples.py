@@ -38,11 +38,7 @@ class TokenizedSample:
 def tokenize_sample(
     sample: Sample, tokenizer: "PreTrainedTokenizerBase", max_context: int, max_continuation: int
 ) -> TokenizedSample:
-    """Turn a sample into ids in the tokenizer's chat template, cut to `max_context` and `max_continuation` tokens.
-
-    The end-of-turn token is part of a target that answers a question: knowing when to stop is part of the answer. A
-    continuation that has no target once it is cut is left out.
-    """
+    """Turn a sample into ids in the tokenizer's chat template, cut; continuations left without a target are dropped."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     continuations = []
     for item in sample.continuations:
