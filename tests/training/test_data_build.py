@@ -152,24 +152,6 @@ def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
         build_counted(tmp_path / "stopped1")
 
 
-def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(building, "_SHARD_SAMPLES", 8)
-    written = building.write_text
-
-    def full(path, *rest):
-        if path.name == "train-a-0002.jsonl":
-            raise DataError("no space left on device")
-        written(path, *rest)
-
-    monkeypatch.setattr(building, "write_text", full)
-    with pytest.raises(DataError, match="no space left"):
-        build_counted(tmp_path / "out")
-    assert {"train-a-0000.jsonl", "train-a-0001.jsonl", "progress.json"} == set(files(tmp_path / "out"))
-    monkeypatch.setattr(building, "write_text", written)
-    build_counted(tmp_path / "out")
-    assert len(lines_of(tmp_path / "out")) == 50
-
-
 def test_built_samples_are_read_in_an_order_of_their_own(tmp_path, folder):
     build(tmp_path, folder)
     built = BuiltDataset(tmp_path, seed=3)

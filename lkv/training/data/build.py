@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from os.path import exists
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -52,6 +52,9 @@ _ROWS_A_SAMPLE = {"loom": 4, "loom-literal": 20}  # rows of the hub for one samp
 _MIN_ROWS = 2000
 
 
+Recipe = Loom | Mixture  # where candidates for samples come from
+
+
 @dataclass(frozen=True)
 class DataBuildConfig:
     """Settings of `lkv data build`; its help describes each."""
@@ -69,19 +72,6 @@ class DataBuildConfig:
     words: int = NGRAM_WORDS
     share: float = OVERLAP_SHARE
     lock: Path | None = None
-
-
-class Recipe(Protocol):
-    """Where candidates for samples come from."""
-
-    def shares(self) -> dict[str, float]:
-        """The share of each source in all samples."""
-
-    def num_candidates(self, source: str, samples: int) -> int:
-        """How many candidates there are at most for `samples` samples."""
-
-    def candidate(self, source: str, number: int) -> Sample:
-        """Make candidate `number` of `source`, the same at every call."""
 
 
 def build_dataset(
