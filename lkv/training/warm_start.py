@@ -155,8 +155,8 @@ def fit_to_kvzip(
         for retention in _RETENTIONS
     ]
     target = table[:, 0].clamp(min=_MIN_ATTENTION).log()
-    target = target - target.mean(-1, keepdim=True)
-    target = target / target.std(-1, keepdim=True).clamp(min=1e-6) * _SCORE_STD
+    std = target.std(-1, keepdim=True).clamp(min=1e-6)
+    target = (target - target.mean(-1, keepdim=True)) / std * _SCORE_STD
     for _ in range(WARM_START_UPDATES):
         optimizer.zero_grad()
         # Each layer may lie on a device of its own.
