@@ -79,9 +79,14 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
         pairs = [*(pair for pair in pairs if pair[0] == FULL), *_ablation_grid(pairs).values()]
     elif name == "fidelity":
         pairs = [pair for pair in pairs if pair[0] != FULL]
-        metrics = _measured_fidelity(results, pairs)
+        own = results.frame.set_index(["method", "retention"]).loc[pairs, list(_FIDELITY)]
+        metrics = [metric for metric in _FIDELITY if own[metric].notna().any()]
+        if not metrics:
+            raise ReportError(
+                "these results hold no fidelity for these methods; run `lkv eval` so that it measures it."
+            )
     scores = Scores(results, pairs, metrics, request.min_full, "" if name == "ablation" else request.against)
-    table, header = _BUILDERS[name](scores, metrics), results.header
+    table, header = _BUILDERS[name](scores), results.header
     amounts, sizes = retentions_of(pairs), sorted({min(scores.sizes), max(scores.sizes)})
     notes = [
         f"{header['model']}, protocol {header['protocol']}, lkv {header['lkv']}.",
@@ -112,17 +117,15 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
     )
 
 
-def _build_main(scores: Scores, _: Sequence[str]) -> Table:
-    categories: dict[str, list[Unit]] = scores.categories()
-    notes: tuple[str, ...] = ()
-    if list(categories.values()) == [scores.units]:  # its column would repeat the average
-        categories, notes = {}, (f"All tasks are of the category {next(iter(categories))}.",)
-    columns = {AVERAGE: scores.units, **categories}
+def _build_main(scores: Scores) -> Table:
+    columns, notes = {AVERAGE: scores.units, **scores.categories()}, []
+    if len(columns) == 2 and list(columns.values())[1] == scores.units:  # which would repeat the average
+        notes = [f"All tasks are of the category {columns.popitem()[0]}."]
     rows = [_make_row(scores, pair, columns) for pair in scores.pairs]
-    return _make_table("main", "by category", _make_columns(columns, scores), rows, notes=notes)
+    return _make_table("main", "by category", _make_columns(columns, scores), rows, notes=tuple(notes))
 
 
-def _build_tasks(scores: Scores, _: Sequence[str]) -> Table:
+def _build_tasks(scores: Scores) -> Table:
     rows = []
     for length in dict.fromkeys(length for _, length in scores.units):
         units = [unit for unit in scores.units if unit[1] == length]
@@ -132,7 +135,7 @@ def _build_tasks(scores: Scores, _: Sequence[str]) -> Table:
     return _make_table("tasks", "by task", columns, rows, group_title="length")
 
 
-def _build_sweep(scores: Scores, _: Sequence[str]) -> Table:
+def _build_sweep(scores: Scores) -> Table:
     columns = {r: Column(f"R = {r:g}", x=r) for r in retentions_of(scores.pairs)}
     rows = []
     for method in dict.fromkeys(method for method, _ in scores.pairs):
@@ -144,7 +147,7 @@ def _build_sweep(scores: Scores, _: Sequence[str]) -> Table:
     return _make_table("sweep", f"{AVERAGE} over retention", list(columns.values()), rows, **more)
 
 
-def _build_ruler(scores: Scores, _: Sequence[str]) -> Table:
+def _build_ruler(scores: Scores) -> Table:
     lengths = sorted({length for _, length in scores.units if length is not None})
     if not lengths:
         raise ReportError("these results have no lengths; the table 'ruler' is made from what `lkv eval ruler` wrote.")
@@ -162,21 +165,17 @@ def _build_ruler(scores: Scores, _: Sequence[str]) -> Table:
     return _make_table("ruler", "over length and retention", columns, rows, **more)
 
 
-def _measured_fidelity(results: Results, pairs: Sequence[Pair]) -> list[str]:
-    frame = results.frame
-    own = frame[[pair in pairs for pair in zip(frame.method, frame.retention, strict=True)]]
-    if metrics := [metric for metric in _FIDELITY if own[metric].notna().any()]:
-        return metrics
-    raise ReportError("these results hold no fidelity for these methods; run `lkv eval` so that it measures it.")
-
-
-def _build_fidelity(scores: Scores, metrics: Sequence[str]) -> Table:
+def _build_fidelity(scores: Scores) -> Table:
     units: dict[str, list[Unit]] = {AVERAGE: scores.units}
     for unit in scores.units:
         units.setdefault(unit[0], []).append(unit)
-    rows = [_make_row(scores, pair, units, _FIDELITY[metric][0], metric) for metric in metrics for pair in scores.pairs]
+    rows = [
+        _make_row(scores, pair, units, _FIDELITY[metric][0], metric)
+        for metric in scores.metrics
+        for pair in scores.pairs
+    ]
     columns = [replace(column, digits=3) for column in _make_columns(units, scores)]
-    notes = tuple(f"Not measured: {title}." for metric, (title, _) in _FIDELITY.items() if metric not in metrics)
+    notes = tuple(f"Not measured: {title}." for metric, (title, _) in _FIDELITY.items() if metric not in scores.metrics)
     more = {"notes": notes, "group_title": "measure", "value": "", "best_in": dict(_FIDELITY.values())}
     return _make_table("fidelity", "fidelity to the full cache", columns, rows, **more)
 
@@ -197,7 +196,7 @@ def _ablation_grid(pairs: Sequence[Pair]) -> dict[tuple[str, str], Pair]:
     return grid
 
 
-def _build_ablation(scores: Scores, _: Sequence[str]) -> Table:
+def _build_ablation(scores: Scores) -> Table:
     """Budget rules by selectors, what the rules gain, and marginal means that average the methods by sample."""
     grid, base = _ablation_grid(scores.pairs), RULES[0]
     shown = _ABLATION_COLUMNS.get(scores.suite)
@@ -222,22 +221,20 @@ def _build_ablation(scores: Scores, _: Sequence[str]) -> Table:
                 bases = [grid[base, selector]] if rule != base and (base, selector) in grid else []
                 group = f"selection: {part_label(selector)}"
                 rows.append(row([pair], part_label(rule), group, f"{rule}+{selector}", bases))
-    by_rule = {rule: [grid[rule, s] for s in SELECTORS if (rule, s) in grid] for rule in RULES}
-    for rule, ran in by_rule.items():
-        if len(ran) == len(SELECTORS):
-            bases = by_rule[base] if rule != base and len(by_rule[base]) == len(SELECTORS) else []
-            rows.append(row(ran, part_label(rule), "mean over selectors", rule, bases))
-    for selector in SELECTORS:
-        ran = [grid[rule, selector] for rule in RULES if (rule, selector) in grid]
-        if len(ran) == len(RULES):
-            rows.append(row(ran, part_label(selector), "mean over budget rules", selector))
+    whole = {part: [grid.get((part, s)) for s in SELECTORS] for part in RULES}
+    whole |= {part: [grid.get((rule, part)) for rule in RULES] for part in SELECTORS}
+    means = {part: [pair for pair in pairs if pair] for part, pairs in whole.items() if all(pairs)}
+    for part, pairs in means.items():
+        bases = means.get(base, []) if part in RULES[1:] else []
+        group = "mean over selectors" if part in RULES else "mean over budget rules"
+        rows.append(row(pairs, part_label(part), group, part, bases))
     missing = [f"{rule}+{selector}" for rule in RULES for selector in SELECTORS if (rule, selector) not in grid]
     notes = (f"Not measured: {', '.join(missing)}.",) if missing else ()
     columns = [Column(AVERAGE), Column(_GAIN, best=0, signed=True), *map(Column, list(units)[1:])]
     return _make_table("ablation", "budget rule by selector", columns, rows, notes=notes)
 
 
-_BUILDERS: dict[str, Callable[[Scores, Sequence[str]], Table]] = {
+_BUILDERS: dict[str, Callable[[Scores], Table]] = {
     "main": _build_main,
     "ablation": _build_ablation,
     "tasks": _build_tasks,

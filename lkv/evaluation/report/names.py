@@ -10,7 +10,6 @@ from lkv.evaluation import longbench
 from lkv.methods.registry import FULL, budgets, find_method, selectors
 from lkv.methods.registry import method_label as registry_label
 
-LKV = "lkv"
 AVERAGE = "Avg."
 TABLES = ("main", "ablation", "tasks", "sweep", "ruler", "fidelity")
 FORMATS = ("terminal", "markdown", "csv", "latex")
@@ -52,8 +51,7 @@ def part_label(part: str) -> str:
 
 def is_lkv(method: str) -> bool:
     """Whether the method is LKV itself, under any of its names."""
-    combination = budget_and_selector(method)
-    return combination is not None and combination == budget_and_selector(LKV)
+    return budget_and_selector(method) == (RULES[-1], SELECTORS[-1])
 
 
 def sort_methods(methods: Iterable[str]) -> list[str]:

@@ -265,7 +265,8 @@ class Scores:
         Raises:
             ReportError: Where no sample, or no task, is left.
         """
-        self.suite, self.pairs, self.notes = str(results.header["suite"]), list(pairs), list[str]()
+        self.suite, self.notes = str(results.header["suite"]), list[str]()
+        self.pairs, self.metrics = list(pairs), tuple(metrics)
         self.against = against or next((method for method, _ in pairs if is_lkv(method)), "")
         if against and against not in (methods := dict.fromkeys(method for method, _ in pairs)):
             raise ReportError(f"there is no method {against!r} to compare with; there are {', '.join(methods)}.")
