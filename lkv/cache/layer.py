@@ -58,6 +58,11 @@ class RaggedLayer(AttentionCacheLayer):
         """How many entries eviction left, [B, H]."""
         return torch.zeros(0, 0, dtype=torch.long, device="cpu") if self.store is None else self.store.lens
 
+    @property
+    def row_count(self) -> int:
+        """Rows of the batch, 0 before anything was read."""
+        return len(self.kept_counts) if self._buffer is None else self._buffer.key.shape[0]
+
     def get_seq_length(self, *args: Any) -> int:
         """Tokens read so far, evicted ones included."""
         if self.store is not None:
@@ -312,7 +317,7 @@ class RaggedLayer(AttentionCacheLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i a copy of the row `beam_idx[i]`; rows that stay in place are not copied."""
         rows = beam_idx.cpu()
-        if torch.equal(rows, self._row_numbers()):
+        if torch.equal(rows, torch.arange(self.row_count, device="cpu")):
             return
         if self._buffer is not None:
             self._buffer = self._buffer.select(beam_idx, slice(None))
@@ -320,18 +325,6 @@ class RaggedLayer(AttentionCacheLayer):
             self.store = self.store.select(rows, self.store.free_slots)
             self.real_tokens = [self.real_tokens[row] for row in rows.tolist()]
             self._padding = [self._padding[row] for row in rows.tolist()]
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` [n], in that order."""
-        self.reorder_cache(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Make `repeats` copies of each row."""
-        self.reorder_cache(self._row_numbers().repeat_interleave(repeats))
-
-    def _row_numbers(self) -> Tensor:
-        rows = len(self.kept_counts) if self._buffer is None else self._buffer.key.shape[0]
-        return torch.arange(rows, device="cpu")
 
     def offload(self) -> None:
         """Raise CacheError: there is no offloading."""

@@ -221,8 +221,7 @@ class RaggedCache(BaseCache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` [n], in that order."""
-        super().batch_select_indices(indices)
-        self._history.select(indices)
+        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make `repeats` copies of each row. Raises CacheError for less than one."""
@@ -231,8 +230,8 @@ class RaggedCache(BaseCache):
                 f"repeats is {repeats!r}, but it is the number of copies of each row: give a whole number from 1 to "
                 f"{MAX_COUNT}."
             )
-        super().batch_repeat_interleave(repeats)
-        self._history.repeat(repeats)
+        rows = torch.arange(self.ragged_layers[0].row_count, device="cpu")
+        self.reorder_cache(rows.repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget everything, and free it."""
@@ -390,11 +389,6 @@ class TokenHistory:
         """Keep the batch rows `rows` [n], in that order."""
         if self.ids is not None:
             self.ids = self.ids[rows.to(self.ids.device)]
-
-    def repeat(self, repeats: int) -> None:
-        """Make `repeats` copies of each row."""
-        if self.ids is not None:
-            self.ids = self.ids.repeat_interleave(repeats, 0)
 
 
 class SharedCache(BaseCache):
