@@ -105,7 +105,7 @@ class CacheConfig:
 
         They differ from layer to layer, so that not all layers reallocate at one step.
         """
-        slack = self.slack_for(mean(lens), device)
+        slack = self.slack_for(mean_entries(lens), device)
         return slack if self.slack is not None else slack // 2 + layer % (slack // 2)
 
 
@@ -146,6 +146,6 @@ class LayerContext:
     rotation: Rotation | None
 
 
-def mean(counts: Tensor) -> int:
+def mean_entries(counts: Tensor) -> int:
     """Entries per head, rounded down."""
     return int(counts.sum()) // max(1, counts.numel())

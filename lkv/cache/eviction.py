@@ -15,7 +15,7 @@ from lkv.errors import CacheError
 from lkv.integrations.transformers.prefill import LayerKV, to_fp32
 from lkv.methods.compensation import compensate, reference_queries
 from lkv.methods.selectors import check_shape, not_numbers
-from lkv.utils.devices import uploaded
+from lkv.utils.devices import stack_to_device
 
 
 def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | None) -> RaggedStore:
@@ -69,7 +69,7 @@ def evict_entries(
         for number, (start, count) in enumerate(places)
     ]
     table = pad_sequence(scores, batch_first=True, padding_value=-math.inf)
-    wanted, present = uploaded(store.k.device, lens.flatten(), counts.flatten())
+    wanted, present = stack_to_device(store.k.device, lens.flatten(), counts.flatten())
     is_best = best_mask(table, wanted, int(lens.max()))
     is_entry = torch.arange(table.shape[1], device=table.device) < present[:, None]
     new = RaggedStore(lens, free_slots, store.k, store.v, has_scores=True)
@@ -126,7 +126,7 @@ class EntryRows(NamedTuple):
 def best_mask(scores: Tensor, counts: Tensor, max_count: int) -> Tensor:
     """Whether each of `scores` [N, T] is one of the `counts` [N] (at most `max_count`) highest of its row.
 
-    Of equal ones the earlier is. What a row keeps does not depend on the others.
+    Ties go to the earlier token. What a row keeps does not depend on the others.
     """
     if not scores.shape[1]:
         return scores.bool()
@@ -149,7 +149,7 @@ def best_rows(scores: Tensor, lens: Tensor, free_slots: int, *sources: EntryRows
     number = torch.arange(len(sizes), device="cpu")
     row, head = number // heads, number % heads
     shifts = [row * source.batch + head * source.head - number * tokens * source.token for source in sources]
-    tables = uploaded(scores.device, lens.flatten(), sizes, 1 - number * free_slots, *shifts)
+    tables = stack_to_device(scores.device, lens.flatten(), sizes, 1 - number * free_slots, *shifts)
     size = int(sizes.sum())
     counted = best_mask(scores.flatten(0, 1), tables[0], int(lens.max())).flatten().cumsum(0, dtype=torch.int32)
     wanted, *shifts = tables[2:].repeat_interleave(tables[1], 1, output_size=size).unbind()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lkv.cache.config import LayerContext, SharedState, mean
+from lkv.cache.config import LayerContext, SharedState, mean_entries
 from lkv.cache.eviction import evict_entries, evict_prompt
 from lkv.cache.store import KVStore, QuantizedStore, RaggedStore, extend_padded
 from lkv.config import ModelSpec
@@ -250,10 +250,10 @@ class RaggedLayer(AttentionCacheLayer):
         try:
             if config.decode_eviction and self.prompt_length:
                 limits = self._limits()
-                self._evict(limits, config.slack_for(mean(limits), device) + new, scale)
+                self._evict(limits, config.slack_for(mean_entries(limits), device) + new, scale)
             else:
                 # A chunk of a prompt needs no slack: the store is reallocated right after it.
-                entries = mean(self.store.lens) + self.store.appended_tokens
+                entries = mean_entries(self.store.lens) + self.store.appended_tokens
                 self.store = self.store.reallocate(
                     new + (config.slack_for(entries, device) if self.prompt_length else 0)
                 )

@@ -162,7 +162,7 @@ class RaggedCache(BaseCache):
     def ids(self, ids: Tensor) -> None:
         self._history.ids = ids
 
-    def check_update(self, key_states: Tensor, layer_idx: int) -> None:
+    def before_update(self, key_states: Tensor, layer_idx: int) -> None:
         """Raise CacheError or PromptError where a layer cannot take the new keys; in the first one, for all layers."""
         if layer_idx == 0:
             self.is_assisted = False
@@ -200,12 +200,12 @@ class RaggedCache(BaseCache):
                 "shorten it, or generate fewer tokens."
             )
 
-    def check_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
+    def announce_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
         """Compare what `generate` is about to feed with what was read, where both are known.
 
         Raises CacheError for ids that do not begin with those read or contain nothing new, for chunks of a prompt of
         undeclared length, and for an answer that begins before a declared prompt has ended. For the arguments see
-        `BaseCache.check_inputs`.
+        `BaseCache.announce_inputs`.
         """
         length = self.get_seq_length()
         if self._history.continues_chunks(length, is_chunk):
@@ -352,7 +352,7 @@ class TokenHistory:
         return is_chunk and had_chunks
 
     def announce(self, ids: Tensor, length: int, is_full: bool, is_first_step: bool) -> None:
-        """Take the ids that come after `length` tokens; for the arguments see `BaseCache.check_inputs`.
+        """Take the ids that come after `length` tokens; for the arguments see `BaseCache.announce_inputs`.
 
         Raises CacheError for ids that do not begin with those read, or that contain nothing new.
         """

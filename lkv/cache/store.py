@@ -50,7 +50,7 @@ class RaggedStore:
             self.scores = key.new_empty(size, dtype=torch.float32) if has_scores else None
             self.positions = key.new_empty(size, dtype=torch.int32) if has_scores else None
             # The attention kernels read these on the pools' device: no step waits for a copy.
-            self._device_starts, self._device_compressed = devices.uploaded(key.device, self.starts, lens)
+            self._device_starts, self._device_compressed = devices.stack_to_device(key.device, self.starts, lens)
             self._device_lens = self._device_compressed.clone()  # appended entries included; changed in place
         if self.appended_tokens:
             self._count_on_device()
@@ -138,7 +138,7 @@ class RaggedStore:
     def _count_on_device(self) -> None:
         appended = self._appended_entries
         if isinstance(appended, Tensor):
-            (appended,) = devices.uploaded(self.k.device, appended)
+            (appended,) = devices.stack_to_device(self.k.device, appended)
         torch.add(self._device_compressed, appended, out=self._device_lens)
 
     def head_entries(self, row: int, head: int) -> tuple[Tensor, Tensor]:
@@ -227,7 +227,7 @@ class QuantizedStore:
         # Entry i of a head is in slot start + i of the pools of appended entries, if it is none of the compressed ones.
         starts = (appended.starts - lens).flatten()
         with torch.inference_mode(False):  # see RaggedStore
-            tables = devices.uploaded(appended.k.device, starts, flat, first_entries, first_groups)
+            tables = devices.stack_to_device(appended.k.device, starts, flat, first_entries, first_groups)
             self._tables = tables.view(4, *lens.shape)
             self._device_lens = self._tables[1].clone()
         if appended.appended_tokens:
@@ -337,7 +337,7 @@ class QuantizedStore:
         self._count_on_device()
 
     def _count_on_device(self) -> None:
-        (appended,) = devices.uploaded(self.appended.k.device, self.appended.counts)
+        (appended,) = devices.stack_to_device(self.appended.k.device, self.appended.counts)
         torch.add(self._tables[1], appended, out=self._device_lens)
 
     def drop_padding(self, padding: Tensor) -> "QuantizedStore":
@@ -417,7 +417,7 @@ def extend_padded(store: KVStore, query: Tensor, key: Tensor, value: Tensor, sca
 def slot_indices(starts: Tensor, counts: Tensor, device: torch.device) -> Tensor:
     """The pool indices, on `device`, of `counts` [B, H] entries from `starts` [B, H] on, head after head."""
     counts = counts.flatten()
-    begin, count = devices.uploaded(device, starts.flatten() - (counts.cumsum(0) - counts), counts)
+    begin, count = devices.stack_to_device(device, starts.flatten() - (counts.cumsum(0) - counts), counts)
     total = int(counts.sum())
     return torch.arange(total, device=device) + torch.repeat_interleave(begin, count, output_size=total)
 

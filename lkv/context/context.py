@@ -357,7 +357,7 @@ def compress_ids(
     retention: float | None = None, method: str | Method = "lkv", policy: Policy | str | os.PathLike[str] | None = None,
     chunk: int | None = None, progress: Callable[[float], None] | None = None, **options: Any,
 ) -> Context:  # fmt: skip
-    """`compress`, which see, for token ids: no chat template is put around them.
+    """Like `compress`, but for token ids: no chat template is put around them.
 
     `text` is what they encode, for the digest that is saved with the context; by default they are decoded.
     """

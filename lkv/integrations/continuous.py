@@ -514,7 +514,9 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     return None if paged else f"transformers {transformers.__version__} has changed ({_IMPORT_ERROR})."
 
 
-def start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_requests: int = 256, **sizes: int) -> Engine:
+def start_engine(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_requests: int = 256, **sizes: int
+) -> Engine:
     """Start a ContinuousEngine with these `sizes`, or a PlainEngine if that cannot be used; the reason is logged."""
     if reason := unsupported_reason(model):
         _LOG.warning("requests are answered one after another: %s", reason)

@@ -1,4 +1,4 @@
-"""What a server does, without HTTP: texts are compressed in the background, questions answered side by side."""
+"""Serving logic, independent of HTTP: texts are compressed in the background, questions answered side by side."""
 
 import logging
 import queue
@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from lkv.context.context import Context, check_text, compress_ids
 from lkv.errors import BusyError, LkvError, PromptError, StoreError, UnknownContextError, check_retention
-from lkv.integrations.continuous import Answer, SamplingParams, start
+from lkv.integrations.continuous import Answer, SamplingParams, start_engine
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import max_positions
 from lkv.methods.registry import parse_method
@@ -88,7 +88,7 @@ class Service:
             method, check_retention(retention), digest, spec.digest(), tokenizer_digest(tokenizer)
         )
         self.store = ContextStore(store, model, tokenizer, digest, memory_bytes)
-        self.engine = start(model, tokenizer, self.limits.requests, **sizes)
+        self.engine = start_engine(model, tokenizer, self.limits.requests, **sizes)
         self._jobs: dict[str, Job] = {}
         self._waiting: queue.Queue[Job | None] = queue.Queue()
         self._lock = threading.Lock()  # of the jobs; never held during input or output

@@ -21,17 +21,17 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def runtime(device: torch.device) -> Any:
-    """The module that speaks for a GPU: `torch.cuda`, or what stands in its place."""
+    """The device module of a GPU: `torch.cuda`, or what replaces it."""
     return torch.get_device_module(device)
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """In the block a GPU `device` is the current one: kernels are launched there, wherever their tensors lie."""
+def device_guard(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU `device` the current one for the block: kernels are launched there, wherever their tensors lie."""
     return runtime(device).device(device) if is_gpu(device) else nullcontext()
 
 
-def uploaded(device: torch.device, *counts: torch.Tensor) -> torch.Tensor:
-    """Tables of one shape from the CPU as int32 on `device`, stacked: one copy, which nothing waits for."""
+def stack_to_device(device: torch.device, *counts: torch.Tensor) -> torch.Tensor:
+    """Stack CPU tables of one shape as int32 on `device`, by one asynchronous copy."""
     table = torch.stack(counts).int()
     if is_gpu(device):
         table = table.pin_memory()
@@ -39,7 +39,7 @@ def uploaded(device: torch.device, *counts: torch.Tensor) -> torch.Tensor:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """In the block products are computed in the dtype of their factors: autocast does not round them."""
+    """Turn autocast off for the block: products are computed in the dtype of their factors."""
     able = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if able else nullcontext()
 

@@ -19,7 +19,7 @@ from lkv.integrations.continuous import (
     PlainEngine,
     Sampler,
     SamplingParams,
-    start,
+    start_engine,
     unsupported_reason,
 )
 from lkv.utils.prompts import encode_question
@@ -285,7 +285,7 @@ def test_what_cannot_be_served_is_said(batching, model, contexts):
 def test_where_the_version_does_not_fit_answers_come_one_by_one(batching, model, contexts, monkeypatch, caplog):
     monkeypatch.setattr("transformers.__version__", "5.16.2")
     with caplog.at_level(logging.WARNING):
-        engine = start(model, Words())
+        engine = start_engine(model, Words())
     assert isinstance(engine, PlainEngine) and "needs transformers 5.17 or newer, and 5.16.2" in caplog.text
     assert engine.submit(asked("why ?"), contexts[0], 4).result(60) == expected(contexts[0], "why ?", 4)
     engine.stop()

@@ -90,7 +90,7 @@ class Compiler:
                                      multi_processor_count=GPUS[self._arch][1])  # fmt: skip
         torch.cuda.get_device_properties = lambda device=None: properties
         # There is no device to make the current one.
-        devices.current = lambda device: nullcontext()
+        devices.device_guard = lambda device: nullcontext()
         for cached in (ragged._launch, ragged._shared_memory, ragged._multiprocessors, soft.tiles_on):
             cached.cache_clear()
         plain, rows, limit = self._run, self.rows, GPUS[self._arch][0]

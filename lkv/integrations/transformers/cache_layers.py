@@ -106,7 +106,7 @@ class BaseCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Give new k and v [B, Hkv, T, d] to a layer; the attention call that follows goes to the same layer."""
-        self.check_update(key_states, layer_idx)
+        self.before_update(key_states, layer_idx)
         key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
         if isinstance(layer, AttentionCacheLayer):
@@ -114,10 +114,10 @@ class BaseCache(Cache):
             _pending.layer = weakref.ref(layer)
         return key, value
 
-    def check_update(self, key_states: Tensor, layer_idx: int) -> None:
+    def before_update(self, key_states: Tensor, layer_idx: int) -> None:
         """Raise CacheError or PromptError where a layer cannot take the new keys; called first in `update`."""
 
-    def check_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
+    def announce_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
         """Raise CacheError where the cache cannot take what `generate` is about to feed.
 
         Args:

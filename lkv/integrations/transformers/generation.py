@@ -15,7 +15,7 @@ _ORIGINAL = "_lkv_original"
 
 
 def wrap_generation(model: PreTrainedModel) -> None:
-    """Let `model.generate` show LKV caches the ids that it feeds (`BaseCache.check_inputs`). Idempotent.
+    """Let `model.generate` show LKV caches the ids that it feeds (`BaseCache.announce_inputs`). Idempotent.
 
     Only this model object's method is wrapped, not its class. `model` is the innermost model: PEFT's `generate` calls
     this object's `generate` in the end.
@@ -30,7 +30,7 @@ def wrap_generation(model: PreTrainedModel) -> None:
     def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, BaseCache) and kwargs.get("inputs_embeds") is None:
-            _check_inputs(cache, input_ids, kwargs)
+            _announce_inputs(cache, input_ids, kwargs)
         return function(self, input_ids, *args, **kwargs)
 
     setattr(prepare_inputs_for_generation, _ORIGINAL, vars(model).get(_METHOD))
@@ -49,7 +49,7 @@ def unwrap_generation(model: PreTrainedModel) -> None:
         setattr(model, _METHOD, original)
 
 
-def _check_inputs(cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> None:
+def _announce_inputs(cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> None:
     """Pass `ids` [B, T], the first argument of `prepare_inputs_for_generation`, on to the cache."""
     length, tokens = cache.get_seq_length(), ids.shape[-1]
     if kwargs.get("use_cache") is False:
@@ -68,9 +68,9 @@ def _check_inputs(cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> None
         is_full = not length or (cache.is_assisted and tokens > length)
     if is_full:
         is_first_step = bool(kwargs.get("is_first_iteration")) or tokens - length > 1
-        cache.check_inputs(ids, True, is_first_step, is_chunk)
+        cache.announce_inputs(ids, True, is_first_step, is_chunk)
     else:
-        cache.check_inputs(ids[:, -new_tokens:] if new_tokens else ids, False, False, is_chunk)
+        cache.announce_inputs(ids[:, -new_tokens:] if new_tokens else ids, False, False, is_chunk)
     # Assisted decoding begins by feeding all ids, whatever the cache has read of them.
     if is_full and length and new_tokens is None and "next_sequence_length" in kwargs:
         kwargs["next_sequence_length"] = tokens - length

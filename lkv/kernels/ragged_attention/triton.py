@@ -96,7 +96,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Shapes as in `api.ragged_attention`. Nothing here waits for the device."""
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if with_lse else None
-    with devices.current(q.device):
+    with devices.device_guard(q.device):
         return _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None, None, causal, lse), lse
 
 
@@ -107,7 +107,7 @@ def append_and_attend(
     """As `api.append_and_attend`. Two launches for one new token, three for more; nothing waits for the device."""
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     rows = key.shape[2]
-    with devices.current(q.device):
+    with devices.device_guard(q.device):
         if rows == 1:
             return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _SINGLE, buffers, quantized)
         kernels.append_kernel[(starts.numel(), -(-rows // _APPEND_BLOCK))](

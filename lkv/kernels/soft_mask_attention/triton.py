@@ -87,7 +87,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, tile
     """Shapes as in `api.soft_mask_attention`, where `refusal` has no objection. `tiles`: block sizes to try out."""
     tiles = tiles or tiles_on(q.device, q.dtype, q.shape[3])
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    with devices.current(q.device):
+    with devices.device_guard(q.device):
         return _SoftMaskAttention.apply(q, k, v, log_mask.float().contiguous(), scale, tiles)
 
 

@@ -77,7 +77,7 @@ class DuoWindow(StreamingLLM):
 
 @register_selector("random", label="Random", description="chance")
 class Random(Selector):
-    """Chance, the floor that every method has to clear. Nothing is protected."""
+    """Random scores: the baseline that every method has to beat. Nothing is protected."""
 
     def __init__(self, seed: int = 0):
         self._seed = seed
