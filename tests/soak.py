@@ -100,17 +100,19 @@ def leaks(until: float, start: int) -> tuple[Counts, int]:
                 del context
             rounds += 1
             if rounds > 1:
-                before = before if before[0] else held()
-                assert held() == before, f"{held()} tensors and bytes instead of {before} after {rounds} rounds"
+                before = before if before[0] else live_tensors()
+                assert live_tensors() == before, (
+                    f"{live_tensors()} tensors and bytes instead of {before} after {rounds} rounds"
+                )
     return {"contexts": rounds * len(kinds), "asks": 3 * rounds * len(kinds)}, start + 1
 
 
-def held() -> tuple[int, int]:
+def live_tensors() -> tuple[int, int]:
     """Tensors alive and the bytes behind them."""
     gc.collect()
     # By its type: to ask an object itself wakes up lazy ones.
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    return len(found), sum(tensor.untyped_storage().nbytes() for tensor in found)
+    return len(found), sum(x.untyped_storage().nbytes() for x in found if x.layout == torch.strided)
 
 
 def fuzz(until: float, start: int) -> tuple[Counts, int]:

@@ -126,6 +126,7 @@ def test_slices_much_shorter_than_heads_and_new_tokens(older, rows, short_slices
     assert_as_exact_as_eager(torch.randn(1, 4, rows, 8), k, v, starts, lens, 1.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(0, 5),
@@ -286,6 +287,7 @@ def test_the_benchmark_says_that_there_is_no_gpu(tmp_path):
         benchmark.main(["--out", str(tmp_path / "none.json")])
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     st.lists(st.lists(st.integers(0, 300), min_size=2, max_size=2), min_size=1, max_size=2),

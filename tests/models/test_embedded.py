@@ -81,6 +81,7 @@ def test_an_answer_ends_behind_a_string_that_stops_it(loaded):
     assert answer == whole[: whole.index(stop) + len(stop)] and len(answer) < len(whole)
 
 
+@pytest.mark.slow
 def test_broken_conversion_is_redone(tmp_path, monkeypatch, loaded, capsys):
     monkeypatch.setenv("LKV_CACHE", str(tmp_path))
     folder = tmp_path / DEFAULT
@@ -133,4 +134,4 @@ def test_ask_streams_an_answer(tmp_path, capsys):
     assert main(["ask", str(path), "Who built the harbour of Old Quay?", "--max-new-tokens", "20"]) == 0
     captured = capsys.readouterr()
     assert "Ada Brooks" in captured.out
-    assert re.search(r"held \d+\.\d of \d+\.\d MB", captured.err)
+    assert re.search(r"KV cache \d+\.\d of \d+\.\d MB", captured.err)

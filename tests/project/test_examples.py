@@ -18,6 +18,7 @@ def test_an_example_answers_from_15_percent_of_the_cache(example, tokens, capsys
     assert all(0.9 * full < size < 1.2 * full for size in sizes[1:])
 
 
+@pytest.mark.slow
 def test_quantised_runs_hold_what_the_readme_says(capsys):
     pytest.importorskip("torchao")
     quantised.main()

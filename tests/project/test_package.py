@@ -94,6 +94,7 @@ def test_the_changelog_starts_with_the_version():
     assert newest and newest[1] == lkv.__version__
 
 
+@pytest.mark.slow
 def test_tests_of_the_sdist_run_from_the_sdist(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as sdist:

@@ -40,6 +40,7 @@ def given(command, name):
     return rest[: next((i for i, item in enumerate(rest) if item.startswith("--")), len(rest))]
 
 
+@pytest.mark.slow
 def test_small_measures_and_reports_everything(tmp_path):
     ran = []
 

@@ -155,6 +155,7 @@ def run_in_two_processes(folder, code):
     return torch.load(folder / "policy.pt", weights_only=True)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_that_accumulates_twice_as_much(tmp_path):
     """The contexts of a step are shared out; each process adds up the gradients of its own before they are summed."""
     one, policy = trainer(tmp_path / "one")
