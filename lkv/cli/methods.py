@@ -1,4 +1,4 @@
-"""lkv methods and lkv policies: list what there is, or describe one method or what is available for one model."""
+"""lkv methods and lkv policies: list all methods or shipped policies, or describe one method or model."""
 
 import json
 import shutil

@@ -42,7 +42,6 @@ from lkv.utils.prompts import encode, tokenizer_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RECIPES = ("loom", "loom-literal", "wide")
 MANIFEST, PROGRESS = "build.json", "progress.json"
 _FORMAT = 1
 _SHARD_SAMPLES = 200  # in a file, after which a stopped build continues
