@@ -18,7 +18,7 @@ SLOW_TESTS := -m pytest -n 2 --dist loadfile -q -m slow
 rehearse: install
 	$(BIN)/python -m runs.rehearse $(if $(OUT),--out "$(OUT)")
 
-.PHONY: rehearse demo test test-slow test-avx2 test-oldest test-install release docs check unchanged gpu-check soak test-serve reproduce-small install install-oldest clean
+.PHONY: rehearse demo test test-slow test-avx2 test-oldest test-install release docs check unchanged gpu-check soak reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -78,13 +78,6 @@ MINUTES ?= 30
 soak: install $(QUANTISATION)
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
 
-# Two replicas under Ray Serve, one of them killed: in an environment of its own, as Ray brings a lot.
-RAY := .venv-ray
-test-serve:
-	$(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/python -m pip install -q -c constraints.txt -e '.[ray,dev]'
-	$(RAY)/bin/python -m tests.serving.replicas --out benchmarks/results/serving_ray.json
-
 # The embedded model's tables and figures, into runs-local/small; interrupted, it goes on where it was.
 # RULER=FOLDER gives RULER's sources, LONGBENCH=FOLDER LongBench's files; without these LongBench is left out.
 reproduce-small: install
@@ -115,4 +108,4 @@ $(OLDEST_INSTALLED): pyproject.toml constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(RAY) demo-output dist build site
+	rm -rf $(VENV) $(OLDEST) demo-output dist build site

@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.common import interleaved, parse_options, save_rows, wall_clock
 from lkv.context.context import Context, compress
-from lkv.integrations.continuous import ContinuousEngine
 from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
+from lkv.serving.answers import Answer, AnswerWorker
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 from lkv.utils.prompts import encode_context, encode_question
 from lkv.utils.statistics import bootstrap
@@ -66,21 +66,22 @@ def one_after_another(asked: list[Asked], length: int) -> tuple[list[str], int, 
 
 
 def at_once(
-    engine: ContinuousEngine, asked: list[Asked], length: int, clients: int
+    worker: AnswerWorker, asked: list[Asked], length: int, clients: int
 ) -> tuple[list[str], int, list[float], float]:
     """Answers, their tokens, seconds of each and of all, where `clients` ask one question after another."""
 
-    def ask(job: Asked) -> tuple[list[int], float]:
+    def ask(job: Asked) -> tuple[Answer, float]:
         started = time.perf_counter()
-        ids = engine.submit(encode_question(engine.tokenizer, job[1]), job[0], length).result()
-        return ids, time.perf_counter() - started
+        answer = worker.submit(encode_question(worker.tokenizer, job[1]), job[0], length)
+        answer.done.wait()
+        return answer, time.perf_counter() - started
 
     started = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
         answers = list(pool.map(ask, asked))
     seconds = time.perf_counter() - started
-    texts = [str(engine.tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids, _ in answers]
-    return texts, sum(len(ids) for ids, _ in answers), [took for _, took in answers], seconds
+    texts = [answer.text for answer, _ in answers]
+    return texts, sum(len(answer.ids) for answer, _ in answers), [took for _, took in answers], seconds
 
 
 def ratio_row(
@@ -91,13 +92,13 @@ def ratio_row(
 
 
 def throughput_row(
-    engine: ContinuousEngine, contexts: Sequence[Context], length: int, repeats: int, about: dict[str, Any]
+    worker: AnswerWorker, contexts: Sequence[Context], length: int, repeats: int, about: dict[str, Any]
 ) -> dict[str, Any]:
     """Tokens a second of 16 requests at once by those of one after another, in pairs."""
     asked, ratios, equal = questions_of(contexts, 16), [], 0
     for _ in range(repeats):
         right, tokens, alone = one_after_another(asked, length)
-        texts, generated, _, seconds = at_once(engine, asked, length, 16)
+        texts, generated, _, seconds = at_once(worker, asked, length, 16)
         ratios.append(generated / seconds / (tokens / alone))
         equal += sum(map(str.__eq__, texts, right))
     unit = "tokens a second of 16 requests at once by those of one after another, mean of pairs"
@@ -105,7 +106,7 @@ def throughput_row(
 
 
 def latency_rows(
-    engine: ContinuousEngine,
+    worker: AnswerWorker,
     contexts: Sequence[Context],
     length: int,
     concurrency: Sequence[int],
@@ -115,7 +116,7 @@ def latency_rows(
     rows = []
     for clients in concurrency:
         asked = questions_of(contexts, max(16, 2 * clients))
-        _, tokens, latencies, seconds = at_once(engine, asked, length, clients)
+        _, tokens, latencies, seconds = at_once(worker, asked, length, clients)
         latencies.sort()
         common = about | {"concurrency": clients, "n": len(latencies)}
         for name, share in (("p50", 0.5), ("p95", 0.95)):
@@ -140,13 +141,14 @@ class Shelf:
             self.names.append(context_id(text, settings))
             self.store.put(StoredContext.describe(self.names[-1], "", context, settings), context)
 
-    def answer_all(self, engine: ContinuousEngine, length: int) -> None:
+    def answer_all(self, worker: AnswerWorker, length: int) -> None:
         """Answer 16 requests, four at once, each of which finds its context in the store."""
         asked = list(islice(cycle(self.names), 16))
 
         def ask(name: str) -> None:
             context = self.store.get(name)
-            engine.submit(encode_question(engine.tokenizer, "What does the mill hold?"), context, length).result()
+            question = encode_question(worker.tokenizer, "What does the mill hold?")
+            worker.submit(question, context, length).done.wait()
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(ask, asked))
@@ -166,7 +168,7 @@ def main() -> None:
     policy = default_policy()
     texts = [make_text(tokenizer, options.tokens, seed) for seed in range(options.contexts)]
     rows: list[dict[str, Any]] = []
-    engine = ContinuousEngine(model, tokenizer, pages=1024)
+    worker = AnswerWorker(model, tokenizer)
     held: dict[str, list[Context]] = {}
     seconds: list[float] = []
     for method, retention in (("lkv", options.retention), ("full", 1.0)):
@@ -177,8 +179,8 @@ def main() -> None:
             seconds.append(time.perf_counter() - started)
         realised = held[method][0].realised_retention()
         about = {"method": method, "tokens": options.tokens, "retention": retention, "realised": realised}
-        rows.append(throughput_row(engine, held[method], options.length, options.repeats, about))
-        rows += latency_rows(engine, held[method], options.length, options.concurrency, about)
+        rows.append(throughput_row(worker, held[method], options.length, options.repeats, about))
+        rows += latency_rows(worker, held[method], options.length, options.concurrency, about)
     about = {"method": "lkv", "tokens": options.tokens, "retention": options.retention}
     about["realised"] = held["lkv"][0].realised_retention()
     shares = [context.nbytes() / context.full_nbytes() for context in held["lkv"]]
@@ -192,11 +194,11 @@ def main() -> None:
         unit = "time to compress by time to load, mean of contexts"
         rows.append(ratio_row(about, "loading", unit, "compressing", [*loading]))
         held.clear()
-        runs = {name: partial(shelf.answer_all, engine, options.length) for name, shelf in shelves.items()}
+        runs = {name: partial(shelf.answer_all, worker, options.length) for name, shelf in shelves.items()}
         took = interleaved(runs, options.repeats, warmups=0)
         unit = "requests a second by those of full caches in the same memory, mean of pairs"
         rows.append(ratio_row(about, "same memory", unit, "full", [*map(truediv, took["full"], took["lkv"])]))
-    engine.stop()
+    worker.stop()
     save_rows(options, "serving", rows)
 
 

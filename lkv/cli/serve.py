@@ -19,34 +19,30 @@ class Serve(PolicyOptions, RunOptions):
     host: str = option(f"address to listen on; other than localhost needs ${_KEY_VARIABLE}", "127.0.0.1")
     port: int = option("port to listen on", 8000, ge=1, le=65535)
     store: str | None = option("folder or fsspec URL of the saved contexts (default: in the cache folder)")
-    memory: float = option("MiB of contexts in memory", 1024, ge=0)
-    pages: PositiveInt = option("pages of 32 tokens for questions and answers", 512)
+    memory: float = option("MiB of contexts in memory", 1024, ge=0, le=2**40)
     max_requests: PositiveInt = option("requests in flight; further ones get status 429", 64)
+    max_batch: PositiveInt = option("requests about one context that are answered together", 16)
     max_texts: PositiveInt = option("texts that wait to be compressed", 16)
     max_upload: PositiveInt = option("MiB per request", 16)
     max_store: PositiveInt = option("MiB of all saved contexts", 65536)
+    keep_days: float | None = option(
+        "days after which contexts that nobody asks are deleted (default: never)", gt=0, le=36500
+    )
     max_tokens: PositiveInt = option("tokens per answer", 1024)
-    timeout: float = option("seconds per answer", 300.0, gt=0)
-    grace: float = option("seconds that a shutdown waits for answers in flight", 30.0, ge=0)
-    ray: bool = option("replicas behind one address, by Ray Serve (extra ray)", False)
-    replicas: PositiveInt = option("replicas with --ray", 2)
+    timeout: float = option("seconds per answer", 300.0, gt=0, le=86400)
+    grace: float = option("seconds that a shutdown waits for answers in flight", 30.0, ge=0, le=86400)
 
     def run(self) -> None:
         """Serve until interrupted."""
         from lkv.methods.registry import FULL
         from lkv.utils.extras import require
 
-        require("ray" if self.ray else "serve", "lkv serve")
+        require("serve", "lkv serve")
         key = read_api_key(self.host)
         if self.method == FULL:
             raise LkvError("uncompressed contexts cannot be stored; use a method that compresses, such as lkv.")
         check_port(self.host, self.port)
         check_pattern([self.method], takes_pattern=False)
-        if self.ray:
-            from lkv.serving.ray import serve_replicas
-
-            serve_replicas(self.model_dump(), key)
-            return
         import uvicorn
 
         from lkv.serving.app import make_app

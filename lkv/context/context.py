@@ -135,25 +135,32 @@ class Context:
         if isinstance(questions, str) or not isinstance(questions, Iterable) or not (questions := list(questions)):
             raise PromptError("batch_ask takes a list of questions, at least one; for a single one use ask().")
         encoded = [self._encode_question(question, generation) for question in questions]
+        return [self._decode(answer) for answer in self.batch_complete(encoded, max_new_tokens, **generation)]
+
+    def batch_complete(
+        self, questions: list[list[int]], max_new_tokens: int | None = None, **generation: Any
+    ) -> list[list[int]]:
+        """Generate the ids that follow the context and each of `questions`: `batch_ask` without en- and decoding."""
+        check_options(self.model, self.cache, generation)
         if "streamer" in generation:
             raise CacheError("a streamer shows one answer alone; leave it out, or use ask() or stream().")
         # Assisted decoding takes one row at a time.
         is_alone = not isinstance(self.cache, RaggedCache) or not self.cache.is_rewindable
         if is_alone or is_assisted(self.model, generation):
             answers, truncated = [], False
-            for ids in encoded:
+            for ids in questions:
                 answers.append(self.complete(ids, max_new_tokens, **generation))
                 truncated = truncated or self.is_truncated
             self.answer_tokens, self.is_truncated = sum(map(len, answers)), truncated
-            return [self._decode(answer) for answer in answers]
-        rows = [self.ids + ids for ids in encoded]
+            return answers
+        rows = [self.ids + ids for ids in questions]
         length = answer_length(self.model, max(map(len, rows)), max_new_tokens, generation)
         options = {"max_new_tokens": length, **generation}
         with self._exclusive():
             out = generate(self.model, self.tokenizer, rows, self.tokens, SharedCache(self._ragged()), **options)
         answers = [without_padding(self.model, answer, generation) for answer in out.tolist()]
         self._record(answers, length, generation)
-        return [self._decode(answer) for answer in answers]
+        return answers
 
     def complete(self, ids: list[int], max_new_tokens: int | None = None, **generation: Any) -> list[int]:
         """Generate the ids that follow the context and `ids`: `ask` without encoding and decoding, which see."""

@@ -86,15 +86,15 @@ def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int,
     """
     device = input_device(model)
     length = max(map(len, rows))
-    pad = tokenizer.pad_token_id
-    padded = [row[:padding_at] + [pad or 0] * (length - len(row)) + row[padding_at:] for row in rows]
+    # Penalties of repetition read the padding, too: it repeats an id of its row.
+    padded = [row[:padding_at] + row[:1] * (length - len(row)) + row[padding_at:] for row in rows]
     positions = torch.arange(length, device=device)[None]
     missing = torch.tensor([[length - len(row)] for row in rows], device=device)
     mask = ((positions < padding_at) | (positions >= padding_at + missing)).long()
     settings = {
         # The model's own generation_config may sample; a question does so only on request.
         "do_sample": bool(_requested(options, "do_sample")), "num_beams": 1, "return_dict_in_generate": False,
-        "pad_token_id": pad,
+        "pad_token_id": tokenizer.pad_token_id,
         # Without the cache, or (transformers 5.2) with chunked prefill, the text would be read again.
         "use_cache": True, "cache_implementation": None, "prefill_chunk_size": None,
     }  # fmt: skip

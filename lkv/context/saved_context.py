@@ -24,8 +24,9 @@ from lkv.utils import tensor_file
 from lkv.utils.tensor_file import FileKind
 
 CONTEXT_FILE = FileKind(
-    "lkv-context", 2, "context", ContextFileError, "give a file that Context.save wrote, or compress again"
-)
+    "lkv-context", 2, "context", ContextFileError, "give a file that Context.save wrote, or compress again",
+    mode=0o600,  # it holds most of what the text says
+)  # fmt: skip
 _NUMBER = (int, float, type(None))
 # The fields that say how a text was compressed, and their types.
 _METADATA: dict[str, tuple[type, ...]] = {

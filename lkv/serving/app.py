@@ -4,20 +4,19 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from email.message import Message as Headers
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from tokenizers.decoders import DecodeStream
+from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
-from lkv.context.context import Context
 from lkv.errors import (
     BusyError,
     ContextFileError,
@@ -27,9 +26,9 @@ from lkv.errors import (
     StoreError,
     UnknownContextError,
 )
-from lkv.integrations.continuous import Answer
+from lkv.serving.answers import Answer
 from lkv.serving.middleware import RequestGuard
-from lkv.serving.schemas import ChatRequest, ContextRequest, error_object, parse
+from lkv.serving.schemas import ChatRequest, error_object, parse_chat, parse_context
 from lkv.serving.service import Job, Service
 from lkv.serving.store import StoredContext, unknown_context
 
@@ -42,28 +41,27 @@ _STATUS: list[tuple[type[LkvError], int, str]] = [
     (RetentionError, 400, "invalid_request_error"),
 ]
 _DISCONNECT_CHECK = 0.5  # seconds between checks whether a client is still there
-_POLL = 0.05  # seconds
-_INCOMPLETE = "\ufffd"  # what half a character is decoded to
+_THREADS = 32
 
 
-def make_app(
-    service: Service, key: str | None = None, local: bool = True, grace: float = 30.0, wait: bool = False
-) -> FastAPI:
+def make_app(service: Service, key: str | None = None, local: bool = True, grace: float = 30.0) -> FastAPI:
     """The API over a service, which gets `grace` seconds for running answers when the server ends.
 
     Clients send `key` as a bearer token. `local`: only browsers and clients on this machine, by the host name that they
-    send. `wait`: the creation of a context is answered when it is ready, as the next request may go to another server.
+    send.
     """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        # As many as may wait for a slow store.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "lkv-serve"))
         yield
         await asyncio.to_thread(service.stop, grace)
 
     app = FastAPI(title="lkv", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(RequestGuard, key=key, local=local, limit=service.limits.upload_bytes)
+    app.add_middleware(RequestGuard, key=key, local=local, limit=service.body_limit)
     _add_errors(app)
-    _add_contexts(app, service, wait)
+    _add_contexts(app, service)
     _add_chat(app, service)
     _add_others(app, service)
     return app
@@ -86,14 +84,12 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse(error_object(message, "invalid_request_error"), error.status_code)
 
 
-def _add_contexts(app: FastAPI, service: Service, wait: bool) -> None:
+def _add_contexts(app: FastAPI, service: Service) -> None:
     @app.post("/v1/contexts", status_code=202)
     async def create(request: Request, response: Response) -> dict[str, Any]:
-        body = await _context_request(request)
+        kind = request.headers.get("content-type", "")
+        body = await asyncio.to_thread(parse_context, await _read_body(request), kind)
         made = await asyncio.to_thread(service.add, body.text, body.name, body.system, body.retention)
-        while wait and isinstance(made, Job) and made.error is None and not made.is_cancelled:
-            await asyncio.sleep(_POLL)
-            made = await asyncio.to_thread(service.store.describe, made.id) or made
         response.status_code = 200 if isinstance(made, StoredContext) else 202
         return made.as_object()
 
@@ -119,57 +115,60 @@ def _add_contexts(app: FastAPI, service: Service, wait: bool) -> None:
         return {"object": "context", "id": name, "deleted": True}
 
 
-async def _context_request(request: Request) -> ContextRequest:
-    """A new context: JSON with its text, or a form with a file. Raises PromptError for anything else."""
-    header = Headers()
-    header["content-type"] = request.headers.get("content-type", "")
-    body = await request.body()
-    if header.get_content_type() != "multipart/form-data":
-        return parse(ContextRequest, body)
-    # Other charsets decode slowly, or not what was sent.
-    if header.get_content_charset("utf-8") not in ("utf-8", "us-ascii"):
-        raise PromptError("the form has another charset than UTF-8; send it as UTF-8.")
-    async with request.form(max_files=1, max_fields=8) as form:
-        file = form.get("file")
-        fields: dict[str, Any] = {name: value for name, value in form.items() if isinstance(value, str)}
-        # Starlette reads fields that are no UTF-8 as Latin-1.
-        if wrong := [name for name, value in fields.items() if value.encode("utf-8", "replace") not in body]:
-            raise PromptError(f"the form's field {wrong[0][:80]!r} is no UTF-8 text; send it as UTF-8.")
-        if isinstance(file, UploadFile):
-            try:
-                fields["text"] = (await file.read()).decode("utf-8-sig")
-            except UnicodeDecodeError as error:
-                raise PromptError(
-                    f"the file is no UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8."
-                ) from None
-            fields.setdefault("name", (file.filename or "")[:200])
-        return parse(ContextRequest, fields)
+async def _read_body(request: Request) -> bytes:
+    """The body, which is not kept with the request."""
+    return b"".join([part async for part in request.stream()])
 
 
 def _add_chat(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
-        body = await asyncio.to_thread(parse, ChatRequest, await request.body())
-        body.check_offered()
-        context = await _context_of(service, body)
+        body = await asyncio.to_thread(parse_chat, await _read_body(request))
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def notify() -> None:
             with suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(changed.set)
 
-        messages = [message.plain() for message in body.messages]
-        answer = await asyncio.to_thread(service.ask, messages, context, body.length(), body.sampling(), notify)
-        response = _AnswerResponse(service, body, request, answer, context, changed)
-        if not body.stream:
-            return await response.whole()
-        return StreamingResponse(
-            response.events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-        )
+        def cancel(submitted: asyncio.Future[Answer]) -> None:
+            if submitted.exception() is None:
+                service.answers.cancel(submitted.result())
+
+        submitting = asyncio.ensure_future(asyncio.to_thread(_submit, service, body, notify))
+        try:
+            answer = await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(cancel)
+            raise
+        response = _AnswerResponse(service, body, request, answer, changed)
+        return _Stream(response) if body.stream else await response.whole()
 
 
-async def _context_of(service: Service, body: ChatRequest) -> Context | None:
-    """The context that a chat names, by its field or in the model's name. Raises UnknownContextError."""
+class _Stream(StreamingResponse):
+    """An answer as server-sent events, which is cancelled however the response ends."""
+
+    def __init__(self, response: "_AnswerResponse"):
+        headers = {"Cache-Control": "no-store"}
+        super().__init__(response.events(), media_type="text/event-stream", headers=headers)
+        self._cancel = response.cancel
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._cancel()
+
+
+def _submit(service: Service, body: ChatRequest, notify: Callable[[], None]) -> Answer:
+    name = _context_name(service, body)
+    context = service.context(name) if name else None
+    messages = [message.plain() for message in body.messages]
+    return service.ask(messages, context, body.length(), body.sampling(), body.stops(), notify)
+
+
+def _context_name(service: Service, body: ChatRequest) -> str:
+    """The context that a chat names, by its field or in the model's name; "" for none. Raises UnknownContextError."""
     # The model's own name may contain colons.
     model, colon, name = (body.model, "", "") if body.model == service.name else body.model.rpartition(":")
     if not colon:
@@ -180,21 +179,17 @@ async def _context_of(service: Service, body: ChatRequest) -> Context | None:
         )
     if body.context and name and body.context != name:
         raise PromptError("the model's name and the field context name two contexts; give one.")
-    name = body.context or name
-    return await asyncio.to_thread(service.context, name) if name else None
+    return body.context or name
 
 
 class _AnswerResponse:
     """One answer on its way to one client."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, request: Request, answer: Answer, context: Context | None,
-        changed: asyncio.Event,
+        self, service: Service, body: ChatRequest, request: Request, answer: Answer, changed: asyncio.Event
     ):  # fmt: skip
-        self._request, self._answer, self._changed = request, answer, changed
-        self._context_tokens = 0 if context is None else context.tokens
-        self._detokenizer = IncrementalDetokenizer(service.tokenizer, body.stops())
-        self._seconds = service.limits.seconds
+        self._service, self._request, self._answer, self._changed = service, request, answer, changed
+        self._context_tokens = 0 if answer.context is None else answer.context.tokens
         self._base = {
             "id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model or service.name,
         }  # fmt: skip
@@ -208,7 +203,7 @@ class _AnswerResponse:
         except LkvError as error:
             return JSONResponse(error_object(str(error), "server_error"), 504 if self._is_late else 500)
         message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._finish_reason()}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._answer.reason}
         return {**self._base, "object": "chat.completion", "choices": [choice], "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[str]:
@@ -220,7 +215,7 @@ class _AnswerResponse:
         except LkvError as error:
             yield _event(error_object(str(error), "server_error"))
             return
-        yield self._chunk({}, self._finish_reason())
+        yield self._chunk({}, self._answer.reason)
         if self._has_usage:
             yield _event({**self._base, "object": "chat.completion.chunk", "choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
@@ -231,32 +226,32 @@ class _AnswerResponse:
 
     async def _pieces(self) -> AsyncIterator[str]:
         """The answer's text as it is generated; cancels an answer whose client has gone, or that takes too long."""
-        deadline = asyncio.get_running_loop().time() + self._seconds
+        seconds, clock, sent = self._service.limits.seconds, asyncio.get_running_loop().time, 0
+        deadline = clock() + seconds
         try:
-            ended = False
-            while not ended:
+            is_ended = False
+            while not is_ended:
                 while not self._changed.is_set():
-                    left = deadline - asyncio.get_running_loop().time()
-                    if left <= 0:
+                    if (left := deadline - clock()) <= 0:
                         self._is_late = True
-                        raise LkvError(f"the answer took more than {self._seconds:g} seconds; ask for fewer tokens.")
+                        raise LkvError(f"the answer took more than {seconds:g} seconds; ask for fewer tokens.")
                     with suppress(TimeoutError):
                         await asyncio.wait_for(self._changed.wait(), min(_DISCONNECT_CHECK, left))
                     if await self._request.is_disconnected():
                         raise LkvError("the client has gone.")
                 self._changed.clear()
-                ended = self._answer.done.is_set()
+                is_ended = self._answer.done.is_set()
                 if self._answer.error is not None:
                     raise LkvError(self._answer.error)
-                if piece := self._detokenizer.push(self._answer.ids, ended):
+                if piece := self._answer.text[sent:]:
+                    sent += len(piece)
                     yield piece
-                if self._detokenizer.is_stopped:
-                    return
         finally:
-            self._answer.cancel()
+            self.cancel()
 
-    def _finish_reason(self) -> str:
-        return "stop" if self._detokenizer.is_stopped or self._answer.ended_by_token else "length"
+    def cancel(self) -> None:
+        """Generate no more of the answer."""
+        self._service.answers.cancel(self._answer)
 
     def _usage(self) -> dict[str, Any]:
         prompt, answer = self._answer.prompt_tokens + self._context_tokens, len(self._answer.ids)
@@ -268,51 +263,6 @@ class _AnswerResponse:
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
-
-
-class IncrementalDetokenizer:
-    """Decodes ids as they come and gives out only text that can no longer change.
-
-    All pieces together are the text that `Context.ask` gives, without white space at its ends, cut before the first of
-    `stops`. Each step reads the new tokens alone, with tokenizers' DecodeStream; a tokenizer that is not backed by it,
-    or that cleans up spaces afterwards, decodes all ids again.
-    """
-
-    def __init__(self, tokenizer: Any, stops: list[str]):
-        self._tokenizer, self._stops = tokenizer, stops
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        if getattr(tokenizer, "clean_up_tokenization_spaces", False):
-            self._backend = None
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._longest = max(map(len, stops), default=0)
-        self._text = ""
-        self._read = self._sent = 0  # ids, characters
-        self.is_stopped = False
-
-    def push(self, ids: list[int], ended: bool) -> str:
-        """The new text, given all ids so far."""
-        text = self._decode(ids, ended).lstrip()
-        start = max(0, self._sent - self._longest)
-        places = [place for stop in self._stops if (place := text.find(stop, start)) >= 0]
-        if places:
-            self.is_stopped, text = True, text[: min(places)]
-        text = text.rstrip() if ended or places else text[: self._certain(text)]
-        piece = text[self._sent :]
-        self._sent += len(piece)
-        return piece
-
-    def _decode(self, ids: list[int], ended: bool) -> str:
-        if self._backend is None or ended:
-            return self._tokenizer.decode(ids, skip_special_tokens=True)
-        for token in ids[self._read :]:
-            self._text += self._stream.step(self._backend, token) or ""
-        self._read = len(ids)
-        return self._text
-
-    def _certain(self, text: str) -> int:
-        """How many characters of `text` stay: all but half characters, trailing white space and a begun stop."""
-        begun = (len(text) - size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        return len(text[: min([len(text), *begun])].rstrip(_INCOMPLETE).rstrip())
 
 
 def _add_others(app: FastAPI, service: Service) -> None:
@@ -336,8 +286,8 @@ def _add_others(app: FastAPI, service: Service) -> None:
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
-        if not await asyncio.to_thread(lambda: service.is_healthy):
-            return PlainTextResponse("the engine has failed; restart the server\n", 503)
+        if not service.is_healthy:
+            return PlainTextResponse("the server's threads have ended; restart it\n", 503)
         return PlainTextResponse("ok\n")
 
     @app.get("/")

@@ -48,31 +48,49 @@ class HeaderTimeoutProtocol(H11Protocol):
 
 
 class RequestGuard:
-    """ASGI middleware that refuses requests without the key, from a foreign page, or larger than `limit` bytes."""
+    """ASGI middleware that refuses requests without the key, from a foreign page, too large, or sent too slowly.
+
+    Bodies that are being received take `limit` bytes each and four times that together.
+    """
+
+    idle_seconds, body_seconds = 20.0, 120.0  # between two pieces of a body, of a whole body
 
     def __init__(self, app: ASGIApp, key: str | None, local: bool, limit: int):
         self._app, self._key, self._local, self._limit = app, key, local, limit
+        self._received = 0  # bytes of all requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        if refusal := refuse(scope["path"], headers, self._key, self._local, self._limit):
+        if refusal := refuse(scope["path"], Headers(scope=scope), self._key, self._local, self._limit):
             await refusal(scope, receive, send)
             return
-        size = 0
+        size, is_complete, deadline = 0, False, asyncio.get_running_loop().time() + self.body_seconds
 
         async def limited() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
+            nonlocal size, is_complete
+            if is_complete:
+                return await receive()
+            left = deadline - asyncio.get_running_loop().time()
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, min(self.idle_seconds, left)))
+            except TimeoutError:
+                raise HTTPException(408, "the body was not sent in time") from None
+            new = len(message.get("body", b""))
+            size, self._received = size + new, self._received + new
+            is_complete = not message.get("more_body", False)
             if size > self._limit:
                 raise HTTPException(413, f"the request is larger than {self._limit:,} bytes")
+            if self._received > 4 * self._limit:
+                raise HTTPException(429, "the server is receiving as much as it takes; send it again later")
             return message
 
-        await self._app(scope, limited, send)
+        try:
+            await self._app(scope, limited, send)
+        finally:
+            self._received -= size
 
 
 def refuse(path: str, headers: Headers, key: str | None, local: bool, limit: int) -> JSONResponse | None:

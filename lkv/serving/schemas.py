@@ -1,11 +1,12 @@
 """What clients send, checked once, and what they get, in the forms of OpenAI's API."""
 
+from email.message import Message as Headers
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
 from lkv.errors import PromptError
-from lkv.integrations.continuous import SamplingParams
+from lkv.serving.answers import SamplingParams
 
 # Fields of OpenAI's API that would change an answer in ways not offered here, with the values that leave it unchanged.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -22,6 +23,7 @@ Stop = Annotated[StrictStr, Field(min_length=1, max_length=200)]
 Parts = Annotated[list[dict[str, Any]], Field(max_length=1000, fail_fast=True)]
 Length = Annotated[StrictInt, Field(ge=1, le=_MAX_TOKENS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+_MAX_PARTS, _MAX_PART_HEADERS = 8, 2048  # of a form: number, bytes
 
 _Schema = TypeVar("_Schema", bound=BaseModel)
 
@@ -61,10 +63,10 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions | None = None
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Length | None = None
-    seed: StrictInt | None = None
+    seed: Annotated[StrictInt, Field(ge=0, lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = None
 
     def length(self) -> int | None:
@@ -72,11 +74,8 @@ class ChatRequest(BaseModel):
         return self.max_completion_tokens or self.max_tokens
 
     def sampling(self) -> SamplingParams:
-        """Greedy unless a temperature is given. Raises PromptError for values out of range."""
-        return SamplingParams(
-            0.0 if self.temperature is None else self.temperature, 1.0 if self.top_p is None else self.top_p,
-            self.top_k, self.seed,
-        )  # fmt: skip
+        """Greedy unless a temperature is given."""
+        return SamplingParams(self.temperature or 0.0, self.top_p or 1.0, self.top_k, self.seed)
 
     def stops(self) -> list[str]:
         """Texts that end an answer."""
@@ -97,6 +96,57 @@ class ContextRequest(BaseModel):
     name: Annotated[StrictStr, Field(max_length=200)] = ""
     system: Annotated[StrictStr, Field(max_length=100_000)] | None = None
     retention: Number | None = None
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """A chat request that this server can answer. Raises PromptError for any other body."""
+    request = parse(ChatRequest, body)
+    request.check_offered()
+    return request
+
+
+def parse_context(body: bytes, content_type: str) -> ContextRequest:
+    """A new context: JSON with its text, or a form with a file. Raises PromptError for anything else."""
+    headers = Headers()
+    headers["content-type"] = content_type[:_MAX_PART_HEADERS]
+    if headers.get_content_type() != "multipart/form-data":
+        return parse(ContextRequest, body)
+    # Other charsets decode slowly, or not what was sent.
+    if headers.get_content_charset("utf-8") not in ("utf-8", "us-ascii"):
+        raise PromptError("the form has another charset than UTF-8; send it as UTF-8.")
+    fields: dict[str, Any] = {}
+    for part, data in _form_parts(body, headers.get_boundary("")):
+        name, file = part.get_param("name", header="content-disposition"), part.get_filename()
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            problem = f"is no UTF-8 text ({error.reason} at byte {error.start}); save or send it as UTF-8."
+            raise PromptError(f"the form's field {str(name)[:80]!r} {problem}") from None
+        if name == "file":
+            fields["text"] = text
+            fields.setdefault("name", (file or "")[:200])
+        else:
+            fields[str(name)] = text
+    return parse(ContextRequest, fields)
+
+
+def _form_parts(body: bytes, boundary: str) -> list[tuple[Headers, bytes]]:
+    """Headers and content of the parts of a form. Raises PromptError for a body that is no form, or has many parts."""
+    parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("utf-8", "replace"), _MAX_PARTS + 2)
+    if not boundary or len(parts) < 3 or not parts[-1].startswith(b"--"):
+        raise PromptError(f"the form is incomplete, or has more than {_MAX_PARTS} fields; send it again.")
+    found = []
+    for part in parts[1:-1]:
+        head, end, data = part.partition(b"\r\n\r\n")
+        if not end or len(head) > _MAX_PART_HEADERS:
+            raise PromptError("a part of the form has no headers, or too long ones; send it again.")
+        headers = Headers()
+        for line in head.decode("utf-8", "replace").split("\r\n"):
+            name, _, value = line.partition(":")
+            if name.strip().lower() == "content-disposition":
+                headers["content-disposition"] = value.strip()
+        found.append((headers, data))
+    return found
 
 
 def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:

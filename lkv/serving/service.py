@@ -15,13 +15,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from lkv.context.context import Context, check_text, compress_ids
 from lkv.errors import BusyError, LkvError, PromptError, StoreError, UnknownContextError, check_retention
-from lkv.integrations.continuous import Answer, SamplingParams, start_engine
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import max_positions
 from lkv.methods.registry import parse_method
 from lkv.models.loading import DEFAULT, cache_folder, load_model
 from lkv.policy.lookup import load_policy, resolve_policy
 from lkv.policy.policy import Policy
+from lkv.serving.answers import Answer, AnswerWorker, SamplingParams
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 from lkv.utils.devices import on_device, torch_dtype
 from lkv.utils.prompts import bos_ids, encode, encode_context, render_messages, tokenizer_digest
@@ -29,7 +29,9 @@ from lkv.utils.prompts import bos_ids, encode, encode_context, render_messages, 
 _RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
 _FAILED_JOBS = 256  # failed jobs that are still reported
 # Longer texts are refused before they are tokenised, which takes hundreds of bytes a character.
-_CHARACTERS_PER_TOKEN = 64
+_CHARACTERS_PER_TOKEN = 32
+_BYTES_PER_CHARACTER = 6  # in JSON, where all are escaped
+_EXPIRY_SECONDS = 600.0  # between two looks for expired contexts
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,12 @@ class Limits:
 
     upload_bytes: int = 16 * 2**20  # of a request
     requests: int = 64  # open chat requests
+    rows: int = 16  # requests that are answered together
     texts: int = 16  # that wait to be compressed
     answer_tokens: int = 1024
     seconds: float = 300.0  # of an answer
     store_bytes: int = 64 * 2**30  # of all stored contexts
+    store_seconds: float | None = None  # after which a context that nobody asked is deleted
 
 
 @dataclass
@@ -72,13 +76,13 @@ class _CancelledError(Exception):
 
 
 class Service:
-    """One model with its policy, its stored contexts and its engine."""
+    """One model with its policy, its stored contexts, and a thread each that answers and that compresses."""
 
     def __init__(
         self, model: Any, tokenizer: Any, name: str, store: str, policy: Policy | None = None, method: str = "lkv",
-        retention: float = 0.15, memory_bytes: int = 2**30, limits: Limits | None = None, **sizes: int,
+        retention: float = 0.15, memory_bytes: int = 2**30, limits: Limits | None = None,
     ):  # fmt: skip
-        """`name` is the model's name for clients; `store` a folder or fsspec URL; `sizes` go to the engine."""
+        """`name` is the model's name for clients; `store` a folder or fsspec URL."""
         self.limits = limits or Limits()
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._policy = policy
@@ -88,7 +92,7 @@ class Service:
             method, check_retention(retention), digest, spec.digest(), tokenizer_digest(tokenizer)
         )
         self.store = ContextStore(store, model, tokenizer, digest, memory_bytes)
-        self.engine = start_engine(model, tokenizer, self.limits.requests, **sizes)
+        self.answers = AnswerWorker(model, tokenizer, self.limits.requests, self.limits.rows, memory_bytes)
         self._jobs: dict[str, Job] = {}
         self._waiting: queue.Queue[Job | None] = queue.Queue()
         self._lock = threading.Lock()  # of the jobs; never held during input or output
@@ -99,9 +103,14 @@ class Service:
         self._worker.start()
 
     @property
+    def body_limit(self) -> int:
+        """Bytes of a request: no more than the longest text of this model takes."""
+        return min(self.limits.upload_bytes, self._max_characters() * _BYTES_PER_CHARACTER + 2**16)
+
+    @property
     def is_healthy(self) -> bool:
         """Whether questions are answered and texts compressed."""
-        return self.engine.is_alive and self._worker.is_alive()
+        return self.answers.is_alive and self._worker.is_alive()
 
     def add(
         self, text: str, title: str = "", system: str | None = None, retention: float | None = None
@@ -131,8 +140,7 @@ class Service:
                 return stored
             except LkvError:  # a damaged file is made anew
                 pass
-        if self.store.nbytes() >= self.limits.store_bytes:
-            raise StoreError(f"the store is full ({self.limits.store_bytes:,} bytes); delete contexts first.")
+        self._check_quota()
         with self._lock:
             job = self._jobs.get(name)
             if job is not None and job.error is None:
@@ -142,6 +150,10 @@ class Service:
             job = self._jobs[name] = Job(name, title, text, settings, time.time())
             self._waiting.put(job)
         return job
+
+    def _check_quota(self) -> None:
+        if self.store.nbytes() >= self.limits.store_bytes:
+            raise StoreError(f"the store is full ({self.limits.store_bytes:,} bytes); delete contexts first.")
 
     def job(self, name: str) -> Job | None:
         """The job of a context that waits, is being compressed or could not be."""
@@ -169,23 +181,40 @@ class Service:
             raise UnknownContextError(f"the context {name!r} could not be made: {job.error}")
         return self.store.get(name)
 
+    def _max_characters(self) -> int:
+        return _CHARACTERS_PER_TOKEN * max_positions(self.model)
+
     def _check_characters(self, characters: int, subject: str) -> None:
-        limit = max_positions(self.model)
-        if characters > _CHARACTERS_PER_TOKEN * limit:
+        if characters > self._max_characters():
             raise PromptError(
-                f"{subject} has {characters:,} characters, too many for a model that reads at most {limit} tokens; "
-                "shorten it."
+                f"{subject} has {characters:,} characters, too many for a model that reads at most "
+                f"{max_positions(self.model)} tokens; shorten it."
             )
 
     def _compress_all(self) -> None:
-        while (job := self._waiting.get()) is not None:
+        job: Job | None
+        while True:
+            try:
+                job = self._waiting.get(timeout=_EXPIRY_SECONDS)
+            except queue.Empty:
+                self._expire()
+                continue
+            if job is None:
+                return
             try:
                 if not job.is_cancelled:
                     self._compress(job)
-            except Exception:  # the next text is compressed all the same
+            except BaseException:  # the next text is compressed all the same
                 logging.getLogger(__name__).exception("a text could not be compressed")
             job.text = ""
-            del job
+            self._expire()
+
+    def _expire(self) -> None:
+        """Delete contexts that have expired."""
+        try:
+            self.store.expire(self.limits.store_seconds)
+        except LkvError as error:
+            logging.getLogger(__name__).warning("expired contexts stay: %s", error)
 
     def _compress(self, job: Job) -> None:
         def progress(share: float) -> None:
@@ -202,6 +231,7 @@ class Service:
                 self.model, self.tokenizer, ids, retention=settings.retention, method=settings.method,
                 policy=self._policy, progress=progress, text=job.text,
             )  # fmt: skip
+            self._check_quota()
             if not job.is_cancelled:
                 self.store.put(StoredContext.describe(job.id, job.title, context, settings), context)
                 is_written = True
@@ -224,7 +254,7 @@ class Service:
 
     def ask(
         self, messages: list[dict[str, str]], context: Context | None, max_tokens: int | None, sampling: SamplingParams,
-        notify: Callable[[], None] | None = None,
+        stops: list[str] | None = None, notify: Callable[[], None] | None = None,
     ) -> Answer:  # fmt: skip
         """The answer to the last of `messages`, about `context`; PromptError for bad ones, BusyError for too many."""
         self._check_characters(sum(len(message["content"]) for message in messages), "the conversation")
@@ -233,14 +263,14 @@ class Service:
             # Empty messages are harmless, but not what no tokenizer can read.
             check_text(message["content"] + ".", "a message", "give text")
         with self._tokenizing:
-            text = render_messages(self.tokenizer, messages, context is not None)
-            ids = encode(self.tokenizer, text)
+            ids = encode(self.tokenizer, render_messages(self.tokenizer, messages, context is not None))
             if context is None and not getattr(self.tokenizer, "chat_template", None):
                 ids = bos_ids(self.tokenizer) + ids
         length = min(max_tokens or self.limits.answer_tokens, self.limits.answer_tokens)
         if max_tokens is None:
-            length = max(1, min(length, self.engine.free_tokens(len(ids), context)))
-        return self.engine.submit(ids, context, length, sampling, notify)
+            free = max_positions(self.model) + 1 - len(ids) - (0 if context is None else context.tokens)
+            length = max(1, min(length, free))
+        return self.answers.submit(ids, context, length, sampling, stops, notify)
 
     def stop(self, seconds: float = 30.0) -> None:
         """Take nothing new, finish running answers for up to `seconds`, and drop texts that still wait."""
@@ -249,13 +279,13 @@ class Service:
             for job in self._jobs.values():
                 job.is_cancelled = True
         self._waiting.put(None)
-        self.engine.stop(seconds)
+        self.answers.stop(seconds)
         self._worker.join(seconds)
 
     def tokens_per_second(self) -> float:
         """Generated tokens per second, over the last ten seconds or since the last call."""
         with self._lock:
-            now, count = time.monotonic(), self.engine.tokens
+            now, count = time.monotonic(), self.answers.tokens
             while len(self._rate) > 1 and now - self._rate[0][0] > _RATE_WINDOW:
                 self._rate.popleft()
             before, earlier = self._rate[0]
@@ -268,9 +298,11 @@ class Service:
         resident, stored = self.store.resident(), self.store.list_contexts()
         size = sum(resident.values())
         full = sum(context.full_nbytes for context in stored if context.id in resident)
-        yield GaugeMetricFamily("lkv_requests_open", "Requests answered now or waiting", self.engine.open)
+        yield GaugeMetricFamily("lkv_requests_open", "Requests answered now or waiting", self.answers.open)
+        yield GaugeMetricFamily("lkv_healthy", "Whether questions are answered and texts compressed", self.is_healthy)
+        yield CounterMetricFamily("lkv_failures", "Batches of requests that failed", self.answers.failures)
         yield GaugeMetricFamily("lkv_texts_waiting", "Texts that wait or are being compressed", len(jobs))
-        yield CounterMetricFamily("lkv_generated_tokens", "Tokens generated", self.engine.tokens)
+        yield CounterMetricFamily("lkv_generated_tokens", "Tokens generated", self.answers.tokens)
         yield GaugeMetricFamily("lkv_tokens_per_second", "Tokens generated per second", self.tokens_per_second())
         yield GaugeMetricFamily("lkv_contexts_resident", "Contexts in memory", len(resident))
         yield GaugeMetricFamily("lkv_contexts_stored", "Contexts in the store", len(stored))
@@ -297,11 +329,12 @@ def make_service(options: dict[str, Any]) -> Service:
             named = load_policy(named, options["strict"], options["policy_revision"])
         policy = resolve_policy(patch_attention(model).spec, named)
     limits = Limits(
-        upload_bytes=options["max_upload"] * 2**20, requests=options["max_requests"], texts=options["max_texts"],
-        answer_tokens=options["max_tokens"], seconds=options["timeout"], store_bytes=options["max_store"] * 2**20,
+        upload_bytes=options["max_upload"] * 2**20, requests=options["max_requests"], rows=options["max_batch"],
+        texts=options["max_texts"], answer_tokens=options["max_tokens"], seconds=options["timeout"],
+        store_bytes=options["max_store"] * 2**20,
+        store_seconds=None if options["keep_days"] is None else options["keep_days"] * 86400,
     )  # fmt: skip
     return Service(
         model, tokenizer, options["name"] or Path(name).name, options["store"] or str(cache_folder() / "contexts"),
         policy, options["method"], options["retention"], int(options["memory"] * 2**20), limits,
-        pages=options["pages"],
     )  # fmt: skip

@@ -8,7 +8,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ from lkv.context.context import Context
 from lkv.errors import ContextFileError, StoreError, UnknownContextError
 from lkv.utils.files import error_reason, write_text
 
-_CONTEXT, _DESCRIPTION = ".kv", ".json"
+_CONTEXT, _DESCRIPTION, _TEMPORARY = ".kv", ".json", ".tmp"
+_MAX_DESCRIPTION = 2**16  # bytes
+_DAY = 86400.0  # seconds after which files of a write that never ended are deleted
 _ID = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
 
 
@@ -80,6 +83,12 @@ class StoredContext(BaseModel):
         }  # fmt: skip
 
 
+def _modified(file: dict[str, Any]) -> float:
+    """When a listed file was written, in seconds since 1970; now where its file system does not say."""
+    written = file.get("mtime") or file.get("LastModified") or file.get("created") or time.time()
+    return float(written.timestamp() if isinstance(written, datetime) else written)
+
+
 class ContextStore:
     """Contexts of one model in a folder, local or remote. Several threads and processes may use it.
 
@@ -102,6 +111,7 @@ class ContextStore:
             raise StoreError(f"contexts cannot be stored at {url} ({error}); give a folder or a fsspec URL.") from error
         self._is_local = isinstance(self._files, LocalFileSystem)
         self._loaded: OrderedDict[str, Context] = OrderedDict()
+        self._asked: dict[str, float] = {}  # when contexts of the store were last asked, in seconds since 1970
         self._lock = threading.Lock()
         self._loading: dict[str, threading.Lock] = {}
 
@@ -111,7 +121,7 @@ class ContextStore:
             with self._local_path(stored.id + _CONTEXT, is_written=True) as path:
                 context.save(path)
             with self._local_path(stored.id + _DESCRIPTION, is_written=True) as path:
-                write_text(path, stored.model_dump_json(), ContextFileError, "the context")
+                write_text(path, stored.model_dump_json(), ContextFileError, "the context", mode=0o600)
         self._keep(stored.id, context)
 
     def get(self, name: str) -> Context:
@@ -121,7 +131,9 @@ class ContextStore:
         with self._lock:
             if not is_stored:  # perhaps deleted by another process
                 self._loaded.pop(name, None)
+                self._asked.pop(name, None)
                 raise unknown_context(name)
+            self._asked[name] = time.time()
             if name in self._loaded:
                 self._loaded.move_to_end(name)
                 return self._loaded[name]
@@ -143,7 +155,7 @@ class ContextStore:
         if not _ID.fullmatch(name):
             return None
         try:
-            data = self._files.cat_file(self._path(name + _DESCRIPTION))
+            data = self._files.cat_file(self._path(name + _DESCRIPTION), start=0, end=_MAX_DESCRIPTION)
             stored = StoredContext.model_validate_json(data)
         except (FileNotFoundError, ValueError):
             return None
@@ -173,6 +185,7 @@ class ContextStore:
         """Delete a context; running answers continue. False if there is none."""
         with self._lock:
             is_stored = self._loaded.pop(name, None) is not None
+            self._asked.pop(name, None)
         if not _ID.fullmatch(name):
             return False
         for suffix in (_DESCRIPTION, _CONTEXT):
@@ -183,6 +196,21 @@ class ContextStore:
                 except FileNotFoundError:
                     pass
         return is_stored
+
+    def expire(self, seconds: float | None) -> None:
+        """Delete contexts that nobody has asked here for `seconds`, and files of writes that were cut off a day ago."""
+        files = {Path(file["name"]).name: file for file in self._listing()}
+        for name, file in files.items():
+            stem, suffix = name.rpartition(".")[0], name[name.rfind(".") :]
+            is_cut_off = suffix == _TEMPORARY and name.startswith(".")
+            is_cut_off |= suffix == _CONTEXT and bool(_ID.fullmatch(stem)) and stem + _DESCRIPTION not in files
+            if is_cut_off and _modified(file) < time.time() - _DAY:
+                with self._store_errors("deleted", "check its folder"), suppress(FileNotFoundError):
+                    self._files.rm_file(self._path(name))
+        if seconds is not None:
+            for stored in self.list_contexts():
+                if max(stored.created, self._asked.get(stored.id, 0.0)) < time.time() - seconds:
+                    self.delete(stored.id)
 
     def resident(self) -> dict[str, int]:
         """Bytes of every context in memory."""

@@ -23,12 +23,12 @@ def as_path(name: Any, error: type[LkvError], subject: str) -> Path:
 
 
 @contextmanager
-def atomic_write(path: Path, error: type[LkvError], subject: str) -> Iterator[Path]:
+def atomic_write(path: Path, error: type[LkvError], subject: str, mode: int = 0o666) -> Iterator[Path]:
     """Yield an empty temporary file beside `path`; when the block succeeds, that file replaces `path`.
 
     The temporary file is created exclusively under a random name, so that writers in other processes, containers or
-    machines never share it and no planted link is followed. It has the permissions of the file that it replaces, and
-    its content is on the disk before it is renamed. Missing folders are created.
+    machines never share it and no planted link is followed. It has the permissions of the file that it replaces, else
+    `mode` less the umask, and its content is on the disk before it is renamed. Missing folders are created.
 
     Raises:
         LkvError: Of the type `error`, naming `subject` and `path`, for every OSError, in the block too; an older file
@@ -41,7 +41,7 @@ def atomic_write(path: Path, error: type[LkvError], subject: str) -> Iterator[Pa
         path.parent.mkdir(parents=True, exist_ok=True)
         old_mode = _mode(path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-        os.close(os.open(temporary, flags, 0o666 if old_mode is None else 0o600))
+        os.close(os.open(temporary, flags, mode if old_mode is None else 0o600))
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
@@ -67,9 +67,9 @@ def _mode(path: Path) -> int | None:
     return stat.S_IMODE(status.st_mode) & 0o777 if stat.S_ISREG(status.st_mode) else None
 
 
-def write_text(path: Path, text: str, error: type[LkvError], subject: str) -> None:
-    """Write `text` as UTF-8 to `path`, atomically; raises as `atomic_write` does."""
-    with atomic_write(path, error, subject) as temporary:
+def write_text(path: Path, text: str, error: type[LkvError], subject: str, mode: int = 0o666) -> None:
+    """Write `text` as UTF-8 to `path`, atomically; `mode` and errors as in `atomic_write`."""
+    with atomic_write(path, error, subject, mode) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -25,13 +25,14 @@ class FileKind(NamedTuple):
     noun: str  # what messages call it
     error: type[LkvError]  # to raise for a missing, foreign or damaged file
     remedy: str  # what to do then, as the end of a sentence
+    mode: int = 0o666  # permissions of a new file
 
 
 def write(path: Path, kind: FileKind, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
     """Write `tensors` and the JSON `about`; a failed save leaves an older file at `path` as it was."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps({"format": kind.version, **about})
-    with atomic_write(path, kind.error, f"the {kind.noun}") as temporary:
+    with atomic_write(path, kind.error, f"the {kind.noun}", kind.mode) as temporary:
         temporary.write_bytes(save(tensors, {kind.header: text, _DIGEST: _digest(tensors, text)}))
 
 

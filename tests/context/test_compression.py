@@ -1,6 +1,7 @@
 """Compress once, ask many: every question starts from the same cache."""
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -323,3 +324,24 @@ def test_arguments_by_position_are_still_accepted(model, policy):
         compress(model, Words(), TEXT, "knorm", 0.3, None, 16)
     with pytest.raises(TypeError):
         compress(model, Words(), TEXT, "knorm", method="knorm")
+
+
+def test_progress_is_of_the_thread_that_compresses(model):
+    """Ending a compression does not end other uses of the model at the same time."""
+    reached, release = threading.Event(), threading.Event()
+
+    def progress(share):
+        reached.set()
+        release.wait(20)
+        raise KeyError
+
+    def compress_until_told():
+        with pytest.raises(KeyError):
+            compress(model, Words(), TEXT, method="kvzip", retention=0.4, progress=progress)
+
+    thread = threading.Thread(target=compress_until_told)
+    thread.start()
+    assert reached.wait(20)
+    release.set()
+    model(torch.tensor([[3, 4, 5]]))
+    thread.join()

@@ -42,15 +42,15 @@ def test_extreme_sampling_leaves_the_engine_alive(server, extreme):
 
 
 def test_a_dead_engine_is_not_healthy(server, monkeypatch):
-    monkeypatch.setattr(type(server.service.engine), "is_alive", False)
+    monkeypatch.setattr(type(server.service.answers), "is_alive", False)
     assert server.ask("/healthz")[0] == 503
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"stop": "a" * 300_000}, "stop"), ({"stop": ["a" * 201]}, "stop"), ({"context": "c" * 10**6}, "context"),
-        ({"model": "m" * 10**6}, "model"), ({"messages": [1] * 100_000}, "messages"),
+        ({"stop": "a" * 300_000}, "stop"), ({"stop": ["a" * 201]}, "stop"), ({"context": "c" * 10**5}, "context"),
+        ({"model": "m" * 10**5}, "model"), ({"messages": [1] * 100_000}, "messages"),
         ({"messages": TURN * 1001}, "messages"),
         ({"messages": [{"role": "a" * 99, "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [1] * 100_000}]}, "messages.0.content"),
@@ -73,11 +73,11 @@ def test_validation_ends_at_the_first_error_of_a_list(messages):
 def test_long_questions_are_refused_before_they_are_tokenised(server, monkeypatch):
     monkeypatch.setattr(service_module, "encode", lambda *_: pytest.fail("tokenised"))
     monkeypatch.setattr(service_module, "render_messages", lambda *_: pytest.fail("rendered"))
-    status, message = server.chat("x" * 2**20)
-    assert status == 400 and "the conversation has 1,048,576 characters" in message["error"]["message"]
+    status, message = server.chat("x" * 2**18)
+    assert status == 400 and "the conversation has 262,144 characters" in message["error"]["message"]
     monkeypatch.setattr(service_module, "encode_context", lambda *_: pytest.fail("tokenised"))
-    status, message = server.problem("/v1/contexts", {"text": "x" * 2**20})
-    assert status == 400 and "the text has 1,048,576 characters" in message
+    status, message = server.problem("/v1/contexts", {"text": "x" * 2**18})
+    assert status == 400 and "the text has 262,144 characters" in message
 
 
 @pytest.mark.parametrize("host", ["[", "[::1", "]", "a b"])

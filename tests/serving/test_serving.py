@@ -14,7 +14,7 @@ from lkv.cli.main import main
 from lkv.cli.serve import check_port, read_api_key
 from lkv.context.context import compress
 from lkv.errors import ServerError
-from lkv.serving.app import IncrementalDetokenizer
+from lkv.serving.answers import IncrementalDetokenizer
 from lkv.serving.service import Limits, Service
 from lkv.utils.prompts import render_messages
 from tests.conftest import save_model
@@ -167,7 +167,8 @@ def test_sampling_seeds_and_stops(server, context, expected):
         ({"model": "tiny:a", "context": "b"}, 400, "name two contexts"), ({"max_tokens": 0}, 400, "max_tokens"),
         ({"messages": [{"role": "user", "content": "x" * 1500}], "max_tokens": 900}, 400, "reads at most 2048"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "the model reads at most 2048"),
-        ({"temperature": 9}, 400, "temperature is 9.0"), ({"temperature": "hot"}, 400, "temperature"),
+        ({"temperature": 9}, 400, "temperature: Input should be less than or equal to 2"),
+        ({"temperature": "hot"}, 400, "temperature"),
         ({"n": 2}, 400, "n is not offered"), ({"tools": [{}]}, 400, "tools is not offered"),
         ({"logprobs": True}, 400, "logprobs is not offered"),
     ],
@@ -186,7 +187,7 @@ def test_bad_chats_get_one_sentence(server, body, status, says):
         ({"text": ""}, "the text is empty"), ({"text": " \n"}, "the text is empty"), ({}, "text: Field required"),
         ({"text": 5}, "text: Input should be a valid string"), ({"text": "x" * 5000}, "the model reads at most 2048"),
         ({"text": "x", "retention": 2}, "must lie in (0, 1]"), ({"text": "x", "system": " "}, "system prompt is empty"),
-        (b"{", "Invalid JSON"), ({"text": "x" * 10**6}, "the text has 1,000,000 characters, too many"),
+        (b"{", "Invalid JSON"), ({"text": "x" * 10**5}, "the text has 100,000 characters, too many"),
     ],
 )  # fmt: skip
 def test_bad_texts_get_one_sentence(server, body, says):
@@ -201,9 +202,11 @@ FIELD = b'--b\r\nContent-Disposition: form-data; name="name"\r\n\r\nBr\xfccke\r\
     ("body", "more", "says"),
     [
         (form("Brücke".encode("latin-1")), "", "no UTF-8 text (invalid"),
-        (form(b""), "", "the text is empty; give some"), (b"nonsense", "", ""),
+        (form(b""), "", "the text is empty; give some"), (b"nonsense", "", "the form is incomplete"),
+        (FIELD * 9 + form(b"text"), "", "has more than 8 fields"), (form(b"x")[:-6], "", "the form is incomplete"),
         (form(b"text"), "; charset=punycode", "another charset than UTF-8"),
         (FIELD + form(b"text"), "", "the form's field 'name' is no UTF-8 text"),
+        (b"--b\r\nX: " + b"y" * 3000 + b"\r\n\r\ntext\r\n--b--\r\n", "", "no headers, or too long ones"),
     ],
 )  # fmt: skip
 def test_bad_forms_get_one_sentence(server, body, more, says):
@@ -246,13 +249,13 @@ def test_a_context_deleted_while_it_is_asked_answers_to_the_end(server, parts):
 def test_a_client_that_goes_ends_its_answer(server, context):
     body = json.dumps({"messages": [{"role": "user", "content": "Who?"}], "context": context, "max_tokens": 1000,
                        "stream": True}).encode()  # fmt: skip
-    before = server.service.engine.tokens
+    before = server.service.answers.tokens
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
                        b"Content-Length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
         client.recv(400)
-    until(lambda: not server.service.engine.open)
-    assert server.service.engine.tokens - before < 1000
+    until(lambda: not server.service.answers.open)
+    assert server.service.answers.tokens - before < 1000
 
 
 def test_metrics_tell_what_is_held(server, context):
@@ -260,7 +263,7 @@ def test_metrics_tell_what_is_held(server, context):
     text = server.ask("/metrics")[1]
     values = dict(line.split(" ") for line in text.splitlines() if not line.startswith("#"))
     resident = server.service.store.resident()
-    assert float(values["lkv_generated_tokens_total"]) == server.service.engine.tokens > 0
+    assert float(values["lkv_generated_tokens_total"]) == server.service.answers.tokens > 0
     assert float(values["lkv_contexts_resident"]) == len(resident) >= 1
     assert float(values["lkv_context_bytes"]) == sum(resident.values())
     assert float(values["lkv_context_bytes_saved"]) > 0 and float(values["lkv_tokens_per_second"]) >= 0
@@ -306,12 +309,12 @@ def test_a_key_and_limits(parts, tmp_path):
         # Longer than the time that an answer may take, and the one request at once that is served.
         with ThreadPoolExecutor() as pool:
             long = pool.submit(server.chat, "Who?", name, max_tokens=900)
-            until(lambda: server.service.engine.open)
+            until(lambda: server.service.answers.open)
             status, refused = server.chat("Who?", name)
             assert status == 429 and "ask again later" in refused["error"]["message"]
         status, late = long.result()
         assert status == 504 and "took more than 0.2 seconds" in late["error"]["message"]
-        until(lambda: not server.service.engine.open)
+        until(lambda: not server.service.answers.open)
 
 
 def test_texts_beyond_those_that_may_wait_get_429(parts, tmp_path, monkeypatch):
@@ -341,8 +344,8 @@ def test_a_stop_lets_answers_end(parts, tmp_path):
     with ThreadPoolExecutor() as pool, serving(*parts, tmp_path, grace=30) as server:
         name = server.compressed(TEXT)
         asking = pool.submit(server.answer, "Who?", name, max_tokens=40)
-        until(lambda: server.service.engine.open)
-    assert asking.result() == compress(*parts, TEXT, **KNORM).ask("Who?", 40) and server.service.engine.open == 0
+        until(lambda: server.service.answers.open)
+    assert asking.result() == compress(*parts, TEXT, **KNORM).ask("Who?", 40) and server.service.answers.open == 0
 
 
 def test_a_key_is_needed_where_others_can_reach_it(monkeypatch):

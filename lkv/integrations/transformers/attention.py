@@ -6,8 +6,7 @@ which finds that layer by these keys and calls its `attend`. For any other cache
 """
 
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,13 +28,6 @@ from lkv.integrations.transformers.spec import inspect_model, local_kv_heads, sl
 _PREFIX = "lkv_"
 _BASES = ("sdpa", "eager")
 _PATCH = "_lkv_patch"
-
-
-class _Override(threading.local):
-    attend: Callable[..., Tensor] | None = None
-
-
-_override = _Override()
 
 
 @dataclass(frozen=True)
@@ -130,20 +122,6 @@ def attention_patched(model: PreTrainedModel) -> Iterator[PatchedModel]:
             unpatch_attention(model)
 
 
-@contextmanager
-def override_attention(attend: Callable[..., Tensor]) -> Iterator[None]:
-    """Compute the attention of patched models by `attend` in this thread, within the block.
-
-    For caches that are not LKV's (see `paged`). `attend(module, query, key, value, scale, kwargs)` gets q [B, Hq, T, d]
-    and k, v of the new tokens, and the attention function's other arguments; it returns [B, T, Hq, dv].
-    """
-    previous, _override.attend = _override.attend, attend
-    try:
-        yield
-    finally:
-        _override.attend = previous
-
-
 def input_device(model: PreTrainedModel) -> torch.device:
     """The device on which the model takes its token ids."""
     weight: Any = model.get_input_embeddings().weight
@@ -200,10 +178,7 @@ def _attention(
     stock = partial(own, module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     if has_pending_layer():
         return _attend(module, query, key, value, attention_mask, kwargs.get("scaling"), stock)
-    if _override.attend is None:
-        return stock()
-    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    return _override.attend(module, query, key, value, scale, kwargs), None
+    return stock()
 
 
 # Outside compiled graphs: the stored keys change shape with every token, and would be compiled each time.

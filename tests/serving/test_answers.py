@@ -1,0 +1,300 @@
+"""Requests answered in batches over compressed contexts: every answer is that of `ask`, and nothing stays behind."""
+
+import gc
+import random
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from lkv.context.context import Context, compress
+from lkv.errors import BusyError, PromptError
+from lkv.utils.prompts import encode_question
+from tests.conftest import tiny_llama
+from tests.context.test_compression import TEXT, Words
+
+pytest.importorskip("fastapi", reason="the extra serve is not installed")
+from lkv.serving import answers as answers_module
+from lkv.serving.answers import AnswerWorker, IncrementalDetokenizer, Sampler, SamplingParams
+
+QUESTIONS = ["what is one ?", "and what now then please ?", "why ?", "where did all of them go to ?"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def contexts(model):
+    words = TEXT.split()
+    texts = [words, words[::-1], words[7:40], words[::2]]
+    return [
+        compress(model, Words(), " ".join(text), method="knorm", retention=0.2 + 0.1 * n)
+        for n, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture
+def start(model):
+    """Starts workers, which are stopped at the end."""
+    started = []
+
+    def start(*args, **options):
+        started.append(AnswerWorker(options.pop("model", model), Words(), *args, **options))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.stop(0)
+
+
+@pytest.fixture
+def worker(start):
+    return start()
+
+
+def asked(question):
+    return encode_question(Words(), question)
+
+
+def until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def expected(context, question, length):
+    return context.complete(asked(question), length)
+
+
+def result(answer, seconds=120):
+    assert answer.done.wait(seconds)
+    assert answer.error is None, answer.error
+    return answer.ids
+
+
+def test_hundreds_of_requests_in_any_order_with_cancellations(start, contexts, monkeypatch):
+    monkeypatch.setattr(answers_module, "TURN_TOKENS", 2)  # batches make way again and again
+    draw, threads = random.Random(3), threading.active_count()
+    worker = start(1000, 7)
+    wanted = {
+        (place, question, length): expected(contexts[place], question, length)
+        for place in range(4) for question in QUESTIONS for length in (1, 2, 5, 9)
+    }  # fmt: skip
+    requests = []
+    for _ in range(500):
+        place, question, length = draw.choice(list(wanted))
+        answer = worker.submit(asked(question), contexts[place], length)
+        requests.append((answer, wanted[place, question, length]))
+        if draw.random() < 0.1:
+            worker.cancel(draw.choice(requests)[0])
+    cancelled = 0
+    for answer, right in requests:
+        found = result(answer)
+        cancelled += answer.reason == "cancelled"
+        assert found == (right[: len(found)] if answer.reason == "cancelled" else right)
+    assert 10 < cancelled < 100 and worker.open == 0 and not worker._waiting
+    assert worker.tokens == sum(len(answer.ids) for answer, _ in requests)
+    worker.stop()
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("penalty", [None, 1.7])
+def test_answers_are_those_of_ask_with_and_without_a_context(start, model, contexts, monkeypatch, penalty):
+    monkeypatch.setattr(model.generation_config, "repetition_penalty", penalty)
+    worker = start()
+    full = compress(model, Words(), TEXT, method="full")
+    evicting = compress(model, Words(), TEXT, method="knorm", retention=0.3, decode_eviction=True)
+    every = [*contexts[:2], full, evicting]
+    answers = [(context, q, worker.submit(asked(q), context, 16)) for q in QUESTIONS for context in every]
+    plain = [(q, worker.submit(asked(q), None, 9)) for q in QUESTIONS]
+    for context, question, answer in answers:
+        assert result(answer) == expected(context, question, 16)
+    for question, answer in plain:
+        ids = torch.tensor([asked(question)])
+        alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+        assert result(answer) == alone[0, ids.shape[1] :].tolist()
+
+
+def test_contexts_take_turns(start, contexts):
+    worker = start(100, 4)
+    long = [worker.submit(asked("why ?"), contexts[0], 300) for _ in range(8)]
+    other = worker.submit(asked("why ?"), contexts[1], 3)
+    assert result(other) == expected(contexts[1], "why ?", 3)
+    assert not any(answer.done.is_set() for answer in long)
+    right = expected(contexts[0], "why ?", 300)
+    assert all(result(answer) == right for answer in long)
+
+
+def test_settings_that_a_batch_cannot_apply_are_answered_one_by_one(start, model, contexts, monkeypatch, caplog):
+    monkeypatch.setattr(model.generation_config, "no_repeat_ngram_size", 1)
+    monkeypatch.setattr(model.generation_config, "min_new_tokens", 2)
+    worker, wanted = start(), [expected(context, question, 16) for context in contexts for question in QUESTIONS]
+    assert "min_new_tokens, no_repeat_ngram_size" in caplog.text
+    answers = [worker.submit(asked(question), context, 16) for context in contexts for question in QUESTIONS]
+    assert list(map(result, answers)) == wanted
+
+
+def test_other_uses_of_the_model_go_on_meanwhile(worker, model, contexts):
+    right = expected(contexts[0], QUESTIONS[3], 60)
+    answers = [worker.submit(asked(QUESTIONS[3]), contexts[0], 60) for _ in range(4)]
+    assert expected(contexts[1], QUESTIONS[0], 9) == expected(contexts[1], QUESTIONS[0], 9)
+    again = compress(model, Words(), TEXT, method="knorm", retention=0.2)
+    assert again.ask(QUESTIONS[1], 5) == contexts[0].ask(QUESTIONS[1], 5)
+    assert [result(answer) for answer in answers] == [right] * 4
+
+
+def test_sampling_is_by_seed_and_of_its_request_alone(worker, contexts):
+    def submit(**sampling):
+        return worker.submit(asked("why ?"), contexts[0], 12, SamplingParams(**sampling))
+
+    drawn = [submit(temperature=1.5, seed=4) for _ in range(3)]
+    greedy, other = submit(), submit(temperature=1.5, seed=5)
+    certain = [submit(temperature=2.0, top_k=1), submit(temperature=2.0, top_p=1e-6)]
+    extreme = [submit(temperature=1e-40), submit(temperature=5e-324), submit(temperature=1.0, top_p=1e-50, seed=1)]
+    results = [result(answer) for answer in drawn]
+    right = expected(contexts[0], "why ?", 12)
+    assert results[0] == results[1] == results[2] != result(other)
+    assert results[0] != right and all(result(answer) == right for answer in (greedy, *certain, *extreme))
+
+
+def test_draws_follow_the_probabilities():
+    torch.manual_seed(0)
+    logits = torch.randn(6)
+    draw = Sampler(SamplingParams(temperature=0.7, top_k=4, top_p=0.95, seed=1))
+    counts = torch.bincount(torch.tensor([draw(logits) for _ in range(4000)]), minlength=6) / 4000
+    shares = (logits / 0.7).softmax(-1)
+    shares[logits.argsort()[:2]] = 0
+    kept, total = torch.zeros(6), 0.0
+    for token in shares.argsort(descending=True).tolist():
+        if total < 0.95 * shares.sum():
+            kept[token] = shares[token]
+        total += float(shares[token])
+    torch.testing.assert_close(counts, kept / kept.sum(), atol=0.03, rtol=0)
+
+
+def test_answers_grow_and_can_be_cancelled(worker, contexts):
+    changed = threading.Event()
+    answer = worker.submit(asked("why ?"), contexts[0], 400, notify=changed.set)
+    waiting = worker.submit(asked("why ?"), contexts[1], 3)
+    until(lambda: len(answer.ids) >= 3)
+    assert changed.is_set()
+    worker.cancel(answer)
+    assert answer.reason == "cancelled" and 3 <= len(answer.ids) < 400
+    assert result(waiting) == expected(contexts[1], "why ?", 3)
+    assert worker.open == 0
+
+
+def test_an_answer_ends_at_the_models_own_end_and_at_stops(start, model, contexts, monkeypatch):
+    whole = expected(contexts[0], "why ?", 12)
+    worker = start()
+    stopped = worker.submit(asked("why ?"), contexts[0], 12, stops=[str(whole[3])])
+    others = [worker.submit(asked(question), contexts[0], 12) for question in QUESTIONS]
+    assert result(stopped) == whole[: whole.index(whole[3]) + 1] and stopped.reason == "stop"
+    assert stopped.text == " ".join(map(str, whole[: whole.index(whole[3])]))
+    assert [result(answer) for answer in others] == [expected(contexts[0], question, 12) for question in QUESTIONS]
+    assert {answer.reason for answer in others} == {"length"}
+    monkeypatch.setattr(model.generation_config, "eos_token_id", whole[4])
+    answers = [worker.submit(asked(question), contexts[0], 12) for question in ["why ?", *QUESTIONS]]
+    assert result(answers[0]) == whole[: whole.index(whole[4]) + 1] and answers[0].reason == "stop"
+    assert [result(answer) for answer in answers[1:]] == [expected(contexts[0], q, 12) for q in QUESTIONS]
+
+
+def test_a_context_dies_with_its_last_request(worker, model):
+    context = compress(model, Words(), TEXT, method="knorm", retention=0.3)
+    reference = weakref.ref(context)
+    answers = [worker.submit(asked(question), context, 5) for question in QUESTIONS]
+    del context
+    assert all(map(result, answers))
+    del answers
+    until(lambda: gc.collect() < 0 or reference() is None)
+
+
+def test_too_many_too_long_and_stopped(start, contexts):
+    worker = start(2)
+    with pytest.raises(PromptError, match="the model reads at most 512"):
+        worker.submit(asked("why ?"), contexts[0], 600)
+    rest = [worker.submit(asked("why ?"), contexts[0], 300) for _ in range(2)]
+    with pytest.raises(BusyError, match="2 requests are open, as many as are allowed; ask again later"):
+        worker.submit(asked("why ?"), contexts[0], 3)
+    worker.stop(0)
+    for answer in rest:
+        assert answer.done.wait(10) and "was stopped before" in answer.error
+    with pytest.raises(BusyError, match="is stopping"):
+        worker.submit(asked("why ?"), contexts[0], 3)
+    assert worker.open == 0 and not worker.is_alive
+
+
+def test_contexts_of_open_requests_are_bounded(start, contexts):
+    worker = start(memory_bytes=contexts[0].nbytes() + contexts[1].nbytes())
+    rest = [worker.submit(asked("why ?"), context, 300) for context in (*contexts[:2], *contexts[:2])]
+    with pytest.raises(BusyError, match="fill the memory for contexts; ask again later"):
+        worker.submit(asked("why ?"), contexts[2], 3)
+    for answer in rest:
+        worker.cancel(answer)
+    assert result(worker.submit(asked("why ?"), contexts[2], 3)) == expected(contexts[2], "why ?", 3)
+    small = start(memory_bytes=1)  # a context larger than that is served all the same
+    assert result(small.submit(asked("why ?"), contexts[2], 3))
+
+
+@pytest.mark.parametrize("place", [(Sampler, "__call__"), (IncrementalDetokenizer, "push")])
+def test_a_request_that_raises_ends_alone(worker, contexts, monkeypatch, place):
+    victim, plain = SamplingParams(temperature=1.0), getattr(*place)
+
+    def fail_once(self, *args):
+        if self in victims:
+            raise RuntimeError("no such thing")
+        return plain(self, *args)
+
+    victims = []
+    monkeypatch.setattr(*place, fail_once)
+    with worker._changed:  # all in one batch
+        others = [worker.submit(asked("why ?"), contexts[0], 40) for _ in range(2)]
+        answer = worker.submit(asked("why ?"), contexts[0], 6, victim)
+        victims += [answer.sampler, answer._detokenizer]
+    assert answer.done.wait(60)
+    assert answer.error == "the answer could not be computed (no such thing); ask again."
+    right = expected(contexts[0], "why ?", 40)
+    assert [result(other) for other in others] == [right] * 2
+    assert worker.open == 0 and worker.failures == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError, KeyboardInterrupt, SystemExit])
+def test_a_batch_that_raises_is_tried_one_by_one(worker, contexts, monkeypatch, error):
+    plain, right = Context.complete, expected(contexts[0], "why ?", 6)
+
+    def explode(*_, **__):
+        raise error("out of memory")
+
+    def complete(self, ids, *args, **options):
+        return explode() if ids == asked("bad one ?") else plain(self, ids, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Context, "batch_complete", explode)
+        patch.setattr(Context, "complete", complete)
+        with worker._changed:
+            good = [worker.submit(asked("why ?"), contexts[0], 6) for _ in range(3)]
+            bad = worker.submit(asked("bad one ?"), contexts[0], 6)
+        assert bad.done.wait(60) and bad.error == "the answer could not be computed (out of memory); ask again."
+        assert [result(answer) for answer in good] == [right] * 3
+    assert worker.failures >= 2 and worker.is_alive and worker.open == 0
+    assert result(worker.submit(asked("why ?"), contexts[0], 6)) == right
+
+
+def test_models_with_windows_are_answered_one_by_one(start):
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=67, max_position_embeddings=512, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config).eval()
+    context = compress(model, Words(), TEXT, method="knorm", retention=0.4)
+    worker = start(model=model)
+    answers = [worker.submit(asked(question), context, 9) for question in QUESTIONS]
+    assert list(map(result, answers)) == [expected(context, question, 9) for question in QUESTIONS]
