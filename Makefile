@@ -18,7 +18,7 @@ SLOW_TESTS := -m pytest -n 2 --dist loadfile -q -m slow
 rehearse: install
 	$(BIN)/python -m runs.rehearse $(if $(OUT),--out "$(OUT)")
 
-.PHONY: rehearse demo test test-slow test-avx2 test-oldest test-install release docs check unchanged gpu-check soak reproduce-small install install-oldest clean
+.PHONY: rehearse demo test test-slow test-avx2 test-oldest test-install release docs check unchanged gpu-check soak test-vllm reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -78,6 +78,18 @@ MINUTES ?= 30
 soak: install $(QUANTISATION)
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
 
+# The plugin of vLLM, with the newest vLLM for CPUs: in an environment of its own, which pins other versions.
+VLLM := .venv-vllm
+VLLM_INSTALLED := $(VLLM)/.installed
+test-vllm: $(VLLM_INSTALLED)
+	$(VLLM)/bin/python -m pytest -q -W ignore tests/vllm
+
+$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q --no-deps -r constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install -q --no-deps -e .
+	touch $@
+
 # The embedded model's tables and figures, into runs-local/small; interrupted, it goes on where it was.
 # RULER=FOLDER gives RULER's sources, LONGBENCH=FOLDER LongBench's files; without these LongBench is left out.
 reproduce-small: install
@@ -108,4 +120,4 @@ $(OLDEST_INSTALLED): pyproject.toml constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) demo-output dist build site
+	rm -rf $(VENV) $(OLDEST) $(VLLM) demo-output dist build site

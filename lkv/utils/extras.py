@@ -17,6 +17,7 @@ EXTRAS = {
     "kvpress": ("kvpress",),
     "plots": ("matplotlib", "pandas", "scipy"),
     "serve": ("fastapi", "uvicorn", "prometheus_client", "fsspec"),
+    "vllm": ("accelerate", "fastapi", "fsspec", "prometheus_client"),
     "documents": ("inscriptis", "pypdf"),
     "lm-eval": ("lm_eval", "accelerate", "jieba", "fuzzywuzzy", "rouge", "nltk", "wonderwords"),
     "evals": ("accelerate", "wonderwords", "pyarrow", "rouge", "pandas", "scipy"),

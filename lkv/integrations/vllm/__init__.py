@@ -1,0 +1,18 @@
+"""vLLM serves compressed contexts: a plugin that changes no file of vLLM.
+
+    VLLM_PLUGINS=lkv vllm serve MODEL --additional-config '{"lkv": {"store": "contexts"}}'
+    llm = vllm.LLM(MODEL, additional_config={"lkv": {...}})
+
+vLLM sees the question alone and manages its pages. A context's KV entries lie in ragged stores beside them. The
+positions of the question are shifted by the context's length, and attention over pages and store is merged by the
+log-sum-exp. See docs/guides/vllm.md.
+
+| file | what it does |
+|---|---|
+| `adapter.py` | the entry point of the plugin, and every place where it hooks into vLLM |
+| `contexts.py` | settings; stored contexts of vLLM's model, in each process |
+| `requests.py` | checks requests in the front end; prompts for `vllm.LLM` |
+| `batch.py` | one forward pass of the worker: which tokens follow which context, which texts are compressed |
+| `attention.py` | attention backends: CPU, CUDA |
+| `http.py` | `/v1/contexts`, and chats about contexts |
+"""

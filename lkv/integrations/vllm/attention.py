@@ -1,0 +1,234 @@
+"""vLLM's attention backends with contexts: the CPU's, and FlashAttention on CUDA, which has not been run yet.
+
+Attention over the pages is vLLM's own. For tokens that follow a context its log-sum-exp is needed as well:
+FlashAttention returns it, for the CPU it is computed here from the keys in the pages. `Batch` then adds the contexts.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lkv.errors import IntegrationError
+from lkv.integrations.vllm.batch import Batch, Row, gather_heads
+
+try:
+    from vllm.forward_context import get_forward_context
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+except ImportError:  # this module is then only read, by documentation and checks
+    CPUAttentionBackend = CPUAttentionBackendImpl = FlashAttentionBackend = FlashAttentionImpl = object
+
+KEY = "lkv"  # of the forward context's additional arguments
+_MAX_SCORES = 2**23  # of one product
+
+
+def current_batch() -> Batch | None:
+    """The part of LKV in the forward pass that is running."""
+    return get_forward_context().additional_kwargs.get(KEY)
+
+
+def layer_index(name: str) -> int:
+    """The number of a layer, from vLLM's name of it."""
+    return next(int(part) for part in name.split(".") if part.isdigit())
+
+
+class LkvCPUAttentionImpl(CPUAttentionBackendImpl):
+    """vLLM's attention on a CPU, and over contexts."""
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """As vLLM's."""
+        out = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        batch = current_batch() if attn_metadata is not None else None
+        if batch is None:
+            return out
+        index = layer_index(layer.layer_name)
+        pages = CPUPages(kv_cache, self.head_size)
+        if batch.rows:
+            query, rows = (x.view(len(x), self.num_heads, self.head_size) for x in (query, output))
+            lse = pages.log_sum_exp(batch, query, attn_metadata.block_table, self.scale)
+            batch.add_contexts(index, query, rows, lse, self.scale)
+        compress_texts(batch, index, pages, attn_metadata.block_table, self.scale)
+        return out
+
+
+class LkvCPUAttentionBackend(CPUAttentionBackend):
+    """Registered in place of vLLM's CPU backend."""
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        """The implementation; it is asked for in workers alone, where the rest of the plugin is then installed."""
+        from lkv.integrations.vllm.adapter import install_in_worker
+
+        install_in_worker()
+        return LkvCPUAttentionImpl
+
+
+class CPUPages:
+    """vLLM's KV cache of one layer on a CPU, [blocks, H, block size, 2 d]: in each block all k, then all v.
+
+    The CPU kernel stores the k of a block as [d, block size].
+    """
+
+    def __init__(self, kv_cache: Tensor, dim: int):
+        blocks, heads, size, _ = kv_cache.shape
+        halves = kv_cache.view(blocks, heads, 2, size * dim)
+        self.size = size
+        self._keys = halves[:, :, 0].unflatten(-1, (dim, size))
+        self._values = halves[:, :, 1].unflatten(-1, (size, dim))
+
+    def read(self, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """k and v [H, T, d] of the first `length` tokens in the blocks `table`."""
+        used = table[: -(-length // self.size)].long()
+        key = self._keys[used].permute(1, 0, 3, 2).flatten(1, 2)[:, :length]
+        value = self._values[used].transpose(0, 1).flatten(1, 2)[:, :length]
+        return key, value
+
+    def log_sum_exp(self, batch: Batch, query: Tensor, block_table: Tensor, scale: float) -> Tensor:
+        """The log-sum-exp [Hq, n] of attention over the pages, for all tokens of `batch`."""
+        out = query.new_empty(query.shape[1], len(batch.tokens), dtype=torch.float32)
+        # Requests with equally many new tokens (all that decode) are computed together.
+        if "tables" not in batch.work:
+            batch.work["tables"] = [self._tables(rows, block_table) for rows in _by_tokens(batch.rows)]
+        for columns, tables, visible in batch.work["tables"]:
+            tokens = batch.tokens[columns]  # [R, T]
+            queries = query[tokens].unflatten(2, (self._keys.shape[1], -1)).permute(0, 2, 3, 1, 4)  # [R, H, g, T, d]
+            keys = self._keys[tables]  # [R, blocks, H, d, size]
+            step = max(1, _MAX_SCORES // max(1, queries[..., :1, 0].numel() * tables.shape[1] * self.size))
+            parts = [
+                self._part(queries[:, :, :, part], keys, visible[:, part], scale)
+                for part in (slice(start, start + step) for start in range(0, tokens.shape[1], step))
+            ]
+            out[:, columns.flatten()] = torch.cat(parts, -1).flatten(1, 2).transpose(0, 1).flatten(1)
+        return out
+
+    def _tables(self, rows: list[Row], block_table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Columns [R, T], blocks [R, n] and which keys each new token sees [R, T, n * size]."""
+        new = torch.arange(rows[0].tokens)
+        index, lengths, first = torch.tensor([[row.index, row.length, row.column] for row in rows]).unbind(1)
+        blocks = -(-int(lengths.max()) // self.size)
+        last = lengths[:, None] - len(new) + new  # the last key that each sees
+        visible = torch.arange(blocks * self.size) <= last[..., None]
+        return first[:, None] + new, block_table[index, :blocks].long(), visible
+
+    def _part(self, queries: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Tensor:
+        """The log-sum-exp [R, H, g, T] of some new tokens."""
+        rows, heads, group, tokens, dim = queries.shape
+        flat = queries.reshape(rows, 1, heads, group * tokens, dim).float()
+        scores = torch.matmul(flat, keys.float()).mul_(scale)  # [R, blocks, H, g T, size]
+        scores = scores.permute(0, 2, 3, 1, 4).reshape(rows, heads, group, tokens, -1)
+        return scores.masked_fill_(~visible[:, None, None], -torch.inf).logsumexp(-1)
+
+
+def _by_tokens(rows: list[Row]) -> list[list[Row]]:
+    groups: dict[int, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.tokens, []).append(row)
+    return list(groups.values())
+
+
+def compress_texts(batch: Batch, layer: int, pages: Any, block_table: Tensor, scale: float) -> None:
+    """Evict from the texts that end in this pass: their k and v of one layer are all in the pages."""
+    for row, work, _ in batch.compressions:
+        key, value = pages.read(block_table[row.index], row.length)
+        key, value = (gather_heads(x, batch.total_heads) for x in (key, value))
+        batch.compress(layer, row, work, key, value, scale)
+
+
+class LkvFlashAttentionImpl(FlashAttentionImpl):
+    """FlashAttention, and attention over contexts. Not run yet: no machine with CUDA was at hand."""
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """As vLLM's."""
+        out = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        batch = current_batch() if attn_metadata is not None else None
+        if batch is None:
+            return out
+        index, pages = layer_index(layer.layer_name), FlashPages(kv_cache, self.head_size)
+        if batch.rows:
+            query, rows = (x.view(len(x), self.num_heads, self.head_size) for x in (query, output))
+            lse = pages.log_sum_exp(batch, query, attn_metadata.block_table, self.scale, self.vllm_flash_attn_version)
+            batch.add_contexts(index, query, rows, lse, self.scale)
+        compress_texts(batch, index, pages, attn_metadata.block_table, self.scale)
+        return out
+
+
+class LkvFlashAttentionBackend(FlashAttentionBackend):
+    """Registered in place of vLLM's FlashAttention backend."""
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        """As `LkvCPUAttentionBackend.get_impl_cls`."""
+        from lkv.integrations.vllm.adapter import install_in_worker
+
+        install_in_worker()
+        return LkvFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        """The builder, without CUDA graphs of attention: what it attends to changes from pass to pass."""
+        from vllm.v1.attention.backend import AttentionCGSupport
+
+        class Builder(FlashAttentionBackend.get_builder_cls()):  # type: ignore[misc]
+            @classmethod
+            def get_cudagraph_support(cls, *_: Any) -> Any:
+                return AttentionCGSupport.NEVER
+
+        return Builder
+
+
+class FlashPages:
+    """vLLM's KV cache of one layer for FlashAttention, [blocks, H, block size, 2 d]: each token's k, then its v."""
+
+    def __init__(self, kv_cache: Tensor, dim: int):
+        self.size = kv_cache.shape[2]
+        self._keys, self._values = kv_cache.split(dim, -1)
+
+    def read(self, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """As `CPUPages.read`."""
+        used = table[: -(-length // self.size)].long()
+        key, value = (x[used].transpose(0, 1).flatten(1, 2)[:, :length] for x in (self._keys, self._values))
+        return key, value
+
+    def log_sum_exp(self, batch: Batch, query: Tensor, block_table: Tensor, scale: float, version: int) -> Tensor:
+        """As `CPUPages.log_sum_exp`, from FlashAttention over the tokens of `batch` alone."""
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+        if "rows" not in batch.work:
+            numbers = [[row.index, row.length, row.column + row.tokens] for row in batch.rows]
+            table = torch.tensor(numbers, dtype=torch.int32).to(query.device)
+            ends = torch.nn.functional.pad(table[:, 2], (1, 0))
+            longest = max(row.tokens for row in batch.rows), max(row.length for row in batch.rows)
+            batch.work["rows"] = block_table[table[:, 0].long()], table[:, 1].contiguous(), ends, longest
+        tables, lengths, ends, (most_new, most) = batch.work["rows"]
+        _, lse = flash_attn_varlen_func(
+            q=query[batch.tokens], k=self._keys.transpose(1, 2), v=self._values.transpose(1, 2), cu_seqlens_q=ends,
+            max_seqlen_q=most_new, seqused_k=lengths, max_seqlen_k=most, softmax_scale=scale, causal=True,
+            block_table=tables, return_softmax_lse=True, fa_version=version,
+        )  # fmt: skip
+        return lse
+
+
+@functools.cache
+def check_cpu_pages(dtype: torch.dtype, block_size: int, dim: int) -> None:
+    """Raise IntegrationError unless vLLM's kernel stores pages on this processor as `CPUPages` reads them."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(dtype, block_size, dim)
+    key, value = torch.randn(2, block_size, 1, dim).to(dtype).unbind()
+    cache = torch.zeros(1, 1, block_size, 2 * dim, dtype=dtype)
+    k_cache, v_cache = cache.view(1, 1, 2 * block_size, dim).chunk(2, 2)
+    ops.cpu_attn_reshape_and_cache(key, value, k_cache, v_cache, torch.arange(block_size), isa)
+    own_key, own_value = CPUPages(cache, dim).read(torch.zeros(1, dtype=torch.int32), block_size)
+    if not torch.equal(own_key[0], key[:, 0]) or not torch.equal(own_value[0], value[:, 0]):
+        raise IntegrationError(
+            f"vLLM's CPU kernel {isa!r} stores {dtype} keys in a layout that LKV cannot read; use --dtype float32."
+        )

@@ -1,0 +1,230 @@
+"""One forward pass of vLLM's worker: which of its tokens follow a context, and which texts are compressed by it."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lkv.context.context import Context
+from lkv.errors import LkvError
+from lkv.integrations.vllm.contexts import Compression, NewContext, VllmContexts, open_contexts
+from lkv.kernels.ragged_attention import merge_attention, ragged_attention
+
+CONTEXT, COMPRESS = "lkv_context", "lkv_compress"  # keys of SamplingParams.extra_args
+_WORK = "_lkv_work"
+_MAX_FAILURES = 256
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class RequestWork:
+    """What one request of the worker needs; lives as long as vLLM's own state of the request."""
+
+    context: Context | None = None
+    wanted: NewContext | None = None
+    compression: Compression | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """The new tokens `start` to `stop` of a pass, of the request in place `index`, which has `length` tokens in pages.
+
+    `column` is the first of them among all tokens that follow contexts.
+    """
+
+    index: int
+    start: int
+    stop: int
+    length: int
+    column: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """New tokens."""
+        return self.stop - self.start
+
+
+@dataclass
+class Batch:
+    """The requests of one forward pass that LKV has a part in.
+
+    Attributes:
+        rows: Those that follow contexts, in the order of `tokens`.
+        tokens: The places of their new tokens in the pass.
+        groups: For each context its tokens, and which of `tokens` they are: all queries of a context attend at once.
+        compressions: Texts whose last token is read in this pass.
+        heads: The KV heads that this rank computes, of `total_heads`.
+    """
+
+    heads: slice
+    total_heads: int
+    rows: list[Row] = field(default_factory=list)
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    groups: list[tuple[Context, Tensor, slice]] = field(default_factory=list)
+    compressions: list[tuple[Row, RequestWork, Any]] = field(default_factory=list)
+    work: dict[Any, Any] = field(default_factory=dict)  # of the backend, for all layers of the pass
+
+    @classmethod
+    def plan(cls, runner: Any) -> "Batch | None":
+        """The part of LKV in the pass that `runner` has prepared; None if it has none."""
+        batch, starts = runner.input_batch, runner.query_start_loc.np
+        followers: dict[int, tuple[Context, list[Row]]] = {}
+        compressions = []
+        for index, request in enumerate(batch.req_ids):
+            state = runner.requests[request]
+            work = _request_work(runner, state)
+            if work is None:
+                continue
+            start, stop = int(starts[index]), int(starts[index + 1])
+            row = Row(index, start, stop, int(batch.num_computed_tokens_cpu[index]) + stop - start)
+            if work.context is not None:
+                followers.setdefault(id(work.context), (work.context, []))[1].append(row)
+            elif (
+                work.wanted is not None
+                and row.length >= state.num_prompt_tokens
+                and row.length - row.tokens < (state.num_prompt_tokens)
+            ):
+                compressions.append((row, work, state))
+        if not followers and not compressions:
+            return None
+        planned = cls(local_heads(runner), runner.model_config.get_total_num_kv_heads(), compressions=compressions)
+        for _, work, _ in compressions:
+            work.compression = _begin(runner, work.wanted)
+        planned._add(followers, runner.device)
+        return planned
+
+    def _add(self, followers: dict[int, tuple[Context, list[Row]]], device: torch.device) -> None:
+        column = 0
+        places: list[Tensor] = []
+        for context, rows in followers.values():
+            own = torch.cat([torch.arange(row.start, row.stop) for row in rows]).to(device)
+            self.groups.append((context, own, slice(column, column + len(own))))
+            places.append(own)
+            for row in rows:
+                self.rows.append(Row(row.index, row.start, row.stop, row.length, column))
+                column += row.tokens
+        if places:
+            self.tokens = torch.cat(places)
+
+    def shift(self, positions: Tensor, sign: int = 1) -> None:
+        """Move the positions of questions behind their contexts, in place; `sign` -1 moves them back."""
+        for context, tokens, _ in self.groups:
+            positions[tokens] += sign * context.tokens
+
+    def add_contexts(self, layer: int, query: Tensor, output: Tensor, lse: Tensor, scale: float) -> None:
+        """Complete the attention of tokens that follow contexts.
+
+        `query`, `output` [N, Hq, d]: of all tokens of the pass, `output` with attention over pages. `lse` [Hq, n]: its
+        log-sum-exp, for `self.tokens`.
+        """
+        for context, tokens, columns in self.groups:
+            cache: Any = context.cache
+            k, v, starts, lens = cache.ragged_layers[layer].store.compressed_view()
+            if starts.shape[1] != self.heads.stop - self.heads.start:
+                starts, lens = starts[:, self.heads].contiguous(), lens[:, self.heads].contiguous()
+            rows = query[tokens].transpose(0, 1)[None].contiguous()
+            over_context = ragged_attention(rows, k, v, starts, lens, scale, causal=False, lse=True)
+            over_pages = output[tokens].transpose(0, 1)[None]
+            merged, _ = merge_attention(over_pages, lse[None, :, columns], *over_context)
+            output[tokens] = merged[0].transpose(0, 1).to(output.dtype)
+
+    def compress(self, layer: int, row: Row, work: RequestWork, key: Tensor, value: Tensor, scale: float) -> None:
+        """Evict from the k and v [H, T, d] of one layer of a text; a failure ends this compression alone."""
+        if work.compression is None:
+            return
+        try:
+            work.compression.add_layer(layer, key[None], value[None], scale)
+        except Exception as error:
+            work.compression = None
+            _fail(work.wanted, error)
+
+    def finish(self) -> None:
+        """Store the contexts that are complete."""
+        for _, work, state in self.compressions:
+            compression, work.compression = work.compression, None
+            if compression is not None:
+                try:
+                    compression.store(list(state.prompt_token_ids))
+                except Exception as error:
+                    _fail(work.wanted, error)
+
+
+_failures: dict[str, str] = {}
+
+
+def take_failure(name: str) -> str | None:
+    """Why the context `name` could not be made, once; None where it did not fail."""
+    return _failures.pop(name, None)
+
+
+def _fail(wanted: NewContext | None, error: Exception) -> None:
+    if not isinstance(error, LkvError):
+        _LOG.error("a text could not be compressed", exc_info=error)
+    if wanted is not None:
+        while len(_failures) >= _MAX_FAILURES:
+            _failures.pop(next(iter(_failures)))
+        _failures[wanted.id] = str(error) if isinstance(error, LkvError) else f"{type(error).__name__}: {error}"
+
+
+def worker_contexts(runner: Any) -> VllmContexts:
+    """The contexts of a worker."""
+    return open_contexts(runner, runner.vllm_config, runner.device)
+
+
+def _request_work(runner: Any, state: Any) -> RequestWork | None:
+    """What a request needs, found once and kept with vLLM's state of it; None for requests that are not LKV's."""
+    args = state.sampling_params.extra_args if state.sampling_params is not None else None
+    if not args or (CONTEXT not in args and COMPRESS not in args):
+        return None
+    work = getattr(state, _WORK, None)
+    if work is None:
+        work = RequestWork()
+        try:
+            if CONTEXT in args:
+                work.context = worker_contexts(runner).store.get(args[CONTEXT])
+            else:
+                work.wanted = NewContext.parse(args[COMPRESS])
+        except LkvError as error:  # checked by the front end; since then its file was damaged or deleted
+            _LOG.error("request %s is answered without its context: %s", state.req_id, error)
+        setattr(state, _WORK, work)
+    return work
+
+
+def _begin(runner: Any, wanted: NewContext | None) -> Compression | None:
+    """A compression, in the rank that writes files; the others only send it their heads."""
+    if wanted is None or not is_first_rank():
+        return None
+    try:
+        return Compression(worker_contexts(runner), wanted)
+    except Exception as error:
+        _fail(wanted, error)
+        return None
+
+
+def local_heads(runner: Any) -> slice:
+    """The KV heads that this rank of tensor parallelism computes."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    config = runner.model_config
+    first = get_tensor_model_parallel_rank() * config.get_total_num_kv_heads() // get_tensor_model_parallel_world_size()
+    return slice(first, first + config.get_num_kv_heads(runner.parallel_config))
+
+
+def is_first_rank() -> bool:
+    """Whether this is the rank that writes files."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank() == 0
+
+
+def gather_heads(x: Tensor, total: int) -> Tensor:
+    """k or v [H, T, d] of all `total` KV heads, from the heads of each rank of tensor parallelism."""
+    from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+
+    size = get_tensor_model_parallel_world_size()
+    if size == 1:
+        return x
+    gathered = tensor_model_parallel_all_gather(x.contiguous(), dim=0)
+    return gathered[:: len(gathered) // total]  # fewer heads than ranks: some ranks have the same one

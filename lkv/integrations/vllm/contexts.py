@@ -1,0 +1,306 @@
+"""The stored contexts of vLLM's model, as one process of vLLM sees them, and the plugin's settings."""
+
+import hashlib
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.context.context import Context, check_text
+from lkv.errors import IntegrationError, PromptError, StoreError, check_retention
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.prefill import LayerKV
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.methods.method import Method, resolve_method
+from lkv.methods.registry import FULL, parse_method
+from lkv.models.loading import cache_folder
+from lkv.policy.lookup import resolve_policy
+from lkv.policy.policy import Policy
+from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
+from lkv.utils.prompts import encode_context, tokenizer_digest
+
+_ATTRIBUTE = "_lkv_contexts"
+_opening = threading.Lock()
+
+
+class PluginSettings(BaseModel):
+    """The key `lkv` of vLLM's `--additional-config`; all fields are optional."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    store: str = Field("", description="folder or fsspec URL of the contexts; by default in LKV's cache folder")
+    method: str = Field("lkv", description="how texts are compressed")
+    policy: str | None = Field(None, description="the policy; by default the one shipped for the model")
+    retention: float = Field(0.15, gt=0, le=1, description="the share of KV entries to keep, where a text gives none")
+    memory: float = Field(1024, ge=0, description="MiB of contexts in a worker's memory, taken from vLLM's KV cache")
+    max_store: float = Field(65536, gt=0, description="MiB of all stored contexts")
+    max_upload: float = Field(16, gt=0, description="MiB of a request that creates a context")
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "PluginSettings":
+        """The settings in `--additional-config`. Raises IntegrationError for unknown or wrong ones."""
+        extra = vllm_config.additional_config
+        try:
+            return cls.model_validate(extra.get("lkv", {}) if isinstance(extra, dict) else {})
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            raise IntegrationError(
+                f"--additional-config: lkv.{'.'.join(map(str, problem['loc']))}: {problem['msg']}; the settings are "
+                f"{', '.join(cls.model_fields)}."
+            ) from None
+
+
+class VllmContexts:
+    """The contexts of one engine's model, in one process: loaded, made and described.
+
+    The weights are vLLM's alone: `model` is the transformers model without weights, which knows its shape, its rotary
+    embedding and the fingerprint of the weights in the checkpoint.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, memory_bytes: int | None = None):
+        """`memory_bytes`: contexts in memory; by default as the settings say.
+
+        Raises LkvError where contexts cannot work with this model or these settings of vLLM.
+        """
+        if problem := unsupported_reason(vllm_config):
+            raise IntegrationError(f"contexts cannot be used here: {problem}")
+        self.settings = settings = PluginSettings.of(vllm_config)
+        if settings.method == FULL:
+            raise IntegrationError("lkv.method is 'full', but only compressed contexts can be stored; give 'lkv'.")
+        config = vllm_config.model_config
+        self.model = build_skeleton(
+            config.model, config.revision, config.dtype, device, vllm_config.load_config.download_dir
+        )
+        patched = patch_attention(self.model)
+        if any(window is not None for window in patched.sliding_windows):
+            raise IntegrationError("models with sliding-window layers cannot be served with contexts by vLLM yet.")
+        self.rotations, self.max_positions = patched.rotations, patched.spec.max_positions
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            config.tokenizer, revision=config.tokenizer_revision or "main", trust_remote_code=False
+        )
+        self.policy: Policy | None = None
+        if parse_method(settings.method).needs_policy:
+            self.policy = resolve_policy(patched.spec, settings.policy)
+        digest = None if self.policy is None else self.policy.digest()
+        self._compression = CompressionSettings(
+            settings.method, settings.retention, digest, patched.spec.digest(), tokenizer_digest(self.tokenizer)
+        )
+        self.method(settings.retention)  # refuses methods that do not fit, before any text is read
+        memory = int(settings.memory * 2**20) if memory_bytes is None else memory_bytes
+        store = settings.store or str(cache_folder() / "contexts")
+        self.store = ContextStore(store, self.model, self.tokenizer, digest, memory)
+        self._checked: dict[str, tuple[float, int]] = {}
+
+    def method(self, retention: float) -> Method:
+        """The method that compresses at this retention. Raises LkvError for one that cannot work inside vLLM."""
+        method = resolve_method(
+            self.settings.method, self.model, retention=retention, policy=self.policy, tokenizer=self.tokenizer
+        )
+        if method.reads_queries or method.needs_whole_prompt:
+            raise IntegrationError(
+                f"lkv.method is {method.name!r}, which reads queries or the whole text, but vLLM's pages hold keys and "
+                "values alone; use a method such as 'lkv', or compress with lkv.compress and store the file."
+            )
+        return method
+
+    def encode(self, text: str, retention: float | None = None, system: str | None = None) -> "NewContext":
+        """What the engine needs to compress `text`. Raises LkvError for a text that cannot be."""
+        check_text(text, "the text", "give some text to compress")
+        if system is not None:
+            check_text(system, "the system prompt", "give some text, or leave it out")
+        share = check_retention(self.settings.retention if retention is None else retention)
+        ids = encode_context(self.tokenizer, text, system)
+        settings = self._compression._replace(retention=share, system=system)
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+        wanted = NewContext(id=context_id(text, settings), retention=share, sha256=sha256, ids=ids)
+        self.check_new(wanted, len(ids))
+        return wanted
+
+    def check_new(self, wanted: "NewContext", tokens: int) -> None:
+        """Raise PromptError for a text of which nothing would be kept, or that is too long; StoreError for no space."""
+        if tokens >= self.max_positions:
+            raise PromptError(
+                f"the text has {tokens} tokens, but the model reads at most {self.max_positions}, question and answer "
+                "included; shorten it."
+            )
+        method = self.method(check_retention(wanted.retention))
+        RaggedCache(self.model, method=method).config.check_length(tokens)
+        if self.store.nbytes() >= self.settings.max_store * 2**20:
+            raise StoreError(f"the store is full ({self.settings.max_store:g} MiB); delete contexts first.")
+
+    def tokens(self, name: str) -> int:
+        """Tokens of a stored context, after a check that it can be used: unless its file has changed, once.
+
+        Raises UnknownContextError, or ContextFileError for a damaged one and one of another model or policy.
+        """
+        stored = self.store.describe(name)
+        state = None if stored is None else (stored.created, stored.nbytes)
+        if state is None or self._checked.get(name) != state:
+            self._checked.pop(name, None)
+            tokens = self.store.get(name).tokens
+            stored = self.store.describe(name)
+            if stored is None:
+                return tokens
+            self._checked[name] = (stored.created, stored.nbytes)
+        assert stored is not None
+        return stored.tokens
+
+
+class NewContext(BaseModel):
+    """A text to be compressed: travels with the request that reads it, as `SamplingParams.extra_args["lkv_compress"]`.
+
+    `ids` are the request's prompt, and do not travel twice.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: str
+    retention: float
+    sha256: str
+    name: str = Field(default="", max_length=200)
+    ids: list[int] = Field(default_factory=list, exclude=True)
+
+    @classmethod
+    def parse(cls, text: Any) -> "NewContext":
+        """What a request says. Raises PromptError for anything else."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            raise PromptError(
+                f"lkv_compress: {'.'.join(map(str, problem['loc']))} {problem['msg']}; create a context by POST "
+                "/v1/contexts, or with lkv.integrations.vllm.requests.compress_prompt."
+            ) from None
+
+
+class Compression:
+    """One text that is compressed while vLLM reads it: each layer's k and v are evicted from when all are in pages."""
+
+    def __init__(self, contexts: VllmContexts, wanted: NewContext):
+        self._contexts, self._wanted = contexts, wanted
+        self._cache = RaggedCache(contexts.model, method=contexts.method(wanted.retention))
+
+    def add_layer(self, layer: int, key: torch.Tensor, value: torch.Tensor, scale: float) -> None:
+        """Evict from the whole k and v [1, H, T, d] of one layer."""
+        prompt = LayerKV(key, value, scale, rotation=self._contexts.rotations[layer])
+        self._cache.ragged_layers[layer].fill(prompt)
+
+    def store(self, ids: list[int]) -> None:
+        """Write the context of the text `ids`. Raises StoreError if that fails, LkvError if layers are missing."""
+        contexts, wanted, cache = self._contexts, self._wanted, self._cache
+        cache.ids = torch.tensor([ids], device=contexts.model.device)
+        metadata = {
+            "method": cache.config.method.name, "retention": wanted.retention, "budget_tokens": None, "bits": None,
+            "policy": None if contexts.policy is None else contexts.policy.digest(), "text_sha256": wanted.sha256,
+        }  # fmt: skip
+        context = Context(contexts.model, contexts.tokenizer, ids, cache, metadata)
+        settings = contexts._compression._replace(retention=wanted.retention)
+        contexts.store.put(StoredContext.describe(wanted.id, wanted.name, context, settings), context)
+
+
+def unsupported_reason(vllm_config: Any) -> str | None:
+    """Why contexts cannot be used with these settings of vLLM, in one sentence; None where they can."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    reasons = {
+        "speculative decoding is on; start vLLM without it.": vllm_config.speculative_config is not None,
+        "LoRA is on, and entries computed with different adapters do not go together; start vLLM without it.":
+            vllm_config.lora_config is not None,
+        "pipeline and context parallelism split what a context needs together; use tensor or data parallelism.":
+            max(parallel.pipeline_parallel_size, getattr(parallel, "decode_context_parallel_size", 1),
+                getattr(parallel, "prefill_context_parallel_size", 1)) > 1,
+        "micro-batches (DBO) are on; start vLLM without them.": bool(getattr(parallel, "enable_dbo", False)),
+        "the KV cache is quantised; start vLLM with --kv-cache-dtype auto.": cache.cache_dtype != "auto",
+        "this is vLLM's second model runner; set VLLM_USE_V2_MODEL_RUNNER=0.": vllm_config.use_v2_model_runner,
+    }  # fmt: skip
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def open_contexts(owner: Any, vllm_config: Any, device: torch.device, memory_bytes: int | None = None) -> VllmContexts:
+    """The contexts of an object of vLLM's (a runner, an input processor), made at the first call."""
+    with _opening:
+        contexts = getattr(owner, _ATTRIBUTE, None)
+        if contexts is None:
+            contexts = VllmContexts(vllm_config, device, memory_bytes)
+            setattr(owner, _ATTRIBUTE, contexts)
+    return contexts
+
+
+def loaded_contexts(owner: Any) -> VllmContexts | None:
+    """The contexts that `open_contexts` made for `owner`, if any."""
+    return getattr(owner, _ATTRIBUTE, None)
+
+
+def build_skeleton(
+    name: str, revision: str | None, dtype: torch.dtype, device: torch.device, download_dir: str | None = None
+) -> Any:
+    """The transformers model of a checkpoint without its weights, patched by LKV.
+
+    Only the weights that its fingerprint samples are read, and dropped again. Raises IntegrationError if they cannot.
+    """
+    from accelerate import init_empty_weights
+
+    config = AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    depth = config.get_text_config(decoder=True).num_hidden_layers
+    sampled = {f".layers.{index}." for index in (0, depth // 2, depth - 1)}
+    wanted = {key for key, _ in model.named_parameters() if any(part in f".{key}" for part in sampled)}
+    _replace_weights(model, lambda weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape))
+    missing = wanted - _read_weights(model, _checkpoint_files(name, revision, download_dir), wanted)
+    if missing:
+        raise IntegrationError(
+            f"contexts cannot be used with {name}: its safetensors files have no {min(missing)}; quantised and other "
+            "formats of weights cannot be recognised here."
+        )
+    spec = inspect_model(model)
+    # No memory: every weight is one zero, seen in all places.
+    _replace_weights(model, lambda weight: torch.zeros((), dtype=weight.dtype, device=device).expand(weight.shape))
+    for buffer_owner in model.modules():
+        for key, buffer in list(buffer_owner._buffers.items()):
+            buffer_owner._buffers[key] = None if buffer is None else buffer.to(device)
+    patch_attention(model, replace(spec))
+    return model
+
+
+def _replace_weights(model: nn.Module, make: Any) -> None:
+    for module in model.modules():
+        for key, weight in list(module._parameters.items()):
+            if weight is not None:
+                module._parameters[key] = nn.Parameter(make(weight), requires_grad=False)
+
+
+def _read_weights(model: nn.Module, files: list[Path], wanted: set[str]) -> set[str]:
+    """Put the `wanted` weights of the files into the model; returns the names that were found."""
+    found = set()
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for key in wanted & set(tensors.keys()):
+                owner, _, leaf = key.rpartition(".")
+                module = model.get_submodule(owner)
+                old = module._parameters[leaf]
+                tensor = tensors.get_tensor(key)
+                if old is not None and tensor.shape == old.shape:
+                    module._parameters[leaf] = nn.Parameter(tensor.to(old.dtype), requires_grad=False)
+                    found.add(key)
+    return found
+
+
+def _checkpoint_files(name: str, revision: str | None, download_dir: str | None) -> list[Path]:
+    if os.path.isdir(name):
+        folder = Path(name)
+    else:
+        from huggingface_hub import snapshot_download
+
+        # vLLM has downloaded the weights already.
+        folder = Path(
+            snapshot_download(name, revision=revision, cache_dir=download_dir, allow_patterns=["*.safetensors"])
+        )
+    return sorted(folder.glob("*.safetensors"))

@@ -1,0 +1,122 @@
+"""Requests about contexts: checked in vLLM's front end, and made for `vllm.LLM`.
+
+context = compress(llm, text)
+llm.generate(question_prompt(llm, "What is the code?"), SamplingParams(extra_args={"lkv_context": context}))
+"""
+
+from typing import Any
+
+import torch
+
+from lkv.errors import IntegrationError, LkvError, PromptError, StoreError, UnknownContextError
+from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
+from lkv.integrations.vllm.contexts import NewContext, VllmContexts, open_contexts
+from lkv.utils.prompts import encode_question
+
+_DEFAULT_TOKENS = 128  # of an answer, where neither the request nor its positions say less
+
+
+def front_contexts(processor: Any) -> VllmContexts:
+    """The contexts of a front end's input processor. Raises LkvError where contexts cannot be used."""
+    from vllm.platforms import current_platform
+
+    config = processor.vllm_config
+    if current_platform.is_cpu():
+        from lkv.integrations.vllm.attention import check_cpu_pages
+
+        model = config.model_config
+        check_cpu_pages(model.dtype, config.cache_config.block_size, model.get_head_size())
+    return open_contexts(processor, config, torch.device("cpu"), 0)
+
+
+def check_request(processor: Any, request: Any, extra: dict[str, Any], max_tokens: int | None) -> None:
+    """Check a request that names a context, or whose prompt is to be compressed, and salt its pages.
+
+    Args:
+        processor: vLLM's input processor.
+        request: What it made of the request.
+        extra: Its `SamplingParams.extra_args`.
+        max_tokens: What the caller asked for; None for as many as fit.
+
+    Raises:
+        VLLMValidationError: If it cannot be answered; vLLM reports that to the client.
+    """
+    from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+
+    try:
+        _check(processor, request, extra, max_tokens)
+    except UnknownContextError as error:
+        raise VLLMNotFoundError(str(error)) from error
+    except LkvError as error:
+        raise VLLMValidationError(str(error)) from error
+
+
+def _check(processor: Any, request: Any, extra: dict[str, Any], max_tokens: int | None) -> None:
+    unknown = {name for name in extra if name.startswith("lkv_")} - {CONTEXT, COMPRESS}
+    if unknown or (CONTEXT in extra and COMPRESS in extra):
+        raise PromptError(f"give {CONTEXT} or {COMPRESS}, one of them, and not {', '.join(sorted(unknown)) or 'both'}.")
+    contexts, ids, params = front_contexts(processor), request.prompt_token_ids, request.sampling_params
+    if ids is None or request.prompt_embeds is not None or request.mm_features:
+        raise PromptError("questions about contexts are text; leave embeddings, images and sound out.")
+    if COMPRESS in extra:
+        if params.max_tokens != 1:
+            raise PromptError(f"{COMPRESS} reads a text and answers nothing; give max_tokens=1.")
+        wanted = NewContext.parse(extra[COMPRESS])
+        contexts.check_new(wanted, len(ids))
+        return
+    name = extra[CONTEXT]
+    if not isinstance(name, str):
+        raise PromptError(f"{CONTEXT} is {name!r}; give the id of a context.")
+    # The last token of an answer is never read.
+    free = contexts.max_positions + 1 - contexts.tokens(name) - len(ids)
+    if free < (max_tokens or 1):
+        advice = f"ask for at most {free} new tokens" if free > 0 else "shorten the question"
+        raise PromptError(
+            f"context, question and {max_tokens or 1} new tokens are more than the {contexts.max_positions} that the "
+            f"model reads; {advice}."
+        )
+    params.max_tokens = min(params.max_tokens, free)
+    # Pages hold k and v that depend on the context: only questions about one context share them.
+    request.cache_salt = f"{CONTEXT}:{name}:{request.cache_salt or ''}"
+
+
+def compress(
+    llm: Any, text: str, retention: float | None = None, name: str = "", system: str | None = None
+) -> str:  # fmt: skip
+    """Compress a text inside a `vllm.LLM`, unless it is stored already.
+
+    Args:
+        llm: The engine.
+        text: The text itself.
+        retention: The share of its KV entries to keep; by default as the plugin's settings say.
+        name: A title for lists.
+        system: A system prompt before the text.
+
+    Returns:
+        The context's id, for `extra_args={"lkv_context": id}`.
+
+    Raises:
+        LkvError: If it cannot be compressed or stored.
+    """
+    from vllm import SamplingParams
+
+    contexts = front_contexts(llm.llm_engine.input_processor)
+    wanted = contexts.encode(text, retention, system)
+    wanted.name = name
+    try:
+        contexts.tokens(wanted.id)
+        return wanted.id
+    except LkvError:  # none yet, or a damaged one, which is made anew
+        pass
+    params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: wanted.model_dump_json()})
+    llm.generate({"prompt_token_ids": wanted.ids}, params, use_tqdm=False)
+    if failure := next(filter(None, llm.collective_rpc("lkv_failure", args=(wanted.id,))), None):
+        raise StoreError(failure)
+    if contexts.store.describe(wanted.id) is None:
+        raise IntegrationError("vLLM ended without compressing the text; see its log.")
+    return wanted.id
+
+
+def question_prompt(llm: Any, question: str) -> dict[str, list[int]]:
+    """The prompt of a question about a context, as `Context.ask` puts it."""
+    return {"prompt_token_ids": encode_question(llm.get_tokenizer(), question)}

@@ -1,0 +1,24 @@
+"""vLLM on a CPU, with small random models: `make test-vllm` runs these tests in an environment of their own."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+# Before vLLM is imported: engines in this process, offline, on any cores.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    HF_HUB_OFFLINE="1",
+)
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory):
+    """A Llama with its policy and engines of it."""
+    from tests.vllm.lab import Lab
+
+    return Lab(tmp_path_factory.mktemp("lab"), "Llama")

@@ -1,0 +1,254 @@
+"""Contexts inside vLLM: what is compressed there, and answers about them, are those of transformers."""
+
+import random
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+
+from lkv.context.context import Context
+from lkv.errors import LkvError
+from lkv.integrations.vllm.attention import check_cpu_pages
+from lkv.integrations.vllm.contexts import VllmContexts
+from lkv.integrations.vllm.requests import compress
+from lkv.utils.prompts import encode_question
+from tests.vllm.lab import Lab, ask, asked
+
+
+def same_entries(lab, name, context):
+    """The stored context `name` has the entries of `context`: equal counts, and equal keys up to rounding."""
+    stored = Context.load(lab.store / f"{name}.kv", lab.model, lab.tokenizer)
+    assert stored.ids == context.ids and stored.metadata == context.metadata
+    for own, other in zip(stored.cache.ragged_layers, context.cache.ragged_layers, strict=True):
+        assert torch.equal(own.store.lens, other.store.lens)
+        for left, right in zip(own.store.pack(), other.store.pack(), strict=True):
+            # Another token's key differs by far more.
+            torch.testing.assert_close(left, right, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+def test_a_family_compresses_and_answers_as_transformers_does(family, tmp_path):
+    lab = Lab(tmp_path, family)
+    texts = [lab.text(1), lab.text(2, 90)]
+    contexts = [lab.context(text) for text in texts]
+    questions = [lab.tokenizer(lab.text(seed, 12))["input_ids"] for seed in range(3)]
+    with lab.engine() as llm:
+        names = [compress(llm, text) for text in texts]
+        for name, context in zip(names, contexts, strict=True):
+            same_entries(lab, name, context)
+        pairs = [(name, context, ids) for name, context in zip(names, contexts, strict=True) for ids in questions]
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for *_, ids in pairs], [asked(name) for name, *_ in pairs], use_tqdm=False
+        )
+    answers = [list(output.outputs[0].token_ids) for output in outputs]
+    assert answers == [lab.answer(context, ids, 16) for _, context, ids in pairs]
+    assert len({tuple(answer) for answer in answers}) > 3  # the contexts matter
+
+
+def test_a_text_read_in_chunks_is_compressed_as_a_whole(lab):
+    text = lab.text(3, 700)
+    with lab.engine(max_num_batched_tokens=64, max_num_seqs=8) as llm:
+        name = compress(llm, text, retention=0.2)
+        same_entries(lab, name, lab.context(text, 0.2))
+        # Found again: nothing is read a second time.
+        before = (lab.store / f"{name}.kv").stat().st_mtime_ns
+        assert compress(llm, text, retention=0.2) == name
+        assert (lab.store / f"{name}.kv").stat().st_mtime_ns == before
+
+
+def test_contexts_saved_by_transformers_are_loaded(lab):
+    text = lab.text(4)
+    llm, context = lab.shared, lab.context(lab.text(4))
+    name = compress(llm, text)
+    context.save(lab.store / f"{name}.kv")
+    ids = encode_question(lab.tokenizer, "what?")
+    assert ask(llm, ids, name) == lab.answer(context, ids, 16)
+
+
+def test_two_hundred_requests_with_aborts_and_preemption(lab):
+    """Random arrivals, few pages, chunked questions: every answer that ends is the oracle's."""
+    draw, contexts = random.Random(0), {}
+    with lab.engine(
+        {"memory": 0.3},
+        num_gpu_blocks_override=14,
+        block_size=32,
+        max_model_len=416,
+        max_num_batched_tokens=48,
+        max_num_seqs=12,
+    ) as llm:
+        for seed in range(20):
+            text = lab.text(100 + seed, draw.randint(60, 380))
+            contexts[compress(llm, text)] = lab.context(text)
+        engine, names = llm.llm_engine, [*contexts, None]
+        waiting = []
+        for number in range(200):
+            name, length = draw.choice(names), draw.choice([3, 10, 30, 60, 110])
+            ids = lab.tokenizer(lab.text(draw.randint(0, 9), length))["input_ids"]
+            waiting.append((str(number), name, ids, draw.randint(1, 40)))
+        requests = {number: rest for number, *rest in waiting}
+        running, aborted, answers, preempted = set(), set(), {}, 0
+        scheduler = engine.engine_core.engine_core.scheduler
+        while waiting or running:
+            for _ in range(draw.choice([0, 1, 2, 8])):
+                if waiting:
+                    number, name, ids, tokens = waiting.pop()
+                    engine.add_request(number, {"prompt_token_ids": ids}, asked(name, tokens))
+                    running.add(number)
+            if running and draw.random() < 0.05:
+                number = draw.choice(sorted(running))
+                engine.abort_request([number])
+                running.discard(number)
+                aborted.add(number)
+            for output in engine.step():
+                if output.finished and output.request_id in running:
+                    running.discard(output.request_id)
+                    answers[output.request_id] = list(output.outputs[0].token_ids)
+            preempted += sum(request.num_preemptions for request in scheduler.running)
+        assert preempted > 0 and len(aborted) > 5 and len(answers) == 200 - len(aborted)
+        # The engine drops the last requests: no page and no state is left, and memory stays bounded.
+        ask(llm, [5, 6], None, 1)
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
+        (resident,) = llm.collective_rpc("lkv_resident")
+        assert sum(resident.values()) <= 0.3 * 2**20 and 1 <= len(resident) < 20
+    for number, answer in answers.items():
+        name, ids, tokens = requests[number]
+        assert answer == lab.answer(contexts.get(name), ids, tokens), number
+
+
+def test_pages_are_shared_within_a_context_only(lab):
+    llm = lab.shared
+    texts = [lab.text(7), lab.text(8)]
+    names = [compress(llm, text) for text in texts]
+    contexts = [lab.context(text) for text in texts]
+    ids = lab.tokenizer(lab.text(9, 300))["input_ids"]
+    cached = {}
+    for turn in range(2):
+        for name, context in [*zip(names, contexts, strict=True), (None, None)]:
+            (output,) = llm.generate({"prompt_token_ids": ids}, asked(name), use_tqdm=False)
+            cached[turn, name] = output.num_cached_tokens
+            assert list(output.outputs[0].token_ids) == lab.answer(context, ids, 16)
+    assert [cached[0, name] for name in (*names, None)] == [0, 0, 0]
+    assert all(cached[1, name] >= 128 for name in (*names, None))
+
+
+def test_several_answers_logprobs_and_choices(lab):
+    llm, text = lab.shared, lab.text(10)
+    name, context = compress(llm, text), lab.context(lab.text(10))
+    ids = lab.tokenizer("how many?")["input_ids"]
+    params = asked(name, 12, n=3, temperature=1.0, seed=1, logprobs=2)
+    (output,) = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+    assert len({tuple(choice.token_ids) for choice in output.outputs}) > 1
+    for choice in output.outputs:
+        with torch.no_grad(), context.working_cache() as cache:
+            rows = torch.tensor([ids + list(choice.token_ids)])
+            logits = lab.model(input_ids=rows, past_key_values=cache, use_cache=True).logits[0, len(ids) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        for step, (token, found) in enumerate(zip(choice.token_ids, choice.logprobs, strict=True)):
+            assert abs(found[token].logprob - float(expected[step, token])) < 1e-3
+    guided = asked(name, 12, allowed_token_ids=[70, 71])
+    (output,) = llm.generate({"prompt_token_ids": ids}, guided, use_tqdm=False)
+    assert set(output.outputs[0].token_ids) <= {70, 71}
+
+
+def refused(llm, error, match, ids, extra, **options):
+    """The request is refused with that message, and the engine answers the next one."""
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 4, "extra_args": extra} | options)
+    with pytest.raises(error, match=match):
+        llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+    assert len(ask(llm, [5, 6, 7], None, 2)) == 2
+
+
+def test_bad_input_is_refused_and_the_engine_lives(lab):
+    llm, ids = lab.shared, [5, 6, 7]
+    name = compress(llm, lab.text(11))
+    refused(llm, VLLMNotFoundError, "no context 'none'", ids, {"lkv_context": "none"})
+    refused(llm, VLLMValidationError, "give the id of a context", ids, {"lkv_context": 3})
+    refused(llm, VLLMValidationError, "one of them", ids, {"lkv_context": name, "lkv_compress": "x"})
+    refused(llm, VLLMValidationError, "one of them", ids, {"lkv_contxt": name})
+    refused(llm, VLLMValidationError, "lkv_compress: ", ids, {"lkv_compress": "x"}, max_tokens=1)
+    refused(llm, VLLMValidationError, "max_tokens=1", ids, {"lkv_compress": "{}"})
+    tokens = lab.context(lab.text(11)).tokens
+    most = 2048 + 1 - tokens - 1000
+    refused(llm, VLLMValidationError, f"at most {most} new", [5] * 1000, {"lkv_context": name}, max_tokens=most + 1)
+    with pytest.raises(Exception, match="nothing of it would be kept"):
+        compress(llm, "ab", retention=0.01)
+    with pytest.raises(Exception, match="reads at most 2048"):
+        compress(llm, lab.text(12, 2048))
+    (lab.store / f"{name}.kv").rename(lab.store / "away")
+    name2 = compress(llm, lab.text(13))
+    data = bytearray((lab.store / f"{name2}.kv").read_bytes())
+    data[-1] ^= 1
+    (lab.store / f"{name2}.kv").write_bytes(data)
+    refused(llm, VLLMValidationError, "damaged", ids, {"lkv_context": name2})
+    # A damaged context is made anew.
+    assert compress(llm, lab.text(13)) == name2
+    assert ask(llm, ids, name2) == lab.answer(lab.context(lab.text(13)), ids, 16)
+
+
+def test_contexts_of_another_model_and_policy_are_refused(lab, tmp_path):
+    llm, ids = lab.shared, [5, 6, 7]
+    name = compress(llm, lab.text(14))
+    other = Lab(tmp_path, "Qwen3")
+    other.context(lab.text(14)).save(lab.store / f"{name}.kv")
+    refused(llm, VLLMValidationError, "saved by a model with", ids, {"lkv_context": name})
+    torch.manual_seed(9)
+    lab_policy, lab.policy = lab.policy, type(lab.policy)(lab.policy.spec)
+    lab.context(lab.text(14)).save(lab.store / f"{name}.kv")
+    lab.policy = lab_policy
+    refused(llm, VLLMValidationError, "another policy", ids, {"lkv_context": name})
+
+
+def test_a_full_store_is_reported(lab):
+    with lab.engine({"max_store": 0.0001}) as llm, pytest.raises(Exception, match="the store is full"):
+        compress(llm, lab.text(15, 400))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}, "specul"),
+        ({"enable_lora": True}, "LoRA"),
+    ],
+)
+def test_what_does_not_go_with_contexts_is_refused(lab, options, match):
+    with pytest.raises(LkvError, match=match):
+        VllmContexts(lab.config(**options), torch.device("cpu"), 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"method": "snapkv"}, "reads queries"),
+        ({"method": "full"}, "only compressed"),
+        ({"retentoin": 0.1}, "retentoin"),
+        ({"policy": "/nowhere"}, "no policy folder"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(lab, settings, match):
+    with pytest.raises(LkvError, match=match):
+        VllmContexts(lab.config(settings), torch.device("cpu"), 0)
+
+
+def test_a_request_is_refused_where_contexts_cannot_be_used(lab):
+    with lab.engine({"method": "snapkv"}) as llm:
+        refused(llm, VLLMValidationError, "reads queries", [5, 6, 7], {"lkv_context": "any"})
+
+
+def test_the_layout_of_pages_is_probed():
+    check_cpu_pages(torch.float32, 32, 64)
+    check_cpu_pages(torch.float32, 128, 128)
+
+
+def test_a_vllm_that_does_not_fit_is_left_alone(monkeypatch):
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from lkv.integrations.vllm import adapter
+
+    monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, other: None)
+    lines = []
+    monkeypatch.setattr(adapter._LOG, "warning", lambda line, *args: lines.append(line % args))
+    adapter.register()
+    assert len(lines) == 1 and "does not fit" in lines[0] and "has no parameter" in lines[0]
+    assert not hasattr(InputProcessor.process_inputs, "_lkv_hooked")
