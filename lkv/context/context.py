@@ -29,9 +29,10 @@ from lkv.context.generation import (
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.cache_layers import crop_to, kv_nbytes
+from lkv.integrations.transformers.fingerprint import read_adapters
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.progress import report_progress
-from lkv.integrations.transformers.spec import max_positions
+from lkv.integrations.transformers.spec import max_positions, unwrap_model
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
@@ -298,6 +299,11 @@ class Context:
         with self._lock:
             if self._is_answering:
                 raise CacheError("this context is answering already; ask a fork() of it from within an answer.")
+            if isinstance(self.cache, RaggedCache) and read_adapters(unwrap_model(self.model)) != self.cache.adapters:
+                raise CacheError(
+                    "the text was compressed with other adapters than those active in the model; activate the same "
+                    "ones, or compress the text again."
+                )
             self._is_answering = True
             try:
                 yield

@@ -25,6 +25,7 @@ from huggingface_hub import hf_hub_download
 from lkv.errors import DataError
 from lkv.evaluation.example import Example
 from lkv.evaluation.metrics import require_rouge
+from lkv.utils.data_files import read_lines
 
 # The columns of the paper's Table 1 (tab:longbench), with the tasks of its appendix.
 CATEGORIES = {
@@ -108,7 +109,7 @@ def _lines(path: Path, task: str) -> Iterator[tuple[int, str, str]]:
                 file = stack.enter_context(gzip.open(path, "rt", encoding="utf-8"))
             else:
                 file = stack.enter_context(path.open(encoding="utf-8"))
-            lines = ((line_number, line) for line_number, line in enumerate(file, 1) if line.strip())
+            lines = ((line_number, line) for line_number, line in enumerate(read_lines(file, path), 1) if line.strip())
             for number, (line_number, line) in enumerate(lines):
                 yield number, line, f"{path}, line {line_number}"
     except KeyError as error:

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
@@ -82,6 +83,16 @@ def _add_errors(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}; the API is described at /."
         return JSONResponse(error_object(message, "invalid_request_error"), error.status_code)
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_gone(_: Request, error: Exception) -> Response:
+        return Response(status_code=400)  # which nobody reads
+
+    @app.exception_handler(Exception)
+    async def failure(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(
+            error_object("the server failed to answer this request; send it again.", "server_error"), 500
+        )
 
 
 def _add_contexts(app: FastAPI, service: Service) -> None:

@@ -24,6 +24,7 @@ Parts = Annotated[list[dict[str, Any]], Field(max_length=1000, fail_fast=True)]
 Length = Annotated[StrictInt, Field(ge=1, le=_MAX_TOKENS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 _MAX_PARTS, _MAX_PART_HEADERS = 8, 2048  # of a form: number, bytes
+_MAX_STRINGS, _MAX_STRUCTURE = 20_000, 200_000  # of JSON: number, bytes outside of strings
 
 _Schema = TypeVar("_Schema", bound=BaseModel)
 
@@ -151,12 +152,21 @@ def _form_parts(body: bytes, boundary: str) -> list[tuple[Headers, bytes]]:
 
 def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:
     """The body of a request, JSON or the fields of a form. Raises PromptError with the first problem."""
+    if isinstance(data, bytes):
+        _check_structure(data)
     try:
         return schema.model_validate_json(data) if isinstance(data, bytes) else schema.model_validate(data)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, problem["loc"]))[:100] or "the body"
         raise PromptError(f"{field}: {problem['msg']}; check the request.") from None
+
+
+def _check_structure(body: bytes) -> None:
+    """Raise PromptError for JSON with more values than any request has: each takes much more memory than its text."""
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if plain.count(b'"') > 2 * _MAX_STRINGS or len(b"".join(plain.split(b'"')[::2])) > _MAX_STRUCTURE:
+        raise PromptError("the body: it has more fields or list entries than any request needs; send less.")
 
 
 def error_object(message: str, kind: str, code: str | None = None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from lkv.utils.prompts import bos_ids, encode, encode_context, render_messages, 
 _RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
 _FAILED_JOBS = 256  # failed jobs that are still reported
 # Longer texts are refused before they are tokenised, which takes hundreds of bytes a character.
-_CHARACTERS_PER_TOKEN = 32
+_CHARACTERS_PER_TOKEN = 16
 _BYTES_PER_CHARACTER = 6  # in JSON, where all are escaped
 _EXPIRY_SECONDS = 600.0  # between two looks for expired contexts
 

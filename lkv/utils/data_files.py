@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from lkv.utils.extras import optional_import
 Row = dict[str, Any]
 _MAX_FIELD_CHARS = 2**31 - 1  # a context may be a book
 _PARQUET_ROWS = 64  # at a time: one row can hold a whole book
+_MAX_LINE = 2**26  # bytes or characters
+# A compressed text is a third to a thirtieth of it; a file that was made to fill memory, a thousandth.
+_MAX_RATIO, _MAX_SMALL = 200, 2**26
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Row]]:
@@ -45,13 +49,21 @@ def read_json_lines(path: Path) -> Iterator[Row]:
     _check_file(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(read_lines(file, path), 1):
                 try:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:
                     raise DataError(f"{path}, line {number}: not a JSON object ({error}).") from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} is not a readable gzip file ({error}).") from error
+
+
+def read_lines(file: Any, path: Path) -> Iterator[Any]:
+    """The lines of an open `file`, bytes or text, whose path is `path`. Raises DataError for one that no text has."""
+    while line := file.readline(_MAX_LINE + 1):
+        if len(line) > _MAX_LINE:
+            raise DataError(f"{path} has a line of more than {_MAX_LINE:,} characters; get the file again.")
+        yield line
 
 
 def read_json(path: Path) -> Any:
@@ -65,6 +77,13 @@ def read_json(path: Path) -> Any:
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     """Read a text file, gzipped or not; bytes that are no text are replaced. Raises DataError."""
     return _read_bytes(path).decode(encoding, errors="replace")
+
+
+def read_member(archive: zipfile.ZipFile, name: str, path: Path) -> bytes:
+    """Read a file of the zip archive at `path`. Raises DataError for one that no text compresses to."""
+    info = archive.getinfo(name)
+    _check_size(info.file_size, info.compress_size, path)
+    return archive.read(name)
 
 
 def split_lines(content: str) -> list[str]:
@@ -115,10 +134,20 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 def _read_bytes(path: Path) -> bytes:
     _check_file(path)
     try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if path.suffix == ".gz" else data
+        if path.suffix != ".gz":
+            return path.read_bytes()
+        size = path.stat().st_size
+        with gzip.open(path, "rb") as file:
+            data = file.read(max(_MAX_SMALL, _MAX_RATIO * size) + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}).") from error
+    _check_size(len(data), size, path)
+    return data
+
+
+def _check_size(size: int, compressed: int, path: Path) -> None:
+    if size > max(_MAX_SMALL, _MAX_RATIO * compressed):
+        raise DataError(f"{path} holds more than {_MAX_RATIO} bytes for each of its own; get the file again.")
 
 
 def _check_file(path: Path) -> None:

@@ -23,7 +23,13 @@ from lkv.errors import CacheError, UnsupportedModelError
 from lkv.integrations.transformers.cache_layers import has_pending_layer, take_pending_layer
 from lkv.integrations.transformers.generation import unwrap_generation, wrap_generation
 from lkv.integrations.transformers.rotation import Rotation, layer_rotations
-from lkv.integrations.transformers.spec import inspect_model, local_kv_heads, sliding_windows, unwrap_model
+from lkv.integrations.transformers.spec import (
+    check_adapters,
+    inspect_model,
+    local_kv_heads,
+    sliding_windows,
+    unwrap_model,
+)
 
 _PREFIX = "lkv_"
 _BASES = ("sdpa", "eager")
@@ -68,6 +74,7 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
     Raises:
         UnsupportedModelError: If eviction cannot work in this model.
     """
+    check_adapters(model)
     model = unwrap_model(model)
     patched: PatchedModel | None = getattr(model, _PATCH, None)
     if patched is None or patched.config is not model.config:

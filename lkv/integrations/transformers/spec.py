@@ -169,6 +169,16 @@ def unwrap_model(model: Any) -> Any:
     return base if isinstance(base, PreTrainedModel) else getattr(base, "model", base)
 
 
+def check_adapters(model: Any) -> None:
+    """Raise UnsupportedModelError for PEFT's prompt learning: no cache is told of the virtual tokens that it adds."""
+    config = getattr(getattr(model, "_orig_mod", model), "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False) and not getattr(model, "_adapters_disabled", False):
+        raise UnsupportedModelError(
+            "this PEFT model puts learned tokens before every text (prompt, prefix or P-tuning), which LKV cannot tell "
+            "from the text; use adapters such as LoRA, or the model without them (disable_adapter())."
+        )
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put `model` in eval mode for the duration of the block, then restore its training flag."""

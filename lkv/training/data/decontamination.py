@@ -13,7 +13,7 @@ import numpy as np
 
 from lkv.errors import DataError
 from lkv.training.data.documents import item_texts
-from lkv.utils.data_files import read_json, read_records, read_text, split_lines
+from lkv.utils.data_files import read_json, read_member, read_records, read_text, split_lines
 
 NGRAM_WORDS = 13  # long enough that chance does not make two texts share them
 OVERLAP_SHARE = 0.1  # of a text's n-grams
@@ -91,7 +91,7 @@ def read_strings(path: Path) -> Iterator[str]:
         if name.endswith(".zip"):
             with zipfile.ZipFile(path) as archive:
                 for member in sorted(archive.namelist()):
-                    content = archive.read(member).decode(errors="replace")
+                    content = read_member(archive, member, path).decode(errors="replace")
                     if member.endswith(".txt"):
                         yield content
                     elif member.endswith((".json", ".jsonl")):

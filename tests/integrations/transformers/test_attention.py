@@ -3,6 +3,7 @@
 import copy
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -318,6 +319,9 @@ def test_a_saved_context_needs_the_adapters_it_was_read_with(policy, tmp_path):
     assert Context.load(path, model, Words()).ask("who?", 4) == answer
     with model.disable_adapter(), pytest.raises(ContextFileError, match="other adapters"):
         Context.load(path, model, Words())
+    with model.disable_adapter(), pytest.raises(CacheError, match="compressed with other adapters"):
+        context.ask("who?", 4)
+    assert context.ask("who?", 4) == answer
     model.set_adapters(active_adapters=["second"])
     with pytest.raises(ContextFileError, match="other adapters"):
         Context.load(path, model, Words())
@@ -326,3 +330,41 @@ def test_a_saved_context_needs_the_adapters_it_was_read_with(policy, tmp_path):
     with pytest.raises(ContextFileError, match="other adapters"):
         Context.load(path, model, Words())
     Context.load(path, tiny_llama(), Words())
+
+
+def test_learned_prompts_are_refused_unless_they_are_switched_off(policy):
+    model = PeftModel(tiny_llama())
+    vars(model)["active_peft_config"] = SimpleNamespace(is_prompt_learning=True)
+    for make in (lambda: RaggedCache(model, policy=policy), lambda: compress(model, Words(), TEXT, policy=policy)):
+        with pytest.raises(UnsupportedModelError, match="puts learned tokens before every text"):
+            make()
+    vars(model)["_adapters_disabled"] = True
+    assert compress(model, Words(), TEXT, policy=policy).ask("who?", 4)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_learned_prompts_of_peft_itself(kind):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_llama(), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=5))
+    with pytest.raises(UnsupportedModelError, match="puts learned tokens before every text"):
+        RaggedCache(model, method="knorm")
+    with model.disable_adapter():
+        RaggedCache(model, method="knorm")
+
+
+def test_adapters_of_peft_itself(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False)
+    model = peft.get_peft_model(tiny_llama(dtype=torch.float32), config).eval()
+    context = compress(model, Words(), TEXT, method="knorm", retention=0.5)
+    context.save(tmp_path / "text.kv")
+    with model.disable_adapter():
+        with pytest.raises(CacheError, match="compressed with other adapters"):
+            context.ask("who ?", 4)
+        with pytest.raises(ContextFileError, match="other adapters"):
+            Context.load(tmp_path / "text.kv", model, Words())
+    assert Context.load(tmp_path / "text.kv", model, Words()).ask("who ?", 4) == context.ask("who ?", 4)
+    cache = RaggedCache(model, method="knorm", retention=0.5)
+    model.generate(input_ids=IDS, max_new_tokens=3, do_sample=False, past_key_values=cache)
+    with pytest.raises(CacheError, match="do not begin with those that this cache has read"):
+        model.generate(input_ids=torch.cat([IDS + 1, IDS], 1), max_new_tokens=3, past_key_values=cache)

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -11,7 +13,7 @@ from lkv.errors import PromptError, StoreError, UnknownContextError
 
 pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
 from lkv.serving import service as service_module
-from lkv.serving.middleware import HeaderTimeoutProtocol
+from lkv.serving.middleware import HeaderTimeoutProtocol, RequestGuard
 from lkv.serving.schemas import ChatRequest
 from lkv.serving.service import Limits, Service
 from lkv.serving.store import StoredContext, context_id
@@ -49,13 +51,15 @@ def test_a_dead_engine_is_not_healthy(server, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"stop": "a" * 300_000}, "stop"), ({"stop": ["a" * 201]}, "stop"), ({"context": "c" * 10**5}, "context"),
-        ({"model": "m" * 10**5}, "model"), ({"messages": [1] * 100_000}, "messages"),
+        ({"stop": "a" * 200_000}, "stop"), ({"stop": ["a" * 201]}, "stop"), ({"context": "c" * 10**5}, "context"),
+        ({"model": "m" * 10**5}, "model"), ({"messages": [1] * 50_000}, "messages"),
         ({"messages": TURN * 1001}, "messages"),
         ({"messages": [{"role": "a" * 99, "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [1] * 100_000}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [1] * 50_000}]}, "messages.0.content"),
         ({"temperature": float("nan")}, "temperature"), ({"max_tokens": 10**40}, "max_tokens"),
-        ({"messages": [{"role": "\ud800", "content": "x"}]}, "the body"),
+        ({"messages": [{"role": "\ud800", "content": "x"}]}, "the body"), ({"seed": 2**63}, "seed"),
+        ({str(number): 1 for number in range(20_001)}, "the body: it has more fields"),
+        ({"tools": [1] * 70_000}, "the body: it has more fields"),
     ],
 )  # fmt: skip
 def test_bodies_beyond_every_limit_get_one_sentence(server, body, says):
@@ -73,11 +77,11 @@ def test_validation_ends_at_the_first_error_of_a_list(messages):
 def test_long_questions_are_refused_before_they_are_tokenised(server, monkeypatch):
     monkeypatch.setattr(service_module, "encode", lambda *_: pytest.fail("tokenised"))
     monkeypatch.setattr(service_module, "render_messages", lambda *_: pytest.fail("rendered"))
-    status, message = server.chat("x" * 2**18)
-    assert status == 400 and "the conversation has 262,144 characters" in message["error"]["message"]
+    status, message = server.chat("x" * 2**17)
+    assert status == 400 and "the conversation has 131,072 characters" in message["error"]["message"]
     monkeypatch.setattr(service_module, "encode_context", lambda *_: pytest.fail("tokenised"))
-    status, message = server.problem("/v1/contexts", {"text": "x" * 2**18})
-    assert status == 400 and "the text has 262,144 characters" in message
+    status, message = server.problem("/v1/contexts", {"text": "x" * 2**17})
+    assert status == 400 and "the text has 131,072 characters" in message
 
 
 @pytest.mark.parametrize("host", ["[", "[::1", "]", "a b"])
@@ -247,3 +251,59 @@ def test_half_sent_headers_are_not_waited_for(server, monkeypatch, before):
             pass
         client.close()
     assert server.ask("/healthz") == (200, "ok\n")
+
+
+def connect(server, path, headers, body=b""):
+    """A connection on which a request was begun."""
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    client.sendall(f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n\r\n".encode() + body)
+    return client
+
+
+@pytest.mark.parametrize("headers", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/contexts"])
+def test_half_sent_bodies_are_not_waited_for(server, monkeypatch, headers, path):
+    monkeypatch.setattr(RequestGuard, "idle_seconds", 0.3)
+    clients = [connect(server, path, headers, b'5\r\n{"mes') for _ in range(20)]
+    for client in clients:
+        assert client.recv(100).startswith(b"HTTP/1.1 408")
+        client.close()
+    assert server.ask("/healthz") == (200, "ok\n")
+
+
+def test_a_body_that_trickles_is_ended(server, monkeypatch):
+    monkeypatch.setattr(RequestGuard, "body_seconds", 1.0)
+    with connect(server, "/v1/contexts", "Content-Length: 100000") as client:
+        client.settimeout(0.05)
+        for _ in range(400):
+            try:
+                assert client.recv(100).startswith(b"HTTP/1.1 408")
+                return
+            except TimeoutError:
+                client.sendall(b"x")
+    raise AssertionError
+
+
+def test_bodies_that_are_received_take_a_bounded_amount_together(parts, tmp_path):
+    with serving(*parts, tmp_path, limits=Limits(upload_bytes=50_000)) as server:
+        half_sent = [connect(server, "/v1/contexts", "Content-Length: 50000", b"x" * 49_000) for _ in range(4)]
+        long = {"text": "x" * 10_000}
+        until(lambda: server.ask("/v1/contexts", long)[0] == 429)
+        assert "receiving as much as it takes" in server.problem("/v1/contexts", long)[1]
+        for client in half_sent:
+            client.close()
+        until(lambda: server.ask("/v1/contexts", long)[0] == 400)  # too long for the model
+
+
+def test_the_key_is_checked_before_a_body_is_read(parts, tmp_path):
+    with serving(*parts, tmp_path, key="secret") as server:
+        client = connect(server, "/v1/contexts", "Content-Length: 1000")
+        assert client.recv(100).startswith(b"HTTP/1.1 401")
+        client.close()
+
+
+def test_the_worst_bodies_are_cheap():
+    command = [sys.executable, "-W", "ignore", "-m", "tests.security.request_cost"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    milliseconds, mebibytes = map(float, done.stdout.split())
+    assert milliseconds < 50 and mebibytes < 32
