@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lkv.policy.hub import push_to_hub
     from lkv.policy.lookup import default_policy, policy_for
     from lkv.policy.policy import Policy
+    from lkv.training.fit import fit
 
 _HOMES = {
     "Budget": "lkv.methods.budgets",
@@ -35,6 +36,7 @@ _HOMES = {
     "attention_patched": "lkv.integrations.transformers.attention",
     "compress": "lkv.context.context",
     "default_policy": "lkv.policy.lookup",
+    "fit": "lkv.training.fit",
     "load_default": "lkv.models.loading",
     "load_model": "lkv.models.loading",
     "patch_attention": "lkv.integrations.transformers.attention",
@@ -57,6 +59,7 @@ __all__ = [
     "attention_patched",
     "compress",
     "default_policy",
+    "fit",
     "load_default",
     "load_model",
     "patch_attention",

@@ -51,7 +51,7 @@ COMPRESS = [
     ({"method": "knorm", "retention": "0.15"}, "retention is '0.15'"),
     ({"method": "knorm", "retention": True}, "retention is True"),
     ({"method": "lkv", "policy": "nowhere"}, "there is no policy folder 'nowhere'"),
-    ({"method": "lkv"}, "no policy is shipped for this model"),
+    ({"method": "lkv"}, "there is no policy for this model"),
     *(
         ({"method": "knorm", name: value}, f"{name} is {value!r}")
         for name, value in [
@@ -83,7 +83,7 @@ CACHES = [
     *(({"method": "knorm", "prompt_tokens": wrong}, CacheError, "prompt_tokens is") for wrong in (1.5, "9", True, 0)),
     ({"method": 3}, CacheError, "method is 3"),
     ({"method": "knorm", "retention": "0.15"}, RetentionError, "retention is '0.15'"),
-    ({}, PolicyMismatchError, "no policy is shipped for this model"),
+    ({}, PolicyMismatchError, "there is no policy for this model"),
     ({"method": resolve_method("knorm", retention=0.5), "pattern": PATTERN}, LkvError, "'knorm' reads no pattern"),
 ]
 
@@ -124,7 +124,7 @@ def test_names_that_are_no_policy_are_named(name):
         (["inspect", "MODEL"], "looks like a model, not like a policy"),
         (["inspect", "bok.txt"], "there is no file or folder 'bok.txt'"),
         (["inspect", "--question", "who?"], "--question and --out need a text, but none was given"),
-        (["inspect", "--model", "MODEL"], "no policy is shipped for this model (LlamaForCausalLM"),
+        (["inspect", "--model", "MODEL"], "there is no policy for this model (LlamaForCausalLM"),
         (["inspect", DEFAULT, "--model", "MODEL"], f"but '{DEFAULT}' is given too; leave one"),
         (["inspect", "--policy-revision", "v1"], "--policy-revision without --policy"),
         (["ask", "book.txt", "who?", "--no-strict"], "--no-strict without --policy"),

@@ -99,11 +99,14 @@ class Ask(PolicyOptions, RunOptions):
 
         text = read_document(self.words[0])
         from lkv.context.context import compress
-        from lkv.methods.registry import FULL
+        from lkv.methods.registry import FULL, POLICY
+        from lkv.policy.lookup import policy_for
         from lkv.utils.prompts import encode_context
 
         policy = self.load_policy()
         model, tokenizer = self.load_model()
+        if policy is None and POLICY in find_needs(self.method):
+            policy = policy_for(model, name=self.model)
         options: dict[str, Any] = {"bits": int(self.bits)} if self.bits else {}
         options |= {"pattern": load_pattern(self.pattern, model, tokenizer)} if self.pattern else {}
         options |= {"streaming": True} if self.streaming else {}

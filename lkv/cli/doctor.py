@@ -166,7 +166,8 @@ def _distance(computed: "Tensor", wanted: "Tensor") -> float:
 
 
 def _check_disk() -> Iterator[Finding]:
-    from lkv.models.loading import DEFAULT, cache_folder
+    from lkv.models.loading import DEFAULT
+    from lkv.utils.files import cache_folder
 
     folder = cache_folder()
     existing = next(path for path in (folder, *folder.parents) if path.exists())

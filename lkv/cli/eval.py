@@ -109,7 +109,7 @@ def _evaluate(
     model, tokenizer = options.load_model(str(state.device))
     spec = patch_attention(model).spec
     if needs_policy and policy is None and not policies:
-        policy = policy_for(spec)
+        policy = policy_for(model, name=options.model)
     if options.suite == "ruler" and (length := max(options.lengths)) > spec.max_positions:
         raise LkvError(
             f"--lengths has {length}, but {options.model_name} reads at most {spec.max_positions} tokens; give less."

@@ -93,13 +93,13 @@ def _load_policy(options: Inspect) -> "Policy":
             "give a text, or a policy by its folder or Hub id."
         )
     from lkv.models.loading import load_model
-    from lkv.policy.lookup import default_policy, load_policy
+    from lkv.policy.lookup import default_policy, load_policy, policy_for
 
     if name is not None:
         return load_policy(name, options.strict, options.policy_revision)
     if options.model is None:
         return default_policy()
-    return default_policy(load_model(options.model, revision=options.revision)[0])
+    return policy_for(load_model(options.model, revision=options.revision)[0], name=options.model)
 
 
 def _describe_card(policy: "Policy") -> list[str]:

@@ -1,4 +1,4 @@
-"""lkv methods and lkv policies: list all methods or shipped policies, or describe one method or model."""
+"""lkv methods and lkv policies: list all methods or policies, or describe one method or model."""
 
 import json
 import shutil
@@ -6,9 +6,7 @@ import textwrap
 from typing import Any
 
 from lkv.cli.arguments import Command, option
-from lkv.policy.shipped import ShippedPolicy, describe_card, shipped_policies
-
-_TRAIN = "lkv train --preset cpu --model {} --data FOLDER --out FOLDER"
+from lkv.policy.shipped import StoredPolicy, describe_card, fitted_policies, shipped_policies
 
 
 class Methods(Command):
@@ -84,7 +82,7 @@ def _wrap(key: str, value: str | list[str], indent: int, width: int) -> str:
 
 
 class Policies(Command):
-    """List the shipped policies: models, training, fidelity."""
+    """List the policies, shipped or fitted here: models, training, fidelity."""
 
     model: str | None = option("show what is available for this folder, GGUF file or Hub id (default: list all)")
 
@@ -93,37 +91,38 @@ class Policies(Command):
         if self.model:
             print(_describe_model(self.model))
             return
-        for policy in shipped_policies():
+        for policy in (*shipped_policies(), *fitted_policies()):
             print(_describe_policy(policy) + "\n")
         print(
-            f"Other models: `lkv methods` lists the methods that need no policy; `{_TRAIN.format('NAME')}` trains one; "
-            "`lkv policies --model NAME` estimates how long that takes."
+            "Other models: `lkv fit NAME` makes a policy in minutes; `lkv policies --model NAME` estimates how many; "
+            "`lkv methods` lists the methods that need no policy."
         )
 
 
 def _describe_model(name: str) -> str:
     """Load a model, which policies recognise by its weights, and describe its policies or the alternatives."""
-    from lkv.config import PRESETS
     from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.registry import methods
     from lkv.models.loading import load_model
+    from lkv.policy.lookup import estimate_fit_minutes
     from lkv.policy.model_match import model_difference
-    from lkv.training.pipeline import estimate_duration
 
-    model, tokenizer = load_model(name)
+    model, _ = load_model(name)
     spec = patch_attention(model).spec
-    matching = [policy for policy in shipped_policies() if model_difference(policy.spec, spec) is None]
+    stored = (*fitted_policies(), *shipped_policies())
+    matching = [policy for policy in stored if model_difference(policy.spec, spec) is None]
     if matching:
         return "\n\n".join(map(_describe_policy, matching))
     free = ", ".join(method for method, described in methods().items() if not described.needs_policy)
-    times = {preset: estimate_duration(model, tokenizer, PRESETS[preset]) for preset in ("cpu", "paper")}
     return (
-        f"No policy is shipped for {name} ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads).\n"
+        f"There is no policy for {name} ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads).\n"
         f"  methods   without a policy: {free}\n"
-        f"  training  `{_TRAIN.format(name)}`, {times['cpu']} on this machine at its present load ({times['paper']} "
-        "with --preset paper)"
+        f"  fit       `lkv fit {name} --minutes {estimate_fit_minutes(model)}` makes one on this machine"
     )
 
 
-def _describe_policy(policy: ShippedPolicy) -> str:
-    return "\n".join([policy.name, *(f"  {line}" for line in describe_card(policy.spec, policy.card))])
+def _describe_policy(policy: StoredPolicy) -> str:
+    lines = describe_card(policy.spec, policy.card)
+    if fit := policy.card.get("fit"):
+        lines.append(f"fitted    here in {fit['minutes']} minutes on {fit['contexts']} contexts; {policy.folder}")
+    return "\n".join([policy.name, *(f"  {line}" for line in lines)])

@@ -127,7 +127,7 @@ def _make_profiler(options: Profile) -> Any:
     policy = options.load_policy()
     if policy is None:
         try:
-            policy = policy_for(spec)
+            policy = policy_for(model, name=options.model)
         except PolicyMismatchError:
             policy = random_policy(spec, options.seed)
     if any(POLICY in find_needs(method) for method in options.methods):

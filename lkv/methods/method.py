@@ -154,7 +154,7 @@ def resolve_method(
     else:
         patched = patch_attention(model)
         layers, kv_heads = patched.spec.layers, patched.spec.kv_heads
-        learned = resolve_policy(patched.spec, policy).on(model.device) if spec.needs_policy else None
+        learned = resolve_policy(model, policy).on(model.device) if spec.needs_policy else None
         if pattern is not None:
             check_table(pattern, layers, kv_heads, "the pattern of retrieval heads")
         inputs = MethodInputs(target, learned, patched.heads, model, layers, pattern, tokenizer)

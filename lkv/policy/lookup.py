@@ -1,7 +1,12 @@
 """Find a policy: by its folder, its hub id, its shipped name, or by the model it was trained for."""
 
+import math
 import os
+import sys
+import time
 from typing import TYPE_CHECKING
+
+import torch
 
 from lkv.config import ModelSpec
 from lkv.errors import PolicyFileError, PolicyMismatchError
@@ -10,49 +15,90 @@ from lkv.models.loading import DEFAULT
 from lkv.policy.model_match import model_difference
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
-from lkv.policy.shipped import shipped_policies
+from lkv.policy.shipped import StoredPolicy, fitted_policies, shipped_policies
 from lkv.utils.files import as_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_FIT_MINUTES, _FIT_TOKENS = 10, 400_000  # of `lkv fit` at least, and how many tokens it reads for a good policy
+_PROBE_SIZE = 512
+
 
 def default_policy(model: "PreTrainedModel | str" = DEFAULT, paper: bool = False) -> Policy:
-    """Load the policy shipped for a model.
+    """Load the policy for a model: a shipped one, or one that `lkv fit` made here.
 
     Args:
         model: a model, which is recognised by its weights, or a name: the policy's as `lkv policies` lists it, or the
-            model's on the hub.
+            model's on the hub. For a model on the hub without a policy here, one that is published under its name in
+            `$LKV_POLICY_HUB` (default: lkv-policies) is downloaded, which is reported.
         paper: whether to take the policy whose scorer is the paper's.
 
     Raises:
-        PolicyMismatchError: If no policy is shipped for it.
+        PolicyMismatchError: If there is no policy for it.
     """
     if not isinstance(model, str):
-        return policy_for(patch_attention(model).spec, paper)
-    for entry in shipped_policies():
+        return policy_for(model, paper)
+    for entry in _stored_policies():
         names = (entry.name.removesuffix("-paper"), *entry.hub_names)
         if entry.has_paper_scorer == paper and model.lower() in map(str.lower, names):
             return Policy.from_pretrained(entry.folder)
-    raise PolicyMismatchError(_not_shipped(repr(model)))
+    if policy := None if paper else _published_policy(model):
+        return policy
+    raise PolicyMismatchError(_no_policy(repr(model), model))
 
 
-def policy_for(spec: ModelSpec, paper: bool = False) -> Policy:
-    """Load the policy shipped for the model that `spec` describes.
+def policy_for(model: "PreTrainedModel | ModelSpec", paper: bool = False, name: str | None = None) -> Policy:
+    """Load the policy for a model: a shipped one, or one that `lkv fit` made here.
+
+    Where there are both, the better one on the held-out texts of `lkv fit` is taken.
 
     Args:
-        spec: the model's description, `patch_attention(model).spec`.
+        model: the model, or its description, `patch_attention(model).spec`.
         paper: as in `default_policy`.
+        name: what the model was asked for by; a name on the hub allows a download, as in `default_policy`.
 
     Raises:
-        PolicyMismatchError: If none is shipped for it; the message says which methods need none and how to train one.
+        PolicyMismatchError: If there is none; the message says which methods need none and how to make one.
     """
-    for entry in shipped_policies():
+    spec = model if isinstance(model, ModelSpec) else patch_attention(model).spec
+    for entry in _stored_policies():
         if entry.has_paper_scorer == paper and model_difference(entry.spec, spec) is None:
             return Policy.from_pretrained(entry.folder)
-    raise PolicyMismatchError(
-        _not_shipped(f"this model ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)")
-    )
+    if name and not paper and (policy := _published_policy(name)):
+        policy.check_model(spec)
+        return policy
+    about = f"this model ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)"
+    raise PolicyMismatchError(_no_policy(about, name, None if isinstance(model, ModelSpec) else model))
+
+
+def shipped_policy(spec: ModelSpec) -> Policy | None:
+    """The policy shipped for the model that `spec` describes, if any."""
+    for entry in shipped_policies():
+        if not entry.has_paper_scorer and model_difference(entry.spec, spec) is None:
+            return Policy.from_pretrained(entry.folder)
+    return None
+
+
+def _stored_policies() -> list[StoredPolicy]:
+    """The policies on this machine in the order in which they are considered."""
+    fitted = fitted_policies()
+    preferred = [entry for entry in fitted if entry.is_preferred]
+    return [*preferred, *shipped_policies(), *(entry for entry in fitted if not entry.is_preferred)]
+
+
+def _published_policy(model: str) -> Policy | None:
+    """Download the policy that is published for the model `model` of the hub, None where there is none."""
+    publisher = os.environ.get("LKV_POLICY_HUB", "lkv-policies")
+    if not publisher or model.count("/") != 1 or os.path.exists(model) or model.startswith((".", "/", "~")):
+        return None
+    name = f"{publisher}/{model.partition('/')[2]}"
+    try:
+        policy = Policy.from_pretrained(name)
+    except PolicyFileError:
+        return None
+    print(f"using the policy {name} from the hub (commit {policy.commit})", file=sys.stderr)
+    return policy
 
 
 def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str | None = None) -> Policy:
@@ -79,19 +125,34 @@ def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str
 
 
 def resolve_policy(
-    spec: ModelSpec, policy: Policy | str | os.PathLike[str] | None = None, strict: bool = True
+    model: "PreTrainedModel | ModelSpec",
+    policy: Policy | str | os.PathLike[str] | None = None,
+    strict: bool = True,
+    name: str | None = None,
 ) -> Policy:
-    """The given policy, loaded where it is a name (`load_policy`), or the shipped one; checked against the model."""
+    """The given policy, loaded where it is a name (`load_policy`), else `policy_for`; checked against the model."""
     if policy is None:
-        return policy_for(spec)
+        return policy_for(model, name=name)
     loaded = policy if isinstance(policy, Policy) else load_policy(policy, strict)
-    loaded.check_model(spec)
+    loaded.check_model(model if isinstance(model, ModelSpec) else patch_attention(model).spec)
     return loaded
 
 
-def _not_shipped(model: str) -> str:
+def estimate_fit_minutes(model: "PreTrainedModel") -> int:
+    """About how long `lkv fit` takes on this machine for a good policy, from the speed of one matrix product."""
+    weight = torch.zeros(_PROBE_SIZE, _PROBE_SIZE, dtype=model.dtype, device=model.device)
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        (weight @ weight).sum().item()
+        seconds.append(time.perf_counter() - start)
+    flops = 2 * _PROBE_SIZE**3 / min(seconds)
+    return max(_FIT_MINUTES, math.ceil(2 * model.num_parameters() * _FIT_TOKENS / flops / 60))
+
+
+def _no_policy(about: str, name: str | None = None, model: "PreTrainedModel | None" = None) -> str:
+    minutes = f"--minutes {estimate_fit_minutes(model)}" if model is not None else f"about {_FIT_MINUTES} minutes"
     return (
-        f"no policy is shipped for {model}; `lkv policies` lists those that are: give your own, use a method that "
-        "needs no policy such as 'snapkv' or 'expected' (`lkv methods` lists them), or train one with `lkv train "
-        "--model NAME --data FOLDER --out FOLDER`, which `lkv policies --model NAME` estimates the time of."
+        f"there is no policy for {about} yet; make one with `lkv fit {name or 'MODEL'}` ({minutes}), give your own, or "
+        "use a method that needs no policy such as 'snapkv' or 'expected' (`lkv methods` lists them)."
     )

@@ -1,18 +1,21 @@
-"""The policies that come with the package, as their cards describe them; no torch here."""
+"""The policies that come with the package or that `lkv fit` made here, as their cards describe them; no torch here."""
 
 import json
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lkv.config import ModelSpec, ScorerInputs, from_dict
+from lkv.utils.files import cache_folder
 
 _POLICIES = Path(__file__).parent / "checkpoints"
 
 
 @dataclass(frozen=True)
-class ShippedPolicy:
-    """One shipped policy: its folder, the model it is for, and its card."""
+class StoredPolicy:
+    """One policy on this machine: its folder, the model it is for, and its card."""
 
     folder: Path
     spec: ModelSpec
@@ -33,6 +36,11 @@ class ShippedPolicy:
     def hub_names(self) -> list[str]:
         """The models on the hub that it serves, however they are stored."""
         return self.card.get("hub", [])
+
+    @property
+    def is_preferred(self) -> bool:
+        """Whether `lkv fit` found it better on held-out texts than the policy shipped for the model."""
+        return self.card.get("fit", {}).get("preferred", False)
 
 
 def describe_overlap(card: dict[str, Any]) -> str:
@@ -67,14 +75,31 @@ def describe_card(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
     ]
 
 
-def shipped_policies() -> list[ShippedPolicy]:
+def shipped_policies() -> list[StoredPolicy]:
     """All shipped policies, in the order of their names."""
+    return [_read_policy(path) for path in sorted(_POLICIES.glob("*/config.json"))]
+
+
+def fitted_policies() -> list[StoredPolicy]:
+    """The policies that `lkv fit` saved in the cache folder, newest first; what cannot be read is left out."""
     policies = []
-    for path in sorted(_POLICIES.glob("*/config.json")):
-        config = json.loads(path.read_text(encoding="utf-8"))
-        inputs = from_dict(ScorerInputs, config.get("inputs", {}))
-        policies.append(ShippedPolicy(path.parent, from_dict(ModelSpec, config["model"]), config["card"], inputs))
+    paths = [path for path in (cache_folder() / "policies").glob("*/config.json") if path.is_file()]
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            policies.append(_read_policy(path))
     return policies
+
+
+def fitted_folder(model_name: str, spec: ModelSpec) -> Path:
+    """Where `lkv fit` saves the policy of a model: a folder by its fingerprint, with its name for people."""
+    name = re.sub(r"[^a-z0-9.]+", "-", Path(model_name).name.lower()).strip("-.") or "model"
+    return cache_folder() / "policies" / f"{name}-{spec.digest()[:12]}"
+
+
+def _read_policy(path: Path) -> StoredPolicy:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    inputs = from_dict(ScorerInputs, config.get("inputs", {}))
+    return StoredPolicy(path.parent, from_dict(ModelSpec, config["model"]), config["card"], inputs)
 
 
 def _retentions(card: dict[str, Any]) -> str:

@@ -18,12 +18,13 @@ from lkv.errors import BusyError, LkvError, PromptError, StoreError, UnknownCont
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import max_positions
 from lkv.methods.registry import parse_method
-from lkv.models.loading import DEFAULT, cache_folder, load_model
+from lkv.models.loading import DEFAULT, load_model
 from lkv.policy.lookup import load_policy, resolve_policy
 from lkv.policy.policy import Policy
 from lkv.serving.answers import Answer, AnswerWorker, SamplingParams
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 from lkv.utils.devices import on_device, torch_dtype
+from lkv.utils.files import cache_folder
 from lkv.utils.prompts import bos_ids, encode, encode_context, render_messages, tokenizer_digest
 
 _RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
@@ -327,7 +328,7 @@ def make_service(options: dict[str, Any]) -> Service:
         named = options["policy"] or None
         if named is not None:
             named = load_policy(named, options["strict"], options["policy_revision"])
-        policy = resolve_policy(patch_attention(model).spec, named)
+        policy = resolve_policy(model, named, name=name)
     limits = Limits(
         upload_bytes=options["max_upload"] * 2**20, requests=options["max_requests"], rows=options["max_batch"],
         texts=options["max_texts"], answer_tokens=options["max_tokens"], seconds=options["timeout"],

@@ -10,7 +10,8 @@ from lkv.models.shapes import Shape
 
 CALIBRATION_SAMPLES = 8  # texts whose k, v and queries are measured before the first step
 WARM_START_TOKENS = 2000  # of a text that is measured, or that KVzip scores, at most
-WARM_START_UPDATES = 4  # of LKV-T on each text that KVzip scores
+WARM_START_UPDATES = 4  # of LKV-T on each text that KVzip scored: more of them fit the few texts and not others
+WARM_START_SAMPLE = 512  # tokens of each such text that LKV-T is fitted to: they can be kept for all texts
 
 _CONTINUATION_TOKENS = 120  # of a typical continuation: most answers are short
 # A backward pass through frozen weights: one product a layer for the hidden states, one more for attention than forward
@@ -77,12 +78,10 @@ def estimate(
     retentions = 2 if config.retention_high else 1
     validation = shape.forward_flops(tokens) + (1 + retentions) * one_pass
     contexts, startup_tokens = config.steps * config.batch, min(tokens, WARM_START_TOKENS)
-    # Each text is read once, for learned attention half of them twice more.
-    readings = CALIBRATION_SAMPLES + (2 * (CALIBRATION_SAMPLES // 2 + 1) if config.attention == "learned" else 0)
     return Estimate(
         contexts,
         contexts * (tokens + continuations * length),
-        0.0 if is_initialized else readings * shape.forward_flops(startup_tokens),
+        0.0 if is_initialized else CALIBRATION_SAMPLES * shape.forward_flops(startup_tokens),
         0.0 if is_initialized else config.warmup_contexts * kvzip_flops(shape, startup_tokens),
         config.steps,
         config.batch * _sample_flops(shape, tokens, one_pass),
@@ -94,7 +93,8 @@ def estimate(
 def kvzip_flops(shape: Shape, tokens: float) -> float:
     """Operations of the KVzip warm start on one text: it is read, replayed, and LKV-T is fitted to the scores."""
     replay = shape.forward_flops(tokens, tokens)
-    return shape.forward_flops(tokens) + replay + WARM_START_UPDATES * _score_flops(shape, tokens)
+    regression = WARM_START_UPDATES * _score_flops(shape, min(tokens, WARM_START_SAMPLE))
+    return shape.forward_flops(tokens) + replay + regression
 
 
 def context_flops(shape: Shape, tokens: int, continuations: Sequence[int], whole: bool = False) -> float:

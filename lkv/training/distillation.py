@@ -104,7 +104,7 @@ class Schedule:
     retention: float
 
 
-def schedule(config: TrainingConfig, step: int) -> Schedule:
+def schedule(config: TrainingConfig, step: float) -> Schedule:
     """Linear warm-up and decay of the rate; exponential decay of tau and R, then `hold` at their final values."""
     if step < config.warmup:
         lr = config.lr * (step + 1) / config.warmup
@@ -135,9 +135,10 @@ class SampleDistillation:
     Shorter contexts are padded at their ends with tokens that nothing attends to. Losses are summed over the samples;
     each is what the sample has alone. `whole`: for one sample, prompt and continuation are computed together with the
     mask in every row's attention, as the paper states it; else only the continuation's rows, as at inference.
+    `queries`: those of the prompt are kept for baselines that read them.
     """
 
-    def __init__(self, model: "PreTrainedModel", *samples: TokenizedSample, whole: bool = False):
+    def __init__(self, model: "PreTrainedModel", *samples: TokenizedSample, whole: bool = False, queries: bool = False):
         if whole and len(samples) > 1:
             raise ValueError(f"Expected one sample for a student over whole sequences, but got {len(samples)}.")
         self._model, self._whole = model, whole
@@ -145,7 +146,7 @@ class SampleDistillation:
         self.lengths = [len(sample.context) for sample in samples]
         self.counts = [len(sample.continuations) for sample in samples]
         self._contexts = _pad_ids([sample.context for sample in samples]).to(self._device)
-        self.prompt = read_prompt(model, self._contexts)
+        self.prompt = read_prompt(model, self._contexts, queries)
         ids = _pad_ids([ids for sample in samples for ids, _ in sample.continuations])
         owners = [index for index, sample in enumerate(samples) for _ in sample.continuations]
         target_weights, row_weights = torch.zeros(ids.shape, device="cpu"), torch.zeros(ids.shape, device="cpu")
@@ -243,9 +244,13 @@ def soft_mask(policy: Policy, scores: Tensor, retention: float | Tensor, tau: fl
 def hard_mask(policy: Policy, scores: Tensor, retention: float, rows: int) -> Tensor:
     """The mask of inference as a log-mask [L, n, H, T]: the best floor(r t) tokens of each head."""
     budget = LearnedBudget(policy, retention)
-    counts = [budget.limits(layer, *scores.shape[1:]) for layer in range(len(scores))]
+    return top_k_mask(scores, [budget.limits(layer, *scores.shape[1:]) for layer in range(len(scores))], rows)
+
+
+def top_k_mask(scores: Tensor, counts: list[list[int]], rows: int) -> Tensor:
+    """The log-mask [L, n, H, T] that leaves the best `counts` [L][H] tokens of each head, for n `rows`."""
     budgets = torch.tensor(counts, device=scores.device)
-    rank = scores.argsort(-1, descending=True).argsort(-1)
+    rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # of equal scores the earlier ones stay
     mask = torch.where(rank < budgets[..., None], 0.0, _EVICTED)
     return mask[:, None].expand(-1, rows, -1, -1)
 

@@ -26,7 +26,7 @@ from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import SampleGroup, distillation_losses, schedule
 from lkv.training.processes import place_model
 from lkv.training.trainer import Trainer, require_samples
-from lkv.training.warm_start import fit_to_kvzip, warm_start_from_kvzip
+from lkv.training.warm_start import fit_to_targets, kvzip_targets, warm_start_from_kvzip
 from lkv.utils.devices import distributed_state
 from lkv.utils.files import check_writable_folder
 
@@ -238,9 +238,8 @@ def measure_speed(
         (kl + hidden).backward()
         return kl.item()
 
-    def fit(tokens: int) -> float:
-        optimizer = torch.optim.Adam(policy.tokens.parameters())
-        return fit_to_kvzip(model, tokenizer, policy, optimizer, [1] * tokens)[1]
+    def replay(tokens: int) -> float:
+        return fit_to_targets(policy, [kvzip_targets(model, tokenizer, policy, [1] * tokens)])
 
     def seconds(work: Callable[[int], float]) -> float:
         work(min(length, 32))  # what is made at the first pass is not timed
@@ -250,14 +249,6 @@ def measure_speed(
 
     with evaluation_mode(model):
         prefill = shape.forward_flops(length) / seconds(read)
-        kvzip = kvzip_flops(shape, length) / seconds(fit) if has_warm_start else prefill
+        kvzip = kvzip_flops(shape, length) / seconds(replay) if has_warm_start else prefill
         training = context_flops(shape, length, continuations, config.student == "full") / seconds(train)
     return Speed(prefill, kvzip, training)
-
-
-def estimate_duration(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", config: TrainingConfig) -> str:
-    """How long one process takes to train a policy for `model` on this machine, as a phrase."""
-    shape = Shape.of(model.config)
-    config = fit_to_positions(config, shape.positions)
-    speed = measure_speed(model, tokenizer, config, has_warm_start=config.warmup_contexts > 0)
-    return format_duration(estimate_seconds(estimate(shape, config), speed))

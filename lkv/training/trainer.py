@@ -73,19 +73,8 @@ class Trainer:
         self._is_calibrated, self._warm_start, self._is_sharded, self._log = is_calibrated, warm_start, is_sharded, log
         self._process, self._shape = distributed_state("train", "training"), Shape.of(model.config)
         self._step, self._step_flops, self._timed_flops, self._timed_seconds = 0, 0.0, 0.0, 0.0
-        terms = {f"tokens.{name}" for name in ("attention_weight", "start", "end")}
-        parameters = dict(policy.named_parameters())
-        self._parameters = list(parameters.values())
-        groups: list[dict[str, Any]] = [
-            {"params": [p for name, p in parameters.items() if name not in terms], "rate": 1.0},
-            {"params": [p for name, p in parameters.items() if name in terms], "rate": config.terms_lr},
-        ]
-        self._optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            betas=(0.9, 0.98),
-        )
+        self._optimizer = make_optimizer(policy, config)
+        self._parameters = list(policy.parameters())
         check_batching(config, model, self._process.num_processes if is_sharded else 1)
 
     def run(self) -> Policy:
@@ -160,8 +149,7 @@ class Trainer:
         # Every process gets about as much work.
         items = split_by_cost(costs, self._process.num_processes)[self._process.process_index]
         numbered = [(numbers[item], samples[item]) for item in items]
-        for parameters in self._optimizer.param_groups:
-            parameters["lr"] = now.lr * parameters["rate"]
+        set_learning_rate(self._optimizer, now.lr)
         self._optimizer.zero_grad(set_to_none=True)
         kl_sum, hidden_sum, problem = 0.0, 0.0, ""
         for group in group_samples(numbered, config.contexts_per_forward, self._is_sharded):
@@ -248,6 +236,24 @@ class Trainer:
     def _print(self, message: str) -> None:
         if self._process.is_main_process:
             tqdm.write(message, file=sys.stderr)
+
+
+def make_optimizer(policy: Policy, config: TrainingConfig) -> torch.optim.AdamW:
+    """AdamW over the parameters of `policy`; the `rate` of a group multiplies the learning rate."""
+    components = {f"tokens.{name}" for name in ("attention_weight", "start", "end")}
+    parameters = dict(policy.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in parameters.items() if name not in components], "rate": 1.0},
+        {"params": [p for name, p in parameters.items() if name in components], "rate": config.terms_lr},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.98))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every group of `make_optimizer`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["rate"]
 
 
 def require_samples(samples: list[TokenizedSample]) -> list[TokenizedSample]:

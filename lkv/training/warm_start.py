@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lkv.integrations.transformers.prefill import read_prompt, to_fp32
+from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
 from lkv.methods.budgets import GlobalTopKBudget
 from lkv.methods.selectors.kvzip import replay_scores
 from lkv.policy.policy import Policy
-from lkv.policy.token_scores import FUTURE, expected_attention_scores
-from lkv.training.cost import WARM_START_TOKENS, WARM_START_UPDATES
+from lkv.policy.token_scores import FUTURE, content_formula, expected_attention_scores, interpolate_knots
+from lkv.training.cost import WARM_START_SAMPLE, WARM_START_TOKENS, WARM_START_UPDATES
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.processes import all_reduce, average_gradients
 from lkv.utils.devices import distributed_state
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SINK_TOKENS = 4  # the first tokens draw attention whatever they say: left out of the statistics of queries
+_SCALING_TEXTS = 3  # whose k and v are kept to scale the expected-attention term: the others need not be read again
 _SCORE_STD = 2.0  # of LKV-T's terms at the start, about that of the noise that training adds to scores
 
 _LR = 3e-3
@@ -37,12 +39,16 @@ def calibrate(model: "PreTrainedModel", policy: Policy, texts: Sequence[list[int
     is_learned = tokens.inputs.attention == "learned"
     layers, device = policy.spec.layers, tokens.mean.device
     inputs, queries = [_Moments() for _ in range(layers)], [_Moments() for _ in range(layers)]
+    prompts: list[list[LayerKV]] = []
     for ids in texts:
-        for layer, part in enumerate(read_prompt(model, torch.tensor([ids], device=device), queries=is_learned)):
+        prompt = read_prompt(model, torch.tensor([ids], device=device), queries=is_learned)
+        for layer, part in enumerate(prompt):
             inputs[layer].add(torch.cat([tokens.read_key(part), part.value], -1)[0], outer=False)
             if is_learned:
                 unrotated = part.required_rotation.unrotate(to_fp32(part.query))
                 queries[layer].add(unrotated[0, :, _SINK_TOKENS:], outer=True)
+        if len(prompts) < _SCALING_TEXTS:
+            prompts.append([replace(part, queries=None) for part in prompt])
     for layer, moments in enumerate(inputs):
         mean, variance = moments.mean_and_covariance()
         tokens.mean[layer], tokens.std[layer] = mean, variance.clamp(min=1e-6).sqrt()
@@ -55,7 +61,7 @@ def calibrate(model: "PreTrainedModel", policy: Policy, texts: Sequence[list[int
             values, vectors = torch.linalg.eigh(pooled)
             rank = tokens.query_spread.shape[-1]
             tokens.query_spread[layer] = vectors[..., -rank:] * values[..., None, -rank:].clamp(min=0).sqrt()
-        _scale_attention_term(model, policy, texts[: len(texts) // 2 + 1])
+        _scale_attention_term(policy, prompts)
 
 
 class _Moments:
@@ -78,7 +84,7 @@ class _Moments:
         return mean, self._second / self._count - (mean[..., None] * mean[..., None, :] if is_outer else mean.square())
 
 
-def _scale_attention_term(model: "PreTrainedModel", policy: Policy, texts: Sequence[list[int]]) -> None:
+def _scale_attention_term(policy: Policy, prompts: Sequence[list[LayerKV]]) -> None:
     """Set each query head's normaliser, then weights that give the expected-attention term the deviation `_SCORE_STD`.
 
     The normaliser is the log of the mean over tokens of E[exp(q k)]: the softmax's denominator a token.
@@ -87,22 +93,44 @@ def _scale_attention_term(model: "PreTrainedModel", policy: Policy, texts: Seque
     tokens.attention_weight.fill_(1.0)
     sums, deviations = torch.zeros_like(tokens.normaliser), torch.zeros_like(tokens.attention_weight)
     for is_scaled in (False, True):
-        for ids in texts:
-            for layer, part in enumerate(read_prompt(model, torch.tensor([ids], device=tokens.mean.device))):
+        for prompt in prompts:
+            for layer, part in enumerate(prompt):
                 term = tokens.weights(layer, device=part.key.device).attention
                 assert term is not None
                 key = to_fp32(part.key)
                 future = part.required_rotation.mean_rotation(key, part.end, part.end + FUTURE)
                 if is_scaled:
                     scores = expected_attention_scores(term, part.key, part.value, future, part.scale)
-                    deviations[layer] += scores[0, :, _SINK_TOKENS:].std(-1).to(deviations) / len(texts)
+                    deviations[layer] += scores[0, :, _SINK_TOKENS:].std(-1).to(deviations) / len(prompts)
                 else:
                     mean, spread = term.mean @ future * part.scale, future.T @ term.spread * part.scale
                     key = key[0, :, _SINK_TOKENS:]
                     logits = key @ mean.transpose(-1, -2) + (key @ spread).square().sum(-1, keepdim=True) / 2
-                    sums[layer] += (logits.logsumexp(1) - math.log(key.shape[1])).to(sums) / len(texts)
+                    sums[layer] += (logits.logsumexp(1) - math.log(key.shape[1])).to(sums) / len(prompts)
         tokens.normaliser.copy_(sums)
     tokens.attention_weight.copy_(_SCORE_STD / deviations.clamp(min=1e-3))
+
+
+class KVzipTargets(NamedTuple):
+    """What LKV-T is fitted to on one text, for some of its tokens, all layers and heads as one dimension H' = L H.
+
+    Attributes:
+        key: k as the content component reads it, [H', n, d].
+        value: v, [H', n, d].
+        attention: the expected-attention component with weight 1, [H', n]; None where the policy has none.
+        positions: of the tokens, [n].
+        end: the position after the text.
+        scores: the logarithm of KVzip's scores, standardised over the text, [H', n].
+        shares: each head's share of KVzip's budget at `_RETENTIONS`, [3, L, H].
+    """
+
+    key: Tensor
+    value: Tensor
+    attention: Tensor | None
+    positions: Tensor
+    end: int
+    scores: Tensor
+    shares: Tensor
 
 
 def warm_start_from_kvzip(
@@ -114,39 +142,22 @@ def warm_start_from_kvzip(
 ) -> float:
     """Fit LKV-T to the logarithm of KVzip's scores, up to a shift and scale a text, and LKV-H to the heads' shares.
 
-    All processes share the `contexts`. Returns the unexplained share of the variance of the last text's scores.
+    All processes share the `contexts`. Returns the unexplained share of the variance of the scores.
     """
     state = distributed_state("train", "training")
     index, count = state.process_index, state.num_processes
-    optimizer = torch.optim.Adam(policy.tokens.parameters(), lr=_LR)
-    shares = torch.zeros((), device=policy.tokens.mean.device)
-    rounds, error = max(1, contexts // count), 1.0
-    for number in tqdm(range(rounds), desc="KVzip warm start", leave=False, disable=index > 0):
-        for group in optimizer.param_groups:
-            group["lr"] = _LR * (1 - number / rounds)
-        ids = samples(number * count + index).context[:WARM_START_TOKENS]
-        own_shares, error = fit_to_kvzip(model, tokenizer, policy, optimizer, ids, is_shared=count > 1)
-        shares = shares + own_shares / rounds
-    # LKV-H's ratios come close to the heads' shares.
-    target = all_reduce(shares, "mean").clamp(1e-4, 1 - 1e-4)
-    retentions = torch.tensor(_RETENTIONS, device=target.device)
-    optimizer = torch.optim.Adam(policy.heads.parameters(), lr=_HEAD_LR)
-    for _ in range(_HEAD_UPDATES):
-        optimizer.zero_grad()
-        torch.nn.functional.binary_cross_entropy(policy.ratios(retentions).clamp(1e-6, 1 - 1e-6), target).backward()
-        optimizer.step()
-    return error
+    rounds = max(1, contexts // count)
+    bar = tqdm(range(rounds), desc="KVzip warm start", leave=False, disable=index > 0)
+    texts = (samples(number * count + index).context[:WARM_START_TOKENS] for number in bar)
+    targets = [kvzip_targets(model, tokenizer, policy, ids) for ids in texts]
+    return fit_to_targets(policy, targets, is_shared=count > 1)
 
 
-def fit_to_kvzip(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    ids: list[int],
-    is_shared: bool = False,
-) -> tuple[Tensor, float]:
-    """Fit LKV-T to one text; returns the heads' shares [n, L, H] of KVzip's budget and the unexplained variance."""
+@torch.no_grad()
+def kvzip_targets(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", policy: Policy, ids: list[int]
+) -> KVzipTargets:
+    """Read and replay one text: forward passes only."""
     device = policy.tokens.mean.device
     prompt = read_prompt(model, torch.tensor([ids], device=device))
     table = replay_scores(model, tokenizer, ids, prompt).to(device)
@@ -155,15 +166,72 @@ def fit_to_kvzip(
         for retention in _RETENTIONS
     ]
     target = table[:, 0].clamp(min=_MIN_ATTENTION).log()
-    std = target.std(-1, keepdim=True).clamp(min=1e-6)
-    target = (target - target.mean(-1, keepdim=True)) / std * _SCORE_STD
-    for _ in range(WARM_START_UPDATES):
+    target = (target - target.mean(-1, keepdim=True)) / target.std(-1, keepdim=True).clamp(min=1e-6) * _SCORE_STD
+    generator = torch.Generator("cpu").manual_seed(len(ids))
+    positions = torch.randperm(len(ids), generator=generator, device="cpu")[:WARM_START_SAMPLE].sort().values
+    keys, values, attention = [], [], []
+    for layer, part in enumerate(prompt):
+        places = positions.to(part.key.device)
+        keys.append(policy.tokens.read_key(part)[0, :, places].to(device))
+        values.append(part.value[0, :, places].to(device))
+        term = policy.tokens.weights(layer, device=part.key.device).attention
+        if term is not None:
+            future = part.required_rotation.mean_rotation(to_fp32(part.key[:, :1, :1]), part.end, part.end + FUTURE)
+            term = term._replace(weight=torch.ones_like(term.weight))
+            key, value = part.key[:, :, places], part.value[:, :, places]
+            attention.append(expected_attention_scores(term, key, value, future, part.scale)[0].to(device))
+    return KVzipTargets(
+        torch.cat(keys),
+        torch.cat(values),
+        torch.cat(attention) if attention else None,
+        positions.to(device),
+        len(ids),
+        target[..., positions.to(device)].flatten(0, 1),
+        torch.tensor(counts, device=device) / len(ids),
+    )
+
+
+def fit_to_targets(policy: Policy, targets: Sequence[KVzipTargets], is_shared: bool = False) -> float:
+    """Fit the policy to `targets` by steps of Adam, one text each; every head of the model at once.
+
+    Returns the unexplained share of the variance in the last round over the texts.
+    """
+    tokens = policy.tokens
+    optimizer = torch.optim.Adam(tokens.parameters(), lr=_LR)
+    errors, updates = [], WARM_START_UPDATES * len(targets)
+    for update in range(updates):
+        for group in optimizer.param_groups:
+            group["lr"] = _LR * (1 - update / updates)
+        text = targets[update % len(targets)]
         optimizer.zero_grad()
-        # Each layer may lie on a device of its own.
-        scores = torch.cat([policy.tokens(part, layer).to(device) for layer, part in enumerate(prompt)])
-        loss = (scores - scores.mean(-1, keepdim=True) - target).square().mean()
+        scores = _scores_of_all_heads(policy, text)
+        loss = (scores - scores.mean(-1, keepdim=True) - text.scores).square().mean()
         loss.backward()
         if is_shared:
-            average_gradients(policy.tokens.parameters(), "mean")
+            average_gradients(tokens.parameters(), "mean")
         optimizer.step()
-    return torch.tensor(counts, device=device) / len(ids), float(loss.detach()) / _SCORE_STD**2
+        errors.append(float(loss.detach()) / _SCORE_STD**2)
+    # LKV-H's ratios come close to the heads' shares.
+    shares = torch.stack([text.shares for text in targets]).mean(0)
+    target = all_reduce(shares, "mean").clamp(1e-4, 1 - 1e-4)
+    retentions = torch.tensor(_RETENTIONS, device=target.device)
+    optimizer = torch.optim.Adam(policy.heads.parameters(), lr=_HEAD_LR)
+    for _ in range(_HEAD_UPDATES):
+        optimizer.zero_grad()
+        torch.nn.functional.binary_cross_entropy(policy.ratios(retentions).clamp(1e-6, 1 - 1e-6), target).backward()
+        optimizer.step()
+    last = errors[-len(targets) :]
+    return sum(last) / len(last)
+
+
+def _scores_of_all_heads(policy: Policy, text: KVzipTargets) -> Tensor:
+    """LKV-T's scores [H', n] of the tokens of `text`."""
+    tokens = policy.tokens
+    content = (x.flatten(0, 1) for x in (tokens.mean, tokens.std, tokens.hidden, tokens.bias, tokens.output))
+    scores = content_formula(text.key[None], text.value[None], *content)[0]
+    if text.attention is not None:
+        scores = scores + tokens.attention_weight.flatten()[:, None] * text.attention
+    if tokens.inputs.knots:
+        scores = scores + interpolate_knots(tokens.start.flatten(0, 1), text.positions + 1)
+        scores = scores + interpolate_knots(tokens.end.flatten(0, 1), text.end - text.positions)
+    return scores

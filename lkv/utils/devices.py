@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from lkv.utils.extras import optional_import
 
 if TYPE_CHECKING:
     from accelerate import PartialState
+
+_DTYPE_PROBE = 384  # rows of the matrices that are timed
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -87,3 +90,19 @@ def on_device(model: Any, name: str | None) -> Any:
     except (RuntimeError, AssertionError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise LkvError(f"the model cannot be put on the device {name!r} ({first}); `lkv doctor` lists them.") from error
+
+
+def faster_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which `device` multiplies matrices faster: bfloat16, unless the processor emulates it."""
+    if device.type != "cpu":
+        return torch.bfloat16
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(_DTYPE_PROBE, _DTYPE_PROBE, dtype=dtype, device="cpu")
+        times = []
+        for _ in range(4):  # the first call prepares what later ones find
+            start = time.perf_counter()
+            (matrix @ matrix).sum().item()
+            times.append(time.perf_counter() - start)
+        seconds[dtype] = min(times)
+    return torch.bfloat16 if seconds[torch.bfloat16] * 1.2 < seconds[torch.float32] else torch.float32

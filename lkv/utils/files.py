@@ -22,6 +22,14 @@ def as_path(name: Any, error: type[LkvError], subject: str) -> Path:
     raise error(f"{subject} is {name!r}, but it must be a path: give a str or a pathlib.Path.")
 
 
+def cache_folder() -> Path:
+    """The folder of converted models, fitted policies and contexts: $LKV_CACHE, else the user's cache folder."""
+    if folder := os.environ.get("LKV_CACHE"):
+        return Path(folder)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "lkv"
+
+
 @contextmanager
 def atomic_write(path: Path, error: type[LkvError], subject: str, mode: int = 0o666) -> Iterator[Path]:
     """Yield an empty temporary file beside `path`; when the block succeeds, that file replaces `path`.

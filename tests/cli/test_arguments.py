@@ -9,7 +9,6 @@ from lkv.cli.main import COMMANDS, build_parser, find_command, main, parse_argum
 from lkv.config import SETTINGS
 from lkv.methods import registry
 from lkv.methods.registry import METHODS
-from lkv.training import pipeline
 from tests.conftest import save_model
 
 LOADING = ("ask", "eval", "inspect", "profile", "serve", "train")  # commands that load a model
@@ -83,15 +82,13 @@ def test_policies_list_what_is_shipped_and_the_alternatives(capsys):
     output = capsys.readouterr().out
     assert "texts of up to 4,096 tokens, at R 0.15" in output
     assert "KL 0.079, top-1 agreement 0.886 to the full cache at R 0.15, 1,000 to 2,000 tokens" in output
-    for command in ("`lkv methods`", "`lkv train --preset cpu --model NAME", "`lkv policies --model NAME`"):
+    for command in ("`lkv methods`", "`lkv fit NAME`", "`lkv policies --model NAME`"):
         assert command in output
 
 
-def test_the_alternatives_for_a_model_without_a_policy_are_listed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pipeline, "estimate_duration", lambda model, tokenizer, config: f"about {config.steps} minutes")
+def test_the_alternatives_for_a_model_without_a_policy_are_listed(tmp_path, capsys):
     folder = save_model(tmp_path / "tiny")
     assert main(["policies", "--model", str(folder)]) == 0
     output = capsys.readouterr().out
-    assert f"No policy is shipped for {folder} (LlamaForCausalLM, 3 layers of 2 KV heads)." in output
-    assert "snapkv, pyramidkv" in output and f"`lkv train --preset cpu --model {folder} --data" in output
-    assert "about 200 minutes" in output and "about 1000 minutes with --preset paper" in output
+    assert f"There is no policy for {folder} (LlamaForCausalLM, 3 layers of 2 KV heads)." in output
+    assert "snapkv, pyramidkv" in output and f"`lkv fit {folder} --minutes 10`" in output

@@ -167,7 +167,7 @@ def test_the_retention_reached_is_reported(folder, asked):
         (("text", "why?"), "duo", "'duo' needs the retrieval heads of the model; give --pattern with"),
         (("text", "why?", "--pattern", "nowhere.tsv"), "duo", "nowhere.tsv does not exist"),
         (("text", "why?", "--pattern", "nowhere.tsv"), "knorm", "takes no --pattern"),
-        (("text", "why?"), None, "no policy is shipped for this model (LlamaForCausalLM, 3 layers of 2 KV heads);"),
+        (("text", "why?"), None, "there is no policy for this model (LlamaForCausalLM, 3 layers of 2 KV heads);"),
         (("binary", "why?"), "knorm", "cannot be read as text"),
     ],
 )

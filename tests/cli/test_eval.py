@@ -92,7 +92,7 @@ def test_ruler_at_two_lengths(model_folder, tmp_path):
         ("ruler", ["--device", "nowhere"], "cannot be put on the device 'nowhere'"),
         ("ruler", ["--tasks", "vt", "niah_multivalue"], "name a text file or such a folder with --haystack"),
         ("ruler", ["--haystack", "nowhere"], "nowhere does not exist; give --haystack a text file"),
-        ("ruler", ["--methods", "lkv"], "no policy is shipped for this model"),
+        ("ruler", ["--methods", "lkv"], "there is no policy for this model"),
         ("ruler", ["--methods", "duo", "--pattern", "nowhere.txt"], "nowhere.txt does not exist"),
         ("longbench", ["--data", "nowhere", "--tasks", "qasper"], "nowhere"),
     ],

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lkv.context.documents import read_document
 from lkv.errors import DataError
+from lkv.training.data.public_datasets import DOCUMENT_SUFFIXES
 from lkv.utils.data_files import Row, read_records, read_text, require_field, split_lines
 from lkv.utils.qa_readers import SquadQuestion, hotpot_questions, read_squad, squad_questions
 
@@ -261,10 +263,22 @@ def wikitext(path: Path, folder: Path) -> Iterator[Passage]:
 
 
 def text_pieces(path: Path, folder: Path) -> Iterator[Passage]:
-    """A plain file in pieces, so that one long book can serve both for training and for validation."""
-    text = read_text(path)
+    """A file of text or code, or a document of `DOCUMENT_SUFFIXES`, in pieces."""
+    text = read_document(path) if path.suffix.lower() in DOCUMENT_SUFFIXES else read_text(path)
+    yield from split_text(str(path.relative_to(folder)), text)
+
+
+def split_text(title: str, text: str) -> Iterator[Passage]:
+    """A text in pieces, so that one long book can serve both for training and for validation."""
     for start in range(0, len(text), _PIECE_CHARS):
-        yield Passage(str(path.relative_to(folder)), text[start : start + _PIECE_CHARS])
+        yield Passage(title, text[start : start + _PIECE_CHARS])
+
+
+def read_python_manual() -> list[Passage]:
+    """The chapters of Python's language reference that come with the interpreter (PSF licence)."""
+    from pydoc_data.topics import topics
+
+    return [piece for name, text in sorted(topics.items()) if len(text) > 3000 for piece in split_text(name, text)]
 
 
 def read_standard_library() -> list[Passage]:

@@ -20,6 +20,7 @@ from lkv.utils.files import atomic_write, check_writable_folder, write_text
 
 _CODE_SUFFIXES = frozenset({".py", ".java", ".cpp", ".cc", ".c", ".h", ".cs", ".js", ".ts", ".go", ".rs"})
 _TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst"})
+DOCUMENT_SUFFIXES = frozenset({".pdf", ".html", ".htm"})  # read with the extra `documents`
 _DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".label", ".zip", ".arrow", ".cleaned", ".tgt")
 _OTHER_SPLIT = re.compile(r"(^|[-_./])(dev|val|valid|validation|test)([-_.\d]|$)")
 
@@ -197,7 +198,8 @@ def _classify(path: Path, relative: Path) -> tuple[str, str]:
         return "", ""
     if path.suffix in _CODE_SUFFIXES:
         return "code", ""
-    return ("text", "") if path.suffix in _TEXT_SUFFIXES else ("", "neither text nor code")
+    is_text = path.suffix in _TEXT_SUFFIXES or path.suffix.lower() in DOCUMENT_SUFFIXES
+    return ("text", "") if is_text else ("", "neither text nor code")
 
 
 def match_dataset(path: Path) -> str:

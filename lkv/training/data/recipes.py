@@ -19,7 +19,9 @@ from lkv.training.data.documents import (
     ShortQuestion,
     item_texts,
     read_dataset,
+    read_python_manual,
     read_standard_library,
+    split_text,
 )
 from lkv.training.data.facts import insert_sentences, make_fact
 from lkv.training.data.packing import (
@@ -36,7 +38,7 @@ from lkv.training.data.packing import (
     surround_with_texts,
     window_start_around,
 )
-from lkv.training.data.public_datasets import PUBLIC_DATASETS, NameMap, digest_of, index_folder
+from lkv.training.data.public_datasets import PUBLIC_DATASETS, DatasetIndex, NameMap, digest_of, index_folder
 from lkv.training.data.samples import Continuation, Sample
 
 ContextAndAnswers = tuple[str, list[Continuation]]
@@ -44,55 +46,71 @@ _VALIDATION_SHARE = 20  # one item in 20 is held out
 
 _OWN_SOURCES = {
     "python": "Python standard library (PSF)",
+    "manual": "Python's language reference in pydoc_data (PSF)",
+    "prose": "texts of the caller",
     "facts": "invented facts in the prose, stories and papers above",
 }
+BUILTIN_SOURCES = ("python", "manual")  # what every Python installation has
 
 
 def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
     """The items that training never sees, or the others; what an item says decides, whatever file it comes from."""
+    if len(items) == 1:
+        return [] if validation else list(items)
     chosen = []
     for item in items:
         digest = hashlib.blake2b(item_texts(item)[0].encode(errors="surrogatepass"), digest_size=4).digest()
         if (int.from_bytes(digest, "big") % _VALIDATION_SHARE == 0) == validation:
             chosen.append(item)
     # A handful of texts may all have fallen on one side: then the first one alone is held out.
-    if len(items) > 1 and len(chosen) in (0, len(items)):
+    if len(chosen) in (0, len(items)):
         chosen = list(items[:1] if validation else items[1:])
     return chosen
 
 
 class Mixture:
-    """Samples of every source in a folder: public sets under their official names, own data, text and code.
+    """Samples of every source: a folder's public sets under their official names, own data, text and code.
 
     Contexts have about `min_tokens` to `max_tokens` tokens. `validation` draws from the items that training never sees,
     `filter_items` gives the items of a set that may be used, `names` maps sets to files in place of their official
-    names. Raises DataError if there is nothing to train on.
+    names. Without a `folder`, or beside it, there are `texts`; `builtin` names the sources among `BUILTIN_SOURCES` that
+    are used as well. Raises DataError if there is nothing to train on.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         min_tokens: int,
         max_tokens: int,
         seed: int = 0,
         validation: bool = False,
         filter_items: Callable[[str, list[Any]], list[Any]] = lambda name, items: items,
         names: NameMap | None = None,
+        texts: Sequence[str] = (),
+        builtin: Sequence[str] = ("python",),
     ):
-        self.index = index_folder(folder, [name for _, _, sets in _SOURCES.values() for name in sets], names)
+        self.index = DatasetIndex(Path(), {}, {})
+        if folder is not None:
+            self.index = index_folder(folder, [name for _, _, sets in _SOURCES.values() for name in sets], names)
         self._bounds = (math.log(min_tokens), math.log(max_tokens))
         self._seed = f"{seed}-{'validation' if validation else 'train'}"
+        self._texts = tuple(texts)
         self.item_counts: dict[str, int] = {}
         items: dict[str, list[Any]] = {}
         for source, (_, _, sets) in _SOURCES.items():
             items[source] = []
             for name in sets:
-                rows = read_dataset(name, self.index.used.get(name, []), folder)
+                rows = read_dataset(name, self.index.used.get(name, []), self.index.folder)
                 self.item_counts |= {name: len(rows)} if rows else {}
                 items[source] += filter_items(name, rows)
-            items[source] = split_held_out(items[source], validation)
-        items["python"] = split_held_out(read_standard_library(), validation)
-        items["facts"] = [*items["prose"], *items["stories"], *items["papers"]] or items["squad"]
+        items["prose"] += [piece for text in texts for piece in split_text("", text)]
+        builtin_items = {"python": read_standard_library, "manual": read_python_manual}
+        items |= {name: builtin_items[name]() for name in builtin}
+        own = (item for source, group in items.items() if source not in BUILTIN_SOURCES for item in group)
+        self.own_chars = sum(len(text) for item in own for text in item_texts(item))
+        items = {source: split_held_out(group, validation) for source, group in items.items()}
+        prose = [*items["prose"], *items["stories"], *items["papers"]] or items["squad"]
+        items["facts"] = prose or items.get("manual", [])
         if not any(texts for source, texts in items.items() if source != "python"):
             if self.item_counts:
                 raise DataError(
@@ -102,7 +120,7 @@ class Mixture:
                 f"{folder} holds no data to train on; put .txt, .md or source files there, or the data sets that the "
                 "documentation of `lkv train` names."
             )
-        self._items = {source: items[source] for source in _SOURCES if items[source]}
+        self._items = {source: items[source] for source in _SOURCES if items.get(source)}
 
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
         """Draw sample number `index`; the other arguments are those of `fill_continuations`."""
@@ -133,7 +151,10 @@ class Mixture:
     @property
     def digest(self) -> str:
         """Digest of the files in use."""
-        return digest_of(path for paths in self.index.used.values() for path in paths)
+        files = digest_of(path for paths in self.index.used.values() for path in paths)
+        if not self._texts:
+            return files
+        return hashlib.sha256("\0".join([files, *self._texts]).encode(errors="surrogatepass")).hexdigest()[:16]
 
     @property
     def names(self) -> list[str]:
@@ -234,6 +255,7 @@ _SOURCES: dict[str, tuple[float, Callable[..., ContextAndAnswers], tuple[str, ..
     "prose": (5, _document_sample, ("wikitext2", "text")),
     "code": (8, _code_sample, ("the_stack", "code")),
     "python": (10, _code_sample, ()),
+    "manual": (8, _document_sample, ()),
     "facts": (20, _facts_sample, ()),
 }
 

@@ -1,0 +1,39 @@
+"""lkv fit: a policy for any model in minutes."""
+
+from pathlib import Path
+
+from lkv.cli.arguments import Command, option
+from lkv.cli.options import DEVICE, Dtype
+
+
+class Fit(Command):
+    """Make a policy for a model in minutes."""
+
+    model: str | None = option(
+        "folder, GGUF file or Hub id of the model (default: embedded SmolLM2-135M)",
+        positional=True,
+        nargs="?",
+        metavar="[MODEL]",
+    )
+    data: Path | None = option("folder of your documents: .txt, .md, code, .jsonl, .pdf (default: Python's own texts)")
+    minutes: float = option("how long it may take", 10.0, gt=0)
+    out: Path | None = option("folder for the policy (default: in the cache, where it is found for this model)")
+    revision: str | None = option("commit, tag or branch of a model on the Hub")
+    dtype: Dtype | None = option("dtype of the model (default: the faster one of float32 and bfloat16)")
+    device: str | None = option(f"{DEVICE} (default: a GPU if any)")
+
+    def run(self) -> None:
+        """Load the model and fit a policy, or continue where an earlier call was interrupted."""
+        import torch
+
+        from lkv.models.loading import DEFAULT, load_model
+        from lkv.training.fit import fit, open_texts
+        from lkv.utils.devices import faster_dtype, on_device, torch_dtype
+
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.data is not None:
+            open_texts((), self.data)  # what is wrong with the texts is said before the model is loaded
+        dtype = torch_dtype(self.dtype) or faster_dtype(torch.device(device))
+        model, tokenizer = load_model(self.model or DEFAULT, dtype, self.revision)
+        model = on_device(model, device)
+        fit(model, tokenizer, minutes=self.minutes, data=self.data, out=self.out, name=self.model or DEFAULT)

@@ -1,0 +1,429 @@
+"""`lkv fit`: a policy for any model in minutes, without settings.
+
+Three stages, each saved: statistics of k, v and queries; budgets and scores by regression on KVzip's second pass,
+forward passes only; then distillation for the time that is left. A killed run resumes; it ends with a comparison.
+"""
+
+import copy
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from shutil import rmtree
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lkv.config import PRESETS, TrainingConfig, fit_to_positions
+from lkv.errors import DataError, LkvError, TrainingError, TrainingStoppedError
+from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.prefill import query_rotations
+from lkv.integrations.transformers.spec import evaluation_mode
+from lkv.policy.lookup import shipped_policy
+from lkv.policy.policy import Policy
+from lkv.policy.shipped import fitted_folder
+from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint, save_checkpoint
+from lkv.training.cost import WARM_START_TOKENS, format_duration, mean_length
+from lkv.training.data.recipes import BUILTIN_SOURCES, Mixture
+from lkv.training.data.samples import TokenizedSample, tokenize_sample
+from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
+from lkv.training.heldout import HeldOutTexts, compare, format_table
+from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
+from lkv.training.warm_start import KVzipTargets, calibrate, fit_to_targets, kvzip_targets
+from lkv.utils.devices import is_out_of_memory
+from lkv.utils.files import as_path, check_writable_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Steps are shares of the time: the schedule follows the clock.
+RECIPE = replace(
+    PRESETS["cpu"], steps=1000, warmup=30, batch=4, continuations=3, tokens_a_continuation=0, lr=1e-3, lr_end=1e-4,
+    min_tokens=500, max_tokens=2000, max_continuation=80,
+)  # fmt: skip
+_MIN_CHARS, _SMALL_CHARS = 2000, 400_000  # of own texts: fewer are refused, or mixed with Python's own
+_STATISTICS_TEXTS, _KVZIP_TEXTS, _KVZIP_SHARE = 6, 24, 0.25  # the last of the whole time, at most
+_PROGRESS_TEXTS, _TABLE_TEXTS, _TABLE_SHARE = 4, 6, 0.1
+_AVERAGING = 8  # the average of the weights reaches over the last 1 / 9 or so of the steps
+_SHORTEST = 256  # tokens of a context, below which memory is too small
+_PROBE_TOKENS = 256
+_FIRST_CONTEXT = 1000  # number of the first sample of the distillation: those before are read by the other stages
+_LATEST_KVZIP = 0.5  # of the whole time, after which no further text is replayed
+# Seconds of each kind of work, in those of reading as many tokens.
+_KVZIP_READINGS, _TABLE_READINGS, _PROGRESS_READINGS = 3.0, 10.0, 1.5
+_RUN = ".fit"  # the folder of a run that is not finished
+
+
+clock = time.perf_counter  # the time that is counted
+
+
+def fit(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: Sequence[str] | None = None,
+    minutes: float = 10.0,
+    *,
+    data: str | Path | None = None,
+    out: str | Path | None = None,
+    name: str | None = None,
+) -> Policy:
+    """Make a policy for a model.
+
+    What is done, how long it takes and the held-out KL as it falls are printed to stderr. The same call resumes a run
+    that was interrupted.
+
+    Args:
+        model: the model, on the device to use and in the dtype to read with.
+        tokenizer: its tokenizer.
+        texts: documents to fit the policy to; with neither these nor `data`, Python's own manual and library are used,
+            which also join texts of fewer than 400,000 characters.
+        minutes: how long it may take.
+        data: a folder of documents (.txt, .md, code, .jsonl, .pdf with the extra `documents`).
+        out: the policy's folder; by default a folder in LKV's cache, where `RaggedCache(model)` finds it.
+        name: the model's name for the policy's card (default: the one it was loaded from).
+
+    Returns:
+        The policy, which is also saved.
+
+    Raises:
+        DataError: If the texts are too few.
+        TrainingError: If the time or the memory is too short.
+        UnsupportedModelError: If LKV does not support the model.
+    """
+    if not isinstance(minutes, int | float) or not minutes > 0 or not math.isfinite(minutes):
+        raise TrainingError(f"minutes is {minutes!r}, but must be a number above 0; give 10 for ten minutes.")
+    started = clock()
+    spec = patch_attention(model).spec
+    query_rotations(model, "`lkv fit`")
+    model_name = name or str(getattr(model.config, "_name_or_path", "") or spec.architecture)
+    folder = fitted_folder(model_name, spec) if out is None else as_path(out, TrainingError, "the policy's folder")
+    longest = RECIPE.max_tokens
+    check_writable_folder(folder / _RUN, TrainingError, "the policy")
+    with lock_folder(folder / _RUN), evaluation_mode(model), torch.enable_grad():
+        while True:
+            config = _config_for(spec.max_positions, longest)
+            try:
+                run = FitRun(model, tokenizer, config, minutes * 60, folder, model_name, texts or (), data, started)
+                return run.run()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            if longest // 2 < _SHORTEST:
+                raise TrainingError(
+                    f"there is not enough memory to fit a policy with contexts of {longest} tokens, the shortest that "
+                    "make sense; close other programs, or load the model in a smaller dtype."
+                )
+            longest //= 2
+            rmtree(folder / _RUN / "state", ignore_errors=True)
+            _say(f"out of memory with contexts of {2 * longest:,} tokens: starting again with at most {longest:,}")
+
+
+def _config_for(positions: int, longest: int) -> TrainingConfig:
+    """The recipe for a model of `positions` positions with contexts of at most `longest` tokens."""
+    # KVzip reads a text twice, behind a request of a few tokens.
+    longest = min(longest, max(1, (positions - 64) // 2))
+    return fit_to_positions(
+        replace(RECIPE, max_tokens=longest, min_tokens=min(RECIPE.min_tokens, max(1, longest // 2))), positions
+    )
+
+
+class FitRun:
+    """One run of `fit`: its plan, its stages and the state that a later call resumes from.
+
+    The clock counts the time of earlier calls, which `self._elapsed` adds up.
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        config: TrainingConfig,
+        seconds: float,
+        folder: Path,
+        model_name: str,
+        texts: Sequence[str],
+        data: str | Path | None,
+        started: float,
+    ):
+        self._model, self._tokenizer, self._config, self._seconds = model, tokenizer, config, seconds
+        self._folder, self._state, self._started = folder, folder / _RUN / "state", started
+        self._earlier = 0.0
+        mixture = open_texts(texts, data, config)
+        self._data, self._held_out_data = mixture, open_texts(texts, data, config, validation=True)
+        spec = patch_attention(model).spec
+        torch.manual_seed(config.seed)
+        card: dict[str, Any] = {"model": model_name, "data": mixture.origins, "data_digest": mixture.digest}
+        card |= {"training": asdict(config), "trained_tokens": config.max_tokens}
+        if "/" in model_name and not Path(model_name).exists():
+            card["hub"] = [model_name]
+        self.policy = Policy(spec, card, config.inputs).to(input_device(model))
+        # Before the regression, scores are the attention to expect alone.
+        self._initial_output = self.policy.tokens.output.detach().clone()
+        self.policy.tokens.output.detach().zero_()
+        self._average, self._best = copy.deepcopy(self.policy), copy.deepcopy(self.policy)
+        self._optimizer = make_optimizer(self.policy, config)
+        self._stage, self._steps, self._contexts = 0, 0, 0
+        self._best_kl, self._distilling_since = math.inf, 0.0
+        self._curve: list[dict[str, float]] = []
+
+    @property
+    def _elapsed(self) -> float:
+        return self._earlier + clock() - self._started
+
+    def run(self) -> Policy:
+        """Run the stages that are left, save the policy, print the comparison and return the policy."""
+        self._model.requires_grad_(False)
+        self._restore()
+        self._make_plan()
+        self._heldout = HeldOutTexts(self._model, self._draw(self._held_out_data, 0, _PROGRESS_TEXTS))
+        if self._stage < 1:
+            texts = self._draw(self._data, 0, _STATISTICS_TEXTS)
+            calibrate(self._model, self.policy, [text.context[:WARM_START_TOKENS] for text in texts])
+            self._finish_stage(1, "statistics")
+        if self._stage < 2 and self._plan.kvzip_texts:
+            targets = self._read_targets()
+            self.policy.tokens.output.detach().copy_(self._initial_output)
+            error = fit_to_targets(self.policy, targets)
+            self._finish_stage(2, f"KVzip regression, {1 - error:.0%} of the variance")
+        self._distill()
+        return self._finish()
+
+    def _restore(self) -> None:
+        """Take up the state of a run on the same data that was interrupted."""
+        if not (self._state / CHECKPOINT).exists():
+            return
+        try:
+            checkpoint = read_checkpoint(self._state)
+            checkpoint.check_run(self._config, self._data.digest)
+            checkpoint.load_policy(self.policy)
+            checkpoint.load_optimizer(self.policy, self._optimizer)
+            for name, policy in (("average", self._average), ("best", self._best)):
+                policy.load_state_dict(Policy.from_pretrained(self._state / name).state_dict())
+            progress = checkpoint.card["progress"]
+            self._stage, self._steps, self._contexts = progress["stage"], checkpoint.step, progress["contexts"]
+            self._earlier, self._best_kl = progress["seconds"], progress["best_kl"]
+            self._distilling_since, self._curve = progress["distilling_since"], progress["curve"]
+        except (LkvError, KeyError, RuntimeError) as error:
+            _say(f"the interrupted run in {self._state} is of no use here ({error}): starting anew")
+            rmtree(self._state, ignore_errors=True)
+            self._stage = 0
+            return
+        _say(f"continuing the run that was interrupted after {self._earlier / 60:.1f} minutes")
+
+    def _save(self) -> None:
+        self.policy.card["progress"] = {
+            "stage": self._stage, "contexts": self._contexts, "seconds": self._elapsed, "best_kl": self._best_kl,
+            "distilling_since": self._distilling_since, "curve": self._curve,
+        }  # fmt: skip
+        self._average.save_pretrained(self._state / "average")
+        self._best.save_pretrained(self._state / "best")
+        save_checkpoint(self._state, self._steps, self._config, self.policy, self._optimizer)
+
+    def _make_plan(self) -> None:
+        """Measure how fast texts are read, and print what will be done. Raises TrainingError if the time is short."""
+        config = self._config
+        tokens = mean_length(config.min_tokens, config.max_tokens)
+        reading = tokens * _seconds_a_token(self._model, min(_PROBE_TOKENS, config.max_tokens))
+        self._plan = plan = make_plan(reading, self._seconds)
+        for line in self._data.lines:
+            _say(line)
+        own = f"{self._data.own_chars:,} characters of own text" if self._data.own_chars else "no own text"
+        builtin = [name for name in BUILTIN_SOURCES if name in self._data.names]
+        spec = self.policy.spec
+        _say(
+            f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
+            f"{str(self._model.dtype).removeprefix('torch.')}) from {own}"
+            + (" and Python's own manual and library" if builtin else "")
+        )
+        _say(f"1. statistics of {_STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
+        _say(f"2. regression on KVzip's second pass over {plan.kvzip_texts} texts: {format_duration(plan.kvzip)}")
+        _say(
+            f"3. distillation on contexts of {config.min_tokens:,} to {config.max_tokens:,} tokens: "
+            f"{format_duration(plan.distillation)}"
+        )
+        _say(f"4. comparison on {plan.table_texts} held-out texts: {format_duration(plan.table)}")
+
+    def _draw(self, data: Mixture, start: int, count: int) -> list[TokenizedSample]:
+        """`count` samples from number `start` on that have something to predict."""
+        samples: list[TokenizedSample] = []
+        for number in range(start, start + 20 * count):
+            sample = self._sample(data, number)
+            if sample.continuations:
+                samples.append(sample)
+            if len(samples) == count:
+                break
+        if not samples:
+            raise DataError("the texts are too short to learn from; give longer ones.")
+        return samples
+
+    def _sample(self, data: Mixture, number: int) -> TokenizedSample:
+        sample = data.sample(number, self._config.continuations)
+        return tokenize_sample(sample, self._tokenizer, self._config.max_tokens, self._config.max_continuation)
+
+    def _read_targets(self) -> list[KVzipTargets]:
+        """KVzip's scores of as many texts as planned, or as the time allows."""
+        targets: list[KVzipTargets] = []
+        for text in self._draw(self._data, _STATISTICS_TEXTS, self._plan.kvzip_texts):
+            ids = text.context[:WARM_START_TOKENS]
+            targets.append(kvzip_targets(self._model, self._tokenizer, self.policy, ids))
+            if self._elapsed > self._seconds * _LATEST_KVZIP:
+                break
+        return targets
+
+    def _finish_stage(self, stage: int, title: str) -> None:
+        self._stage = stage
+        self._average.load_state_dict(self.policy.state_dict())
+        self._report(title)
+
+    def _report(self, title: str) -> None:
+        """Print the held-out KL of the averaged weights, keep them if they are the best so far, and save the state."""
+        measured = self._heldout.measure(self._average)
+        kl = math.prod(fidelity.kl for fidelity in measured.values()) ** (1 / len(measured))
+        if kl <= self._best_kl:
+            self._best_kl = kl
+            self._best.load_state_dict(self._average.state_dict())
+        point = {f"kl_{retention:g}": round(fidelity.kl, 5) for retention, fidelity in measured.items()}
+        self._curve.append({"seconds": round(self._elapsed, 1), "contexts": self._contexts, **point})
+        text = ", ".join(f"{fidelity.kl:.3f} at R {retention:g}" for retention, fidelity in measured.items())
+        minutes, seconds = divmod(int(self._elapsed), 60)
+        _say(f"{minutes:3}:{seconds:02} {title}: held-out KL {text}")
+        self._save()
+
+    def _distill(self) -> None:
+        """Train until the comparison has to begin; the schedule follows the clock."""
+        config, end = self._config, self._seconds - self._plan.table
+        begin = self._distilling_since = self._distilling_since or self._elapsed
+        pace, reported = 0.0, self._elapsed
+        interval = max(15.0, (end - begin) / 12)
+        with defer_interrupt() as interrupted:
+            while (now := self._elapsed) + pace < end:
+                self._step(schedule(config, config.steps * (now - begin) / (end - begin)))
+                pace = max(pace / 2, self._elapsed - now)
+                is_last = self._elapsed + pace >= end
+                if is_last or interrupted.is_set() or self._elapsed - reported > interval:
+                    self._report(f"{self._contexts} contexts")
+                    reported = self._elapsed
+                if interrupted.is_set():
+                    raise TrainingStoppedError(
+                        f"stopped after {self._elapsed / 60:.1f} of {self._seconds / 60:g} minutes, which are saved in "
+                        f"{self._state}; run the same command to continue."
+                    )
+
+    def _step(self, now: Schedule) -> None:
+        """One update on a batch of contexts, and one of the averaged weights."""
+        config = self._config
+        numbers = range(_FIRST_CONTEXT + self._contexts, _FIRST_CONTEXT + self._contexts + config.batch)
+        numbered = [(number, self._sample(self._data, number)) for number in numbers]
+        set_learning_rate(self._optimizer, now.lr)
+        self._optimizer.zero_grad(set_to_none=True)
+        for group in group_samples(numbered, config.contexts_per_forward):
+            kl, hidden = distillation_losses(self._model, self.policy, group, config, now)
+            loss = (kl + config.beta * hidden) / config.batch
+            if not loss.isfinite():
+                raise TrainingError(
+                    f"the loss is {loss.item()} ({group}); load the model in float32, or report the model's name."
+                )
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
+        self._optimizer.step()
+        self._contexts += config.batch
+        self._steps += 1
+        with torch.no_grad():
+            for average, parameter in zip(self._average.parameters(), self.policy.parameters(), strict=True):
+                average.lerp_(parameter, (_AVERAGING + 1) / (self._steps + _AVERAGING + 1))
+
+    def _finish(self) -> Policy:
+        """Compare the best policy with the baselines, print that, and save the policy."""
+        policy = self._best.eval().requires_grad_(False)
+        samples = self._draw(self._held_out_data, _FIRST_CONTEXT, self._plan.table_texts)
+        shipped = shipped_policy(policy.spec)
+        rows = compare(self._model, self._tokenizer, samples, policy, shipped)
+        print(format_table(rows))
+        card = policy.card
+        card.pop("progress", None)
+        errors = {name: math.prod(row["kl"] for row in rows if row["method"] == name) for name in ("lkv", "shipped")}
+        card["fit"] = {
+            "minutes": round(self._elapsed / 60, 1), "contexts": self._contexts, "curve": self._curve,
+            "comparison": rows,
+            "preferred": shipped is None or errors["lkv"] < errors["shipped"],
+        }  # fmt: skip
+        lengths = sorted(len(sample.context) for sample in samples)
+        card["fidelity"] = [
+            {"retention": row["retention"], "tokens": [lengths[0], lengths[-1]], "kl": row["kl"],
+             "agreement": row["agreement"]}
+            for row in rows if row["method"] == "lkv"
+        ]  # fmt: skip
+        policy.save_pretrained(self._folder, half=True)
+        rmtree(self._folder / _RUN, ignore_errors=True)
+        print(f"the policy is in {self._folder}, after {self._elapsed / 60:.1f} minutes")
+        if not card["fit"]["preferred"]:
+            print("the policy shipped for this model is better and stays the default; give this one by its folder")
+        return policy
+
+
+class Plan(NamedTuple):
+    """Seconds of each stage, and how many texts the second and the last one read."""
+
+    statistics: float
+    kvzip: float
+    distillation: float
+    table: float
+    kvzip_texts: int
+    table_texts: int
+
+
+def make_plan(reading: float, seconds: float) -> Plan:
+    """Divide `seconds` where one text is read in `reading` seconds. Raises TrainingError if they are too few."""
+    statistics = (_STATISTICS_TEXTS + _PROGRESS_TEXTS * _PROGRESS_READINGS) * reading
+    table_texts = min(_TABLE_TEXTS, max(1, int(_TABLE_SHARE * seconds / (_TABLE_READINGS * reading))))
+    table = table_texts * _TABLE_READINGS * reading
+    if statistics + table > seconds:
+        least = math.ceil((statistics + table) / 60 * 1.2)
+        raise TrainingError(
+            f"{seconds / 60:g} minutes are too short: reading the texts for the statistics alone, and comparing the "
+            f"result, takes {format_duration(statistics + table)} here; give --minutes {least} or more."
+        )
+    kvzip_texts = min(_KVZIP_TEXTS, int(_KVZIP_SHARE * seconds / (_KVZIP_READINGS * reading)))
+    kvzip = kvzip_texts * _KVZIP_READINGS * reading
+    distillation = max(0.0, seconds - statistics - kvzip - table)
+    return Plan(statistics, kvzip, distillation, table, kvzip_texts, table_texts)
+
+
+def open_texts(
+    texts: Sequence[str], data: str | Path | None, config: TrainingConfig = RECIPE, validation: bool = False
+) -> Mixture:
+    """Open a folder or texts, with Python's own where these are few or none. Raises DataError for too little text."""
+    folder = None if data is None else as_path(data, DataError, "the data folder")
+
+    def mixture(builtin: Sequence[str]) -> Mixture:
+        bounds = config.min_tokens, config.max_tokens
+        return Mixture(folder, *bounds, config.seed, validation, texts=texts, builtin=builtin)
+
+    mixed = mixture(BUILTIN_SOURCES)
+    if folder is None and not texts:
+        return mixed
+    if mixed.own_chars < _MIN_CHARS:
+        where = "the texts hold" if folder is None else f"{folder} holds"
+        raise DataError(
+            f"{where} {mixed.own_chars:,} characters of text; give at least {_MIN_CHARS:,} in .txt, .md, .jsonl, .pdf "
+            "or source files, or no data to use Python's own texts."
+        )
+    return mixed if mixed.own_chars < _SMALL_CHARS else mixture(())
+
+
+@torch.no_grad()
+def _seconds_a_token(model: "PreTrainedModel", tokens: int) -> float:
+    """How long the model reads a token of a text of `tokens` tokens, on this machine as it is now."""
+    ids = torch.ones((1, tokens), dtype=torch.long, device=input_device(model))
+    seconds = []
+    for length in (min(32, tokens), tokens, tokens):  # the first call prepares what later ones find
+        start = clock()
+        model.get_decoder()(input_ids=ids[:, :length], use_cache=False).last_hidden_state.sum().item()
+        seconds.append(clock() - start)
+    return min(seconds[1:]) / tokens
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

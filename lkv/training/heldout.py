@@ -1,0 +1,133 @@
+"""How close predictions after eviction are to those of the full cache, on texts that training never sees.
+
+Eviction is a mask over the whole prompt, which is what a cache without the evicted entries computes.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lkv.errors import LkvError
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.methods.budgets import RetentionTarget
+from lkv.methods.method import Method, MethodInputs
+from lkv.methods.registry import parse_method
+from lkv.policy.policy import Policy
+from lkv.training.data.samples import TokenizedSample
+from lkv.training.distillation import Outputs, SampleDistillation, hard_mask, top_k_mask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PROGRESS_RETENTIONS = (0.15, 0.05)
+TABLE_RETENTIONS = (0.3, 0.15, 0.05)
+_BASELINES = {
+    "lkv": "new policy",
+    "lkv-h+expected": "Expected Attention, its budgets",
+    "shipped": "shipped policy",
+    "kvzip": "KVzip (reads twice)",
+    "snapkv": "SnapKV",
+}
+
+
+class Fidelity(NamedTuple):
+    """Means over target tokens, continuations and texts."""
+
+    kl: float
+    agreement: float
+
+
+class HeldOutTexts:
+    """Texts that are read once: any number of policies is measured on the k, v and predictions that are kept."""
+
+    def __init__(self, model: "PreTrainedModel", samples: Sequence[TokenizedSample]):
+        self._runs = [_read(model, sample) for sample in samples]
+
+    @torch.no_grad()
+    def measure(self, policy: Policy, retentions: Sequence[float] = PROGRESS_RETENTIONS) -> dict[float, Fidelity]:
+        """KL and agreement of `policy` by retention."""
+        results: dict[float, list[Fidelity]] = {retention: [] for retention in retentions}
+        for run, teacher in self._runs:
+            scores = run.scores(policy)
+            for retention in retentions:
+                mask = hard_mask(policy, scores, retention, sum(run.counts))
+                results[retention].append(_fidelity(run, teacher, mask))
+        return {retention: _mean(values) for retention, values in results.items()}
+
+
+def compare(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    samples: Sequence[TokenizedSample],
+    policy: Policy,
+    shipped: Policy | None = None,
+    retentions: Sequence[float] = TABLE_RETENTIONS,
+) -> list[dict[str, Any]]:
+    """Measure `policy` and baselines that need none, or its budgets alone; a row a method and retention.
+
+    A baseline that cannot serve the texts is left out.
+    """
+    patched = patch_attention(model)
+    results: dict[tuple[str, float], list[Fidelity]] = {}
+    with torch.no_grad():
+        for sample in samples:
+            run, teacher = _read(model, sample, queries=True)
+            for name in _BASELINES:
+                if name == "shipped" and shipped is None:
+                    continue
+                used = shipped if name == "shipped" else policy
+                spec = parse_method("lkv" if name == "shipped" else name)
+
+                def inputs(retention: float, used: Policy | None = used) -> MethodInputs:
+                    target = RetentionTarget(retention)
+                    return MethodInputs(
+                        target, used, patched.heads, model, patched.spec.layers, None, tokenizer, strict=False
+                    )
+
+                try:
+                    selector = spec.build_selector(inputs(retentions[0])).for_prompt(sample.context, run.prompt)
+                    scores = [selector.scores(layer, part) for layer, part in enumerate(run.prompt)]
+                    for retention in retentions:
+                        budget = spec.build_budget(inputs(retention))
+                        method = Method(name, budget, selector).for_prompt(sample.context, run.prompt)
+                        counts = [method.budget.counts(layer, part)[0] for layer, part in enumerate(scores)]
+                        table = torch.cat([part.to(scores[0].device) for part in scores])
+                        mask = top_k_mask(table, counts, sum(run.counts))
+                        results.setdefault((name, retention), []).append(_fidelity(run, teacher, mask))
+                except LkvError:
+                    results = {key: value for key, value in results.items() if key[0] != name}
+    return [
+        {"method": name, "retention": retention, "texts": len(values), **_mean(values)._asdict()}
+        for name in _BASELINES
+        for retention in retentions
+        if len(values := results.get((name, retention), [])) == len(samples)
+    ]
+
+
+def format_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of `compare` as text: KL and agreement a method and retention."""
+    retentions = list(dict.fromkeys(row["retention"] for row in rows))
+    lines = [f"{'KL / agreement on held-out texts':34}" + "".join(f"R = {retention:<14g}" for retention in retentions)]
+    for name in dict.fromkeys(row["method"] for row in rows):
+        cells = {row["retention"]: f"{row['kl']:.3f} / {row['agreement']:.2f}" for row in rows if row["method"] == name}
+        lines.append(f"{_BASELINES[name]:34}" + "".join(f"{cells[retention]:18}" for retention in retentions))
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def _read(
+    model: "PreTrainedModel", sample: TokenizedSample, queries: bool = False
+) -> tuple[SampleDistillation, Outputs]:
+    run = SampleDistillation(model, sample, queries=queries)
+    return run, run.run(None)._replace(hidden=())
+
+
+def _fidelity(run: SampleDistillation, teacher: Outputs, mask: Tensor) -> Fidelity:
+    student = run.run(mask)
+    return Fidelity(float(run.kl(teacher, student)), run.agreement(teacher, student))
+
+
+def _mean(values: Sequence[Fidelity]) -> Fidelity:
+    return Fidelity(*(sum(column) / len(values) for column in zip(*values, strict=True)))

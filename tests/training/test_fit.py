@@ -1,0 +1,303 @@
+"""A policy for any model in minutes: stages, time, resuming, and what is refused."""
+
+import os
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import lkv
+from lkv.cli.main import main
+from lkv.config import ScorerInputs
+from lkv.errors import DataError, PolicyFileError, PolicyMismatchError, TrainingError, UnsupportedModelError
+from lkv.evaluation.comparison import MethodComparison, MethodGrid
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.models.loading import load_model
+from lkv.policy import lookup
+from lkv.policy.lookup import default_policy, estimate_fit_minutes, policy_for
+from lkv.policy.policy import Policy
+from lkv.policy.shipped import fitted_folder, fitted_policies
+from lkv.training import fit as fitting
+from lkv.training.data.recipes import BUILTIN_SOURCES
+from lkv.training.data.samples import TokenizedSample
+from lkv.training.fit import RECIPE, fit, make_plan, open_texts
+from lkv.training.heldout import HeldOutTexts, compare
+from lkv.training.warm_start import _scores_of_all_heads, calibrate, kvzip_targets
+from tests.conftest import save_model
+
+TEXT = "The old mill by the river was sold in spring. Nobody knew who had bought it, but the lights came back. " * 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=1024)
+
+
+@pytest.fixture
+def loaded(folder):
+    return load_model(str(folder), torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LKV_POLICY_HUB", "")
+    monkeypatch.setattr(fitting, "clock", time.process_time)  # a busy machine has no less time
+    return tmp_path / "cache"
+
+
+def random_policy(model) -> Policy:
+    torch.manual_seed(3)
+    policy = Policy(patch_attention(model).spec, inputs=ScorerInputs("unrotated", "learned", 9))
+    torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
+    calibrate(model, policy, [ids(1, 200), ids(2, 150)])
+    return policy.requires_grad_(False)
+
+
+def ids(seed: int, tokens: int) -> list[int]:
+    return torch.randint(3, 250, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def sample(seed: int) -> TokenizedSample:
+    return TokenizedSample("random", ids(seed, 90), [(ids(seed + 50, 20), 8), (ids(seed + 60, 12), 0)])
+
+
+def test_held_out_fidelity_is_that_of_the_cache_with_its_entries_evicted(loaded):
+    model, tokenizer = loaded
+    policy, samples = random_policy(model), [sample(1), sample(2)]
+    rows = {(row["method"], row["retention"]): row for row in compare(model, tokenizer, samples, policy)}
+    grid = MethodGrid(model, tokenizer, ["lkv", "lkv-h+expected", "kvzip", "snapkv"], [0.3, 0.15, 0.05], policy)
+    expected: dict[tuple[str, float], list] = {}
+    for text in samples:
+        prompt = read_prompt(model, torch.tensor([text.context]), queries=True)
+        bound, _ = grid.bind(text.context, prompt)
+        comparison = MethodComparison(model, text.context, prompt, [row.method for row in bound])
+        for target, skip in text.continuations:
+            for row, fidelity in zip(bound, comparison.measure_fidelity(target, skip), strict=True):
+                expected.setdefault((row.name, row.retention), []).append(fidelity)
+    assert set(rows) == {key for key in expected if key[0] != "full"}
+    for key, row in rows.items():
+        assert row["kl"] == pytest.approx(sum(f.kl for f in expected[key]) / 4, abs=1e-4), key
+        assert row["agreement"] == pytest.approx(sum(f.agreement for f in expected[key]) / 4, abs=1e-5), key
+    measured = HeldOutTexts(model, samples).measure(policy)
+    assert {r: f.kl for r, f in measured.items()} == pytest.approx({r: rows["lkv", r]["kl"] for r in (0.15, 0.05)})
+
+
+def test_the_regression_scores_tokens_as_the_policy_does(loaded):
+    model, tokenizer = loaded
+    policy, context = random_policy(model), ids(5, 120)
+    target = kvzip_targets(model, tokenizer, policy, context)
+    prompt = read_prompt(model, torch.tensor([context]))
+    scores = torch.cat([policy.tokens(part, layer) for layer, part in enumerate(prompt)])
+    assert torch.allclose(_scores_of_all_heads(policy, target), scores.flatten(0, 1), atol=1e-4)
+    assert torch.allclose(target.scores.std(-1), torch.full((6,), 2.0), atol=0.05)
+    assert target.shares.mean((1, 2)).tolist() == pytest.approx([0.05, 0.15, 0.3], abs=0.01)
+
+
+def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys):
+    model, tokenizer = loaded
+    with pytest.raises(PolicyMismatchError, match=r"make one with `lkv fit MODEL` \(--minutes 10\)"):
+        lkv.RaggedCache(model)
+    started = time.process_time()
+    policy = fit(model, tokenizer, [TEXT], minutes=0.1, name="owner/tiny")
+    assert time.process_time() - started < 0.1 * 60 + 4
+    said = capsys.readouterr()
+    for text in (
+        "1. statistics of 6 texts",
+        "KVzip regression",
+        "contexts: held-out KL",
+        "of own text and Python's own",
+    ):
+        assert text in said.err
+    for text in ("R = 0.05", "new policy", "KVzip (reads twice)", "SnapKV", "Expected Attention, its budgets"):
+        assert text in said.out
+    assert policy.card["fit"]["contexts"] > 0 and policy.card["fit"]["preferred"]
+    assert not (cache / "policies" / fitted_policies()[0].name / ".fit").exists()
+    # Stored in 16 bits, it is found by the model's weights, by the model's name, and listed.
+    for found in (policy_for(model), default_policy("owner/tiny"), default_policy(model)):
+        assert torch.allclose(found.tokens.hidden, policy.tokens.hidden, atol=1e-3)
+    inputs = torch.tensor([ids(8, 100)])
+    cached = lkv.RaggedCache(model, retention=0.3)
+    model.generate(inputs, past_key_values=cached, max_new_tokens=2, do_sample=False)
+    assert cached.ragged_layers[0].kept_counts.sum() > 0
+    assert main(["policies"]) == 0 and "fitted    here in" in capsys.readouterr().out
+    # The budgets and scores that it was given are not those of a policy that knows nothing.
+    text = sample(9)
+    kl = {row["retention"]: row["kl"] for row in compare(model, tokenizer, [text], policy) if row["method"] == "lkv"}
+    torch.manual_seed(0)
+    fresh = Policy(policy.spec, inputs=policy.inputs)
+    none = {row["retention"]: row["kl"] for row in compare(model, tokenizer, [text], fresh) if row["method"] == "lkv"}
+    assert kl[0.3] < none[0.3]
+
+
+def test_the_command_fits_and_asks(folder, tmp_path, capsys):
+    texts, document = tmp_path / "texts", tmp_path / "book.txt"
+    texts.mkdir()
+    (texts / "own.md").write_text(TEXT)
+    document.write_text(TEXT[:500])
+    assert main(["ask", str(document), "Who?", "--model", str(folder), "--max-new-tokens", "2"]) == 2
+    assert f"lkv fit {folder}" in capsys.readouterr().err
+    arguments = ["fit", str(folder), "--data", str(texts), "--minutes", "0.1", "--dtype", "float32"]
+    assert main(arguments) == 0
+    assert "used as text: own.md" in capsys.readouterr().err
+    assert main(["ask", str(document), "Who?", "--model", str(folder), "--max-new-tokens", "2"]) == 0
+    assert main(["policies", "--model", str(folder)]) == 0
+    assert "fitted    here in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stage", ["statistics", pytest.param("contexts", marks=pytest.mark.slow)])
+def test_a_killed_run_continues(folder, cache, stage, capfd):
+    model, tokenizer = load_model(str(folder), torch.float32)
+    state = fitted_folder(str(folder), patch_attention(model).spec) / ".fit" / "state"
+    child = os.fork()
+    if not child:
+        if stage == "statistics":
+            fitting.fit_to_targets = lambda *_: time.sleep(60)
+        fit(model, tokenizer, minutes=0.5, name=str(folder))
+        os._exit(0)
+    end, wanted = time.monotonic() + 50, "statistics: held-out" if stage == "statistics" else " contexts: held-out"
+    seen = ""
+    while wanted not in seen and time.monotonic() < end:
+        time.sleep(0.1)
+        seen += capfd.readouterr().err
+    time.sleep(0.5)  # the state is written after the line
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert (state / "checkpoint.safetensors").exists()
+    policy = fit(model, tokenizer, minutes=0.35 if stage == "contexts" else 0.1, name=str(folder))
+    said = capfd.readouterr().err
+    assert "continuing the run that was interrupted after" in said
+    assert "statistics: held-out" not in said and ("KVzip regression," in said) == (stage == "statistics")
+    assert policy.card["fit"]["contexts"] > 0 and not state.exists()
+
+
+def test_other_texts_begin_anew(loaded, cache, capsys, monkeypatch):
+    model, tokenizer = loaded
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fitting, "fit_to_targets", stop)
+        with pytest.raises(KeyboardInterrupt):
+            fit(model, tokenizer, minutes=0.15, name="tiny")
+    fit(model, tokenizer, [TEXT], minutes=0.08, name="tiny")
+    said = capsys.readouterr().err
+    assert "is of no use here" in said and "belongs to a run on other data" in said and said.count("statistics: ") == 2
+
+
+def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, monkeypatch):
+    model, tokenizer = loaded
+    original = fitting.distillation_losses
+
+    def limited(model, policy, group, config, now):
+        if max(len(sample.context) for _, sample in group.numbered) > 300:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(model, policy, group, config, now)
+
+    monkeypatch.setattr(fitting, "distillation_losses", limited)
+    monkeypatch.setattr(fitting, "RECIPE", RECIPE.__class__(**{**vars(RECIPE), "max_tokens": 512}))
+    policy = fit(model, tokenizer, minutes=0.1, name="tiny")
+    assert "out of memory with contexts of 512 tokens: starting again with at most 256" in capsys.readouterr().err
+    assert policy.trained_tokens == 256
+    monkeypatch.setattr(fitting, "distillation_losses", run_out_of_memory)
+    with pytest.raises(TrainingError, match="not enough memory to fit a policy with contexts of 256 tokens"):
+        fit(model, tokenizer, minutes=0.1, name="tiny")
+
+
+def run_out_of_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_time_that_is_too_short_is_refused_before_it_starts(loaded, monkeypatch):
+    with pytest.raises(TrainingError, match=r"0.5 minutes are too short.*give --minutes 5 or more"):
+        make_plan(10.0, 30.0)
+    plan = make_plan(2.0, 600.0)
+    assert plan.kvzip_texts == 24 and plan.statistics + plan.kvzip + plan.distillation + plan.table == 600
+    for minutes in (0, -1, float("nan"), "ten"):
+        with pytest.raises(TrainingError, match="must be a number above 0"):
+            fit(*loaded, minutes=minutes)
+    monkeypatch.setattr(fitting, "_seconds_a_token", lambda *_: 1.0)
+    with pytest.raises(TrainingError, match="are too short"):
+        fit(*loaded, minutes=1)
+
+
+def test_texts_that_are_too_few_are_refused(loaded, tmp_path, capsys):
+    with pytest.raises(DataError, match="the texts hold 12 characters of text; give at least 2,000"):
+        fit(*loaded, ["Hello there."])
+    (tmp_path / "empty").mkdir()
+    assert main(["fit", "--data", str(tmp_path / "empty")]) == 2
+    assert "holds 0 characters of text" in capsys.readouterr().err
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "cat.png").write_bytes(b"\x89PNG")
+    with pytest.raises(DataError, match="pictures holds 0 characters"):
+        open_texts((), tmp_path / "pictures")
+    with pytest.raises(DataError, match="there is no data folder"):
+        open_texts((), tmp_path / "nowhere")
+
+
+def test_large_folders_are_used_alone_and_small_ones_are_mixed():
+    assert set(open_texts((), None).names) == {"python", "manual", "facts"}
+    assert set(open_texts([TEXT], None).names) == {"prose", *BUILTIN_SOURCES, "facts"}
+    assert set(open_texts([TEXT * 200], None).names) == {"prose", "facts"}
+    assert open_texts([TEXT], None).digest != open_texts([TEXT + "."], None).digest
+
+
+def test_a_document_of_the_extra_is_read(tmp_path):
+    (tmp_path / "page.html").write_text(f"<html><body><p>{TEXT}</p></body></html>")
+    assert open_texts((), tmp_path).own_chars == pytest.approx(len(TEXT), rel=0.05)
+
+
+def test_a_model_without_rope_is_refused(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50)).eval()
+    with pytest.raises(UnsupportedModelError) as error:
+        fit(model, None, minutes=1, out=tmp_path)
+    print(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_better_of_a_shipped_and_a_fitted_policy_is_the_default(loaded, cache, monkeypatch):
+    model, _ = loaded
+    spec = patch_attention(model).spec
+    shipped, fitted = random_policy(model), random_policy(model)
+    shipped.card, fitted.card = {"is": "shipped"}, {"is": "fitted", "fit": {"preferred": False}}
+    shipped.save_pretrained(cache / "shipped" / "tiny")
+    fitted.save_pretrained(fitted_folder("tiny", spec))
+    monkeypatch.setattr("lkv.policy.shipped._POLICIES", cache / "shipped")
+    assert policy_for(model).card["is"] == "shipped"
+    fitted.card["fit"]["preferred"] = True
+    fitted.save_pretrained(fitted_folder("tiny", spec))
+    assert policy_for(spec).card["is"] == "fitted"
+    (fitted_folder("tiny", spec) / "config.json").write_text("{")
+    assert policy_for(model).card["is"] == "shipped"
+    shutil.rmtree(cache / "shipped")
+
+
+def test_a_policy_published_for_the_model_is_fetched_and_reported(loaded, cache, monkeypatch, capsys):
+    model, _ = loaded
+    asked = []
+
+    def download(name, *_, **__):
+        asked.append(name)
+        if name != "team/tiny":
+            raise PolicyFileError("not there")
+        policy = random_policy(model)
+        policy.commit = "abc"
+        return policy
+
+    monkeypatch.setattr(lookup.Policy, "from_pretrained", download)
+    monkeypatch.setenv("LKV_POLICY_HUB", "team")
+    assert default_policy("owner/tiny").commit == "abc" and policy_for(model, name="owner/tiny").commit == "abc"
+    assert capsys.readouterr().err.count("using the policy team/tiny from the hub (commit abc)") == 2
+    monkeypatch.delenv("LKV_POLICY_HUB")
+    with pytest.raises(PolicyMismatchError, match="there is no policy for 'owner/other' yet; make one with `lkv fit"):
+        default_policy("owner/other")
+    assert asked[-1] == "lkv-policies/other"
+    count = len(asked)
+    with pytest.raises(PolicyMismatchError):
+        policy_for(model)  # not asked for by a name
+    assert len(asked) == count and estimate_fit_minutes(model) == 10
