@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+from typing import Literal
 
 from lkv.cli.arguments import option
 from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, RunOptions, check_pattern
@@ -32,17 +33,25 @@ class Serve(PolicyOptions, RunOptions):
     timeout: float = option("seconds per answer", 300.0, gt=0, le=86400)
     grace: float = option("seconds that a shutdown waits for answers in flight", 30.0, ge=0, le=86400)
 
+    engine: Literal["lkv", "vllm"] = option("lkv's own small server, or vLLM's with the plugin (extra vllm)", "lkv")
+    vllm_args: str = option("with --engine vllm: further options of vLLM's server, as one text", "")
+
     def run(self) -> None:
         """Serve until interrupted."""
         from lkv.methods.registry import FULL
         from lkv.utils.extras import require
 
-        require("serve", "lkv serve")
+        require("serve" if self.engine == "lkv" else "vllm", "lkv serve")
         key = read_api_key(self.host)
         if self.method == FULL:
             raise LkvError("uncompressed contexts cannot be stored; use a method that compresses, such as lkv.")
         check_port(self.host, self.port)
         check_pattern([self.method], takes_pattern=False)
+        if self.engine == "vllm":
+            from lkv.integrations.vllm import command
+
+            defaults = {name: field.default for name, field in type(self).model_fields.items()}
+            command.serve(self.model_dump(), defaults, key)
         import uvicorn
 
         from lkv.serving.app import make_app

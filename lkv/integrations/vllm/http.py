@@ -1,0 +1,331 @@
+"""Contexts over HTTP, beside vLLM's own routes: `/v1/contexts`, and chats and completions that name a context.
+
+vLLM loads this as an endpoint plugin where `VLLM_PLUGINS` names `lkv`. A request names its context by the model's name,
+`MODEL:CONTEXT`, by `vllm_xargs={"lkv_context": CONTEXT}`, or by the field `context`. It is rewritten before vLLM parses
+it: a chat's messages become the tokens that follow the context.
+"""
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections import Counter
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse
+from prometheus_client import Gauge
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lkv.errors import (
+    BusyError,
+    ContextFileError,
+    IntegrationError,
+    LkvError,
+    PromptError,
+    RetentionError,
+    StoreError,
+    UnknownContextError,
+)
+from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
+from lkv.integrations.vllm.contexts import PluginSettings, VllmContexts
+from lkv.integrations.vllm.requests import front_contexts
+from lkv.serving.schemas import Message as ChatMessage
+from lkv.serving.schemas import error_object, parse_context
+from lkv.serving.service import Job
+from lkv.serving.store import StoredContext, unknown_context
+from lkv.utils.prompts import encode, render_messages
+
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_MAX_JOBS = 256  # texts that are being compressed or could not be
+_STATUS: dict[type[LkvError], tuple[int, str]] = {
+    UnknownContextError: (404, "not_found_error"), BusyError: (429, "rate_limit_error"),
+    ContextFileError: (409, "conflict_error"), StoreError: (507, "server_error"),
+    PromptError: (400, "invalid_request_error"), RetentionError: (400, "invalid_request_error"),
+    IntegrationError: (400, "invalid_request_error"),
+}  # fmt: skip
+_LOG = logging.getLogger("vllm.lkv")
+
+
+def error_response(error: LkvError) -> JSONResponse:
+    """An error as OpenAI's clients read it."""
+    status, kind = next((value for cls, value in _STATUS.items() if isinstance(error, cls)), (500, "server_error"))
+    return JSONResponse(error_object(str(error), kind), status)
+
+
+class ContextRoutes:
+    """vLLM's endpoint plugin (entry point `vllm.endpoint_plugins`)."""
+
+    name = "lkv"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._settings = PluginSettings.model_validate({})
+        self._models: list[str] = []
+        self._jobs: dict[str, Job] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._users: Counter[str] = Counter()  # open requests by context
+        self._deleted: set[str] = set()  # contexts that go when no request uses them any more
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes, and the middleware that rewrites requests about contexts."""
+        app.add_middleware(ContextMiddleware, routes=self)
+        page = (files("lkv.serving") / "page.html").read_text(encoding="utf-8")
+
+        @app.exception_handler(LkvError)
+        async def lkv_error(_: Request, error: Exception) -> JSONResponse:
+            assert isinstance(error, LkvError)
+            return error_response(error)
+
+        @app.post("/v1/contexts", status_code=202)
+        async def create(request: Request) -> JSONResponse:
+            limit = int(self._settings.max_upload * 2**20)
+            data = await _read_body(request.receive, limit)
+            body = await asyncio.to_thread(parse_context, data, request.headers.get("content-type", ""))
+            made = await self._create(body)
+            return JSONResponse(made.as_object(), 200 if isinstance(made, StoredContext) else 202)
+
+        @app.get("/v1/contexts")
+        async def list_contexts() -> dict[str, Any]:
+            stored = await asyncio.to_thread((await self.contexts()).store.list_contexts)
+            ready = [context for context in stored if context.id not in self._deleted and context.id not in self._jobs]
+            made: list[StoredContext | Job] = [*self._jobs.values(), *ready]
+            return {"object": "list", "data": [context.as_object() for context in made]}
+
+        @app.get("/v1/contexts/{name}")
+        async def describe(name: str) -> dict[str, Any]:
+            return (self._jobs.get(name) or await self._stored(name)).as_object()
+
+        @app.delete("/v1/contexts/{name}")
+        async def delete(name: str) -> dict[str, Any]:
+            job = self._jobs.pop(name, None)
+            if job is None or job.error is None:
+                if job is not None:
+                    job.is_deleted = True
+                else:
+                    await self._stored(name)
+                    self._deleted.add(name)
+                    await self._delete_unused(name)
+            return {"object": "context", "id": name, "deleted": True}
+
+        @app.get("/")
+        async def root() -> HTMLResponse:
+            return HTMLResponse(page)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Take the engine, and the settings."""
+        self._engine = engine_client
+        self._settings = PluginSettings.of(engine_client.vllm_config)
+        self._models = list(args.served_model_name or [args.model])
+        self._length = engine_client.vllm_config.model_config.max_model_len
+        self._gauges = {
+            name: Gauge(f"lkv_{name}", about)
+            for name, about in (
+                ("contexts_resident", "Contexts in the workers' memory"),
+                ("context_bytes", "Bytes of k and v of contexts in the workers' memory"),
+                ("texts_waiting", "Texts that wait or are being compressed"),
+            )
+        }
+
+    async def contexts(self) -> VllmContexts:
+        """The front end's contexts; the first call reads a few weights. Raises LkvError where there can be none."""
+        return await asyncio.to_thread(front_contexts, self._engine.input_processor)
+
+    async def _stored(self, name: str) -> StoredContext:
+        contexts = await self.contexts()
+        stored = None if name in self._deleted else await asyncio.to_thread(contexts.store.describe, name)
+        if stored is None:
+            raise unknown_context(name)
+        return stored
+
+    async def _create(self, body: Any) -> StoredContext | Job:
+        """The stored context of a text, or the job that makes it."""
+        contexts = await self.contexts()
+        if len(body.text) > 32 * contexts.max_positions:
+            raise PromptError(f"the text is too long for a model that reads {contexts.max_positions} tokens.")
+        wanted = await asyncio.to_thread(contexts.encode, body.text, body.retention, body.system)
+        if len(wanted.ids) >= self._length:
+            raise PromptError(
+                f"the text has {len(wanted.ids)} tokens, but vLLM was started with --max-model-len {self._length}."
+            )
+        wanted.name = body.name
+        job = self._jobs.get(wanted.id)
+        if job is not None and job.error is None:
+            return job
+        try:
+            await asyncio.to_thread(contexts.tokens, wanted.id)
+            if wanted.id not in self._deleted:
+                return await self._stored(wanted.id)
+        except LkvError:  # none yet, or a damaged one, which is made anew
+            pass
+        while len(self._jobs) >= _MAX_JOBS:
+            failed = next((name for name, other in self._jobs.items() if other.error is not None), None)
+            if failed is None:
+                raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
+            del self._jobs[failed]
+        settings = contexts.compression._replace(retention=wanted.retention, system=body.system)
+        job = self._jobs[wanted.id] = Job(wanted.id, body.name, "", settings, time.time())
+        task = asyncio.create_task(self._compress(contexts, wanted, job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return job
+
+    async def _compress(self, contexts: VllmContexts, wanted: Any, job: Job) -> None:
+        """Have the engine read a text, and compress it."""
+        from vllm import SamplingParams
+
+        try:
+            extra = {COMPRESS: wanted.model_dump_json()}
+            params = SamplingParams(max_tokens=1, temperature=0, extra_args=extra)
+            prompt = {"prompt_token_ids": wanted.ids}
+            async for _ in self._engine.generate(prompt, params, f"lkv-{uuid.uuid4().hex}"):
+                pass
+            failures = await self._engine.collective_rpc("lkv_failure", args=(wanted.id,))
+            job.error = next(filter(None, failures), None)
+            self._deleted.discard(wanted.id)  # made anew
+        except Exception as error:  # reported to the client
+            job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
+        if job.is_deleted:
+            await asyncio.to_thread(contexts.store.delete, wanted.id)
+        elif job.error is None:
+            self._jobs.pop(wanted.id, None)
+
+    async def _delete_unused(self, name: str) -> None:
+        """Delete the files of a deleted context unless requests use it: a queued one would not find them."""
+        if name in self._deleted and not self._users[name]:
+            contexts = await self.contexts()
+            await asyncio.to_thread(contexts.store.delete, name)
+            self._deleted.discard(name)
+
+    async def use(self, name: str) -> None:
+        """Count a request about a context, until `release`."""
+        self._users[name] += 1
+
+    async def release(self, name: str) -> None:
+        """End a request about a context."""
+        self._users[name] -= 1
+        if not self._users[name]:
+            del self._users[name]
+            await self._delete_unused(name)
+
+    async def refresh_metrics(self) -> None:
+        """Ask the workers what they have in memory."""
+        residents = await self._engine.collective_rpc("lkv_resident")
+        self._gauges["contexts_resident"].set(max(map(len, residents), default=0))
+        self._gauges["context_bytes"].set(sum(sum(resident.values()) for resident in residents))
+        self._gauges["texts_waiting"].set(sum(job.error is None for job in self._jobs.values()))
+
+    def split_name(self, body: dict[str, Any]) -> str | None:
+        """The context that a request names, and its model's own name put into `body`; None for no context."""
+        extra = body.get("vllm_xargs")
+        names = {body.pop("context", None), extra.get(CONTEXT) if isinstance(extra, dict) else None}
+        model = body.get("model")
+        if isinstance(model, str) and model not in self._models and model.rpartition(":")[0] in self._models:
+            body["model"], _, suffix = model.rpartition(":")
+            names.add(suffix)
+        names -= {None, ""}
+        if len(names) > 1:
+            raise PromptError("the request names two contexts; give one.")
+        name = next(iter(names), None)
+        if name is not None and not isinstance(name, str):
+            raise PromptError(f"the context is {name!r}; give its id.")
+        return name
+
+    async def rewrite(self, path: str, body: dict[str, Any], name: str) -> None:
+        """Turn a request about a context into one that vLLM answers with the plugin. Raises LkvError for bad ones."""
+        contexts = await self.contexts()
+        job = self._jobs.get(name)
+        if job is not None:
+            raise UnknownContextError(f"the context {name!r} is being compressed; ask it later.")
+        await self._stored(name)
+        tokens = await asyncio.to_thread(contexts.tokens, name)
+        for field in ("use_beam_search", "tools", "functions", "prompt_embeds", "echo"):
+            if body.get(field):
+                raise PromptError(f"{field} does not go with a context; leave it out.")
+        body["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), CONTEXT: name}
+        if path == _COMPLETIONS:
+            body.setdefault("add_special_tokens", False)
+            return
+        ids = await asyncio.to_thread(_question_ids, contexts, body.get("messages"))
+        free = min(contexts.max_positions + 1 - tokens, self._length) - len(ids)
+        if body.get("max_tokens") is None and body.get("max_completion_tokens") is None and free > 0:
+            body["max_completion_tokens"] = free
+        # vLLM takes these instead of rendering the messages.
+        body["kv_transfer_params"] = {"prompt_token_ids": ids}
+
+
+class ContextMiddleware:
+    """Rewrites requests about contexts before vLLM parses them."""
+
+    def __init__(self, app: ASGIApp, routes: ContextRoutes):
+        self._app, self._routes = app, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        is_question = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in (_CHAT, _COMPLETIONS)
+        if scope["type"] == "http" and scope["path"] == "/metrics":
+            await self._routes.refresh_metrics()
+        if not is_question:
+            await self._app(scope, receive, send)
+            return
+        data, name = await _read_body(receive, None), None
+        try:
+            body = json.loads(data)
+            if isinstance(body, dict) and (name := self._routes.split_name(body)) is not None:
+                await self._routes.use(name)
+                await self._routes.rewrite(scope["path"], body, name)
+                data = json.dumps(body).encode()
+        except ValueError:  # vLLM says what is wrong with it
+            pass
+        except LkvError as error:
+            await error_response(error)(scope, receive, send)
+            if name is not None:
+                await self._routes.release(name)
+            return
+        scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != b"content-length"]}
+        scope["headers"].append((b"content-length", str(len(data)).encode()))
+        sent = False
+
+        async def replay() -> Message:
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": data, "more_body": False}
+
+        try:
+            await self._app(scope, replay, send)
+        finally:
+            if name is not None:
+                await self._routes.release(name)
+
+
+async def _read_body(receive: Receive, limit: int | None) -> bytes:
+    """A request's body. Raises PromptError beyond `limit` bytes."""
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise PromptError("the client has gone.")
+        parts.append(message.get("body", b""))
+        size, more = size + len(parts[-1]), message.get("more_body", False)
+        if limit is not None and size > limit:
+            raise PromptError(f"the request is larger than {limit:,} bytes; send a shorter text.")
+    return b"".join(parts)
+
+
+def _question_ids(contexts: VllmContexts, messages: Any) -> list[int]:
+    """The tokens of a chat that follow a context. Raises PromptError for messages that cannot."""
+    if not isinstance(messages, list) or not messages:
+        raise PromptError("messages: give a list with at least one message of the user.")
+    try:
+        plain = [ChatMessage.model_validate(message).plain() for message in messages]
+    except ValueError as error:
+        reason = str(error).splitlines()[-2].strip() if "\n" in str(error) else str(error)
+        raise PromptError(f"messages: {reason}; give a role and a text each.") from None
+    if not plain[-1]["content"].strip():
+        raise PromptError("the question is empty; ask something.")
+    return encode(contexts.tokenizer, render_messages(contexts.tokenizer, plain, after_context=True))

@@ -1,0 +1,221 @@
+"""vLLM's server with the plugin, asked by OpenAI's client: contexts by HTTP, errors, deletion, a killed engine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from lkv.utils.prompts import encode, render_messages
+
+KEY = "sesame"
+
+
+def squash(text: str) -> str:
+    """Without white space: this tokenizer's pieces are joined by some, and not at the edges of a stream."""
+    return "".join(text.split())
+
+
+class Server:
+    """A running server."""
+
+    def __init__(self, url: str, process: subprocess.Popen):
+        self.process = process
+        self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+
+    def create(self, text: str, **fields) -> str:
+        """Create a context, and wait until it is ready."""
+        made = self.http.post("/v1/contexts", json={"text": text, **fields})
+        assert made.status_code in (200, 202), made.text
+        name, deadline = made.json()["id"], time.monotonic() + 60
+        while (state := self.http.get(f"/v1/contexts/{name}").json())["status"] == "compressing":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert state["status"] == "ready", state
+        return name
+
+    def ask(self, question: str, model: str = "tiny", **options) -> str:
+        """One greedy answer."""
+        options = {"max_tokens": 12, "temperature": 0, **options}
+        messages = [{"role": "user", "content": question}]
+        answer = self.client.chat.completions.create(model=model, messages=messages, **options)
+        return squash(answer.choices[0].message.content)
+
+
+@contextmanager
+def serving(lab, port: int):
+    """`lkv serve --engine vllm` in a process of its own."""
+    environment = {**os.environ, "LKV_API_KEY": KEY, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
+    arguments = [
+        *("--engine", "vllm", "--model", str(lab.folder), "--name", "tiny", "--store", str(lab.store)),
+        *("--policy", lab.settings["policy"], "--retention", str(lab.settings["retention"]), "--memory", "64"),
+        *("--port", str(port), "--dtype", "float32", "--max-requests", "8"),
+        *("--vllm-args", "--enforce-eager --max-model-len 1024"),
+    ]
+    with open(lab.store.parent / "server.log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lkv", "serve", *arguments], env=environment, stdout=log, stderr=log
+        )
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 180
+    try:
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, (lab.store.parent / "server.log").read_text()
+            try:
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.5)
+        yield Server(url, process)
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        for child in children:
+            if child.is_running():
+                child.kill()
+
+
+@pytest.fixture(scope="module")
+def server(lab):
+    lab.close_shared()
+    with serving(lab, 18431) as server:
+        yield server
+
+
+def expected(lab, context, question, tokens=12):
+    """The oracle's answer to a chat."""
+    messages = [{"role": "user", "content": question}]
+    ids = encode(lab.tokenizer, render_messages(lab.tokenizer, messages, after_context=context is not None))
+    return squash(lab.tokenizer.decode(lab.answer(context, ids, tokens), skip_special_tokens=True))
+
+
+def test_a_stock_client_asks_a_context_in_three_ways(server, lab):
+    text, question = lab.text(30), "how much is it?"
+    name, context = server.create(text, name="a text"), lab.context(text)
+    want = expected(lab, context, question)
+    assert server.ask(question, f"tiny:{name}") == want
+    assert server.ask(question, extra_body={"vllm_xargs": {"lkv_context": name}}) == want
+    assert server.ask(question, extra_body={"context": name}) == want
+    messages = [{"role": "user", "content": question}]
+    stream = server.client.chat.completions.create(
+        model=f"tiny:{name}", messages=messages, stream=True, max_tokens=12, temperature=0
+    )
+    assert squash("".join(part.choices[0].delta.content or "" for part in stream if part.choices)) == want
+    # Without a limit an answer takes what positions leave.
+    assert server.ask(question, f"tiny:{name}", max_tokens=None, stop=want[3]).startswith(want[:3])
+    ids = encode(lab.tokenizer, "abc def")
+    completion = server.client.completions.create(model=f"tiny:{name}", prompt="abc def", max_tokens=8, temperature=0)
+    assert squash(completion.choices[0].text) == squash(lab.tokenizer.decode(lab.answer(context, ids, 8)))
+
+
+def test_contexts_are_listed_described_and_deleted(server, lab):
+    text = lab.text(31)
+    name = server.create(text, name="second")
+    about = server.http.get(f"/v1/contexts/{name}").json()
+    context = lab.context(text)
+    assert (about["tokens"], about["name"], about["method"]) == (context.tokens, "second", "lkv")
+    assert about["realised_retention"] == pytest.approx(context.realised_retention(), abs=1e-6)
+    assert name in [made["id"] for made in server.http.get("/v1/contexts").json()["data"]]
+    assert server.http.post("/v1/contexts", json={"text": text}).status_code == 200
+    file = server.http.post("/v1/contexts", files={"file": ("notes.txt", lab.text(32).encode())})
+    assert file.json()["name"] == "notes.txt"
+    metrics = server.http.get("/metrics").text
+    assert "lkv_context_bytes" in metrics and "vllm:num_requests_running" in metrics
+    assert server.http.delete(f"/v1/contexts/{name}").json()["deleted"] is True
+    assert server.http.get(f"/v1/contexts/{name}").status_code == 404
+    assert not (lab.store / f"{name}.kv").exists()
+    with pytest.raises(openai.NotFoundError, match="no context"):
+        server.ask("what?", f"tiny:{name}")
+
+
+def test_a_context_deleted_during_an_answer_goes_afterwards(server, lab):
+    text = lab.text(33)
+    name, want = server.create(text), expected(lab, lab.context(text), "what?", 200)
+    messages = [{"role": "user", "content": "what?"}]
+    stream = server.client.chat.completions.create(
+        model=f"tiny:{name}", messages=messages, stream=True, max_tokens=200, temperature=0
+    )
+    parts = iter(stream)
+    first = [next(parts) for _ in range(3)]
+    assert server.http.delete(f"/v1/contexts/{name}").status_code == 200
+    assert server.http.get(f"/v1/contexts/{name}").status_code == 404
+    assert squash("".join(x.choices[0].delta.content or "" for x in [*first, *parts] if x.choices)) == want
+    deadline = time.monotonic() + 10
+    while (lab.store / f"{name}.kv").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_texts_created_at_once_are_compressed_once(server, lab):
+    made = [server.http.post("/v1/contexts", json={"text": lab.text(34)}) for _ in range(4)]
+    assert len({answer.json()["id"] for answer in made}) == 1
+    server.create(lab.text(34))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "match"),
+    [
+        ({"model": "tiny:none"}, 404, "no context 'none'"),
+        ({"model": "other:none"}, 404, "does not exist"),
+        ({"model": "tiny:a", "context": "b"}, 400, "two contexts"),
+        ({"context": 3}, 400, "give its id"),
+    ],
+)
+def test_errors_have_the_form_of_openai(server, body, status, match):
+    request = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4, **body}
+    answer = server.http.post("/v1/chat/completions", json=request)
+    assert answer.status_code == status and match in answer.json()["error"]["message"]
+
+
+def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
+    name = server.create(lab.text(35))
+    for body, match in (
+        ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": "user", "content": " "}]}, "question is empty"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
+        ({"messages": [{"role": "user", "content": "a" * 1100}]}, "maximum context length"),
+        ({"use_beam_search": True, "n": 2}, "use_beam_search"),
+    ):
+        request = {"model": f"tiny:{name}", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4, **body}
+        answer = server.http.post("/v1/chat/completions", json=request)
+        assert answer.status_code == 400 and match in answer.json()["error"]["message"], answer.text
+    for body, match in (
+        ({"text": " "}, "is empty"),
+        ({"text": "a", "retention": 0.1}, "nothing of it would be kept"),
+        ({"text": lab.text(1, 1500)}, "--max-model-len"),
+        ({"text": "a" * 100_000}, "too long"),
+        ({"text": lab.text(1), "retention": 3}, "retention"),
+        ({}, "text: Field required"),
+    ):
+        answer = server.http.post("/v1/contexts", json=body)
+        assert answer.status_code == 400 and match in answer.json()["error"]["message"], answer.text
+    data = bytearray((lab.store / f"{name}.kv").read_bytes())
+    data[-1] ^= 1
+    (lab.store / f"{name}.kv").write_bytes(data)
+    with pytest.raises(openai.ConflictError, match="damaged"):
+        server.ask("what?", f"tiny:{name}")
+    assert httpx.get(f"{str(server.http.base_url).rstrip('/')}/v1/contexts").status_code == 401
+    assert len(server.ask("still there?")) > 0
+
+
+def test_a_killed_engine_loses_no_context(server, lab):
+    """The last test of this server: its engine process is killed, and another server finds the contexts."""
+    text = lab.text(36)
+    name, want = server.create(text), expected(lab, lab.context(text), "what?")
+    for child in psutil.Process(server.process.pid).children(recursive=True):
+        if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
+            child.send_signal(signal.SIGKILL)
+    server.process.wait(60)
+    with serving(lab, 18432) as other:
+        assert other.ask("what?", f"tiny:{name}") == want
+        assert other.http.post("/v1/contexts", json={"text": text}).status_code == 200
