@@ -114,7 +114,7 @@ def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str
         return Policy.from_pretrained(folder / "policy", strict, revision)
     if (folder / "config.json").is_file() and not is_policy(folder):
         raise PolicyFileError(
-            f"{folder} looks like a model, not like a policy; give the folder OUT/policy that `lkv train` wrote."
+            f"{folder} looks like a model, not like a policy; give the folder that `lkv fit` or `lkv train` wrote."
         )
     try:
         return Policy.from_pretrained(name, strict, revision)

@@ -104,7 +104,7 @@ class Policy(nn.Module):
         if not self.strict and has_same_heads(self.spec, spec):
             warnings.warn(f"{problem}; what it keeps may not be what this model needs.", stacklevel=3)
             return
-        remedy = "use the model it was trained for, or train a policy for yours with `lkv train`"
+        remedy = "use the model it was trained for, or make a policy for yours with `lkv fit`"
         if has_same_heads(self.spec, spec):
             remedy += ", or load it with strict=False to be warned instead"
         raise PolicyMismatchError(f"{problem}; {remedy}.")

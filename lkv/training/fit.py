@@ -8,7 +8,8 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import rmtree
@@ -44,7 +45,7 @@ RECIPE = replace(
     min_tokens=500, max_tokens=2000, max_continuation=80,
 )  # fmt: skip
 _MIN_CHARS, _SMALL_CHARS = 2000, 400_000  # of own texts: fewer are refused, or mixed with Python's own
-_STATISTICS_TEXTS, _KVZIP_TEXTS, _KVZIP_SHARE = 6, 24, 0.25  # the last of the whole time, at most
+_STATISTICS_TEXTS, _KVZIP_TEXTS, _KVZIP_SHARE = 6, 8, 0.25  # the last of the whole time, at most
 _PROGRESS_TEXTS, _TABLE_TEXTS, _TABLE_SHARE = 4, 6, 0.1
 _AVERAGING = 8  # the average of the weights reaches over the last 1 / 9 or so of the steps
 _SHORTEST = 256  # tokens of a context, below which memory is too small
@@ -101,12 +102,13 @@ def fit(
     folder = fitted_folder(model_name, spec) if out is None else as_path(out, TrainingError, "the policy's folder")
     longest = RECIPE.max_tokens
     check_writable_folder(folder / _RUN, TrainingError, "the policy")
-    with lock_folder(folder / _RUN), evaluation_mode(model), torch.enable_grad():
+    with lock_folder(folder / _RUN), evaluation_mode(model), _frozen(model), torch.enable_grad():
         while True:
             config = _config_for(spec.max_positions, longest)
             try:
-                run = FitRun(model, tokenizer, config, minutes * 60, folder, model_name, texts or (), data, started)
-                return run.run()
+                return FitRun(
+                    model, tokenizer, config, minutes * 60, folder, model_name, texts or (), data, started
+                ).run()
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -118,6 +120,18 @@ def fit(
             longest //= 2
             rmtree(folder / _RUN / "state", ignore_errors=True)
             _say(f"out of memory with contexts of {2 * longest:,} tokens: starting again with at most {longest:,}")
+
+
+@contextmanager
+def _frozen(model: "PreTrainedModel") -> Iterator[None]:
+    """Compute no gradients of the model's weights in the block."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
 
 
 def _config_for(positions: int, longest: int) -> TrainingConfig:
@@ -174,7 +188,6 @@ class FitRun:
 
     def run(self) -> Policy:
         """Run the stages that are left, save the policy, print the comparison and return the policy."""
-        self._model.requires_grad_(False)
         self._restore()
         self._make_plan()
         self._heldout = HeldOutTexts(self._model, self._draw(self._held_out_data, 0, _PROGRESS_TEXTS))

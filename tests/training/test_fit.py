@@ -104,6 +104,7 @@ def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys
         lkv.RaggedCache(model)
     started = time.process_time()
     policy = fit(model, tokenizer, [TEXT], minutes=0.1, name="owner/tiny")
+    assert all(parameter.requires_grad for parameter in model.parameters())
     assert time.process_time() - started < 0.1 * 60 + 4
     said = capsys.readouterr()
     for text in (
@@ -217,7 +218,7 @@ def test_time_that_is_too_short_is_refused_before_it_starts(loaded, monkeypatch)
     with pytest.raises(TrainingError, match=r"0.5 minutes are too short.*give --minutes 5 or more"):
         make_plan(10.0, 30.0)
     plan = make_plan(2.0, 600.0)
-    assert plan.kvzip_texts == 24 and plan.statistics + plan.kvzip + plan.distillation + plan.table == 600
+    assert plan.kvzip_texts == 8 and plan.statistics + plan.kvzip + plan.distillation + plan.table == 600
     for minutes in (0, -1, float("nan"), "ten"):
         with pytest.raises(TrainingError, match="must be a number above 0"):
             fit(*loaded, minutes=minutes)

@@ -1,0 +1,106 @@
+"""`lkv fit`: held-out KL over its minutes, and the policies it makes against KVzip and the shipped policy.
+
+python -m benchmarks.fit --data EVAL_FOLDER --train TRAIN_FOLDER    (writes fit.json; fit-NAME.json with --model NAME)
+
+Policies are made from no data ("none"), from texts of one kind alone ("meetings", "code": what such a user would
+have) and from all of TRAIN_FOLDER ("mixture"), and are measured on the evaluation files, which no stage reads. Minutes
+are of one thread's processor time, so that other work on the machine does not count. The command resumes: each fit from
+its last saved state, finished policies from --work.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import SUBJECT, parse_options, per_length, run_cases, subject_of
+from benchmarks.fidelity import measure, summarise
+from benchmarks.heldout import HeldOut
+from lkv.evaluation.comparison import MethodGrid
+from lkv.policy.policy import Policy
+from lkv.policy.policy_file import is_policy
+from lkv.training import fit as fitting
+from lkv.training.data.documents import item_texts, read_dataset
+from lkv.training.data.public_datasets import index_folder
+
+TASKS = ("code", "LongBench text", "multi-hop QA", "meetings", "stories", "needles")
+SETS = {"meetings": "qmsum", "code": "the_stack"}  # of TRAIN_FOLDER, for policies of one kind of text
+SHIPPED, REFERENCE = "shipped", 80  # tokens of a reference at most
+
+
+def main() -> None:
+    options = parse_options(
+        __doc__, "fit", "of evaluation files", **(SUBJECT | {"dtype": "bfloat16"}), train=Path, minutes=10.0,
+        kinds=["none", "mixture"], tokens=[1000, 2000, 4000], retention=[0.15, 0.05], contexts=[2], tasks=TASKS,
+        work=Path("runs-local/fit"), seed=0, out=Path,
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    fitting.clock = time.process_time
+    subject = subject_of(options)
+    options.out = options.out or subject.results("fit")
+    policies = {kind: fitted(subject, kind, options) for kind in options.kinds}
+    names = [f"lkv@{name}" for name in (*policies, SHIPPED)] + ["kvzip"]
+    grid = MethodGrid(
+        subject.model, subject.tokenizer, names, options.retention, subject.policy,
+        policies={**policies, SHIPPED: subject.policy},
+    )  # fmt: skip
+    heldout = HeldOut(options.data, subject.tokenizer, options.seed)
+    contexts = per_length(options.tokens, options.contexts)
+    cases = {
+        f"{task}-{tokens}-{number}": (task, number, tokens)
+        for number in range(max(contexts.values()))
+        for tokens in sorted(contexts)
+        for task in options.tasks
+        if number < contexts[tokens]
+    }
+
+    def measure_case(task: str, number: int, tokens: int) -> dict[str, Any]:
+        ids, continuations = heldout.case(task, number, tokens)
+        return measure(subject.model, {"": grid}, ids, [(c[: skip + REFERENCE], skip) for c, skip in continuations])
+
+    def rows_of_samples(samples: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+        rows = summarise((cases[key][0], cases[key][2], sample) for key, sample in samples.items())
+        about = {"model": subject.name, "minutes": options.minutes}
+        return [{**about, **row} for row in rows] + [
+            {**about, **row} for kind, policy in policies.items() for row in curve(kind, policy)
+        ]
+
+    run_cases(
+        "benchmarks.fit", options, "fit", cases, measure_case, rows_of_samples, subject.policy, ("contexts", "tokens")
+    )
+
+
+def fitted(subject: Any, kind: str, options: Any) -> Policy:
+    """The policy of one kind of data, made now unless an earlier call has made it."""
+    minutes = f"{options.minutes:g}"
+    folder = options.work / f"{Path(subject.name).name.lower()}-{kind}-{minutes}"
+    if is_policy(folder):
+        return Policy.from_pretrained(folder)
+    print(f"fitting {subject.name} for {minutes} minutes, data: {kind}")
+    data: dict[str, Any] = {}
+    if kind == "mixture":
+        data = {"data": options.train}
+    elif kind != "none":
+        name = SETS[kind]
+        items = read_dataset(name, index_folder(options.train).used[name], options.train)
+        data = {"texts": [item_texts(item)[0] for item in items]}
+    return fitting.fit(subject.model, subject.tokenizer, minutes=options.minutes, out=folder, name=subject.name, **data)
+
+
+def curve(kind: str, policy: Policy) -> list[dict[str, Any]]:
+    """Rows of the held-out KL as it fell, on texts of the policy's own data."""
+    texts = {
+        "task": "held-out texts of the fit",
+        "method": f"lkv@{kind}",
+        "unit": "nats a token, KL(full || compressed)",
+    }
+    return [
+        {**texts, "seconds": point["seconds"], "trained_contexts": point["contexts"], "retention": float(name[3:]),
+         "n": fitting._PROGRESS_TEXTS, "value": value, "low": None, "high": None}
+        for point in policy.card["fit"]["curve"] for name, value in point.items() if name.startswith("kl_")
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
