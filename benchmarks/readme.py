@@ -257,7 +257,7 @@ def results_page() -> str:
         "above, needles below), and at R = 0.05 it is worse. The same contexts as above."
     )
     ruler = ruler_by_retention(read("ruler_retrieval", task="all"), "RULER's five retrieval tasks", "ruler_retrieval")
-    parts = ["# Results", lead, *lengths("length"), *needles("needles"), *ruler, *fidelity(), *variants()]
+    parts = ["# Results", lead, *lengths("length"), *needles("needles"), *ruler, *fidelity(), *variants(), *fits()]
     parts += ["## Compensation", refit, *lengths("refit"), *needles("refit_needles")]
     parts += [part for name in other_models() for part in other_model(name)]
     return page([*parts, *serving(), "## Memory and speed", costs()])
@@ -352,6 +352,41 @@ def variants() -> list[str]:
         f"of {rows[0]['dtype']}).",
         table([*map(tokens, contexts), f"bytes at {first:,}, of the full cache's"], lines.values()),
     ]
+
+
+def fits() -> list[str]:
+    """Policies of `lkv fit` against KVzip and the shipped policy, and the held-out KL over the minutes."""
+    rows = read("fit", task="all")
+    if not rows:
+        return []
+    kinds = {"lkv@none": "`lkv fit`, no data", "lkv@mixture": "`lkv fit`, the training mixture"}
+    kinds |= {"lkv@meetings": "`lkv fit`, meetings alone", "lkv@code": "`lkv fit`, code alone"}
+    kinds |= {"lkv@shipped": "the shipped policy", "kvzip": method_label("kvzip")}
+    columns = sorted({(row["tokens"], row["retention"]) for row in rows if row["method"] != FULL}, key=_length_first)
+    cells = {(row["method"], row["tokens"], row["retention"]): kl_and_agreement(row) for row in rows}
+    body = [
+        [title, *(cells.get((method, *column), "not measured") for column in columns)]
+        for method, title in kinds.items()
+        if any((method, *column) in cells for column in columns)
+    ]
+    curves = []
+    for method, title in kinds.items():
+        points = read("fit", task="held-out texts of the fit", method=method, retention=0.15)
+        if points:
+            falls = ", ".join(f"{point['value']:.3f} after {point['seconds'] / 60:.1f}" for point in points)
+            curves.append(f"{title}: {falls} minutes.")
+    contexts = counted(row["contexts"] for row in rows)
+    lead = (
+        f"`lkv fit` in {rows[0]['minutes']:g} minutes of one thread: {KL} and top-1 agreement on evaluation texts, "
+        f"{contexts} contexts a length ({source('fit')})."
+    )
+    held_out = f"{KL} at R = 0.15 on texts of the fit's own data that no stage reads, by minutes. {' '.join(curves)}"
+    head = [f"{tokens(length)}, R = {retention:g}" for length, retention in columns]
+    return ["## A policy in minutes", lead, table(head, body), held_out]
+
+
+def _length_first(column: tuple[int, float]) -> tuple[int, float]:
+    return column[0], -column[1]
 
 
 def other_model(name: str) -> list[str]:

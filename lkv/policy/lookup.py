@@ -21,7 +21,7 @@ from lkv.utils.files import as_path
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_FIT_MINUTES, _FIT_TOKENS = 10, 400_000  # of `lkv fit` at least, and how many tokens it reads for a good policy
+_FIT_MINUTES, _FIT_TOKENS = 10, 200_000  # of `lkv fit` at least, and how many tokens it reads for a good policy
 _PROBE_SIZE = 512
 
 

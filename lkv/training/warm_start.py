@@ -213,7 +213,7 @@ def fit_to_targets(policy: Policy, targets: Sequence[KVzipTargets], is_shared: b
         errors.append(float(loss.detach()) / _SCORE_STD**2)
     # LKV-H's ratios come close to the heads' shares.
     shares = torch.stack([text.shares for text in targets]).mean(0)
-    target = all_reduce(shares, "mean").clamp(1e-4, 1 - 1e-4)
+    target = (all_reduce(shares, "mean") if is_shared else shares).clamp(1e-4, 1 - 1e-4)
     retentions = torch.tensor(_RETENTIONS, device=target.device)
     optimizer = torch.optim.Adam(policy.heads.parameters(), lr=_HEAD_LR)
     for _ in range(_HEAD_UPDATES):

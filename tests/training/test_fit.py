@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import time
 
 import pytest
@@ -98,8 +99,9 @@ def test_the_regression_scores_tokens_as_the_policy_does(loaded):
     assert target.shares.mean((1, 2)).tolist() == pytest.approx([0.05, 0.15, 0.3], abs=0.01)
 
 
-def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys):
+def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys, monkeypatch):
     model, tokenizer = loaded
+    monkeypatch.setitem(sys.modules, "accelerate", None)  # the extra for research trainings is not needed
     with pytest.raises(PolicyMismatchError, match=r"make one with `lkv fit MODEL` \(--minutes 10\)"):
         lkv.RaggedCache(model)
     started = time.process_time()
