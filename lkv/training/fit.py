@@ -47,6 +47,7 @@ RECIPE = replace(
 _MIN_CHARS, _SMALL_CHARS = 2000, 400_000  # of own texts: fewer are refused, or mixed with Python's own
 _STATISTICS_TEXTS, _KVZIP_TEXTS, _KVZIP_SHARE = 6, 8, 0.25  # the last of the whole time, at most
 _PROGRESS_TEXTS, _TABLE_TEXTS, _TABLE_SHARE = 4, 6, 0.1
+_REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
 _AVERAGING = 8  # the average of the weights reaches over the last 1 / 9 or so of the steps
 _SHORTEST = 256  # tokens of a context, below which memory is too small
 _PROBE_TOKENS = 256
@@ -168,9 +169,10 @@ class FitRun:
         self._data, self._held_out_data = mixture, open_texts(texts, data, config, validation=True)
         spec = patch_attention(model).spec
         torch.manual_seed(config.seed)
-        card: dict[str, Any] = {"model": model_name, "data": mixture.origins, "data_digest": mixture.digest}
-        card |= {"training": asdict(config), "trained_tokens": config.max_tokens}
-        if "/" in model_name and not Path(model_name).exists():
+        is_local = Path(model_name).exists()
+        card: dict[str, Any] = {"model": Path(model_name).name if is_local else model_name, "data": mixture.origins}
+        card |= {"data_digest": mixture.digest, "training": asdict(config), "trained_tokens": config.max_tokens}
+        if "/" in model_name and not is_local:
             card["hub"] = [model_name]
         self.policy = Policy(spec, card, config.inputs).to(input_device(model))
         # Before the regression, scores are the attention to expect alone.
@@ -181,6 +183,7 @@ class FitRun:
         self._stage, self._steps, self._contexts = 0, 0, 0
         self._best_kl, self._distilling_since = math.inf, 0.0
         self._curve: list[dict[str, float]] = []
+        self._report_seconds = 0.0
 
     @property
     def _elapsed(self) -> float:
@@ -292,8 +295,12 @@ class FitRun:
 
     def _report(self, title: str) -> None:
         """Print the held-out KL of the averaged weights, keep them if they are the best so far, and save the state."""
+        begin = clock()
         measured = self._heldout.measure(self._average)
+        self._report_seconds = clock() - begin
         kl = math.prod(fidelity.kl for fidelity in measured.values()) ** (1 / len(measured))
+        if not math.isfinite(kl):
+            raise TrainingError(f"the held-out KL is {kl}; load the model in float32 (--dtype float32).")
         if kl <= self._best_kl:
             self._best_kl = kl
             self._best.load_state_dict(self._average.state_dict())
@@ -309,7 +316,7 @@ class FitRun:
         config, end = self._config, self._seconds - self._plan.table
         begin = self._distilling_since = self._distilling_since or self._elapsed
         pace, reported = 0.0, self._elapsed
-        interval = max(15.0, (end - begin) / 12)
+        interval = max((end - begin) / 12, self._report_seconds / _REPORT_SHARE)
         with defer_interrupt() as interrupted:
             while (now := self._elapsed) + pace < end:
                 self._step(schedule(config, config.steps * (now - begin) / (end - begin)))
@@ -336,7 +343,7 @@ class FitRun:
             loss = (kl + config.beta * hidden) / config.batch
             if not loss.isfinite():
                 raise TrainingError(
-                    f"the loss is {loss.item()} ({group}); load the model in float32, or report the model's name."
+                    f"the loss is {loss.item()} ({group}); load the model in float32 (--dtype float32)."
                 )
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
