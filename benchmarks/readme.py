@@ -405,27 +405,31 @@ def serving() -> list[str]:
     """Requests at once over a few contexts, by concurrency, and what the contexts take."""
     rows = read("serving")
     single = {(row["what"], row["method"]): row for row in rows if "concurrency" not in row}
-    rate, size, load, tight = (single[what, "lkv"] for what in ("throughput", "memory", "loading", "same memory"))
-    lines: dict[int, dict[tuple[str, str], str]] = {}
-    for row in rows:
-        if "concurrency" in row:
-            column = (row["method"], row.get("statistic", "rate"))
-            lines.setdefault(row["concurrency"], {})[column] = f"{row['value']:.1f}"
-    columns = [(method, key) for method in ("lkv", FULL) for key in ("rate", "p50", "p95")]
-    units = {"rate": "tokens/s", "p50": "p50, s", "p95": "p95, s"}
-    body = ([str(n), *(lines[n][column] for column in columns)] for n in sorted(lines))
-    head = (f"{name_of(method)}, {units[key]}" for method, key in columns)
-    return [
+    size, load = (single[what, "lkv"] for what in ("memory", "loading"))
+    parts = [
         "## Serving",
-        f"Questions about 4 texts of {tokens(rate['tokens'])} at R = {rate['retention']:g}, answers of at most 32 "
-        "tokens, on two cores (`python -m benchmarks.serving`, `serving.json`): 16 requests at once give "
-        f"{interval(rate, digits=2)} times the tokens a second of `Context.ask`, one after another "
-        f"(the table is of the server's engine alone; {rate['equal']} of {rate['answers']} answers equal). The "
-        f"contexts hold {size['value']:.3f} of the full caches' bytes, loading one is {load['value']:.0f} times as "
-        "fast as compressing it, and where memory holds little more than one full cache there are "
-        f"{interval(tight, digits=2)} times the requests a second of full caches.",
-        table(head, body).replace("|  |", "| at once |", 1),
+        f"Four contexts of {tokens(size['tokens'])} at R = {size['retention']:g} hold {size['value']:.3f} of the full "
+        f"caches' bytes, and loading one is {load['value']:.0f} times as fast as compressing it "
+        "(`python -m benchmarks.serving`, `serving.json`).",
     ]
+    if rate := single.get(("throughput", "lkv")):  # measured on an idle machine
+        tight = single["same memory", "lkv"]
+        parts[-1] += (
+            f" 16 requests at once give {interval(rate, digits=2)} times the tokens a second of `Context.ask`, one "
+            f"after another ({rate['equal']} of {rate['answers']} answers equal); where memory holds little more than "
+            f"one full cache there are {interval(tight, digits=2)} times the requests a second of full caches."
+        )
+        lines: dict[int, dict[tuple[str, str], str]] = {}
+        for row in rows:
+            if "concurrency" in row:
+                column = (row["method"], row.get("statistic", "rate"))
+                lines.setdefault(row["concurrency"], {})[column] = f"{row['value']:.1f}"
+        columns = [(method, key) for method in ("lkv", FULL) for key in ("rate", "p50", "p95")]
+        units = {"rate": "tokens/s", "p50": "p50, s", "p95": "p95, s"}
+        body = ([str(n), *(lines[n][column] for column in columns)] for n in sorted(lines))
+        head = (f"{name_of(method)}, {units[key]}" for method, key in columns)
+        parts.append(table(head, body).replace("|  |", "| at once |", 1))
+    return parts
 
 
 def costs() -> str:

@@ -12,14 +12,17 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
 from lkv.context.context import Context, compress
+from lkv.errors import UnknownContextError
 from lkv.evaluation.runner import EvaluationConfig, evaluate
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.conversion import convert_once, is_complete
@@ -83,6 +86,42 @@ def save_contexts(folder: Path) -> None:
     while True:
         for context in contexts:
             context.save(folder / "context.kv")
+
+
+STORED = [" ".join(f"{letter}{number}" for number in range(60)) for letter in "abc"]
+
+
+def put_context(store: Any, model: Any, text: str) -> str:
+    """Compress a text into a store; its id."""
+    from lkv.serving.store import CompressionSettings, StoredContext, context_id
+
+    settings = CompressionSettings("knorm", 0.4, None, "model", "tokenizer")
+    context = compress(model, Words(), text, method="knorm", retention=0.4)
+    stored = StoredContext.describe(context_id(text, settings), "", context, settings)
+    store.put(stored, context)
+    return stored.id
+
+
+def store_contexts(folder: Path) -> None:
+    """Three contexts put into a store, read and deleted, without end."""
+    from lkv.serving.store import ContextStore
+
+    model = tiny_llama()
+    store = ContextStore(str(folder), model, Words(), None, 0)
+    while True:
+        for name in [put_context(store, model, text) for text in STORED]:
+            with suppress(UnknownContextError):  # deleted by another process
+                store.get(name)
+        store.delete(name)
+
+
+def stored_answers() -> dict[str, str]:
+    """What `store_contexts` stores, by id, with the answer to a question."""
+    from lkv.serving.store import CompressionSettings, context_id
+
+    model, settings = tiny_llama(), CompressionSettings("knorm", 0.4, None, "model", "tokenizer")
+    answers = (compress(model, Words(), text, method="knorm", retention=0.4).ask("what ?", 3) for text in STORED)
+    return {context_id(text, settings): answer for text, answer in zip(STORED, answers, strict=True)}
 
 
 def policies() -> list[Policy]:
@@ -156,6 +195,7 @@ class Kills:
         # Work, when it has begun, the longest time to the kill in seconds, and what holds of the folder afterwards.
         table: dict[str, tuple[Work, Callable[[Path], bool], float, Callable[[Path], bool]]] = {
             "contexts saved": (save_contexts, lambda f: (f / "context.kv").exists(), 0.1, self._has_context),
+            "contexts stored": (store_contexts, lambda f: any(f.glob("*.json")), 0.1, self._has_store),
             "policies saved": (save_policies, lambda f: (f / "policy/config.json").exists(), 0.1, self._has_policy),
             "trainings": (train, _has_files, 0.5, self._has_training),
             "evaluations": (measure, lambda f: (f / "out.jsonl").exists(), 0.5, self._has_evaluation),
@@ -185,7 +225,7 @@ class Kills:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         was_killed = run_and_kill(work, folder, chance.random() * longest, has_begun)
-        if work not in (save_contexts, save_policies):
+        if work not in (save_contexts, store_contexts, save_policies):
             run_to_end(work, folder)
         assert is_whole(folder)
         return was_killed
@@ -193,6 +233,16 @@ class Kills:
     def _has_context(self, folder: Path) -> bool:
         context = Context.load(folder / "context.kv", self._model, Words())
         return context.metadata["retention"] in (0.2, 0.8) and bool(context.ask("what ?", 3))
+
+    def _has_store(self, folder: Path) -> bool:
+        from lkv.serving.store import ContextStore
+
+        store, right = ContextStore(str(folder), self._model, Words(), None, 0), stored_answers()
+        found = {stored.id: store.get(stored.id).ask("what ?", 3) for stored in store.list_contexts()}
+        for file in folder.iterdir():
+            os.utime(file, (1, 1))
+        store.expire(None)  # what the kill left
+        return found.items() <= right.items() and len(list(folder.iterdir())) == 2 * len(found)
 
     def _has_policy(self, folder: Path) -> bool:
         return Policy.from_pretrained(folder / "policy").digest() in self._digests

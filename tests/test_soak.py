@@ -28,7 +28,9 @@ def test_bad_inputs_get_one_sentence(tmp_path):
     raise AssertionError(found)
 
 
-@pytest.mark.parametrize("kind", ["contexts saved", "policies saved", "trainings", "evaluations", "results collected"])
+@pytest.mark.parametrize(
+    "kind", ["contexts saved", "contexts stored", "policies saved", "trainings", "evaluations", "results collected"]
+)
 def test_what_is_killed_is_whole_and_goes_on(tmp_path, kind):
     assert Kills(tmp_path, [kind]).kinds[kind](random.Random(1)) in (True, False)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -141,16 +142,21 @@ def _add_chat(app: FastAPI, service: Service) -> None:
             with suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(changed.set)
 
-        def cancel(submitted: asyncio.Future[Answer]) -> None:
-            if submitted.exception() is None:
-                service.answers.cancel(submitted.result())
+        is_gone, submitted = threading.Event(), list[Answer]()
 
-        submitting = asyncio.ensure_future(asyncio.to_thread(_submit, service, body, notify))
+        def submit() -> None:
+            submitted.append(_submit(service, body, notify))
+            if is_gone.is_set():
+                service.answers.cancel(submitted[0])
+
         try:
-            answer = await asyncio.shield(submitting)
-        except asyncio.CancelledError:
-            submitting.add_done_callback(cancel)
+            await asyncio.to_thread(submit)
+        except asyncio.CancelledError:  # the thread goes on
+            is_gone.set()
+            for answer in submitted:
+                service.answers.cancel(answer)
             raise
+        (answer,) = submitted
         response = _AnswerResponse(service, body, request, answer, changed)
         return _Stream(response) if body.stream else await response.whole()
 

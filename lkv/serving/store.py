@@ -165,21 +165,22 @@ class ContextStore:
 
     def list_contexts(self) -> list[StoredContext]:
         """Descriptions of all stored contexts, the newest first."""
-        names = [Path(file["name"]).name for file in self._listing()]
-        ids = [name.removesuffix(_DESCRIPTION) for name in names if name.endswith(_DESCRIPTION)]
+        ids = [name.removesuffix(_DESCRIPTION) for name in self._listing() if name.endswith(_DESCRIPTION)]
         contexts = [stored for name in ids if (stored := self.describe(name)) is not None]
         return sorted(contexts, key=lambda stored: stored.created, reverse=True)
 
     def nbytes(self) -> int:
         """Bytes of all files of the store."""
-        return sum(file.get("size") or 0 for file in self._listing())
+        return sum(file.get("size") or 0 for file in self._listing().values())
 
-    def _listing(self) -> list[dict[str, Any]]:
+    def _listing(self) -> dict[str, dict[str, Any]]:
+        """What the file system says of each file, by its name."""
         with self._store_errors("listed", "check its folder"):
             try:
-                return self._files.ls(self._root, detail=True, refresh=True)
+                files = self._files.ls(self._root, detail=True, refresh=True)
             except FileNotFoundError:  # an object store has no empty folders
-                return []
+                files = []
+            return {Path(file["name"]).name: dict(file) for file in files}
 
     def delete(self, name: str) -> bool:
         """Delete a context; running answers continue. False if there is none."""
@@ -199,7 +200,7 @@ class ContextStore:
 
     def expire(self, seconds: float | None) -> None:
         """Delete contexts that nobody has asked here for `seconds`, and files of writes that were cut off a day ago."""
-        files = {Path(file["name"]).name: file for file in self._listing()}
+        files = self._listing()
         for name, file in files.items():
             stem, suffix = name.rpartition(".")[0], name[name.rfind(".") :]
             is_cut_off = suffix == _TEMPORARY and name.startswith(".")
@@ -228,14 +229,16 @@ class ContextStore:
 
     def _load(self, name: str) -> Context:
         with self._store_errors("read", "compress its text again"):
-            if not self._files.exists(self._path(name + _CONTEXT)):
-                raise unknown_context(name)
-            with self._local_path(name + _CONTEXT) as path:
-                try:
+            try:
+                with self._local_path(name + _CONTEXT) as path:
                     context = Context.load(path, self._model, self._tokenizer)
-                except ContextFileError as error:
-                    # Clients learn no path of this machine.
-                    raise ContextFileError(str(error).replace(str(path), f"the context {name}")) from error
+            except FileNotFoundError as error:
+                raise unknown_context(name) from error
+            except ContextFileError as error:
+                if not self._files.exists(self._path(name + _CONTEXT)):  # deleted meanwhile
+                    raise unknown_context(name) from error
+                # Clients learn no path of this machine.
+                raise ContextFileError(str(error).replace(str(path), f"the context {name}")) from error
         if context.metadata["policy"] not in (None, self._policy):
             raise ContextFileError(
                 f"the context {name!r} was compressed under another policy than this one; compress its text again."

@@ -1,0 +1,252 @@
+"""A store that fails, hangs or lies at any call, and requests that are cancelled at any await: nothing stays behind."""
+
+import asyncio
+import json
+import os
+import stat
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import product
+
+import pytest
+
+pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
+from lkv.context.context import compress
+from lkv.errors import UnknownContextError
+from lkv.serving.answers import SamplingParams
+from lkv.serving.app import make_app
+from lkv.serving.middleware import RequestGuard
+from lkv.serving.service import Service
+from lkv.serving.store import ContextStore
+from tests.conftest import tiny_llama
+from tests.context.test_compression import Words
+from tests.kills import STORED, put_context, run_and_kill, store_contexts, stored_answers
+from tests.serving.server import KNORM, OTHER, TEXT, serving, until
+
+TURN = [{"role": "user", "content": "Who?"}]
+
+
+class OddError(Exception):
+    """As of a library behind fsspec."""
+
+
+def fail(plain):
+    raise OddError("no credentials")
+
+
+def vanish(plain):
+    raise FileNotFoundError("gone")
+
+
+def run_out(plain):
+    raise MemoryError
+
+
+def hang(plain):
+    time.sleep(0.2)
+    return plain()
+
+
+LIES = {
+    "ls": [{"name": "x"}, {"name": f"y/{'a' * 32}-{'b' * 16}.json", "size": None}, {"size": 3}],
+    "exists": True, "cat_file": b'{"id": 1}', "put_file": None, "rm_file": None, "get_file": None, "makedirs": None,
+}  # fmt: skip
+
+
+class Faulty:
+    """A file system whose call number `at` goes wrong as `how` says; "lie" answers what is not so."""
+
+    def __init__(self, files):
+        self.files, self.at, self.how, self.calls = files, -1, None, 0
+
+    def __getattr__(self, name):
+        plain = getattr(self.files, name)
+
+        def call(*args, **options):
+            self.calls += 1
+            if self.calls - 1 != self.at:
+                return plain(*args, **options)
+            return LIES[name] if self.how == "lie" else self.how(lambda: plain(*args, **options))
+
+        return call
+
+
+def everything(server, text):
+    """All that a client does with a context; every answer is one, or an error in OpenAI's form."""
+
+    def ask(path, *args, **options):
+        status, content = server.ask(path, *args, **options)
+        assert status < 400 or set(content["error"]) == {"message", "type", "param", "code"}, content
+        return status, content
+
+    status, made = ask("/v1/contexts", {"text": text})
+    if status < 400:
+        name = made["id"]
+        with suppress(KeyError):
+            until(lambda: ask(f"/v1/contexts/{name}")[1].get("status") != "compressing")
+        server.service.store._loaded.clear()  # so that it is read
+        body = {"messages": TURN, "context": name, "max_tokens": 3}
+        ask("/v1/chat/completions", body)
+        ask("/v1/chat/completions", body)
+        for path in ("/v1/contexts", "/v1/models"):
+            ask(path)
+        server.ask("/metrics")
+        ask(f"/v1/contexts/{name}", method="DELETE")
+
+
+@pytest.mark.parametrize("how", [fail, vanish, run_out, hang, "lie"])
+def test_a_store_that_goes_wrong_at_any_call(parts, tmp_path, monkeypatch, how):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with serving(*parts, f"memory://{tmp_path.name}") as server:
+        store, right = server.service.store, compress(*parts, OTHER, **KNORM).ask("Who?", 8)
+        faulty = store._files = Faulty(store._files)
+        everything(server, TEXT)
+        calls = faulty.calls
+        assert calls > 15
+        for at in range(calls):
+            faulty.calls, faulty.at, faulty.how = 0, at, how
+            everything(server, f"{TEXT} {at}")
+            assert server.service.answers.open == 0 and not store._loading
+            assert not os.listdir(tmp_path)
+        faulty.at = -1
+        name = server.compressed(OTHER)
+        assert server.answer("Who?", name) == right and server.ask("/healthz") == (200, "ok\n")
+
+
+def test_a_slow_store_delays_its_own_requests_alone(parts, tmp_path):
+    with serving(*parts, f"memory://{tmp_path.name}") as server:
+        name = server.compressed(TEXT)
+        faulty = server.service.store._files = Faulty(server.service.store._files)
+        release = threading.Event()
+        faulty.at, faulty.how = 0, lambda plain: release.wait(30) and plain()
+        waiting = threading.Thread(target=server.answer, args=("Who?", name))
+        waiting.start()
+        until(lambda: faulty.calls)
+        began = time.monotonic()
+        assert server.answer("Who?") and server.answer("Who?", name)
+        assert server.ask("/healthz") == (200, "ok\n") and server.ask("/v1/models")[0] == 200
+        assert time.monotonic() - began < 10
+        release.set()
+        waiting.join()
+
+
+class CancelledAt:
+    """Awaits a coroutine in whose await number `at` the task is cancelled."""
+
+    def __init__(self, coroutine, at):
+        self._coroutine, self._at, self.awaits = coroutine, at, 0
+
+    def __await__(self):
+        step = self._coroutine.send
+        value = None
+        while True:
+            try:
+                waited_for = step(value)
+            except StopIteration as end:
+                return end.value
+            if self.awaits == self._at:
+                asyncio.current_task().cancel()
+            self.awaits += 1
+            try:
+                step, value = self._coroutine.send, (yield waited_for)
+            except BaseException as error:
+                step, value = self._coroutine.throw, error
+
+
+def cancelled_call(app, path, body, place, at):
+    """Call an ASGI application, cancelled at an await or a send; (whether cancelled, whether complete)."""
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+        "scheme": "http", "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")], "client": None, "server": None,
+    }  # fmt: skip
+    parts, sent, tasks = [body[: len(body) // 2], body[len(body) // 2 :]], [], []
+
+    async def receive():
+        await asyncio.sleep(0)
+        if not parts:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    async def send(message):
+        sent.append(message)
+        if place == "send" and len(sent) - 1 == at:
+            tasks[0].cancel()
+        await asyncio.sleep(0)
+
+    async def main():
+        tasks.append(asyncio.current_task())
+        try:
+            await CancelledAt(app(scope, receive, send), at if place == "await" else -1)
+        except asyncio.CancelledError:
+            return True
+        return False
+
+    was_cancelled = asyncio.run(main())
+    return was_cancelled, bool(sent) and (b"stream" not in body or not sent[-1].get("more_body", True))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": TURN, "max_tokens": 1000}),
+        ("/v1/chat/completions", {"messages": TURN, "max_tokens": 1000, "stream": True}),
+        ("/v1/contexts", {"text": TEXT}),
+    ],
+)
+def test_a_request_that_is_cancelled_at_any_await(parts, tmp_path, monkeypatch, path, body):
+    monkeypatch.setattr(parts[0].generation_config, "eos_token_id", None)
+    service = Service(*parts, "tiny", str(tmp_path), **KNORM)
+    app, body = make_app(service), json.dumps(body).encode()
+    cancelled = 0
+    for place, at in product(("await", "send"), range(12)):
+        before = service.answers.tokens
+        was_cancelled, is_complete = cancelled_call(app, path, body, place, at)
+        cancelled += was_cancelled
+        until(lambda: service.answers.open == 0, 10)
+        assert is_complete or service.answers.tokens - before < 500
+    guard = app.middleware_stack
+    while not isinstance(guard, RequestGuard):
+        guard = guard.app
+    assert cancelled > 3 and guard._received == 0
+    until(lambda: not service.jobs())
+    assert service.is_healthy and not service.answers._waiting
+    assert service.ask(TURN, None, 3, SamplingParams()).done.wait(20)
+    service.stop(0)
+
+
+def test_two_processes_on_one_store(tmp_path):
+    right, model, found = stored_answers(), tiny_llama(), 0
+    store = ContextStore(str(tmp_path), model, Words(), None, 0)
+    with ThreadPoolExecutor() as pool:
+        writers = [pool.submit(run_and_kill, store_contexts, tmp_path, 3.0, lambda f: any(f.iterdir())) for _ in "ab"]
+        while not all(writer.done() for writer in writers):
+            for name in right:
+                with suppress(UnknownContextError):  # deleted by one of them
+                    assert store.get(name).ask("what ?", 3) == right[name]
+                    found += 1
+    assert found > 10 and all(writer.result() for writer in writers)
+    assert {stored.id for stored in store.list_contexts()} <= right.keys()
+
+
+def test_expired_contexts_and_leftovers_are_deleted(tmp_path):
+    store = ContextStore(str(tmp_path), tiny_llama(), Words(), None, 10**9)
+    first, second = (put_context(store, tiny_llama(), text) for text in STORED[:2])
+    for name in (f".{'0' * 16}.tmp", f"{'a' * 32}-{'b' * 16}.kv", "other.kv", "other.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    store.expire(None)
+    assert len(os.listdir(tmp_path)) == 8
+    for file in tmp_path.iterdir():
+        os.utime(file, (1, 1))
+    store.expire(3600)
+    kept = {f"{first}.kv", f"{first}.json", f"{second}.kv", f"{second}.json", "other.kv", "other.txt"}
+    assert set(os.listdir(tmp_path)) == kept
+    time.sleep(1.1)
+    store.get(first)
+    store.expire(1)
+    assert [stored.id for stored in store.list_contexts()] == [first]
+    assert stat.S_IMODE((tmp_path / f"{first}.kv").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / f"{first}.json").stat().st_mode) == 0o600
