@@ -1,5 +1,6 @@
 """Contexts inside vLLM: what is compressed there, and answers about them, are those of transformers."""
 
+import json
 import random
 
 import pytest
@@ -8,10 +9,11 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from lkv.context.context import Context
-from lkv.errors import LkvError
+from lkv.errors import LkvError, StoreError
 from lkv.integrations.vllm.attention import check_cpu_pages
 from lkv.integrations.vllm.contexts import VllmContexts
 from lkv.integrations.vllm.requests import compress
+from lkv.serving.store import ContextStore
 from lkv.utils.prompts import encode_question
 from tests.vllm.lab import Lab, ask, asked
 
@@ -168,6 +170,8 @@ def test_bad_input_is_refused_and_the_engine_lives(lab):
     refused(llm, VLLMValidationError, "one of them", ids, {"lkv_context": name, "lkv_compress": "x"})
     refused(llm, VLLMValidationError, "one of them", ids, {"lkv_contxt": name})
     refused(llm, VLLMValidationError, "lkv_compress: ", ids, {"lkv_compress": "x"}, max_tokens=1)
+    forged = {"id": name, "retention": 0.4, "sha256": "0" * 64, "name": ""}
+    refused(llm, VLLMValidationError, "alone", ids, {"lkv_compress": json.dumps(forged)}, max_tokens=1)
     refused(llm, VLLMValidationError, "max_tokens=1", ids, {"lkv_compress": "{}"})
     tokens = lab.context(lab.text(11)).tokens
     most = 2048 + 1 - tokens - 1000
@@ -203,6 +207,32 @@ def test_contexts_of_another_model_and_policy_are_refused(lab, tmp_path):
 def test_a_full_store_is_reported(lab):
     with lab.engine({"max_store": 0.0001}) as llm, pytest.raises(Exception, match="the store is full"):
         compress(llm, lab.text(15, 400))
+
+
+def test_a_context_that_cannot_be_written_is_reported(lab, monkeypatch):
+    def put(*_):
+        raise StoreError("the context cannot be written (No space left on device); free some space.")
+
+    llm = lab.shared
+    with monkeypatch.context() as patch:
+        patch.setattr(ContextStore, "put", put)
+        with pytest.raises(StoreError, match="No space left"):
+            compress(llm, lab.text(16))
+    assert ask(llm, [5, 6, 7], compress(llm, lab.text(16))) == lab.answer(lab.context(lab.text(16)), [5, 6, 7], 16)
+
+
+def test_a_context_that_is_lost_while_a_request_waits_gives_no_answer(lab):
+    """An answer without its context would look right."""
+    llm = lab.shared
+    name = compress(llm, lab.text(17))
+    llm.llm_engine.add_request("lost", {"prompt_token_ids": [5, 6, 7]}, asked(name, 4))
+    for suffix in ("json", "kv"):
+        (lab.store / f"{name}.{suffix}").unlink()
+    outputs = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += [output for output in llm.llm_engine.step() if output.finished]
+    assert list(outputs[0].outputs[0].token_ids) == [0, 0, 0, 0]
+    assert ask(llm, [5, 6, 7], None, 4) != [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def serving(lab, port: int):
         process = subprocess.Popen(
             [sys.executable, "-m", "lkv", "serve", *arguments], env=environment, stdout=log, stderr=log
         )
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 180
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 400
     try:
         while True:
             assert process.poll() is None and time.monotonic() < deadline, (lab.store.parent / "server.log").read_text()

@@ -29,6 +29,7 @@ from lkv.policy.policy import Policy
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id, unknown_context
 from lkv.utils.prompts import encode_context, tokenizer_digest
 
+_MAX_ANNOUNCED = 1024  # texts that wait for their request
 _ATTRIBUTE = "_lkv_contexts"
 _opening = threading.Lock()
 
@@ -101,6 +102,7 @@ class VllmContexts:
         self._open_store = partial(ContextStore, store, self.model, self.tokenizer, digest)
         self.store = self._open_store(memory)
         self._folder = store
+        self._announced: dict[str, NewContext] = {}
         self._checked: dict[str, tuple[float, ...]] = {}
 
     def method(self, retention: float) -> Method:
@@ -125,10 +127,24 @@ class VllmContexts:
         settings = self.compression._replace(retention=share, system=system)
         sha256 = hashlib.sha256(text.encode()).hexdigest()
         wanted = NewContext(id=context_id(text, settings), retention=share, sha256=sha256, ids=ids)
-        self.check_new(wanted, len(ids))
+        self._check_text(wanted, len(ids))
+        while len(self._announced) >= _MAX_ANNOUNCED:
+            self._announced.pop(next(iter(self._announced)), None)
+        self._announced[wanted.id] = wanted
         return wanted
 
-    def check_new(self, wanted: "NewContext", tokens: int) -> None:
+    def check_announced(self, wanted: "NewContext", ids: list[int]) -> None:
+        """Check that a request compresses what `encode` was called for: else a client could replace any context.
+
+        Raises PromptError otherwise, and as `encode` does.
+        """
+        announced = self._announced.get(wanted.id)
+        if announced is None or announced.ids != ids or announced.model_dump() != wanted.model_dump():
+            raise PromptError("lkv_compress is set by POST /v1/contexts alone; create the context there.")
+        del self._announced[wanted.id]
+        self._check_text(wanted, len(ids))
+
+    def _check_text(self, wanted: "NewContext", tokens: int) -> None:
         """Raise PromptError for a text of which nothing would be kept, or that is too long; StoreError for no space."""
         if tokens >= self.max_positions:
             raise PromptError(

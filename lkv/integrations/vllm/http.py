@@ -213,7 +213,10 @@ class ContextRoutes:
 
     async def refresh_metrics(self) -> None:
         """Ask the workers what they have in memory."""
-        residents = await self._engine.collective_rpc("lkv_resident")
+        try:
+            residents = await self._engine.collective_rpc("lkv_resident")
+        except Exception:  # the engine has ended, which vLLM's own metrics say
+            return
         self._gauges["contexts_resident"].set(max(map(len, residents), default=0))
         self._gauges["context_bytes"].set(sum(sum(resident.values()) for resident in residents))
         self._gauges["texts_waiting"].set(sum(job.error is None for job in self._jobs.values()))

@@ -62,7 +62,7 @@ def _check(processor: Any, request: Any, extra: dict[str, Any], max_tokens: int 
         if params.max_tokens != 1:
             raise PromptError(f"{COMPRESS} reads a text and answers nothing; give max_tokens=1.")
         wanted = NewContext.parse(extra[COMPRESS])
-        contexts.check_new(wanted, len(ids))
+        contexts.check_announced(wanted, list(ids))
         return
     name = extra[CONTEXT]
     if not isinstance(name, str):
