@@ -129,11 +129,22 @@ def _convert(source: Path, target: Path, dtype: torch.dtype) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def _check_layers(source: Path) -> None:
+    """Raise ValueError for a GGUF file that declares more layers than it has tensors: they would be made at random."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(source)
+    declared = [field for name, field in reader.fields.items() if name.endswith(".block_count")]
+    if declared and (layers := int(declared[0].parts[-1][0])) > (tensors := len(reader.tensors)):
+        raise ValueError(f"it declares {layers:,} layers, but has {tensors:,} tensors")
+
+
 def _read_gguf(source: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     where: dict[str, Any] = {"gguf_file": source.name, "trust_remote_code": False}
     # Newer ones leave weights packed where they have kernels for them.
     plain = {"quantization_config": transformers.GgufConfig(dequantize=True)} if _KEEPS_PACKED else {}
     try:
+        _check_layers(source)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.parent, dtype=dtype, output_loading_info=True, **where, **plain
         )

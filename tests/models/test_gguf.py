@@ -29,13 +29,13 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(path: Path, architecture: str = "llama", leave_out: str = "") -> Path:
+def write_gguf(path: Path, architecture: str = "llama", leave_out: str = "", layers: int | None = None) -> Path:
     """A tiny random Llama with a byte-level tokenizer, as llama.cpp writes one."""
     model, writer = tiny_llama(dtype=torch.float32, **SHAPE), gguf.GGUFWriter(path, architecture)
     config = model.config
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(layers or config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -128,6 +128,7 @@ def test_two_processes_at_once_convert_once(tmp_path, cache):
         (lambda path: path.write_bytes(path.read_bytes()[:-20_000]), "cannot be converted ("),
         (lambda path: path.write_bytes(path.read_bytes()[:40]), "cannot be converted ("),
         (lambda path: write_gguf(path, "whisper"), "architecture whisper is not supported"),
+        (lambda path: write_gguf(path, layers=10**6), "it declares 1,000,000 layers, but has"),
         (lambda path: write_gguf(path, leave_out="blk.1.ffn_up.weight"), "lacks 1 of the model's tensors"),
     ],
 )
