@@ -275,9 +275,11 @@ def download_rows(
             part = folder / f"{name}.{commit[:12]}.{number}.{count}.part"
             if not part.is_file():
                 stream = load(source.repository, split=split, revision=commit, streaming=True, **options)
-                with atomic_write(part, DataError, "the download") as temporary, temporary.open("wb") as file:
+                temporary = part.with_suffix(".part.tmp")
+                with temporary.open("wb") as file:
                     for row in islice(_trim_rows(name, stream), count):
                         file.write(json.dumps(row, ensure_ascii=False, sort_keys=True).encode() + b"\n")
+                temporary.replace(part)
             with part.open("rb") as file:
                 written.append(sum(1 for _ in file))
             parts.append(part)
