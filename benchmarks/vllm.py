@@ -56,7 +56,9 @@ class Engine:
 def run_engine(settings: dict[str, Any]) -> None:
     """The process of an engine: commands come as lines, results go back as lines."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
-    os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="8")
+    # GiB that vLLM checks for, at 64 KB a token; as many pages as are given are allocated.
+    space = 1 + settings["pages"] * _BLOCK // 2**14
+    os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE=str(space))
     from vllm import LLM, SamplingParams
 
     from lkv.integrations.vllm.requests import compress

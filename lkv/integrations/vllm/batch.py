@@ -120,16 +120,19 @@ class Batch:
         `query`, `output` [N, Hq, d]: of all tokens of the pass, `output` with attention over pages. `lse` [Hq, n]: its
         log-sum-exp, for `self.tokens`.
         """
-        for context, tokens, columns in self.groups:
+        rows, parts = query[self.tokens].transpose(0, 1)[None], []
+        for context, _, columns in self.groups:
             cache: Any = context.cache
             k, v, starts, lens = cache.ragged_layers[layer].store.compressed_view()
             if starts.shape[1] != self.heads.stop - self.heads.start:
                 starts, lens = starts[:, self.heads].contiguous(), lens[:, self.heads].contiguous()
-            rows = query[tokens].transpose(0, 1)[None].contiguous()
-            over_context = ragged_attention(rows, k, v, starts, lens, scale, causal=False, lse=True)
-            over_pages = output[tokens].transpose(0, 1)[None]
-            merged, _ = merge_attention(over_pages, lse[None, :, columns], *over_context)
-            output[tokens] = merged[0].transpose(0, 1).to(output.dtype)
+            # One call for all requests that ask a context: its entries are read once.
+            part = rows[:, :, columns].contiguous()
+            parts.append(ragged_attention(part, k, v, starts, lens, scale, causal=False, lse=True))
+        over_contexts, context_lse = (torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
+        over_pages = output[self.tokens].transpose(0, 1)[None]
+        merged, _ = merge_attention(over_pages, lse[None], over_contexts, context_lse)
+        output[self.tokens] = merged[0].transpose(0, 1).to(output.dtype)
 
     def compress(self, layer: int, row: Row, work: RequestWork, key: Tensor, value: Tensor, scale: float) -> None:
         """Evict from the k and v [H, T, d] of one layer of a text; a failure ends this compression alone."""

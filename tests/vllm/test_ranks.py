@@ -1,0 +1,44 @@
+"""Tensor parallelism on two CPU ranks: each attends with its own heads, and rank 0 compresses all of them."""
+
+import json
+import os
+import subprocess
+import sys
+
+_SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+from lkv.integrations.vllm.requests import compress
+
+def main():
+    job = json.loads(sys.argv[1])
+    llm = LLM(job["model"], dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8,
+              tensor_parallel_size=2, additional_config={"lkv": job["settings"]})
+    names = [compress(llm, text) for text in job["texts"]]
+    params = [SamplingParams(temperature=0, max_tokens=12, extra_args={"lkv_context": name}) for name in names]
+    outputs = llm.generate([{"prompt_token_ids": job["ids"]}] * len(names), params, use_tqdm=False)
+    print("RESULT", json.dumps([names, [list(output.outputs[0].token_ids) for output in outputs]]))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_two_ranks_answer_as_one(lab, tmp_path):
+    lab.close_shared()
+    script, texts = tmp_path / "ranks.py", [lab.text(40), lab.text(41, 120)]
+    script.write_text(_SCRIPT)
+    ids = lab.tokenizer("how many?")["input_ids"]
+    job = {"model": str(lab.folder), "settings": lab.settings, "texts": texts, "ids": ids}
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(job)], env=environment, capture_output=True, text=True, timeout=500
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, done.stderr[-3000:]
+    names, answers = json.loads(lines[0].removeprefix("RESULT"))
+    contexts = [lab.context(text) for text in texts]
+    assert answers == [lab.answer(context, ids, 12) for context in contexts]
+    for name, context in zip(names, contexts, strict=True):
+        about = json.loads((lab.store / f"{name}.json").read_text())
+        assert about["realised_retention"] == round(context.realised_retention(), 6)
