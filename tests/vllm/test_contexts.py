@@ -10,7 +10,6 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from lkv.context.context import Context
 from lkv.errors import LkvError, StoreError
-from lkv.integrations.vllm.attention import check_cpu_pages
 from lkv.integrations.vllm.contexts import VllmContexts
 from lkv.integrations.vllm.requests import compress
 from lkv.serving.store import ContextStore
@@ -264,11 +263,6 @@ def test_settings_that_do_not_fit_are_named(lab, settings, match):
 def test_a_request_is_refused_where_contexts_cannot_be_used(lab):
     with lab.engine({"method": "snapkv"}) as llm:
         refused(llm, VLLMValidationError, "reads queries", [5, 6, 7], {"lkv_context": "any"})
-
-
-def test_the_layout_of_pages_is_probed():
-    check_cpu_pages(torch.float32, 32, 64)
-    check_cpu_pages(torch.float32, 128, 128)
 
 
 def test_a_vllm_that_does_not_fit_is_left_alone(monkeypatch):
