@@ -14,4 +14,4 @@ def test_the_tests_that_are_named_are_there(page):
     assert len(named) > 20
     for file, test in sorted(named):
         sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(file)]
-        assert any(re.search(rf"^(def|class) {test}\b", text, re.M) for text in sources), (file, test)
+        assert any(re.search(rf"^((def|class) {test}\b|{test} = )", text, re.M) for text in sources), (file, test)
