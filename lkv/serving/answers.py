@@ -102,19 +102,26 @@ class Answer:
         self._notify = notify
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the question alone."""
-        return len(self.question)
+    def row(self) -> list[int]:
+        """The ids after the context: those of the question and of the answer so far."""
+        return self.question + self.ids
 
     def push(self, token: int, is_end: bool) -> None:
-        """Take the next token; `is_end` if it is one of the model's end tokens."""
+        """Take the next token; `is_end` if it is one of the model's end tokens. What fails ends this answer alone."""
         self.ids.append(token)
         is_last = is_end or len(self.ids) >= self.length
-        self.text += self._detokenizer.push(self.ids, is_last)
+        try:
+            self.text += self._detokenizer.push(self.ids, is_last)
+        except Exception as error:
+            self.fail(error)
         if is_last or self._detokenizer.is_stopped:
             self.finish("stop" if is_end or self._detokenizer.is_stopped else "length")
         elif self._notify is not None:
             self._notify()
+
+    def fail(self, error: BaseException) -> None:
+        """End the answer because it cannot be computed."""
+        self.finish("error", f"the answer could not be computed ({error}); ask again.")
 
     def finish(self, reason: str, error: str | None = None) -> None:
         """End the answer; one that has ended does not change."""
@@ -173,9 +180,8 @@ class AnswerWorker:
             BusyError: If too many requests are open, their contexts take too much memory, or the worker is stopping.
         """
         length = answer_length(self.model, (0 if context is None else context.tokens) + len(question), length)
-        answer = Answer(
-            self.tokenizer, question, context, length, sampling or SamplingParams(), stops or [], notify
-        )  # fmt: skip
+        sampling = sampling or SamplingParams()
+        answer = Answer(self.tokenizer, question, context, length, sampling, stops or [], notify)
         with self._changed:
             if self._is_stopping:
                 raise BusyError("the server is stopping; ask again when it runs.")
@@ -235,9 +241,9 @@ class AnswerWorker:
             cache = None if context is None else context.cache
             if cache is not None and not (isinstance(cache, RaggedCache) and cache.is_rewindable):
                 rows = 1
-            longest = _row_length(batch[0])
+            longest = len(batch[0].row)
             while waiting and len(batch) < rows and not (batch[0].is_alone or waiting[0].is_alone):
-                longest = max(longest, _row_length(waiting[0]))
+                longest = max(longest, len(waiting[0].row))
                 if (len(batch) + 1) * longest**2 > _MAX_SCORES:
                     break
                 batch.append(waiting.popleft())
@@ -254,7 +260,7 @@ class AnswerWorker:
             _LOG.warning("%d requests could not be answered: %s", len(batch), error)
             for answer in batch:
                 if len(batch) == 1:
-                    answer.finish("error", f"the answer could not be computed ({error}); ask again.")
+                    answer.fail(error)
                 answer.is_alone = True
         with self._changed:
             for answer in batch:
@@ -265,7 +271,7 @@ class AnswerWorker:
 
     def _generate(self, batch: list[Answer]) -> None:
         context = batch[0].context
-        rows = [answer.question + answer.ids for answer in batch]
+        rows = [answer.row for answer in batch]
         before, longest = 0 if context is None else context.tokens, max(map(len, rows))
         free = max_positions(self.model) + 1 - before - longest
         length = min(free, max(answer.length - len(answer.ids) for answer in batch))
@@ -292,10 +298,6 @@ class AnswerWorker:
         return self._is_stopped or (self._can_pause and tokens >= TURN_TOKENS and bool(self._waiting))
 
 
-def _row_length(answer: Answer) -> int:
-    return len(answer.question) + len(answer.ids)
-
-
 class _Turn(StoppingCriteria):
     """Passes the new tokens of a batch on, and ends rows that are done, or all rows when the turn is over."""
 
@@ -312,17 +314,11 @@ class _Turn(StoppingCriteria):
         for answer, tokens in zip(self._batch, new, strict=True):
             for token in tokens:
                 if not answer.done.is_set():
-                    self._push(answer, token)
+                    answer.push(token, token in self._ends)
+                    self._worker.tokens += 1
         self.is_paused = self._worker.should_pause(self.tokens)
         ended = [self.is_paused or answer.done.is_set() for answer in self._batch]
         return torch.tensor(ended, device=input_ids.device)
-
-    def _push(self, answer: Answer, token: int) -> None:
-        try:
-            answer.push(token, token in self._ends)
-            self._worker.tokens += 1
-        except Exception as error:  # ends this request alone
-            answer.finish("error", f"the answer could not be computed ({error}); ask again.")
 
 
 class _Sampling(LogitsProcessor):
@@ -340,7 +336,7 @@ class _Sampling(LogitsProcessor):
             try:
                 token = answer.sampler(scores[row])
             except Exception as error:  # ends this request alone
-                answer.finish("error", f"the answer could not be computed ({error}); ask again.")
+                answer.fail(error)
                 continue
             scores[row] = -torch.inf
             scores[row, token] = 0.0

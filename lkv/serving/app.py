@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -271,7 +271,7 @@ class _AnswerResponse:
         self._service.answers.cancel(self._answer)
 
     def _usage(self) -> dict[str, Any]:
-        prompt, answer = self._answer.prompt_tokens + self._context_tokens, len(self._answer.ids)
+        prompt, answer = len(self._answer.question) + self._context_tokens, len(self._answer.ids)
         return {
             "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
             "prompt_tokens_details": {"cached_tokens": self._context_tokens},  # read before
@@ -283,7 +283,8 @@ def _event(content: dict[str, Any]) -> str:
 
 
 def _add_others(app: FastAPI, service: Service) -> None:
-    registry = service.metrics_registry()
+    registry = CollectorRegistry()  # of this service alone: several may run in one process
+    registry.register(service)
     page = (files("lkv.serving") / "page.html").read_text(encoding="utf-8")
     policy = (
         "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from lkv.context.context import Context, check_text, compress_ids
@@ -310,12 +309,6 @@ class Service:
         yield GaugeMetricFamily("lkv_context_bytes", "Bytes of k and v of contexts in memory", size)
         saved = "Bytes that their full caches would take beyond that"
         yield GaugeMetricFamily("lkv_context_bytes_saved", saved, max(0, full - size))
-
-    def metrics_registry(self) -> CollectorRegistry:
-        """A registry of this service alone: several may run in one process."""
-        registry = CollectorRegistry()
-        registry.register(self)
-        return registry
 
 
 def make_service(options: dict[str, Any]) -> Service:

@@ -133,6 +133,16 @@ def test_a_slow_store_delays_its_own_requests_alone(parts, tmp_path):
         waiting.join()
 
 
+def test_what_nobody_foresaw_is_an_error_in_openais_form(server, monkeypatch):
+    def explode():
+        raise OddError("secret")
+
+    monkeypatch.setattr(server.service, "jobs", explode)
+    assert server.problem("/v1/contexts") == (500, "the server failed to answer this request; send it again.")
+    monkeypatch.undo()
+    assert server.ask("/v1/contexts")[0] == 200
+
+
 class CancelledAt:
     """Awaits a coroutine in whose await number `at` the task is cancelled."""
 

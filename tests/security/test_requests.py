@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from pydantic import ValidationError
@@ -209,6 +210,13 @@ def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
     assert service.is_healthy
     service.stop(0)
     until(lambda: not service.is_healthy)
+
+
+def test_metrics_are_read_by_many_at_once(server):
+    with ThreadPoolExecutor(16) as pool:
+        rates = list(pool.map(lambda _: server.service.tokens_per_second(), range(4000)))
+        pages = list(pool.map(lambda _: server.ask("/metrics")[0], range(32)))
+    assert min(rates) >= 0 and set(pages) == {200}
 
 
 def test_no_lock_is_held_while_the_store_is_read(make, monkeypatch):

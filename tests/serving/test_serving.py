@@ -273,7 +273,7 @@ def test_metrics_tell_what_is_held(server, context):
 def test_the_page_is_whole_and_asks_nobody_else(server):
     with server.open("/") as answer:
         page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
-    assert "<title>LKV</title>" in page and "default-src 'none'" in policy
+    assert "<title>LKV</title>" in page and {"default-src 'none'", " frame-ancestors 'none'"} < set(policy.split(";"))
     assert "http://" not in page and "https://" not in page and "src=" not in page
 
 
