@@ -185,6 +185,8 @@ class ContextRoutes:
                 pass
             failures = await self._engine.collective_rpc("lkv_failure", args=(wanted.id,))
             job.error = next(filter(None, failures), None)
+            if job.error is None and await asyncio.to_thread(contexts.store.describe, wanted.id) is None:
+                job.error = "vLLM ended without compressing the text; see its log, and send it again."
             self._deleted.discard(wanted.id)  # made anew
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
@@ -242,7 +244,8 @@ class ContextRoutes:
         contexts = await self.contexts()
         job = self._jobs.get(name)
         if job is not None:
-            raise UnknownContextError(f"the context {name!r} is being compressed; ask it later.")
+            reason = "is being compressed; ask it later." if job.error is None else f"could not be made: {job.error}"
+            raise UnknownContextError(f"the context {name!r} {reason}")
         await self._stored(name)
         tokens = await asyncio.to_thread(contexts.tokens, name)
         for field in ("use_beam_search", "tools", "functions", "prompt_embeds", "echo"):
