@@ -153,6 +153,20 @@ def test_several_answers_logprobs_and_choices(lab):
     assert set(output.outputs[0].token_ids) <= {70, 71}
 
 
+def test_bfloat16_differs_by_its_rounding_alone(lab):
+    with lab.engine(dtype="bfloat16") as llm:
+        for seed in (0, 1):
+            name, context = compress(llm, lab.text(seed)), lab.context(lab.text(seed))
+            ids = lab.tokenizer(lab.text(seed + 9, 15))["input_ids"]
+            (output,) = llm.generate({"prompt_token_ids": ids}, asked(name, 1, logprobs=5), use_tqdm=False)
+            found = output.outputs[0].logprobs[0]
+            with torch.no_grad(), context.working_cache() as cache:
+                logits = lab.model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+            expected = logits.log_softmax(-1)
+            # Without the context they differ by 5 to 11.
+            assert max(abs(entry.logprob - float(expected[token])) for token, entry in found.items()) < 1
+
+
 def refused(llm, error, match, ids, extra, **options):
     """The request is refused with that message, and the engine answers the next one."""
     params = SamplingParams(**{"temperature": 0, "max_tokens": 4, "extra_args": extra} | options)
