@@ -29,8 +29,9 @@ from lkv.integrations.transformers.spec import max_positions
 
 # Below, logits divided by the temperature could overflow, and the most probable token is drawn almost surely.
 LEAST_TEMPERATURE = 1e-3
-# Tokens that a batch generates before it makes way for requests that wait.
-TURN_TOKENS = 32
+# Tokens that a batch generates before it makes way for requests that wait, and those that it reads again afterwards for
+# each of them at most.
+TURN_TOKENS, _READ_AGAIN = 32, 8
 # Rows of a batch times the square of its longest question: attention over questions takes memory in proportion.
 _MAX_SCORES = 2**22
 # Settings of a model's generation_config that depend on the whole of one answer, or on the ids before it.
@@ -136,8 +137,8 @@ class AnswerWorker:
     """Answers requests about contexts of one model in a thread of its own. It may be used from several threads.
 
     Requests about one context are generated in one batch, which reads the model's weights and the context once a step.
-    While others wait, a batch makes way after `TURN_TOKENS` tokens and goes on when its context has the next turn; its
-    questions, and the answers so far, are then read again.
+    While others wait, a batch makes way after `TURN_TOKENS` tokens, or more where its questions are long, and goes on
+    when its context has the next turn; its questions, and the answers so far, are then read again.
     """
 
     def __init__(self, model: Any, tokenizer: Any, requests: int = 64, rows: int = 16, memory_bytes: int = 2**40):
@@ -293,9 +294,9 @@ class AnswerWorker:
             for answer in batch:
                 answer.finish("stop")  # by the model's own settings
 
-    def should_pause(self, tokens: int) -> bool:
-        """Whether a batch makes way after that many tokens."""
-        return self._is_stopped or (self._can_pause and tokens >= TURN_TOKENS and bool(self._waiting))
+    def should_pause(self, has_had_turn: bool) -> bool:
+        """Whether a batch makes way for requests that wait."""
+        return self._is_stopped or (self._can_pause and has_had_turn and bool(self._waiting))
 
 
 class _Turn(StoppingCriteria):
@@ -303,6 +304,7 @@ class _Turn(StoppingCriteria):
 
     def __init__(self, worker: AnswerWorker, batch: list[Answer], length: int):
         self._worker, self._batch, self._length = worker, batch, length
+        self._least_tokens = max(TURN_TOKENS, max(len(answer.row) for answer in batch) // _READ_AGAIN)
         self._ends = end_tokens(worker.model, {})
         self.tokens, self.is_paused = 0, False
 
@@ -316,7 +318,7 @@ class _Turn(StoppingCriteria):
                 if not answer.done.is_set():
                     answer.push(token, token in self._ends)
                     self._worker.tokens += 1
-        self.is_paused = self._worker.should_pause(self.tokens)
+        self.is_paused = self._worker.should_pause(self.tokens >= self._least_tokens)
         ended = [self.is_paused or answer.done.is_set() for answer in self._batch]
         return torch.tensor(ended, device=input_ids.device)
 

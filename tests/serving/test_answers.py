@@ -131,6 +131,19 @@ def test_contexts_take_turns(start, contexts):
     assert all(result(answer) == right for answer in long)
 
 
+def test_long_questions_are_read_again_seldom(start, contexts, monkeypatch):
+    monkeypatch.setattr(answers_module, "TURN_TOKENS", 2)
+    reads, plain, worker = [], Context.complete, start()
+    right = expected(contexts[1], "why ?", 120)
+    monkeypatch.setattr(Context, "complete", lambda self, ids, **how: reads.append(len(ids)) or plain(self, ids, **how))
+    question = asked("why " * 300)
+    with worker._changed:
+        long, other = worker.submit(question, contexts[2], 120), worker.submit(asked("why ?"), contexts[1], 120)
+    assert result(long) == plain(contexts[2], question, 120) and result(other) == right
+    again = [length for length in reads if length >= len(question)]
+    assert 2 <= len(again) <= 120 // (len(question) // 8) + 1
+
+
 def test_settings_that_a_batch_cannot_apply_are_answered_one_by_one(start, model, contexts, monkeypatch, caplog):
     monkeypatch.setattr(model.generation_config, "no_repeat_ngram_size", 1)
     monkeypatch.setattr(model.generation_config, "min_new_tokens", 2)
