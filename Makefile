@@ -111,7 +111,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 $(QUANTISATION): $(INSTALLED)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[quantization]'
+	$(BIN)/python -m pip install -q -c constraints.txt torchao
 	touch $@
 
 install-oldest: $(OLDEST_INSTALLED)

@@ -1,6 +1,6 @@
-"""Decoding over a compressed cache in 8 and 4 bits a value against the same cache in the model's own precision.
+"""Decoding over a compressed cache in 8, 4 and 3 bits a value against the same cache in the model's own precision.
 
-python -m benchmarks.quantised_decode    (writes quantised_decode.json; needs torchao)
+python -m benchmarks.quantised_decode    (writes quantised_decode.json)
 python -m benchmarks.quantised_decode --device cuda --config llama-3.2-1b --tokens 16384 65536 --dtype bfloat16
 
 --config: random weights of a published shape, as in `lkv profile`.
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from benchmarks.common import interleaved, parse_options, save_rows
 from benchmarks.decode import random_prompt, row_of
-from lkv.cache.quantization import BITS
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.evaluation.profiling.random_models import extend_positions, random_model, random_policy, read_config
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.methods.memory import QUANTIZED_BITS as BITS
 from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy

@@ -10,7 +10,8 @@ from functools import cache
 from typing import Any
 
 from benchmarks.common import RESULTS
-from benchmarks.evaluations import ABLE, LEAST_SCORE
+from benchmarks.evaluations import ABLE
+from benchmarks.memory import COMPARED, best_precisions
 from lkv.evaluation.report.names import FULL, method_label, part_label
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
@@ -143,87 +144,62 @@ def page(parts: Iterable[str]) -> str:
 
 
 def readme_section() -> str:
-    """Three small tables, each with its command."""
-    more = other_models()
+    """Fidelity by memory, what the demo answered, and what it costs."""
     lead = (
-        f"SmolLM2-135M-Instruct{' unless another is named' if more else ''}, the question unknown at compression, "
-        "R = 0.15; 95% intervals. All figures come from `benchmarks/results/`, whose files name command, machine "
-        "and seed. More lengths, methods and R: [results](docs/results.md). "
-        f"`{COMPENSATED}` adjusts the kept keys and values by least squares at no extra memory: it lowers average KL "
-        "but does not help fact retrieval ([how](docs/methods.md#refitted))."
+        "All figures come from `benchmarks/results/`, whose files name command, machine and seed; intervals are 95%. "
+        "Texts by length, RULER, needles, LongBench and a second model: [results](docs/results.md). The policy was "
+        "trained on other texts of the same kinds; the baselines are untrained."
     )
-    other = [part for name in more for part in readme_lengths(f"length-{name}", ruler_sentence(name))]
-    return "\n\n".join([lead, *readme_lengths("length"), *other, *readme_ruler(), *readme_costs()])
+    return "\n\n".join([lead, *readme_memory(), *readme_demo(), *readme_costs()])
 
 
-def readme_lengths(name: str, sentence: str = "") -> list[str]:
-    """KL by length of LKV and the closest baselines at R = 0.15; `sentence` follows the lead."""
-    rows = [row for row in without_partial(read(name, task="all")) if row["retention"] == 0.15]
-    last = max(row["tokens"] for row in rows)
-    longer = [row for kind in LONGER for row in read(name.replace("length", kind), task="all", retention=0.15)]
-    longer = [row for row in longer if row["tokens"] > last]
-    refit = read(name.replace("length", "refit"), task="all", method=COMPENSATED, retention=0.15)
-    measured = {(row["method"], row["tokens"]): row for row in (*rows, *refit, *longer)}
-    methods = [m for m in ("lkv", COMPENSATED, "kvzip", "lkv-h+expected", "snapkv") if m != COMPENSATED or refit]
-    cells = {}
-    for method in methods:
-        for length in sorted({length for _, length in measured}):
-            missing = "not measured" if length > last or method == COMPENSATED else "cannot run"
-            row = measured.get((method, length))
-            cells[method, length] = interval(row) if row else missing
-    lead, options, model = f"**Fidelity by length**: {KL} in nats a token", "", rows[0]["model"]
-    if name != "length":
-        lead, options = f"The same for **{model.rpartition('/')[2]}**", f" --model {model}"
-    apart = sorted({row["tokens"] for row in longer})
-    other = f"; {' and '.join(f'{length:,}' for length in apart)} tokens apart, in bfloat16" if apart else ""
-    contexts = counted(row["contexts"] for row in measured.values())
-    text = f"{lead}; {contexts} contexts a length{other} (`python -m benchmarks.length{options}`).{sentence}"
-    return [text, cross(cells, tokens)]
-
-
-def readme_ruler() -> list[str]:
-    """RULER's retrieval tasks at both lengths and retentions."""
-    rows = {(row["method"], row["retention"], row["tokens"]): row for row in read("ruler_retrieval", task="all")}
-    columns = [(n, r) for n in sorted({n for _, _, n in rows}) for r in sorted({r for _, r, _ in rows} - {1.0})[::-1]]
-    cells = {
-        (m, (n, r)): score(rows[m, 1.0 if m == FULL else r, n])
-        for m in (FULL, "lkv", COMPENSATED, "kvzip", "snapkv")
-        for n, r in columns
-        if m != COMPENSATED or (m, r, n) in rows
-    }
-    samples = rows[FULL, 1.0, columns[0][0]]["n"]
-    lead = f"**RULER**, five retrieval tasks, score of 100, {samples} samples a length (`lkv eval ruler`)."
-    return [lead, cross(cells, lambda column: f"{tokens(column[0])}, R = {column[1]:g}")]
-
-
-def ruler_sentence(name: str) -> str:
-    """RULER's tasks for another model at R = 0.15, as far as they were measured."""
-    rows = [row for row in read(f"ruler-{name}", task="all") if row["retention"] in (0.15, 1.0)]
+def readme_memory() -> list[str]:
+    """KL at equal bytes, each method in the precision that suits it best, and in 16 bits."""
+    rows = read("memory")
     if not rows:
-        return ""
-    cells = {(row["method"], row["tokens"]): row for row in rows}
-    columns = sorted({length for _, length in cells})
-    scores = "; ".join(
-        f"{method_label(method)} " + " / ".join(f"{cells[method, length]['value']:.1f}" for length in columns)
-        for method in dict.fromkeys([FULL, "lkv", *(method for method, _ in cells)])
+        return []
+    lengths = sorted({row["tokens"] for row in rows})
+    best = best_precisions(rows)
+    cells = {}
+    for method in dict.fromkeys(row["method"].split(" (")[0] for row in rows):
+        for label, own in ((method, best), (f"{method} (16 bits)", rows)):
+            for row in own:
+                if row["method"] == label and row["memory"] in COMPARED:
+                    cells[label, (row["tokens"], row["memory"])] = interval(row)
+    contexts = ", ".join(f"{n} at {tokens(t)}" for t, n in sorted({(r["tokens"], r["contexts"]) for r in rows}))
+    lead = (
+        f"**Fidelity by memory**: {KL} in nats a token at equal bytes of a 16-bit cache, each method in the precision "
+        f"that suits it best and with its entries in 16 bits. SmolLM2-135M-Instruct, the question unknown at "
+        f"compression; contexts: {contexts} (`python -m benchmarks.memory`)."
     )
-    samples = counted(cells[FULL, length]["n"] for length in columns)
-    at = " / ".join(f"{length:,}" for length in columns)
-    sentence = f" RULER's five retrieval tasks at {at} tokens, {samples} samples a length: {scores}."
-    other = read(f"ruler_other-{name}", task=ABLE)
-    if not other:
-        return sentence
-    length = other[0]["tokens"]  # every task that the full cache can do, where others than retrieval were measured too
-    tasks: dict[str, dict[str, float]] = {}
-    for row in read(f"ruler-{name}", tokens=length) + read(f"ruler_other-{name}", tokens=length):
-        if row["method"] in (FULL, "lkv") and row["retention"] in (0.15, 1.0) and row["task"] not in ("all", ABLE):
-            tasks.setdefault(row["task"], {})[row["method"]] = row["value"]
-    able = [scores for scores in tasks.values() if scores[FULL] >= LEAST_SCORE]
-    full, lkv = (sum(scores[method] for scores in able) / len(able) for method in (FULL, "lkv"))
-    return (
-        f"{sentence} All {len(able)} of its tasks in which the full cache reaches {LEAST_SCORE:g} at {length:,} "
-        f"tokens: Full cache {full:.1f}; LKV {lkv:.1f}."
-    )
+    columns = sorted({key for _, key in cells}, key=lambda key: (lengths.index(key[0]), -key[1]))
+    names = dict.fromkeys(method for method, _ in cells)
+    lines = ([memory_name(m), *(cells.get((m, column), "not measured") for column in columns)] for m in names)
+    return [lead, table((f"{tokens(t)}, {share:.0%}" for t, share in columns), lines)]
+
+
+def memory_name(label: str) -> str:
+    """A method's name with its precision, where it has one."""
+    method, _, precision = label.partition(" (")
+    return name_of(method) + (f", {precision[:-1]}" if precision else "")
+
+
+def readme_demo() -> list[str]:
+    """The answers of `make demo`, and the bytes behind them."""
+    rows = read("demo")
+    if not rows:
+        return []
+    sizes = {row["method"]: row["value"] for row in rows if row.get("name") == "cache"}
+    answers: dict[str, list[str]] = {}
+    for row in rows:
+        if "question" in row:
+            answers.setdefault(row["method"], []).append(f"{row['answer']} ({'right' if row['correct'] else 'wrong'})")
+    questions = [row["question"] for row in rows if row["method"] == FULL and "question" in row]
+    labels = {FULL: "Full cache", "lkv": "**LKV**, `memory=0.1`", "snapkv": "SnapKV, as many bytes"}
+    lines = ([labels[m], f"{sizes[m] / 1e6:.1f} MB", *answers[m]] for m in answers)
+    length = next(row["tokens"] for row in rows if "tokens" in row)
+    lead = f"**The demo**: three notes hidden in a licence of {tokens(length)} (`make demo`)."
+    return [lead, table(["k and v", *questions], lines)]
 
 
 def readme_costs() -> list[str]:
@@ -257,10 +233,43 @@ def results_page() -> str:
         "above, needles below), and at R = 0.05 it is worse. The same contexts as above."
     )
     ruler = ruler_by_retention(read("ruler_retrieval", task="all"), "RULER's five retrieval tasks", "ruler_retrieval")
-    parts = ["# Results", lead, *lengths("length"), *needles("needles"), *ruler, *fidelity(), *variants(), *fits()]
+    parts = [
+        "# Results",
+        lead,
+        *memory(),
+        *lengths("length"),
+        *needles("needles"),
+        *ruler,
+        *fidelity(),
+        *variants(),
+        *fits(),
+    ]
     parts += ["## Compensation", refit, *lengths("refit"), *needles("refit_needles")]
     parts += [part for name in other_models() for part in other_model(name)]
     return page([*parts, *serving(), "## Memory and speed", costs()])
+
+
+def memory() -> list[str]:
+    """KL and agreement at equal bytes: every method in every precision."""
+    parts = ["## Fidelity by memory"]
+    if not read("memory"):
+        return []
+    for name in ("memory", *(f"memory-{other}" for other in other_models())):
+        rows = read(name)
+        for length in sorted({row["tokens"] for row in rows}):
+            here = [row for row in rows if row["tokens"] == length]
+            columns = sorted({row["memory"] for row in here}, reverse=True)
+            cells = {(row["method"], row["memory"]): kl_and_agreement(row) for row in here}
+            lines = (
+                [memory_name(m), *(cells.get((m, share), "") for share in columns)]
+                for m in dict.fromkeys(row["method"] for row in here)
+            )
+            lead = (
+                f"{here[0]['model'].rpartition('/')[2]}, {tokens(length)}: {KL} and top-1 agreement by the share of a "
+                f"16-bit cache's bytes; {here[0]['contexts']} contexts ({source(name)}). Without a precision: tiers."
+            )
+            parts += [lead, table((f"{share:.0%}" for share in columns), lines)]
+    return [*parts, "![memory](benchmarks/results/small/memory.png)", "## By length"]
 
 
 def lengths(name: str) -> list[str]:

@@ -3,13 +3,13 @@
 from importlib.metadata import files
 from typing import Any
 
-TOKENS = 4200
-# Real text of a pinned package: about 4,200 tokens of the licence that numpy's wheels carry for their Fortran library.
+TOKENS = 2600
+# Real text of a pinned package: about 2,600 tokens of the licence that numpy's wheels carry for their Fortran library.
 PACKAGE, OPENING = "numpy", "GNU GENERAL PUBLIC LICENSE"
 # Depth, note, question, answer.
 NOTES = (
-    (0.15, "The spare key to the reading room is kept in Lisbon.", "Where is the spare key to the reading room kept?",
-     "Lisbon"),
+    (0.15, "The meeting of the book club is on Thursday in room 214.", "In which room is the meeting of the book club?",
+     "214"),
     (0.50, "The password for the old archive is walnut.", "What is the password for the old archive?", "walnut"),
     (0.82, "The telephone extension of Marta Lindgren is 5308.", "What is the telephone extension of Marta Lindgren?",
      "5308"),

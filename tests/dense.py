@@ -5,13 +5,26 @@ may see of the past is a set of positions; eviction removes positions from it fo
 what it sees at those that are left.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 Sets = list[list[set[int]]]  # [L][H] positions
-GROUP = 32  # values that share a step where k and v are stored in few bits
+# Storage in few bits, as the file format has it: code c stands for u (a + b u^2), u = c - (2^bits - 1) / 2.
+LEVELS = {8: (0.015859471, 1.0520814e-06), 4: (0.24050725, 0.0020975307), 3: (0.47145524, 0.011584845)}
+
+
+@dataclass
+class Stored:
+    """The entries of one head that eviction left: their positions, bits of k and v (16: as they are), and values."""
+
+    places: list[int]
+    bits: list[tuple[int, int]]
+    key: Tensor
+    value: Tensor
+    basis: tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -21,11 +34,15 @@ class Row:
     ids: list[int] = field(default_factory=list)
     # (first position that no longer sees them, hidden positions)
     hidden: list[tuple[int, Sets]] = field(default_factory=list)
-    # (first position that sees them so, [L][H] of (positions, k and v there)), where they are stored in few bits
-    stored: tuple[int, list[list[tuple[list[int], Tensor, Tensor]]]] | None = None
+    # (first position that sees them so, layer -> of each head), where entries are stored in few bits
+    stored: list[tuple[int, dict[int, list[Stored]]]] = field(default_factory=list)
 
     def copy(self) -> "Row":
-        return replace(self, ids=list(self.ids), hidden=list(self.hidden))
+        return replace(self, ids=list(self.ids), hidden=list(self.hidden), stored=list(self.stored))
+
+    def latest(self, layer: int) -> list[Stored] | None:
+        """What each head of `layer` stores in few bits now."""
+        return next((table[layer] for _, table in reversed(self.stored) if layer in table), None)
 
     def gone(self, layers: int, heads: int) -> Sets:
         """What is hidden from the next token."""
@@ -109,14 +126,16 @@ class Dense:
             seen = seen.triu(1 - self.windows[layer])
         for start, table in row.hidden:
             seen[start:, sorted(table[layer][own])] = False
-        start, late = tokens, value
-        if row.stored is not None and self.windows[layer] is None:
-            start, (places, kept_key, kept_value) = row.stored[0], row.stored[1][layer][own]
+        tables = [(start, table[layer][own]) for start, table in row.stored if layer in table]
+        ends = [start for start, _ in tables] + [tokens]
+        values = [(0, ends[0], value)]
+        for (start, stored), end in zip(tables, ends[1:], strict=True):
             late_key, late = key.clone(), value.clone()
-            late_key[places], late[places] = kept_key.to(key), kept_value.to(value)
-            scores[start:] = query[start:] @ late_key.T
+            late_key[stored.places], late[stored.places] = stored.key.to(key), stored.value.to(value)
+            scores[start:end] = query[start:end] @ late_key.T
+            values.append((start, end, late))
         shares = torch.softmax((scores * key.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf), -1)
-        return torch.cat([shares[:start] @ value, shares[start:] @ late])
+        return torch.cat([shares[start:end] @ part for start, end, part in values])
 
 
 def kept_of(scores: Tensor, alive: set[int], count: int) -> tuple[set[int], float]:
@@ -127,39 +146,70 @@ def kept_of(scores: Tensor, alive: set[int], count: int) -> tuple[set[int], floa
     return set(ranked[:count]), margin
 
 
-def in_bits(values: Tensor, bits: int, axis: int) -> tuple[Tensor, float]:
-    """`values` [n, d] as they come back from storage in `bits` bits, with groups along `axis`; and how far the nearest
-    one lay from where rounding decides: the middle between two codes or, in hundredths, a bfloat16 that a step or least
-    value is rounded to.
+def rotation(width: int) -> Tensor:
+    """The matrix [d, d] that mixes channels before they are rounded, one number after another."""
+    twos = width & -width
+    odd = width // twos
 
-    Of a group the least value is stored, rounded down to a bfloat16 (as it is, from 16 bits), and a step, rounded up.
+    def number(i: int, j: int) -> float:
+        angle = math.pi / odd * (i // twos) * (j // twos + 0.5)
+        cosine = math.cos(angle) * math.sqrt((1 if i < twos else 2) / odd)
+        return cosine * (-1) ** ((i % twos) & (j % twos)).bit_count() / math.sqrt(twos)
+
+    return torch.tensor([[number(i, j) for j in range(width)] for i in range(width)], dtype=torch.float64)
+
+
+def in_bits(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Rotated `values` [n, d] rounded to the nearest levels times one norm an entry, the best one for these levels.
+
+    Returns them in float64, the codes, the norms, and how near any value came to the middle between two levels, in
+    root mean squares of its entry.
     """
-    half = values.dtype in (torch.float16, torch.bfloat16)
-    found, nearest = values.float().clone(), torch.inf
-    for start in range(0, values.shape[axis], GROUP):
-        group = values.float().narrow(axis, start, min(GROUP, values.shape[axis] - start))
-        least = group.amin(axis, keepdim=True)
-        ties = 1.0
-        if not half:
-            least, ties = _bfloat16_below(least)
-        steps = group - least
-        step = (steps.amax(axis, keepdim=True) / (2**bits - 1)).clamp(min=torch.finfo(torch.float32).eps)
-        step, more = _bfloat16_below(-step)
-        step, nearest = -step, min(nearest, ties / 100, more / 100)
-        codes = (steps / step).clamp(0, 2**bits - 1)
-        if codes.numel():
-            nearest = min(nearest, float((codes - codes.floor() - 0.5).abs().min()))
-        found.narrow(axis, start, group.shape[axis]).copy_(codes.round() * step + least)
-    return found.to(values.dtype), nearest
+    slope, cubic = LEVELS[bits]
+    steps = torch.arange(2**bits, dtype=torch.float64) - (2**bits - 1) / 2
+    levels, values = steps * (slope + cubic * steps**2), values.double()
+    scaled = values / values.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-300)
+    distances = (scaled[..., None] - levels).abs()
+    codes = distances.argmin(-1)
+    near = levels[codes]
+    norms = ((values * near).sum(-1) / near.square().sum(-1)).bfloat16()
+    closest = distances.topk(2, largest=False).values
+    gap = float((closest[..., 1] - closest[..., 0]).amin()) / 2 if values.numel() else math.inf
+    return near * norms.double()[:, None], codes, norms, gap
 
 
-def _bfloat16_below(x: Tensor) -> tuple[Tensor, float]:
-    """The greatest number of 8 significant bits that is not above each float32; and how near the nearest came to such a
-    number, in distances of two of these, leaving out 0 and the least step, which no rounding moves."""
-    fraction, exponent = torch.frexp(x)
-    scaled = fraction * 256
-    away = (scaled - scaled.round()).abs()[(x != 0) & (x.abs() != torch.finfo(torch.float32).eps)]
-    return torch.ldexp(scaled.floor() / 256, exponent), float(away.min()) if away.numel() else 1.0
+def basis_of(key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Mean and scale [d] of the entries `key` [n, d] of one head, as they are stored for a cache of `dtype`."""
+    key, half = key.double(), torch.float16 if dtype == torch.float16 else torch.bfloat16
+    if not len(key):
+        return torch.zeros(key.shape[1]).double(), torch.ones(key.shape[1]).double()
+    spread = (key - key.mean(0)).square().mean(0).sqrt()
+    scale = spread.clamp(min=1e-3 * float(spread.mean())).sqrt() if spread.mean() > 1e-12 else torch.ones_like(spread)
+    return key.mean(0).to(half).double(), scale.to(half).double()
+
+
+def stored_in_bits(
+    key: Tensor, value: Tensor, bits: list[tuple[int, int]], basis: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, float]:
+    """Entries `key`, `value` [n, d] of one head as they come back from storage, each in its own `bits`.
+
+    `bits` of 16 leave an entry as it is. Also returns how near any value came to the middle between two levels, but for
+    8 bits, which move it by little.
+    """
+    (mean, scale), wide = basis, torch.float64
+    key_matrix, value_matrix = rotation(key.shape[-1]), rotation(value.shape[-1])
+    parts = (key.to(wide) - mean) / scale @ key_matrix, value.to(wide) @ value_matrix
+    found, nearest = [key.to(wide).clone(), value.to(wide).clone()], math.inf
+    for number, own in enumerate(bits):
+        for side, count in enumerate(own):
+            if count == 16:
+                continue
+            rounded, _, _, gap = in_bits(parts[side][number : number + 1], count)
+            nearest = min(nearest, gap) if count < 8 else nearest
+            back = rounded @ (key_matrix, value_matrix)[side].T
+            found[side][number] = (back * scale + mean if side == 0 else back)[0]
+    largest = torch.finfo(key.dtype).max
+    return *(x.clamp(-largest, largest).to(key.dtype) for x in found), nearest
 
 
 def beams(dense: Dense, row: Row, width: int, tokens: int) -> tuple[list[int], float]:

@@ -280,8 +280,8 @@ class Inputs:
     def _values(self) -> Iterator[tuple[str, Callable[[], bool]]]:
         model, context = self._model, self._context
         plain = ("x", "0.15", "nowhere")
-        named = ("text", "method", "retention", "policy", "chunk", "budget_tokens", "slack", "bits", "pattern",
-                 "streaming", "decode_eviction", "prompt_tokens", "nothing")  # fmt: skip
+        named = ("text", "method", "retention", "policy", "chunk", "budget_tokens", "slack", "bits", "memory",
+                 "pattern", "streaming", "decode_eviction", "prompt_tokens", "nothing")  # fmt: skip
         calls: dict[str, Callable[[Any], Any]] = {
             "compress model": lambda value: compress(value, Words(), TEXT, method="knorm"),
             "compress tokenizer": lambda value: compress(model, value, TEXT, method="knorm"),

@@ -4,8 +4,8 @@ import copy
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -13,22 +13,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from lkv.cache.quantization import BITS
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
 from lkv.methods.budgets import FixedBudget
+from lkv.methods.memory import Precision, TierBudget
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
-from tests.dense import Dense, Row, beams, in_bits, kept_of
+from tests.dense import Dense, Row, Stored, basis_of, beams, kept_of, stored_in_bits
 
 RETENTIONS = (0.3, 0.5, 1.0)
 # Of the largest logit. Storage in few bits multiplies the rounding of k and v where a value lies between two codes.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 HALF = (torch.float16, torch.bfloat16)
 WINDOW = 9
-HAS_BITS = find_spec("torchao") is not None
+# Bits of k and v of each tier, best first: as `bits` has them, and as a memory budget may.
+TIERS = ([(8, 8)], [(4, 4)], [(3, 3)], [(8, 4), (4, 3)], [(16, 16), (8, 8), (4, 4)])
 
 
 def score(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -65,8 +66,8 @@ class ByPlace(Selector):
 class Uneven(FixedBudget):
     """Heads that keep different shares, one of them nothing of a short text."""
 
-    def __init__(self, retention: float):
-        self.retention = retention
+    def __init__(self, retention: float, part: float = 1.0):
+        self.retention = retention * part
 
     def ratios(self, layer, heads, tokens):
         return [min(1.0, self.retention * share) for share in ((1.0, 0.1), (1.4, 0.7), (0.5, 1.2))[layer]][:heads]
@@ -116,21 +117,28 @@ class CacheMachine(RuleBasedStateMachine):
         parts=st.lists(st.integers(1, 9), max_size=3),
         mode=st.sampled_from(["whole", "parts", "streaming", "padded", "decode", "ahead"]),
         slack=st.sampled_from([0, 1, 4, None]),
-        bits=st.sampled_from([None, None, *BITS] if HAS_BITS else [None]),
+        tiers=st.sampled_from([None, None, *TIERS]),
         seed=st.integers(0, 2**16),
     )
-    def read(self, family, dtype, by_place, retention, rows, tokens, padding, parts, mode, slack, bits, seed):
+    def read(self, family, dtype, by_place, retention, rows, tokens, padding, parts, mode, slack, tiers, seed):
         self.model = build(family, dtype)
         self.dense, self.dtype, self.mode = Dense(self.model), dtype, mode
         self.draw = torch.Generator().manual_seed(seed)
-        self.bits = None if mode == "decode" else bits
+        self.tiers = tiers
         # Where k and v are rounded to 16 bits, so are scores made of them.
-        self.by_place, self.budget = by_place or dtype in HALF, Uneven(retention)
+        self.by_place, count = by_place or dtype in HALF, len(tiers or [None])
+        # What the tiers down to each one keep; the last one's is all that is kept.
+        self.budgets = [Uneven(retention, (number + 1) / count) for number in range(count)]
+        method = Method("own", self.budgets[-1], ByPlace() if self.by_place else Own())
+        self.bits = tiers[0][0] if tiers and count == 1 else None
+        if count > 1:
+            parts_of = zip(tiers, self.budgets, strict=True)
+            method = replace(method, tiers=tuple(TierBudget(Precision(*bits), budget) for bits, budget in parts_of))
         self.prompt = tokens - 2 if mode == "ahead" else tokens
         announced = {"prompt_tokens": self.prompt} if mode in ("parts", "streaming", "ahead") else {}
         self.cache = RaggedCache(
-            self.model, method=Method("own", self.budget, ByPlace() if self.by_place else Own()), slack=slack,
-            streaming=mode == "streaming", decode_eviction=mode == "decode", bits=self.bits, **announced,
+            self.model, method=method, slack=slack, streaming=mode == "streaming", decode_eviction=mode == "decode",
+            bits=self.bits, **announced,
         )  # fmt: skip
         self.is_rewindable = mode != "decode" and family != "sliding"
         lengths = [tokens - (pad if mode == "padded" else 0) for pad in padding[:rows]]
@@ -153,7 +161,8 @@ class CacheMachine(RuleBasedStateMachine):
             if end == place:
                 break
             late = end - self.prompt if end == tokens else 0
-            self.rows = [Row(row.ids[: end - late], old.hidden) for row, old in zip(whole, self.rows, strict=True)]
+            read = zip(whole, self.rows, strict=True)
+            self.rows = [Row(row.ids[: end - late], old.hidden, old.stored) for row, old in read]
             self.model(text[:, place:end], past_key_values=self.cache, use_cache=True)
             place = end
             if self.mode == "streaming" or end == tokens:
@@ -164,45 +173,61 @@ class CacheMachine(RuleBasedStateMachine):
     def _evict_all(self) -> None:
         for row in self.rows:
             self._evict(row, [index for index, window in enumerate(self.dense.windows) if window is None])
-            if self.bits is not None and len(row.ids) >= self.prompt - max(self.padding):
-                self._store(row)
 
     def _evict(self, row: Row, layers: list[int]) -> None:
         """Hide all but the best floor(r t) of what each head of `layers` still holds, from the next token on."""
         tokens, heads = len(row.ids), self.dense.heads
         gone = row.gone(self.dense.layers, heads)
-        found = None if self.by_place else self.dense.read(row)[1]
+        found = None if self.by_place and not self.tiers else self.dense.read(row)[1]
         full = [index for index, window in enumerate(self.dense.windows) if window is None]
+        stored: dict[int, list[Stored]] = {}
         for layer in layers:
             number = full.index(layer)
-            table = place_score(number, heads, torch.arange(tokens)) if found is None else score(*found[layer])
-            for head, ratio in enumerate(self.budget.ratios(number, heads, tokens)):
+            table = place_score(number, heads, torch.arange(tokens)) if self.by_place else score(*found[layer])
+            ratios = [budget.ratios(number, heads, tokens) for budget in self.budgets]
+            own: list[Stored] = []
+            for head in range(heads):
                 alive = set(range(tokens)) - gone[layer][head]
-                kept, margin = kept_of(table[head], alive, min(len(alive), int(ratio * tokens + 1e-6)))
-                self.decided &= margin > 1e-3
+                best: list[set[int]] = []
+                for each in ratios:
+                    kept, margin = kept_of(table[head], alive, min(len(alive), int(each[head] * tokens + 1e-6)))
+                    self.decided &= margin > 1e-3
+                    best.append(kept)
                 gone[layer][head] |= alive - kept
+                if self.tiers:
+                    before = row.latest(layer)
+                    own.append(self._store(*(x[head] for x in found[layer]), best, before and before[head]))
+            stored[layer] = own
         row.hidden.append((tokens, gone))
+        if self.tiers:
+            row.stored.append((tokens, stored))
 
-    def _store(self, row: Row) -> None:
-        """What is left of the prompt is seen in few bits from the next token on."""
-        gone = row.gone(self.dense.layers, self.dense.heads)
-        table = []
-        for key, value in self.dense.read(row)[1]:
-            heads = []
-            for head, hidden in enumerate(gone[len(table)]):
-                places = sorted(set(range(len(row.ids))) - hidden)
-                (k, near), (v, close) = (
-                    in_bits(x[head, places].to(self.dtype), self.bits, axis) for x, axis in ((key, 0), (value, 1))
-                )
-                self.decided &= self.bits == 8 or min(near, close) > 1e-5
-                heads.append((places, k, v))
-            table.append(heads)
-        row.stored = (len(row.ids), table)
+    def _store(self, key: torch.Tensor, value: torch.Tensor, best: list[set[int]], before: Stored | None) -> Stored:
+        """What one head stores of k and v [T, d] where the tiers down to each one have the positions `best`.
+
+        Entries that stay in their tier stay as they were `before`.
+        """
+        places = sorted(best[-1])
+        bits = [next(own for own, kept in zip(self.tiers, best, strict=True) if place in kept) for place in places]
+        key, value = key.to(self.dtype), value.to(self.dtype)
+        if before is not None:
+            key[before.places], value[before.places] = before.key, before.value
+        basis = before.basis if before is not None else basis_of(key[places], self.dtype)
+        new_key, new_value, nearest = stored_in_bits(key[places], value[places], bits, basis)
+        self.decided &= self.dtype in HALF or nearest > (1e-6 if self.dtype == torch.float64 else 1e-5)
+        for number, (place, own) in enumerate(zip(places, bits, strict=True)):
+            if before is not None and place in before.places and before.bits[before.places.index(place)] == own:
+                new_key[number], new_value[number] = key[place], value[place]
+        return Stored(places, bits, new_key, new_value, basis)
 
     def _tolerance(self) -> float:
-        # A value that lies between two codes may take either; with 8 bits that moves it by little.
-        least = {None: 0.0, 8: 0.02, 4: 0.2 if self.dtype in HALF else 1e-4}[self.bits]
-        return max(TOLERANCE[self.dtype], least)
+        if not self.tiers:
+            return TOLERANCE[self.dtype]
+        # A number that lies between two levels, or two bfloat16, may become either one.
+        least = min(min(bits) for bits in self.tiers)
+        if self.dtype in HALF:
+            return {8: 0.08, 4: 0.25, 3: 0.4}[least]
+        return 0.02 if self.dtype == torch.float64 or least == 8 else 0.05
 
     def _ids(self, count: int) -> list[int]:
         return torch.randint(3, 67, (count,), generator=self.draw).tolist()
@@ -406,18 +431,23 @@ class CacheMachine(RuleBasedStateMachine):
             return
         assert self.cache.get_seq_length() == self._length
         size = self.dtype.itemsize
-        for layer, kept in zip(self.cache.ragged_layers, self._kept(), strict=True):
+        full = [index for index, window in enumerate(self.dense.windows) if window is None]
+        for number, (layer, kept) in enumerate(zip(self.cache.ragged_layers, self._kept(), strict=True)):
             assert layer.store.lens.tolist() == kept
             room = layer.store.appended_tokens + layer.store.free_slots
             fresh = len(kept) * len(kept[0]) * room * 2 * 8 * size
             counts = [count for row in kept for count in row]
-            if self.bits is None:
-                scored = 8 * (sum(counts) + len(counts) * room) if layer.store.scores is not None else 0
-                assert layer.nbytes() == sum(counts) * 2 * 8 * size + fresh + scored
-            else:
-                # k: a step and a least value for 32 entries of a channel; v: for 32 channels of an entry.
-                groups = sum(-(-count // 32) for count in counts) * 8 + sum(counts)
-                assert layer.nbytes() == sum(counts) * 2 * 8 * self.bits // 8 + groups * 4 + fresh
+            scored = 8 if layer.store.scores is not None else 0
+            fresh += len(counts) * room * scored
+            if not self.tiers:
+                assert layer.nbytes() == sum(counts) * (2 * 8 * size + scored) + fresh
+                continue
+            # The mean and the scale of each channel of k, the codes, and a norm for each entry's k and v.
+            stored = [one for row in self.rows for one in row.latest(full[number])]
+            entries = [bits for one in stored for bits in one.bits]
+            assert len(entries) == sum(counts)
+            codes = sum(sum(bits) + 4 if bits[0] < 16 else 2 * 8 * size for bits in entries)
+            assert layer.nbytes() == 4 * 8 * len(counts) + codes + scored * len(entries) + fresh
 
     def _kept(self) -> list[list[list[int]]]:
         """Entries that are settled, [L][B][H], by the rows' own account."""

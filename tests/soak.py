@@ -37,7 +37,7 @@ from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 from tests.inputs import Inputs
 from tests.kills import Kills
-from tests.machine import HAS_BITS, CacheMachine
+from tests.machine import CacheMachine
 from tests.results import many, write
 from tests.test_trust import QUESTIONS
 from tests.training.test_training import train_for, trainer
@@ -87,12 +87,12 @@ def threads(until: float, start: int) -> tuple[Counts, int]:
 def leaks(until: float, start: int) -> tuple[Counts, int]:
     """Contexts compressed, asked, forked, saved, loaded and dropped: as many tensors at the end as before."""
     model, rounds, before = tiny_llama(seed=start, dtype=torch.float32), 0, (0, 0)
-    kinds: list[dict[str, Any]] = [{}, {"decode_eviction": True, "slack": 2}, {"chunk": 9}]
-    kinds += [{"bits": 8}] if HAS_BITS else []
+    kinds: list[dict[str, Any]] = [{}, {"decode_eviction": True, "slack": 2}, {"chunk": 9}, {"bits": 4}]
+    kinds = [{"retention": 0.4} | options for options in kinds] + [{"memory": 0.2}]
     with tempfile.TemporaryDirectory() as folder:
         while time.monotonic() < until:
             for options in kinds:
-                context = compress(model, Words(), TEXT, method="knorm", retention=0.4, **options)
+                context = compress(model, Words(), TEXT, method="knorm", **options)
                 context.ask("what ?", 4)
                 context.fork().ask("who ?", 4)
                 context.save(Path(folder) / "context.kv")

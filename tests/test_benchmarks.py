@@ -4,7 +4,6 @@ import json
 import random
 import shlex
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,11 +78,10 @@ def test_decoding_is_measured_by_each_backend():
     ]
 
 
-@pytest.mark.skipif(find_spec("torchao") is None, reason="quantised storage needs torchao")
 def test_quantised_decoding_is_measured_with_such_a_scorer(carrying):
     rows = quantised_decode.rows_at(64, *carrying, 0.25, 2, {})
-    assert [row["realised"] for row in rows] == pytest.approx([0.25] * 3, abs=0.02)
-    assert rows[0]["nbytes"] > rows[1]["nbytes"] > rows[2]["nbytes"]
+    assert [row["realised"] for row in rows] == pytest.approx([0.25] * 4, abs=0.02)
+    assert rows[0]["nbytes"] > rows[1]["nbytes"] > rows[2]["nbytes"] > rows[3]["nbytes"]
 
 
 def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypatch, capsys):

@@ -50,13 +50,18 @@ COMPRESS = [
     ({"method": "kvzip", "pattern": PATTERN}, "'kvzip' reads no pattern"),
     ({"method": "knorm", "retention": "0.15"}, "retention is '0.15'"),
     ({"method": "knorm", "retention": True}, "retention is True"),
+    ({"method": "knorm", "memory": 0.1, "retention": 0.2}, "memory says how much to keep"),
+    ({"method": "knorm", "memory": 0.1, "bits": 4}, "memory says in which precision"),
+    ({"method": "full", "memory": 0.1}, "'full' keeps everything; leave memory out"),
+    ({"method": "knorm", "memory": "9 B"}, "at memory 9 bytes nothing of it would be kept"),
     ({"method": "lkv", "policy": "nowhere"}, "there is no policy folder 'nowhere'"),
     ({"method": "lkv"}, "there is no policy for this model"),
     *(
         ({"method": "knorm", name: value}, f"{name} is {value!r}")
         for name, value in [
             ("budget_tokens", True), ("budget_tokens", 9.0), ("slack", 1.5), ("slack", "4"), ("chunk", 7.5),
-            ("chunk", True), ("bits", "8"),
+            ("chunk", True), ("bits", "8"), ("bits", 2), ("memory", True), ("memory", "x"), ("memory", 0),
+            ("memory", "5TB"), ("memory", 2.0),
         ]
     ),
 ]  # fmt: skip

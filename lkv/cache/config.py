@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.cache.quantization import BITS, load_torchao
+from lkv.cache.tiered_store import TierSplit
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.masks import PaddingReader
 from lkv.integrations.transformers.rotation import Rotation
 from lkv.methods.budgets import ROUNDING, FixedBudget
+from lkv.methods.memory import QUANTIZED_BITS, Precision, TierBudget, TierTarget
 from lkv.methods.method import Method
 from lkv.methods.registry import REFIT
 from lkv.methods.selectors import Selector, check_numbers
@@ -45,10 +46,10 @@ class CacheConfig:
             raise CacheError(f"prompt_tokens is {self.prompt_tokens!r}, but a prompt has at least one token.")
         if self.streaming:
             self.check_prompt_declared()
-        if self.bits is not None and (type(self.bits) is not int or self.bits not in BITS or self.decode_eviction):
-            raise CacheError(
-                f"bits is {self.bits!r}, but it must be one of {BITS}, and decode eviction works without it."
-            )
+        if self.bits is not None and (type(self.bits) is not int or self.bits not in QUANTIZED_BITS):
+            raise CacheError(f"bits is {self.bits!r}, but it must be one of {QUANTIZED_BITS}.")
+        if self.bits is not None and self.method.tiers:
+            raise CacheError("memory says in which precision entries are stored: leave bits out, or give a retention.")
         if self.stores_scores:
             feature = "streaming" if self.streaming else "decode eviction"
             if not (self.method.selector.is_local and isinstance(self.method.budget, FixedBudget)):
@@ -61,13 +62,28 @@ class CacheConfig:
                     f"{feature} does not work with {self.method.name!r}: compensated entries cannot be evicted from "
                     f"again; use the method without {REFIT!r}."
                 )
-        if self.bits is not None:
-            load_torchao()  # now, rather than after a long prompt
 
     @property
     def stores_scores(self) -> bool:
         """Whether scores are stored with the entries, because some of them are evicted later."""
         return self.streaming or self.decode_eviction
+
+    @property
+    def tiers(self) -> tuple[TierBudget, ...]:
+        """The precisions that entries are stored in, best first; none where all have the model's dtype."""
+        if self.bits is None:
+            return self.method.tiers
+        return (TierBudget(Precision(self.bits, self.bits), self.method.budget),)
+
+    def split(self, lens: Tensor, numbers: Tensor | None) -> TierSplit:
+        """The tiers of entries of which each row and head has `lens` [tiers, B, H] in a tier and all better ones.
+
+        `numbers`: as in `TierSplit`; None for one tier.
+        """
+        counts = lens.diff(dim=0, prepend=torch.zeros_like(lens[:1]))
+        if numbers is None:
+            numbers = torch.zeros(int(lens[-1].sum()), dtype=torch.int8, device="cpu")
+        return TierSplit(tuple(tier.precision for tier in self.tiers), counts, numbers)
 
     def check_prompt_declared(self) -> None:
         """Raise CacheError unless the length of a prompt in several chunks is known."""
@@ -88,10 +104,10 @@ class CacheConfig:
         """Raise PromptError for a prompt of which nothing would be kept."""
         target = self.method.target
         if target is not None and tokens * target.share(tokens) + ROUNDING < 1:
-            raise PromptError(
-                f"the prompt has {tokens} tokens: at {target} nothing of it would be kept. Give at least "
-                f"{math.ceil(1 / target.retention)} tokens, or a higher retention."
-            )
+            fix = "a longer prompt, or more memory"
+            if not isinstance(target, TierTarget):
+                fix = f"at least {math.ceil(1 / target.retention)} tokens, or a higher retention"
+            raise PromptError(f"the prompt has {tokens} tokens: at {target} nothing of it would be kept. Give {fix}.")
 
     def slack_for(self, entries: int, device: torch.device) -> int:
         """Free slots for each head, where a head stores `entries` on average."""
@@ -105,6 +121,8 @@ class CacheConfig:
 
         They differ from layer to layer, so that not all layers reallocate at one step.
         """
+        if self.method.tiers and self.slack is None:
+            return 0  # they would take from the memory of the prompt; the first token that follows makes space
         slack = self.slack_for(mean_entries(lens), device)
         return slack if self.slack is not None else slack // 2 + layer % (slack // 2)
 

@@ -11,95 +11,147 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lkv.cache.config import LayerContext
 from lkv.cache.store import RaggedStore, slot_indices
+from lkv.cache.tiered_store import KVStore, TieredStore
 from lkv.errors import CacheError
 from lkv.integrations.transformers.prefill import LayerKV, to_fp32
+from lkv.methods.budgets import Budget
 from lkv.methods.compensation import compensate, reference_queries
+from lkv.methods.memory import tier_counts
 from lkv.methods.selectors import check_shape, not_numbers
 from lkv.utils.devices import stack_to_device
 
 
-def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | None) -> RaggedStore:
+def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | None) -> KVStore:
     """Keep the best tokens of each head of a whole prompt (Sec. 3.4, inference).
 
     `padding`: how many tokens to skip at the beginning of each row. Raises PromptError where nothing would be kept, and
     CacheError for scores that rank nothing.
     """
-    config, index, (batch, _, tokens, _) = context.config, context.index, prompt.key.shape
-    selector, skipped = config.method.selector, padding or [0] * batch
+    config, index, (batch, heads, tokens, _) = context.config, context.index, prompt.key.shape
+    selector, budget, skipped = config.method.selector, config.method.budget, padding or [0] * batch
     # Rows without padding are scored together, others one by one, as if each had been read alone.
     groups = [slice(row, row + 1) for row in range(batch)] if any(skipped) else [slice(0, batch)]
     tables: list[Tensor] = []
     arrival_tables: list[Tensor] = []
-    counts: list[list[int]] = []
+    counts: list[list[list[list[int]]]] = []  # of each group, [tiers][B][H]
     for rows in groups:
         first = skipped[rows.start]
         config.check_length(tokens - first)
         part = prompt.select(rows, slice(first, None))
         scores = check_shape(selector, selector.scores(index, part), part.key)
         context.shared.pending_nan_checks.append(not_numbers(scores))
-        part_counts = _check_counts(context, config.method.budget.counts(index, scores), scores)
-        scores = check_shape(selector, selector.refine(index, part, scores, part_counts), part.key)
+
+        def count(budget: Budget, scores: Tensor = scores) -> list[list[int]]:
+            return _check_counts(context, budget, budget.counts(index, scores), scores)
+
+        tiers = config.tiers
+        part_counts: list[list[list[int]]] = [count(budget)] if not tiers else []
+        part_counts = part_counts or tier_counts(tiers, tokens - first, heads, len(scores), count)
+        scores = check_shape(selector, selector.refine(index, part, scores, part_counts[-1]), part.key)
         tables.append(_pad_scores(scores, first))
-        counts += part_counts
+        counts.append(part_counts)
         if config.decode_eviction:
             arrival_tables.append(pad(selector.score_on_arrival(index, part), (first, 0)))
     context.shared.check_scores(index, selector, prompt.key.device)
-    lens = torch.tensor(counts, device="cpu")
-    free_slots = config.initial_slots(index, lens, prompt.key.device)
+    lens = torch.cat([torch.tensor(part, device="cpu") for part in counts], 1)
+    free_slots = config.initial_slots(index, lens[-1], prompt.key.device)
     arrival_scores = _concatenate(arrival_tables) if arrival_tables else None
-    store = gather_best(prompt.key, prompt.value, _concatenate(tables), lens, free_slots, arrival_scores)
+    table, is_tiered = _concatenate(tables), bool(config.tiers)
+    if is_tiered and not config.tiers[0].precision.is_quantized and torch.equal(lens[0], lens[-1]):
+        lens, is_tiered = lens[-1:], False  # all of them in the model's dtype
+    slots = 0 if is_tiered else free_slots
+    store, numbers = gather_best(prompt.key, prompt.value, table, lens, slots, arrival_scores)
     for row, is_compensated in enumerate(config.method.compensates(batch)):
         if is_compensated:
             _compensate(store, row, prompt.select(slice(row, row + 1), slice(skipped[row], None)))
-    return store
+    return TieredStore.from_ragged(store, config.split(lens, numbers), free_slots) if is_tiered else store
 
 
 def evict_entries(
-    store: RaggedStore, limits: Tensor, free_slots: int, final_scores: Callable[[int, int, slice], Tensor]
-) -> RaggedStore:
-    """A new store of the best entries of `store`, appended ones included, at most `limits` [B, H] of each row and head.
+    context: LayerContext,
+    store: KVStore,
+    limits: Tensor,
+    free_slots: int,
+    final_scores: Callable[[RaggedStore, int, int, slice], Tensor],
+) -> KVStore:
+    """A new store of the best entries of `store`, appended ones included.
 
-    `final_scores(row, head, slots)` returns the present scores of the entries in these slots of the pools.
+    Args:
+        context: That of the layer.
+        store: The entries.
+        limits: How many each row and head may keep in each tier and all better ones, [tiers, B, H]; [1, B, H] without
+            tiers.
+        free_slots: As in `gather_best`.
+        final_scores: `final_scores(entries, row, head, slots)` returns the present scores of the entries in these slots
+            of a store that has them as the model computes them.
     """
-    counts = store.counts
+    entries = store if isinstance(store, RaggedStore) else store.restore()
+    counts, device = entries.counts, entries.k.device
     lens = torch.minimum(limits, counts)
-    places = zip(store.starts.flatten().tolist(), counts.flatten().tolist(), strict=True)
+    places = zip(entries.starts.flatten().tolist(), counts.flatten().tolist(), strict=True)
     scores = [
-        final_scores(*divmod(number, counts.shape[1]), slice(start, start + count))
+        final_scores(entries, *divmod(number, counts.shape[1]), slice(start, start + count))
         for number, (start, count) in enumerate(places)
     ]
     table = pad_sequence(scores, batch_first=True, padding_value=-math.inf)
-    wanted, present = stack_to_device(store.k.device, lens.flatten(), counts.flatten())
-    is_best = best_mask(table, wanted, int(lens.max()))
-    is_entry = torch.arange(table.shape[1], device=table.device) < present[:, None]
-    new = RaggedStore(lens, free_slots, store.k, store.v, has_scores=True)
-    new.copy_from(store, slot_indices(store.starts, counts, store.k.device)[is_best[is_entry]])
-    return new
+    (present,) = stack_to_device(device, counts.flatten())
+    is_best, numbers = _rank(table, lens)
+    is_entry = torch.arange(table.shape[1], device=device) < present[:, None]
+    tiers = context.config.tiers
+    kept = RaggedStore(lens[-1], 0 if tiers else free_slots, entries.k, entries.v, has_scores=True)
+    origin = is_best[is_entry].nonzero()[:, 0]
+    kept.copy_from(entries, slot_indices(entries.starts, counts, device)[origin])
+    if not tiers:
+        return kept
+    split = context.config.split(lens, None if numbers is None else numbers[is_entry][origin])
+    if isinstance(store, RaggedStore):
+        return TieredStore.from_ragged(kept, split, free_slots)
+    return store.requantize(kept, origin, split, free_slots)
 
 
 def gather_best(
     key: Tensor, value: Tensor, scores: Tensor, lens: Tensor, free_slots: int, arrival_scores: Tensor | None = None
-) -> RaggedStore:
-    """A store of the best `lens` [B, H] tokens of each head, in order of their positions.
+) -> tuple[RaggedStore, Tensor | None]:
+    """A store of the best tokens of each head, in order of their positions, and the number of the tier of each.
 
     Args:
         key: [B, H, T, d], in any memory layout.
         value: [B, H, T, dv].
         scores: What is ranked by, [B, H, T].
-        lens: How many to keep, int64 on the CPU.
-        free_slots: Free slots for each row and head.
+        lens: How many to keep in each tier and all better ones, int64 [tiers, B, H] on the CPU.
+        free_slots: Free slots for each row and head; 0 for more than one tier.
         arrival_scores: Scores [B, H, T] to store with the entries, where some are to be evicted later.
+
+    Returns:
+        The store, and int8 [sum of lens]; None for one tier.
     """
-    sources = [EntryRows.of(x) for x in (key, value, *(() if arrival_scores is None else (arrival_scores[..., None],)))]
     # Ranked first: what that takes is freed before the pools are allocated.
-    rows = best_rows(scores, lens, free_slots, *sources)
-    store = RaggedStore(lens, free_slots, key, value, arrival_scores is not None)
+    chosen, numbers = _rank(scores.flatten(0, 1), lens)
+    counted = chosen.flatten().cumsum(0, dtype=torch.int32)
+    del chosen
+    tables = [x for x in (arrival_scores, None if numbers is None else numbers.view_as(scores)) if x is not None]
+    sources = [EntryRows.of(x) for x in (key, value, *(x[..., None] for x in tables))]
+    rows = best_rows(counted, lens[-1], free_slots, *sources)
+    del counted
+    store = RaggedStore(lens[-1], free_slots, key, value, arrival_scores is not None)
     for pool, source, index in zip((store.k, store.v), sources, rows, strict=False):
         torch.index_select(source.matrix, 0, index, out=pool)
     if store.scores is not None and store.positions is not None:
         store.scores.copy_(sources[2].matrix[rows[2], 0])
         torch.remainder(rows[2], scores.shape[-1], out=store.positions)
-    return store
+    return store, None if numbers is None else sources[-1].matrix[rows[-1], 0]
+
+
+def _rank(scores: Tensor, lens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Which of `scores` [N, T] are among the best `lens` [tiers, B, H] of each row, and the number of each one's tier.
+
+    The numbers, int8 [N, T], are None for one tier.
+    """
+    wanted = stack_to_device(scores.device, *lens.flatten(1))
+    masks = [best_mask(scores, counts, int(most)) for counts, most in zip(wanted, lens.flatten(1).amax(1), strict=True)]
+    if len(masks) == 1:
+        return masks[0], None
+    return masks[-1], torch.stack(masks[:-1]).logical_not_().sum(0, dtype=torch.int8)
 
 
 class EntryRows(NamedTuple):
@@ -137,23 +189,22 @@ def best_mask(scores: Tensor, counts: Tensor, max_count: int) -> Tensor:
     return above | (equal & (equal.cumsum(1, dtype=torch.int32) <= missing[:, None]))
 
 
-def best_rows(scores: Tensor, lens: Tensor, free_slots: int, *sources: EntryRows) -> list[Tensor]:
+def best_rows(counted: Tensor, lens: Tensor, free_slots: int, *sources: EntryRows) -> list[Tensor]:
     """For each of `sources`, the row (int32 [P]) of the entry that goes to each slot of the pools.
 
-    In the pools every head has its best `lens` [B, H] (on the CPU) entries by `scores` [B, H, T], in order, then
-    `free_slots` with anything in them. Nothing is sorted but the best scores; beside these it takes 6 bytes a token.
+    In the pools every head has its `lens` [B, H] (on the CPU) chosen entries, in order, then `free_slots` with anything
+    in them. `counted` [B * H * T]: how many entries up to each one are chosen.
     """
-    heads, tokens = scores.shape[1:]
+    heads, tokens = lens.shape[1], len(counted) // max(1, lens.numel())
     sizes = lens.flatten() + free_slots
     # Counted over all heads, slot p of head h takes the kept entry number p + 1 - h * free_slots.
     number = torch.arange(len(sizes), device="cpu")
     row, head = number // heads, number % heads
     shifts = [row * source.batch + head * source.head - number * tokens * source.token for source in sources]
-    tables = stack_to_device(scores.device, lens.flatten(), sizes, 1 - number * free_slots, *shifts)
+    tables = stack_to_device(counted.device, sizes, 1 - number * free_slots, *shifts)
     size = int(sizes.sum())
-    counted = best_mask(scores.flatten(0, 1), tables[0], int(lens.max())).flatten().cumsum(0, dtype=torch.int32)
-    wanted, *shifts = tables[2:].repeat_interleave(tables[1], 1, output_size=size).unbind()
-    wanted += torch.arange(size, dtype=torch.int32, device=scores.device)
+    wanted, *shifts = tables[1:].repeat_interleave(tables[0], 1, output_size=size).unbind()
+    wanted += torch.arange(size, dtype=torch.int32, device=counted.device)
     index = torch.searchsorted(counted, wanted, out_int32=True)
     return [
         (index * source.token).add_(shift).clamp_(0, len(source.matrix) - 1)
@@ -161,8 +212,8 @@ def best_rows(scores: Tensor, lens: Tensor, free_slots: int, *sources: EntryRows
     ]
 
 
-def _check_counts(context: LayerContext, counts: list[list[int]], scores: Tensor) -> list[list[int]]:
-    """`counts` [B][H] that a budget rule returned for `scores` [B, H, T]. Raises CacheError where they are invalid."""
+def _check_counts(context: LayerContext, budget: Budget, counts: list[list[int]], scores: Tensor) -> list[list[int]]:
+    """`counts` [B][H] that `budget` returned for `scores` [B, H, T]. Raises CacheError where they are invalid."""
     batch, heads, tokens = scores.shape
     try:
         table = torch.as_tensor(counts, device="cpu")
@@ -172,7 +223,7 @@ def _check_counts(context: LayerContext, counts: list[list[int]], scores: Tensor
     if is_whole and table.shape == (batch, heads) and ((table >= 0) & (table <= tokens)).all():
         return table.tolist()
     raise CacheError(
-        f"the budget rule {type(context.config.method.budget).__name__} gives layer {context.index} the counts "
+        f"the budget rule {type(budget).__name__} gives layer {context.index} the counts "
         f"{counts!r}; its counts() has to return whole numbers from 0 to {tokens}, [{batch}][{heads}] of them."
     )
 

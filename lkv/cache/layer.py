@@ -12,12 +12,15 @@ from torch.nn.functional import pad
 
 from lkv.cache.config import LayerContext, SharedState, mean_entries
 from lkv.cache.eviction import evict_entries, evict_prompt
-from lkv.cache.store import KVStore, QuantizedStore, RaggedStore, extend_padded
+from lkv.cache.saved_state import check_store, restore_store
+from lkv.cache.store import RaggedStore
+from lkv.cache.tiered_store import KVStore, extend_padded
 from lkv.config import ModelSpec
 from lkv.errors import CacheError
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer
 from lkv.integrations.transformers.prefill import LayerKV
-from lkv.methods.budgets import FixedBudget
+from lkv.methods.budgets import Budget, FixedBudget
+from lkv.methods.memory import tier_counts
 from lkv.methods.selectors import ArrivedEntries, check_shape, not_numbers
 from lkv.utils.devices import is_out_of_memory
 
@@ -138,15 +141,10 @@ class RaggedLayer(AttentionCacheLayer):
     def _compress(self, prompt: LayerKV, padding: list[int] | None) -> None:
         """Evict from a whole prompt."""
         batch, _, tokens, _ = prompt.key.shape
-        self.store = self._final_store(evict_prompt(self._context, prompt, padding))
+        self.store = evict_prompt(self._context, prompt, padding)
         self._padding = padding or [0] * batch
         self.real_tokens = [tokens - first for first in self._padding]
         self.prompt_length = self.base_length = tokens
-
-    def _final_store(self, store: RaggedStore) -> KVStore:
-        """`store` of the compressed prompt, quantised where that is asked for."""
-        bits = self._context.config.bits
-        return store if bits is None else QuantizedStore.quantize(store, bits)
 
     def _stream_prompt(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attend over the kept entries and a chunk of the prompt, then keep the best of both: [B, Hq, T, d].
@@ -164,13 +162,12 @@ class RaggedLayer(AttentionCacheLayer):
             self.real_tokens, self._padding = [0] * batch, [0] * batch
         out = self._extend(query[:, :, :count], key[:, :, :count], value[:, :, :count], scale)
         limits, is_last = self._limits(), self.get_seq_length() >= config.prompt_tokens
-        free_slots = config.initial_slots(context.index, limits, key.device) if is_last else 0
+        free_slots = config.initial_slots(context.index, limits[-1], key.device) if is_last else 0
         store = self._evict(limits, free_slots, scale)
         if is_last:
             self.prompt_length = self.base_length
             if not config.decode_eviction:
-                store.scores = store.positions = None
-            self.store = self._final_store(store)
+                store.drop_scores()
         if count == new:
             return out
         late = self._extend(query[:, :, count:], key[:, :, count:], value[:, :, count:], scale)
@@ -250,7 +247,7 @@ class RaggedLayer(AttentionCacheLayer):
         try:
             if config.decode_eviction and self.prompt_length:
                 limits = self._limits()
-                self._evict(limits, config.slack_for(mean_entries(limits), device) + new, scale)
+                self._evict(limits, config.slack_for(mean_entries(limits[-1]), device) + new, scale)
             else:
                 # A chunk of a prompt needs no slack: the store is reallocated right after it.
                 entries = mean_entries(self.store.lens) + self.store.appended_tokens
@@ -266,32 +263,44 @@ class RaggedLayer(AttentionCacheLayer):
             ) from error
 
     def _limits(self) -> Tensor:
-        """How many entries each head may keep [B, H] of all tokens read, appended ones included."""
-        assert self.store is not None
-        budget, heads = self._context.config.method.budget, self.store.lens.shape[1]
-        assert isinstance(budget, FixedBudget)
-        tokens = [real + self.store.appended_tokens for real in self.real_tokens]
-        return torch.tensor([budget.limits(self._context.index, heads, real) for real in tokens], device="cpu")
+        """How many entries each head may keep in each tier and all better ones [tiers, B, H], of all tokens read.
 
-    def _evict(self, limits: Tensor, free_slots: int, scale: float) -> RaggedStore:
-        """Keep the best `limits` [B, H] entries of each head, by their stored scores completed."""
-        assert isinstance(self.store, RaggedStore)
+        Appended ones are among these; without tiers it is [1, B, H].
+        """
+        assert self.store is not None
+        config, index, heads = self._context.config, self._context.index, self.store.lens.shape[1]
+
+        def limits(budget: Budget, tokens: int) -> list[int]:
+            assert isinstance(budget, FixedBudget)
+            return budget.limits(index, heads, tokens)
+
+        rows, tiers = [], config.tiers
+        for tokens in (real + self.store.appended_tokens for real in self.real_tokens):
+            if tiers:
+                rows.append(tier_counts(tiers, tokens, heads, 1, lambda each, of=tokens: [limits(each, of)]))  # type: ignore[misc]
+            else:
+                rows.append([[limits(config.method.budget, tokens)]])
+        return torch.cat([torch.tensor(row, device="cpu") for row in rows], 1)
+
+    def _evict(self, limits: Tensor, free_slots: int, scale: float) -> KVStore:
+        """Keep the best `limits` [tiers, B, H] entries of each head, by their stored scores completed."""
+        assert self.store is not None
         appended = self.store.appended_tokens
-        store = evict_entries(self.store, limits, free_slots, partial(self._final_scores, self.store, scale))
+        store = evict_entries(self._context, self.store, limits, free_slots, partial(self._final_scores, scale))
         self.real_tokens = [real + appended for real in self.real_tokens]
         self.base_length += appended
         self.store = store
         return store
 
-    def _final_scores(self, store: RaggedStore, scale: float, row: int, head: int, slots: slice) -> Tensor:
-        """The scores of the entries in `slots`, completed by what depends on where the text ends now."""
-        assert store.scores is not None and store.positions is not None
-        context, (key, value) = self._context, (store.k[None, None, slots], store.v[None, None, slots])
+    def _final_scores(self, scale: float, entries: RaggedStore, row: int, head: int, slots: slice) -> Tensor:
+        """The scores of the `entries` in `slots`, completed by what depends on where the text ends now."""
+        assert entries.scores is not None and entries.positions is not None
+        context, (key, value) = self._context, (entries.k[None, None, slots], entries.v[None, None, slots])
         # As if the row had been read alone, without its padding: keys are rotated so.
         padding = self._padding[row]
         prompt = LayerKV(key, value, scale, length=self.get_seq_length() - padding, rotation=context.rotation)
-        entries = ArrivedEntries(prompt, store.positions[slots] - padding, store.scores[slots])
-        return context.config.method.selector.score_at_eviction(context.index, head, entries)
+        arrived = ArrivedEntries(prompt, entries.positions[slots] - padding, entries.scores[slots])
+        return context.config.method.selector.score_at_eviction(context.index, head, arrived)
 
     def fill(self, prompt: LayerKV) -> None:
         """Evict from a prompt that was read before."""
@@ -351,12 +360,7 @@ class RaggedLayer(AttentionCacheLayer):
         self.lazy_initialization(like, like)
         lens = state["kept"]
         free_slots = self._context.config.initial_slots(self._context.index, lens, like.device)
-        if "k" in state:
-            key, value = state["k"].to(like), state["v"].to(like)
-            self.store = store = RaggedStore(lens, free_slots, key, value)
-            store.unpack(key, value)
-        else:
-            self.store = QuantizedStore.restore(state, lens, free_slots, like)
+        self.store = restore_store(state, lens, free_slots, like)
         self.real_tokens = state["real"].tolist()
         self._padding = [0] * len(self.real_tokens)
         self.prompt_length = self.base_length = int(state["length"])
@@ -390,10 +394,4 @@ def check_state(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
         raise ValueError(f"its counts of kept entries are {tuple(kept.shape)}, or more than {tokens} tokens")
     if real.tolist() != [tokens] or length.tolist() != [tokens]:
         raise ValueError(f"its lengths are not the {tokens} of its text")
-    shape = (int(kept.sum()), spec.head_dim)
-    if "k" in state:
-        pools = {side: state[side] for side in "kv"}
-        if any(tuple(pool.shape) != shape or not pool.is_floating_point() for pool in pools.values()):
-            raise ValueError(f"its k and v are not {shape}")
-    else:
-        QuantizedStore.check_state(state, kept, spec.head_dim)
+    check_store(state, kept, spec.head_dim)

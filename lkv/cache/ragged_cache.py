@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lkv.cache.config import MAX_COUNT, CacheConfig, LayerContext, SharedState
 from lkv.cache.layer import RaggedLayer
+from lkv.cache.quantization import check_width
 from lkv.config import ModelSpec
 from lkv.errors import CacheError, PromptError, RetentionError
 from lkv.integrations.transformers.attention import patch_attention
@@ -19,7 +20,7 @@ from lkv.integrations.transformers.fingerprint import read_adapters
 from lkv.integrations.transformers.masks import visible_keys
 from lkv.integrations.transformers.prefill import LayerKV, as_prompt_kv, query_rotations
 from lkv.integrations.transformers.spec import unwrap_model
-from lkv.kernels.ragged_attention import masked_attention, merge_attention, ragged_attention
+from lkv.kernels.ragged_attention import masked_attention, merge_attention
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import REFIT
 from lkv.policy.policy import Policy
@@ -55,14 +56,16 @@ class RaggedCache(BaseCache):
         policy: For learned methods: a `Policy`, its folder or its hub id. The default is the policy shipped for the
             model.
         budget_tokens: Keep this many tokens a head on average, instead of a share of the prompt.
+        memory: What k and v of the prompt may take, instead of `retention`: a share of the full cache in the model's
+            dtype (0.1 or "10%"), or bytes (200_000_000 or "200MB"). The best entries are stored in more bits, others in
+            fewer. Tokens after the prompt keep the model's dtype and come on top.
         slack: Free slots that each head gets for appended tokens. By default it follows from the number of entries.
         prompt_tokens: The length of the prompt in tokens, padding included. Needed where the prompt is read in several
             forward passes (`prefill_chunk_size`), or in one pass with what follows (assisted decoding).
         streaming: Evict after each chunk of the prompt: a head keeps its best floor(retention * tokens read). The cache
             then never stores more than that and one chunk; later chunks see what was kept of the earlier ones.
         decode_eviction: Evict from generated tokens, too, whenever a layer's slack is used up.
-        bits: Quantise what is kept of the prompt to 8 or 4 bits a value (needs torchao). Appended tokens keep the
-            model's dtype.
+        bits: Quantise what is kept of the prompt to 8, 4 or 3 bits a value. Appended tokens keep the model's dtype.
         pattern: DuoAttention's alphas `[L][H]`, for the budget rule "duo" (`budget.read_pattern` or
             `estimate_pattern`).
         compression_ratio: Not accepted; the error says which `retention` to give.
@@ -76,7 +79,7 @@ class RaggedCache(BaseCache):
             forward pass.
 
     Raises:
-        RetentionError: If the retention or the budget is out of range.
+        RetentionError: If the retention, the budget or the memory is out of range, or two of them are given.
         PolicyMismatchError: If the policy was trained for another model.
         UnsupportedModelError: If eviction cannot work in this model.
         BudgetError: If the pattern has another shape than the model.
@@ -93,6 +96,7 @@ class RaggedCache(BaseCache):
         method: str | Method = "lkv",
         policy: Policy | str | os.PathLike[str] | None = None,
         budget_tokens: int | None = None,
+        memory: float | int | str | None = None,
         slack: int | None = None,
         prompt_tokens: int | None = None,
         streaming: bool = False,
@@ -108,8 +112,9 @@ class RaggedCache(BaseCache):
             )
         patched = patch_attention(model)
         method = resolve_method(
-            method, model, retention=retention, budget_tokens=budget_tokens, policy=policy, pattern=pattern
-        )
+            method, model, retention=retention, budget_tokens=budget_tokens, memory=memory, policy=policy,
+            pattern=pattern, stores_scores=decode_eviction,
+        )  # fmt: skip
         if method.needs_whole_prompt:
             raise CacheError(
                 f"{method.name!r} must see the whole text before the first layer is evicted from: use "
@@ -122,6 +127,8 @@ class RaggedCache(BaseCache):
         self.adapters = read_adapters(unwrap_model(model))
         self.target, self.policy = method.target, method.policy
         self.config = CacheConfig(method, slack, prompt_tokens, streaming, decode_eviction, bits)
+        if self.config.tiers:
+            check_width(self.spec.head_dim)
         self.on_layer_start: Callable[[int], None] | None = None
         self._history = TokenHistory()
         shared = SharedState(self.spec.layers - 1)
@@ -455,6 +462,6 @@ class SharedLayer(AttentionCacheLayer):
         late, late_lse = masked_attention(query, key, value, visible, scale)
         # To the prompt all rows are new tokens of one row: it is read once for all of them.
         rows = query.transpose(0, 1).flatten(1, 2)[None]
-        out, lse = ragged_attention(rows, *self._prompt.store.compressed_view(), scale, causal=False, lse=True)
+        out, lse = self._prompt.store.attend_compressed(rows, scale)
         out, lse = (x[0].unflatten(1, (batch, new)).transpose(0, 1) for x in (out, lse))
         return merge_attention(out, lse, late, late_lse)[0].transpose(1, 2)

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lkv.cli.arguments import option
-from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, RunOptions, check_pattern, find_needs, load_pattern
+from lkv.cli.options import (
+    Memory,
+    MethodName,
+    PolicyOptions,
+    PositiveInt,
+    RunOptions,
+    check_pattern,
+    find_needs,
+    load_pattern,
+)
 from lkv.errors import CacheError, DocumentError, LkvError
 
 if TYPE_CHECKING:
@@ -18,8 +27,9 @@ if TYPE_CHECKING:
     from lkv.context.chat import Chat
     from lkv.context.context import Context
 
+_MEMORY = "10%"
 _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
-_COMPRESSION_OPTIONS = ("retention", "method", "policy", "pattern", "chunk", "bits", "streaming")
+_COMPRESSION_OPTIONS = ("memory", "retention", "method", "policy", "pattern", "chunk", "bits", "streaming")
 
 
 class Ask(PolicyOptions, RunOptions):
@@ -36,7 +46,8 @@ class Ask(PolicyOptions, RunOptions):
     pattern: Path | None = option("for duo: full_attention_heads.tsv, or a long text to estimate it from")
     chunk: PositiveInt | None = option("read the text in chunks of this many tokens")
     streaming: bool = option("evict after every chunk: for texts too long for memory", False)
-    bits: Literal["4", "8"] | None = option("quantise the kept KV entries to 4 or 8 bits")
+    memory: Memory | None = option("what k and v may take: 10% of the full cache's bytes, or 200MB (default: 10%)")
+    bits: Literal["3", "4", "8"] | None = option("quantise the KV entries that --retention keeps to 3, 4 or 8 bits")
     save: Path | None = option("write the compressed text to this file")
     load: Path | None = option("resume from a file written by --save, instead of FILE")
     max_new_tokens: PositiveInt | None = option("tokens of an answer (default: up to 128)")
@@ -84,6 +95,12 @@ class Ask(PolicyOptions, RunOptions):
             raise LkvError(f"the uncompressed cache of {FULL!r} cannot be saved; leave --save out, or use a method.")
         if self.pattern and PATTERN not in find_needs(self.method):
             raise LkvError(f"the method {self.method!r} takes no --pattern; leave it out, or use duo.")
+        shares = [
+            f"--{name}" for name in ("retention", "bits") if getattr(self, name) and name in self.model_fields_set
+        ]
+        if self.memory and (shares or self.method == FULL):
+            other = " and ".join(shares) or f"--method {FULL}"
+            raise LkvError(f"--memory says what is kept and in which precision; leave it or {other} out.")
         check_pattern([self.method], self.pattern)
 
     def _load_context(self) -> "Context":
@@ -110,18 +127,22 @@ class Ask(PolicyOptions, RunOptions):
         options: dict[str, Any] = {"bits": int(self.bits)} if self.bits else {}
         options |= {"pattern": load_pattern(self.pattern, model, tokenizer)} if self.pattern else {}
         options |= {"streaming": True} if self.streaming else {}
-        retention = None if self.method == FULL else self.retention
+        keeps_share = self.bits or "retention" in self.model_fields_set
+        retention = self.retention if keeps_share and self.method != FULL else None
+        memory = None if keeps_share or self.method == FULL else self.memory or _MEMORY
         chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
         started = time.perf_counter()
         with _show_progress(model, len(encode_context(tokenizer, text))):
             context = compress(
-                model, tokenizer, text, method=self.method, retention=retention, policy=policy, chunk=chunk, **options
-            )
+                model, tokenizer, text, memory=memory, retention=retention, method=self.method, policy=policy,
+                chunk=chunk, **options,
+            )  # fmt: skip
         seconds = time.perf_counter() - started
+        requested = "" if memory else f", {retention or 1.0:g} requested"
         print(
             f"[{context.tokens:,} tokens read in {seconds:.1f} s ({context.tokens / seconds:,.0f} tokens/s); "
-            f"{context.realised_retention():.4f} of the KV entries kept, {retention or 1.0:g} requested; "
-            f"{_describe_size(context)}]",
+            f"{context.realised_retention():.4f} of the KV entries kept{requested}; "
+            f"{_describe_size(context)}{f', {memory} allowed' if memory else ''}]",
             file=sys.stderr,
         )
         return context

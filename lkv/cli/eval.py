@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lkv.cli.arguments import option
 from lkv.cli.options import (
     DEVICE,
+    Memory,
     MethodName,
     PolicyOptions,
     PositiveInt,
@@ -19,6 +20,7 @@ from lkv.cli.options import (
     find_needs,
     load_pattern,
 )  # fmt: skip
+from lkv.config import MemoryTarget
 from lkv.errors import LkvError
 from lkv.evaluation.example import PROTOCOLS, Example
 
@@ -46,6 +48,7 @@ class Eval(PolicyOptions, RunOptions):
     samples: PositiveInt | None = option(f"samples per task (default: {_RULER_SAMPLES} for RULER, else all)")
     methods: tuple[MethodName, ...] = option("names from `lkv methods`", ("lkv", "snapkv"))
     retention: tuple[Retention, ...] = option("fractions to keep (default: 0.15)", ())  # type: ignore[assignment]
+    memory: tuple[Memory, ...] = option("shares of the full cache's bytes (0.1 or 10%), instead of --retention", ())
     ladder: bool = option(f"retentions {', '.join(map(str, LADDER))}", False)
     preset: Literal["kvpress"] | None = option("retentions and protocol of a leaderboard")
     protocol: _Protocol | None = option("how prompts are made (default: kvpress)")  # type: ignore[valid-type]
@@ -63,7 +66,9 @@ class Eval(PolicyOptions, RunOptions):
 
     @property
     def retentions(self) -> tuple[float, ...]:
-        """The retentions to measure, from --retention, --ladder or --preset."""
+        """The retentions to measure, from --retention, --ladder or --preset, or the memory shares of --memory."""
+        if self.memory:
+            return tuple(MemoryTarget.parse(value).share or 0.0 for value in self.memory)
         return self.retention or (LADDER if self.ladder else PRESETS.get(self.preset or "", (0.15,)))
 
     def run(self) -> None:
@@ -73,6 +78,10 @@ class Eval(PolicyOptions, RunOptions):
 
         require("evals", "lkv eval")
         check_writable_file(self.out, LkvError, "the samples")
+        if self.memory and (self.retention or self.ladder or self.preset):
+            raise LkvError("--memory sets what is kept; leave --retention, --ladder and --preset out.")
+        if large := [value for value in self.memory if MemoryTarget.parse(value).share is None]:
+            raise LkvError(f"--memory {large[0]} is a number of bytes, but samples differ in length: give a share.")
         if self.ladder and (self.retention or self.preset):
             raise LkvError("--ladder sets the retentions; leave --retention and --preset out.")
         if self.preset and (self.retention or self.protocol):
@@ -128,6 +137,7 @@ def _evaluate(
         policies,
         pattern=pattern,
         pattern_source=pattern_source,
+        by_memory=bool(options.memory),
         model_name=Path(options.model_name).name if exists(options.model_name) else options.model_name,
         seed=options.seed,
         max_rows=options.rows_at_once,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from lkv.cli.arguments import Command, option
+from lkv.config import MemoryTarget
 from lkv.errors import LkvError, PolicyFileError, check_retention
 
 if TYPE_CHECKING:
@@ -28,8 +29,15 @@ def check_method(name: str) -> str:
     return name
 
 
+def check_memory(value: str) -> str:
+    """Return `value` if it is a memory budget such as 10% or 200MB; raise RetentionError otherwise."""
+    MemoryTarget.parse(value)
+    return value
+
+
 PositiveInt = Annotated[int, Field(ge=1)]
 Retention = Annotated[float, AfterValidator(check_retention)]
+Memory = Annotated[str, AfterValidator(check_memory)]
 MethodName = Annotated[str, AfterValidator(check_method)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 

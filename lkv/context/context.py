@@ -33,6 +33,8 @@ from lkv.integrations.transformers.fingerprint import read_adapters
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.progress import report_progress
 from lkv.integrations.transformers.spec import max_positions, unwrap_model
+from lkv.methods.budgets import RetentionTarget
+from lkv.methods.memory import TierTarget
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
@@ -318,6 +320,7 @@ def compress(
     tokenizer: PreTrainedTokenizerBase,
     text: str,
     *,
+    memory: float | int | str | None = None,
     retention: float | None = None,
     method: str | Method = "lkv",
     policy: Policy | str | os.PathLike[str] | None = None,
@@ -332,7 +335,11 @@ def compress(
         model: A decoder model of transformers.
         tokenizer: Its tokenizer.
         text: The text itself; `lkv.read_document` reads a file's.
-        retention: Share of the KV entries to keep, in (0, 1]; 0.15 by default. It is 1 - compression_ratio of kvpress.
+        memory: What k and v of the text may take: a share of the full cache in the model's dtype (0.1 or "10%"), or
+            bytes (200_000_000 or "200MB"). The best entries are stored in more bits, others in fewer, the rest are
+            evicted.
+        retention: Instead of `memory`, the share of the KV entries to keep, in (0, 1], all in the model's dtype; 0.15
+            if neither is given. It is 1 - compression_ratio of kvpress.
         method: A name that `lkv methods` lists, a `Method` of your own, or "full" for the uncompressed cache.
         policy: A Policy, its folder or its hub id; by default the one shipped for the model. Only learned methods read
             it.
@@ -359,22 +366,23 @@ def compress(
         check_text(system, "the system prompt", "give some text, or leave it out")
     ids = encode_context(tokenizer, text, system)
     return compress_ids(
-        model, tokenizer, ids, retention=retention, method=method, policy=policy, chunk=chunk, progress=progress,
-        text=text, **options,
+        model, tokenizer, ids, memory=memory, retention=retention, method=method, policy=policy, chunk=chunk,
+        progress=progress, text=text, **options,
     )  # fmt: skip
 
 
 @torch.no_grad()
 def compress_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], *, text: str | None = None,
-    retention: float | None = None, method: str | Method = "lkv", policy: Policy | str | os.PathLike[str] | None = None,
-    chunk: int | None = None, progress: Callable[[float], None] | None = None, **options: Any,
+    memory: float | int | str | None = None, retention: float | None = None, method: str | Method = "lkv",
+    policy: Policy | str | os.PathLike[str] | None = None, chunk: int | None = None,
+    progress: Callable[[float], None] | None = None, **options: Any,
 ) -> Context:  # fmt: skip
     """Like `compress`, but for token ids: no chat template is put around them.
 
     `text` is what they encode, for the digest that is saved with the context; by default they are decoded.
     """
-    _check_arguments(method, retention, chunk, options)
+    _check_arguments(method, memory, retention, chunk, options)
     limit = patch_attention(model).spec.max_positions
     if len(ids) >= limit:
         raise PromptError(
@@ -390,7 +398,10 @@ def compress_ids(
     if chunk is not None:
         options["prompt_tokens"] = len(ids)
     own_options = {name: options.pop(name, None) for name in ("budget_tokens", "pattern")}
-    chosen = resolve_method(method, model, retention=retention, policy=policy, tokenizer=tokenizer, **own_options)
+    chosen = resolve_method(
+        method, model, memory=memory, retention=retention, policy=policy, tokenizer=tokenizer,
+        stores_scores=bool(options.get("decode_eviction")), **own_options,
+    )  # fmt: skip
     if chosen.needs_whole_prompt:
         if chunk is not None:
             raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another method.")
@@ -406,7 +417,8 @@ def compress_ids(
     target = cache.target
     metadata = {
         "method": cache.config.method.name,
-        "retention": None if target is None or target.tokens is not None else target.retention,
+        "memory": str(target.memory) if isinstance(target, TierTarget) else None,
+        "retention": target.retention if type(target) is RetentionTarget and target.tokens is None else None,
         "budget_tokens": None if target is None else target.tokens,
         "bits": options.get("bits"),
         "policy": cache.policy.digest() if cache.policy is not None else None,
@@ -437,7 +449,7 @@ def check_text(text: Any, name: str, advice: str) -> None:
         raise PromptError(f"{name} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
 
 
-def _check_arguments(method: Any, retention: Any, chunk: Any, options: dict[str, Any]) -> None:
+def _check_arguments(method: Any, memory: Any, retention: Any, chunk: Any, options: dict[str, Any]) -> None:
     """Raise PromptError or CacheError for wrong arguments of `compress`, before anything is read."""
     if not isinstance(method, str | Method):
         raise CacheError(
@@ -451,7 +463,7 @@ def _check_arguments(method: Any, retention: Any, chunk: Any, options: dict[str,
             "compress has no option compression_ratio, the share to remove; give the share to keep: instead of "
             "compression_ratio=0.85 give retention=0.15."
         )
-    named = ("model", "retention", "method", "policy", "prompt_tokens")
+    named = ("model", "memory", "retention", "method", "policy", "prompt_tokens")
     names = [name for name in signature(RaggedCache).parameters if name not in named]
     if unknown := sorted(set(options) - set(names)):
         raise CacheError(f"compress has no option {', '.join(unknown)}; it takes {', '.join(names)} and chunk.")
@@ -459,6 +471,8 @@ def _check_arguments(method: Any, retention: Any, chunk: Any, options: dict[str,
         raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
     if method == FULL and retention not in (None, 1):
         raise CacheError(f"{FULL!r} keeps everything, not {retention!r}; leave retention out, or use another method.")
+    if method == FULL and memory is not None:
+        raise CacheError(f"{FULL!r} keeps everything; leave memory out, or use another method.")
     if chunk is not None and (type(chunk) is not int or chunk < 1):
         raise PromptError(f"chunk is {chunk!r}, but a part of the text has at least one token.")
     if options.get("streaming") and chunk is None:

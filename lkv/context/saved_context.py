@@ -24,13 +24,14 @@ from lkv.utils import tensor_file
 from lkv.utils.tensor_file import FileKind
 
 CONTEXT_FILE = FileKind(
-    "lkv-context", 2, "context", ContextFileError, "give a file that Context.save wrote, or compress again",
+    "lkv-context", 3, "context", ContextFileError, "give a file that Context.save wrote, or compress again", oldest=2,
     mode=0o600,  # it holds most of what the text says
 )  # fmt: skip
 _NUMBER = (int, float, type(None))
 # The fields that say how a text was compressed, and their types.
 _METADATA: dict[str, tuple[type, ...]] = {
     "method": (str,),
+    "memory": (str, type(None)),
     "retention": _NUMBER,
     "budget_tokens": (int, type(None)),
     "bits": (int, type(None)),
@@ -61,7 +62,8 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
             raise ContextFileError(
                 f"{path} was compressed under another policy; load it without a policy, or compress the text again."
             )
-        metadata = {name: header[name] for name in _METADATA}
+        metadata = {name: header[name] for name in _METADATA if name != "memory"}
+        metadata["memory"] = header.get("memory")  # since version 3
         for name, value in metadata.items():
             if type(value) not in _METADATA[name]:
                 raise ValueError(f"its {name} is {value!r}")

@@ -13,12 +13,14 @@ from torch.nn.functional import log_softmax
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.config import MemoryTarget
 from lkv.errors import LkvError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.cache_layers import crop_to
 from lkv.integrations.transformers.prefill import LayerKV, PromptKV, as_prompt_kv, query_rotations
 from lkv.methods.budgets import RetentionTarget, Uniform
-from lkv.methods.method import Method, MethodInputs, combine_rowwise
+from lkv.methods.memory import TierTable
+from lkv.methods.method import Method, MethodInputs, build_tiers, combine_rowwise
 from lkv.methods.registry import FULL, POLICY, REFIT, MethodSpec, parse_method, selectors
 from lkv.methods.selectors import Selector, StreamingLLM
 from lkv.policy.policy import Policy
@@ -58,6 +60,7 @@ class MethodGrid:
         policy: Policy | None = None,
         pattern: list[list[float]] | None = None,
         policies: Mapping[str, Policy] | None = None,
+        tier_tables: Mapping[str, TierTable] | None = None,
     ):
         """Build the methods.
 
@@ -70,6 +73,8 @@ class MethodGrid:
             policy: The policy of methods that read one.
             pattern: DuoAttention's score of each head, [layers][KV heads].
             policies: Further policies by name.
+            tier_tables: If given, `retentions` are memory budgets, shares of the full cache's bytes, and each method is
+                a row for each of these ways to spend them, named "METHOD (NAME)"; "METHOD" for the name "".
 
         Raises:
             LkvError: For an unknown name, or a method without its policy or pattern.
@@ -100,20 +105,26 @@ class MethodGrid:
             spec.build_budget(inputs)  # raises before the first prompt is read
         if any(spec.compensation for spec in self._specs.values()):
             query_rotations(model, REFIT)
-        self.pairs = frozenset((name, retention) for name in self._specs for retention in self.retentions)
+        self._tables: Mapping[str, TierTable | None] = {"": None} if tier_tables is None else tier_tables
+        self.is_memory = tier_tables is not None
+        self.methods = [_row_name(name, table) for name in self._specs for table in self._tables]
+        self.pairs = frozenset(product(self.methods, self.retentions))
 
     def select(self, pairs: frozenset[tuple[str, float]]) -> "MethodGrid":
         """A grid with only these (method, retention) pairs, and the full cache."""
         grid = copy.copy(self)
         grid.pairs = self.pairs & pairs
-        used = {_selector_key(self._specs[name]) for name, _ in grid.pairs}
+        grid._specs = {
+            name: spec
+            for name, spec in self._specs.items()
+            if any((_row_name(name, table), retention) in grid.pairs for table, retention in self._columns())
+        }
+        used = {_selector_key(spec) for spec in grid._specs.values()}
         grid._selectors = {key: selector for key, selector in self._selectors.items() if key in used}
         return grid
 
-    @property
-    def methods(self) -> list[str]:
-        """The names, without the full cache."""
-        return list(self._specs)
+    def _columns(self) -> Iterator[tuple[str, float]]:
+        return product(self._tables, self.retentions)
 
     @property
     def size(self) -> int:
@@ -123,7 +134,7 @@ class MethodGrid:
     @property
     def required_queries(self) -> bool | int:
         """Whether a prompt must be read with its queries, or with how many of the last ones."""
-        if any(self._specs[name].compensation for name, _ in self.pairs):
+        if any(spec.compensation for spec in self._specs.values()):
             return True
         counts = [selector.last_queries for selector in self._selectors.values() if selector.reads_queries]
         return True if None in counts else max((count for count in counts if count is not None), default=False)
@@ -133,21 +144,29 @@ class MethodGrid:
         prepared = {key: _prepare(selector, ids, prompt) for key, selector in self._selectors.items()}
         rows = [BoundMethod(FULL, 1.0, Method(FULL, Uniform(1.0), StreamingLLM(sinks=0)))]
         skipped = []
-        for retention, (name, spec) in product(self.retentions, self._specs.items()):
+        for retention, (method_name, spec), table_name in product(self.retentions, self._specs.items(), self._tables):
+            name = _row_name(method_name, table_name)
             if (name, retention) not in self.pairs:
                 continue
             selector, scores = prepared[_selector_key(spec)]
             try:
                 if isinstance(scores, LkvError):
                     raise scores
-                budget = spec.build_budget(self._inputs[retention, spec.policy_name])
-                method = Method(name, budget, selector, compensation=spec.compensation).for_prompt(ids, prompt)
+                inputs, table = self._inputs[retention, spec.policy_name], self._tables[table_name]
+                tiers = () if table is None else build_tiers(spec, inputs, MemoryTarget(share=retention), table)
+                budget = tiers[-1].budget if tiers else spec.build_budget(inputs)
+                method = Method(name, budget, selector, compensation=spec.compensation, tiers=tiers)
+                method = method.for_prompt(ids, prompt)
                 method.budget.counts(0, scores)
             except LkvError as error:
                 skipped.append(SkippedMethod(name, retention, str(error)))
             else:
                 rows.append(BoundMethod(name, retention, method))
         return rows, skipped
+
+
+def _row_name(method: str, table: str) -> str:
+    return f"{method} ({table})" if table else method
 
 
 def _selector_key(spec: MethodSpec) -> tuple[str, str]:
@@ -218,16 +237,20 @@ class MethodComparison:
             model: The model.
             ids: The prompt's tokens.
             prompt: Its keys and values, from `read_prompt(model, ids, queries=...)`.
-            methods: Row i of every result is of `methods[i]`.
+            methods: Row i of every result is of `methods[i]`. One with a memory budget must be alone.
         """
         self._model, self._ids, self._rows = model, list(ids), len(methods)
         self._prompt_tokens = len(ids)
-        self._cache = RaggedCache(model, method=combine_rowwise(methods))
+        self._cache = RaggedCache(model, method=methods[0] if len(methods) == 1 else combine_rowwise(methods))
         self._cache.fill(PromptKV((_repeat(layer, self._rows) for layer in prompt), as_prompt_kv(prompt).windows))
 
     def kept_entries(self) -> list[int]:
         """How many of the prompt's KV entries each method keeps, over all layers and heads."""
         return torch.stack([layer.kept_counts for layer in self._cache.ragged_layers]).sum((0, 2)).tolist()
+
+    def nbytes(self) -> int:
+        """The bytes of k and v of all rows."""
+        return self._cache.nbytes()
 
     def realised_retentions(self) -> list[float]:
         """The share of the prompt's KV entries that each method keeps."""

@@ -23,6 +23,7 @@ from lkv.evaluation.sample_journal import SampleJournal
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import PromptKV, read_prompt
 from lkv.integrations.transformers.spec import evaluation_mode
+from lkv.methods.memory import DEFAULT_TABLE
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils import devices
@@ -43,11 +44,12 @@ class EvaluationConfig:
     Args:
         methods: Names as `lkv methods` lists them, or "BUDGET+SELECTOR"; "METHOD@NAME" reads `policies[NAME]`. The full
             cache is always measured too.
-        retentions: The shares of the KV entries to keep.
+        retentions: The shares of the KV entries to keep, or memory budgets if `by_memory`.
         protocol: How prompts are made: "kvpress" or "longbench" (see `lkv.evaluation.example`).
         policy: The policy of the methods without "@NAME" that read one.
         policies: Further policies by name.
         pattern: DuoAttention's score of each head, [layers][KV heads].
+        by_memory: Whether `retentions` are shares of the full cache's bytes, spent on tiers of precision.
         pattern_source: Where the pattern is from, for tables ("estimated on ...").
         model_name: What the results call the model (default: its own name).
         seed: The seed that made the examples; recorded only.
@@ -64,6 +66,7 @@ class EvaluationConfig:
     policies: Mapping[str, Policy] = field(default_factory=dict)
     pattern: list[list[float]] | None = None
     pattern_source: str | None = None
+    by_memory: bool = False
     model_name: str | None = None
     seed: int = 0
     timed_samples: int = 2
@@ -93,8 +96,9 @@ def evaluate(
     """
     state = devices.distributed_state("evals", "an evaluation")
     grid = MethodGrid(
-        model, tokenizer, config.methods, config.retentions, config.policy, config.pattern, config.policies
-    )
+        model, tokenizer, config.methods, config.retentions, config.policy, config.pattern, config.policies,
+        {"": DEFAULT_TABLE} if config.by_memory else None,
+    )  # fmt: skip
     named = _name_examples(examples)
     header = _header(model, grid, config, named)
     with lock_journal(out) if state.is_main_process else nullcontext():
@@ -142,7 +146,8 @@ def run_example(
         prompt = config.make_prompt(example, tokenizer=tokenizer, protocol=config.protocol, max_positions=max_positions)
     except PromptError as error:
         return line | {"unusable": str(error), "rows": [], "skipped": []}
-    max_rows = min(config.max_rows, grid.size)
+    # Rows of a batch share their precision.
+    max_rows = 1 if grid.is_memory else min(config.max_rows, grid.size)
     while True:
         try:
             measured = _run_methods(model, tokenizer, example, prompt, grid, config, max_rows)
@@ -183,6 +188,7 @@ def _run_methods(
         comparison = MethodComparison(model, prompt.context, layers, [row.method for row in batch])
         if start + max_rows >= len(bound):
             layers = PromptKV()  # frees the prompt: the full cache's row has a copy of its own
+        kept_entries, held = comparison.kept_entries(), comparison.nbytes()
         comparison.append(prompt.question[:-1])
         fidelities: list[Fidelity | None] = [None] * len(batch)
         if reference:
@@ -190,12 +196,12 @@ def _run_methods(
             full = predictions.row(0) if full is None else full
             fidelities = [predictions.row(index).fidelity_to(full) for index in range(len(batch))]
             del predictions
-        kept_entries = comparison.kept_entries()
         answers = comparison.generate(prompt.question[-1:], example.max_new_tokens, stop_ids, last=True)
         del comparison  # frees its memory before the next batch, or the full cache alone, takes its own
         for row, kept, answer, fidelity in zip(batch, kept_entries, answers, fidelities, strict=True):
             text = tokenizer.decode(answer, skip_special_tokens=True)
-            memory = {"nbytes": kept * entry_nbytes, "full_nbytes": full_entries * entry_nbytes}
+            nbytes = held if grid.is_memory and row.name != FULL else kept * entry_nbytes
+            memory = {"nbytes": nbytes, "full_nbytes": full_entries * entry_nbytes}
             line = {"method": row.name, "retention": row.retention, "realised": round(kept / full_entries, 6), **memory}
             line |= {"answer": text, "score": float(config.score(example, text))}
             rows.append(line | {name: _rounded(getattr(fidelity, name, None)) for name in FIDELITY_METRICS})
@@ -271,6 +277,7 @@ def _header(model: Any, grid: MethodGrid, config: EvaluationConfig, named: dict[
         "model": config.model_name or model.name_or_path or type(model).__name__,
         "methods": grid.methods,
         "retentions": grid.retentions,
+        **({"budget": "memory"} if grid.is_memory else {}),
         "revision": getattr(model.config, "_commit_hash", None),
         "fingerprint": patch_attention(model).spec.digest(),
         "policy": policy.digest() if policy is not None else None,

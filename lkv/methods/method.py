@@ -8,11 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lkv.config import MemoryTarget
 from lkv.errors import BudgetError, CacheError, LkvError, PolicyFileError, RetentionError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.budgets import Budget, GlobalTopKBudget, RetentionTarget, check_table
-from lkv.methods.registry import parse_method
+from lkv.methods.memory import (
+    DEFAULT_TABLE,
+    SCORE_BITS,
+    KVShape,
+    TierBudget,
+    TierTable,
+    TierTarget,
+)
+from lkv.methods.registry import MethodSpec, parse_method
 from lkv.methods.selectors import Selector
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
@@ -32,6 +41,8 @@ class Method:
         target: the retention or the number of tokens that the budget was built for, where `resolve_method` built it.
         policy: the learned policy, where the method reads one.
         compensation: whether kept entries are compensated (`lkv.methods.compensation`); a tuple gives one value a row.
+        tiers: the precisions that entries are stored in, best first, where a memory budget says so; the last one's
+            budget is `budget`.
     """
 
     name: str
@@ -40,6 +51,7 @@ class Method:
     target: RetentionTarget | None = None
     policy: Policy | None = None
     compensation: bool | tuple[bool, ...] = False
+    tiers: tuple[TierBudget, ...] = ()
 
     def compensates(self, rows: int) -> tuple[bool, ...]:
         """Whether kept entries are compensated, for each row of a batch."""
@@ -62,8 +74,17 @@ class Method:
         Raises what the selector's second pass raises.
         """
         selector = self.selector.for_prompt(ids, prompt)
-        budget = self.budget.for_prompt(selector, prompt) if isinstance(self.budget, GlobalTopKBudget) else self.budget
-        return replace(self, selector=selector, budget=budget)
+
+        def of_prompt(budget: Budget) -> Budget:
+            return budget.for_prompt(selector, prompt) if isinstance(budget, GlobalTopKBudget) else budget
+
+        tokens = prompt[0].key.shape[2]
+        tiers = tuple(
+            tier if tier.is_empty(tokens) else replace(tier, budget=of_prompt(tier.budget)) for tier in self.tiers
+        )
+        return replace(
+            self, selector=selector, budget=tiers[-1].budget if tiers else of_prompt(self.budget), tiers=tiers
+        )
 
 
 @dataclass(frozen=True)
@@ -102,9 +123,12 @@ def resolve_method(
     *,
     retention: float | None = None,
     budget_tokens: int | None = None,
+    memory: float | int | str | None = None,
     policy: Policy | str | os.PathLike[str] | None = None,
     pattern: list[list[float]] | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
+    tier_table: TierTable | None = None,
+    stores_scores: bool = False,
 ) -> Method:
     """Resolve a method's name for a model.
 
@@ -113,16 +137,20 @@ def resolve_method(
         model: the model to evict from. Without one, methods that need no model can be resolved.
         retention: the share of a prompt's entries to keep, in (0, 1]; 0.15 by default.
         budget_tokens: how many tokens a head keeps on average, instead of `retention`.
+        memory: what k and v of a text may take, instead of `retention`: a share of the full cache in the model's dtype
+            (0.1 or "10%"), or bytes (200_000_000 or "200MB"). It needs `model`.
         policy: the policy, its folder or its hub id; the one shipped for the model by default.
         pattern: DuoAttention's alphas [L][H], for the budget "duo".
         tokenizer: the model's tokenizer, for methods that read the text a second time.
+        tier_table: how `memory` is spent on precisions; by default as `tier_table_of` the policy says.
+        stores_scores: whether scores are stored with the entries, which takes memory, too.
 
     Returns:
         The method with its budget and selector built.
 
     Raises:
         LkvError: If there is no such method, or something is missing that it needs.
-        RetentionError: If `retention` or `budget_tokens` is out of range, or both are given.
+        RetentionError: If `retention`, `budget_tokens` or `memory` is out of range, or two of them are given.
         PolicyMismatchError: If the policy was trained for another model.
         BudgetError: If `pattern` does not fit the model, or the method reads none.
     """
@@ -136,10 +164,10 @@ def resolve_method(
     if isinstance(method, Method):
         if pattern is not None:
             raise BudgetError(no_pattern.format(method.name))
-        if retention is not None or budget_tokens is not None:
+        if retention is not None or budget_tokens is not None or memory is not None:
             raise RetentionError(
-                f"the method {method.name!r} has a budget of its own: leave retention and budget_tokens out, or "
-                "give a method by its name."
+                f"the method {method.name!r} has a budget of its own: leave retention, budget_tokens and memory out, "
+                "or give a method by its name."
             )
         return method
     spec = parse_method(method)
@@ -147,6 +175,12 @@ def resolve_method(
         raise BudgetError(no_pattern.format(method))
     if spec.needs_second_pass and tokenizer is None:
         raise CacheError(f"{method!r} reads the text a second time: use lkv.compress(..., method={method!r}).")
+    if memory is not None and (retention is not None or budget_tokens is not None):
+        raise RetentionError(
+            "memory says how much to keep and in which precision: give it without retention, budget_tokens and bits."
+        )
+    if memory is not None and model is None:
+        raise LkvError(f"memory needs a model; give {_HOW['model']}.")
     target = RetentionTarget.from_arguments(retention, budget_tokens)
     if model is None:
         learned = policy if isinstance(policy, Policy) and spec.needs_policy else None
@@ -158,7 +192,34 @@ def resolve_method(
         if pattern is not None:
             check_table(pattern, layers, kv_heads, "the pattern of retrieval heads")
         inputs = MethodInputs(target, learned, patched.heads, model, layers, pattern, tokenizer)
-    return Method(spec.name, spec.build_budget(inputs), spec.build_selector(inputs), target, learned, spec.compensation)
+    tiers: tuple[TierBudget, ...] = ()
+    if memory is None:
+        budget = spec.build_budget(inputs)
+    else:
+        table = tier_table or tier_table_of(learned)
+        tiers = build_tiers(spec, inputs, MemoryTarget.parse(memory), table, stores_scores)
+        budget, target = tiers[-1].budget, tiers[-1].target or target
+    return Method(spec.name, budget, spec.build_selector(inputs), target, learned, spec.compensation, tiers)
+
+
+def tier_table_of(policy: Policy | None) -> TierTable:
+    """How a memory budget is spent: as the policy's card says, else `DEFAULT_TABLE`. Raises PolicyFileError."""
+    rows = None if policy is None else policy.card.get("tiers")
+    return DEFAULT_TABLE if rows is None else TierTable.from_json(rows)
+
+
+def build_tiers(
+    spec: MethodSpec, inputs: MethodInputs, memory: MemoryTarget, table: TierTable, stores_scores: bool = False
+) -> tuple[TierBudget, ...]:
+    """The tiers of a method within a memory budget, best first, for the model of `inputs`.
+
+    `stores_scores`: as in `resolve_method`.
+    """
+    patched, model = patch_attention(inputs.require("model")), inputs.model
+    heads, width = len(range(patched.spec.kv_heads)[inputs.heads]), patched.spec.head_dim
+    shape = KVShape(patched.spec.layers * heads, width, width, model.dtype.itemsize, SCORE_BITS * stores_scores)
+    targets = [TierTarget(memory=memory, shape=shape, table=table, precision=each) for each in table.precisions]
+    return tuple(TierBudget(each.precision, spec.build_budget(replace(inputs, target=each)), each) for each in targets)
 
 
 class _RowwiseMethods(Selector, Budget):
@@ -186,7 +247,7 @@ class _RowwiseMethods(Selector, Budget):
 
 
 def combine_rowwise(methods: Sequence[Method]) -> Method:
-    """A method for a batch of copies of one prompt whose row i is evicted by `methods[i]`.
+    """A method for a batch of copies of one prompt whose row i is evicted by `methods[i]`, none with a memory budget.
 
     Methods that hold the same selector object share its scores.
     """

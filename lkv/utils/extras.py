@@ -13,7 +13,6 @@ EXTRAS = {
     "gguf": ("gguf", "accelerate"),
     "train": ("accelerate",),
     "data": ("datasets", "pyarrow", "numpy"),
-    "quantization": ("torchao",),
     "kvpress": ("kvpress",),
     "plots": ("matplotlib", "pandas", "scipy"),
     "serve": ("fastapi", "uvicorn", "prometheus_client", "fsspec"),

@@ -25,6 +25,7 @@ class FileKind(NamedTuple):
     noun: str  # what messages call it
     error: type[LkvError]  # to raise for a missing, foreign or damaged file
     remedy: str  # what to do then, as the end of a sentence
+    oldest: int | None = None  # the oldest format that is read; by default only `version` is
     mode: int = 0o666  # permissions of a new file
 
 
@@ -54,9 +55,11 @@ def read(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, Any]]
         raise kind.error(f"{path} cannot be read ({error_reason(error)}); {kind.remedy}.") from error
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise kind.error(f"{path} is no saved {kind.noun} ({error}); {kind.remedy}.") from error
-    if version != kind.version:
+    oldest = kind.version if kind.oldest is None else kind.oldest
+    if type(version) is not int or not oldest <= version <= kind.version:
+        readable = f"{kind.version}" if oldest == kind.version else f"{oldest} to {kind.version}"
         raise kind.error(
-            f"{path} has format {version!r}, but this version reads {kind.version}; use the lkv-cache version that "
+            f"{path} has format {version!r}, but this version reads {readable}; use the lkv-cache version that "
             f"wrote it, or {kind.remedy}."
         )
     try:
@@ -74,7 +77,8 @@ def parse_tensors(data: bytes) -> dict[str, Tensor]:
         for name, entry in _header(data).items():
             if name != "__metadata__" and entry["dtype"] not in _TYPES:
                 raise ValueError(f"its tensor {name!r} has the dtype {entry['dtype']!r}, which torch cannot hold")
-        return load(data)
+        with torch.device("cpu"):  # where empty tensors would else be on the default device
+            return load(data)
     except (SafetensorError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError, RecursionError) as error:
         raise ValueError(str(error).strip() or type(error).__name__) from error
 

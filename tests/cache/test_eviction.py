@@ -5,11 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lkv.cache.config import CacheConfig, LayerContext, SharedState
 from lkv.cache.eviction import EntryRows, best_mask, evict_entries, gather_best
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.store import RaggedStore
 from lkv.errors import CacheError
-from lkv.methods.budgets import PerHead
+from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm
 from tests.conftest import tiny_llama
@@ -46,7 +47,9 @@ def test_spans_hold_the_best_of_each_head(data, batch, heads, tokens, room, k_la
     lens = torch.tensor(counts).view(batch, heads)
     key, value = (torch.randn(batch, heads, tokens, size) for size in (4, 6))
     arrived = torch.randn(batch, heads, tokens)
-    spans = gather_best(laid_out(key, k_layout), laid_out(value, v_layout), scores, lens, room, arrived)
+    sources = laid_out(key, k_layout), laid_out(value, v_layout)
+    spans, numbers = gather_best(*sources, scores, lens[None], room, arrived)
+    assert numbers is None
     assert len(spans.k) == len(spans.v) == int(lens.sum()) + batch * heads * room
     for b in range(batch):
         for h in range(heads):
@@ -55,6 +58,24 @@ def test_spans_hold_the_best_of_each_head(data, batch, heads, tokens, room, k_la
             assert torch.equal(spans.k[own], key[b, h, right]) and torch.equal(spans.v[own], value[b, h, right])
             assert spans.positions[own].tolist() == right
             assert torch.equal(spans.scores[own], arrived[b, h, right])
+
+
+@given(st.data(), st.integers(1, 2), st.integers(1, 3), st.integers(1, 9))
+def test_better_tiers_have_the_better_entries(data, batch, heads, tokens):
+    score = st.sampled_from([-1.0, 0.0, 0.5, 2.0])
+    table = data.draw(st.lists(score, min_size=batch * heads * tokens, max_size=batch * heads * tokens))
+    scores = torch.tensor(table).view(batch, heads, tokens)
+    counts = st.lists(st.integers(0, tokens), min_size=3, max_size=3).map(sorted)
+    limits = [data.draw(counts) for _ in range(batch * heads)]
+    lens = torch.tensor(limits).T.reshape(3, batch, heads)
+    key = torch.randn(batch, heads, tokens, 4)
+    spans, numbers = gather_best(key, key, scores, lens, 0)
+    for b in range(batch):
+        for h in range(heads):
+            best = [set(chosen(scores[b, h].tolist(), int(count))) for count in lens[:, b, h]]
+            own = slice(int(spans.starts[b, h]), int(spans.starts[b, h] + lens[-1, b, h]))
+            assert torch.equal(spans.k[own], key[b, h, sorted(best[-1])])
+            assert numbers[own].tolist() == [sum(t not in tier for tier in best) for t in sorted(best[-1])]
 
 
 @given(st.data(), st.integers(1, 2), st.integers(1, 3), st.integers(0, 3))
@@ -67,7 +88,8 @@ def test_entries_are_evicted_by_their_scores(data, batch, heads, appended):
     store.k.normal_(), store.v.normal_()
     score = st.sampled_from([-torch.inf, -1.0, 0.0, 2.0])
     table = {at: data.draw(st.lists(score, min_size=n, max_size=n)) for at, n in numbered(store.counts)}
-    new = evict_entries(store, limits, 1, lambda row, head, slots: torch.tensor(table[row, head]))
+    context = LayerContext(0, CacheConfig(Method("mine", Uniform(0.5), Knorm())), SharedState(0), None)
+    new = evict_entries(context, store, limits[None], 1, lambda _, row, head, slots: torch.tensor(table[row, head]))
     assert torch.equal(new.lens, torch.minimum(limits, store.counts)) and new.appended_tokens == 0
     for (row, head), scores in table.items():
         start = int(store.starts[row, head])
@@ -85,7 +107,7 @@ def test_a_prompt_repeated_for_many_rows_is_not_copied():
     key = torch.randn(1, 2, 5, 4).expand(3, -1, -1, -1)
     rows = EntryRows.of(key)
     assert rows.matrix.data_ptr() == key.data_ptr() and rows.matrix.shape == (10, 4) and rows.batch == 0
-    spans = gather_best(key, key, torch.arange(30.0).view(3, 2, 5) % 7, torch.full((3, 2), 2), 0)
+    spans = gather_best(key, key, torch.arange(30.0).view(3, 2, 5) % 7, torch.full((1, 3, 2), 2), 0)[0]
     expected = [key[b, h, chosen([(10 * b + 5 * h + t) % 7 for t in range(5)], 2)] for b in range(3) for h in range(2)]
     assert torch.equal(spans.k, torch.cat(expected))
 
@@ -101,7 +123,7 @@ def test_scores_of_any_precision(dtype):
 def test_scores_that_are_no_numbers_read_nothing_outside():
     """On a GPU they are refused after the last layer alone."""
     key = torch.randn(2, 2, 4, 4)
-    spans = gather_best(key, key, torch.full((2, 2, 4), torch.nan), torch.tensor([[4, 0], [1, 3]]), 1)
+    spans = gather_best(key, key, torch.full((2, 2, 4), torch.nan), torch.tensor([[[4, 0], [1, 3]]]), 1)[0]
     assert torch.isfinite(spans.k).all()
 
 

@@ -188,9 +188,8 @@ def test_two_turns_of_generate_equal_each_row_alone():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 3])
 def test_quantised_rows_equal_each_row_alone(bits):
-    pytest.importorskip("torchao")
     model = tiny_llama(dtype=torch.float32, head_dim=32, hidden_size=128)
     prompts, real = [ids(1, 40), ids(1, 25, 1)], reals([1, 4], "left")
     batch, tokens, last = padded(prompts), ids(2, 4, 2), ids(2, 1, 3)

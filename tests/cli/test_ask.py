@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from lkv.cli.main import main
 from lkv.context.chat import Chat
-from lkv.context.context import compress
+from lkv.context.context import Context, compress
 from lkv.integrations.transformers.progress import report_progress
 from lkv.models.loading import load_model
 from tests.conftest import save_model, tiny_llama
@@ -40,21 +40,21 @@ def asked(folder, capsys):
     return ask
 
 
-def read(folder):
-    """The model, and the text as the library itself reads it."""
+def read(folder, **amount):
+    """The model, and the text as the library itself reads it, in a tenth of the memory by default."""
     model, tokenizer = load_model(str(folder / "model"))
-    return model, compress(model, tokenizer, TEXT, method="knorm", retention=0.15)
+    return model, compress(model, tokenizer, TEXT, method="knorm", **(amount or {"memory": 0.1}))
 
 
-def answer(folder, question: str) -> str:
-    return read(folder)[1].ask(question, 4)
+def answer(folder, question: str, **amount) -> str:
+    return read(folder, **amount)[1].ask(question, 4)
 
 
 def test_several_questions_are_answered_from_one_reading(folder, asked):
     status, out, said = asked(folder / "text.md", "When?", "--retention", "0.15", "Where?", "--chunk", "10000", "Who?")
     assert status == 0 and said.count("tokens read in") == 1
     assert re.findall(r"^> (.*)$", out, re.MULTILINE) == ["When?", "Where?", "Who?"]
-    assert all(answer(folder, question) in out for question in ("When?", "Where?", "Who?"))
+    assert all(answer(folder, question, retention=0.15) in out for question in ("When?", "Where?", "Who?"))
     with pytest.raises(SystemExit):
         asked(folder / "text.md", "When?", "--nothing", "x")
 
@@ -66,6 +66,36 @@ def test_bytes_are_told_beside_those_of_the_full_cache(folder, asked):
     assert full == pytest.approx(len(TEXT) * 3 * 2 * 2 * 8 * 4 / 1e6, abs=0.06)
     assert 0.5 <= share < 0.6 and held == pytest.approx(share * full, abs=0.06)
     assert "0.5000 of the KV entries kept, 0.5 requested" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "amount", "allowed"),
+    [
+        ((), {"memory": 0.1}, "10%"),
+        (("--memory", "0.3"), {"memory": 0.3}, "0.3"),
+        (("--memory", "30KB"), {"memory": 30_000}, "30KB"),
+        (("--memory", "12.5%", "--streaming", "--chunk", "100"), None, "12.5%"),
+        (("--retention", "0.5"), {"retention": 0.5}, None),
+        (("--bits", "4"), {"retention": 0.15, "bits": 4}, None),
+        (("--bits", "3", "--retention", "0.4"), {"retention": 0.4, "bits": 3}, None),
+    ],
+    ids=str,
+)
+def test_memory_is_what_is_given_and_told(folder, asked, tmp_path, words, amount, allowed):
+    saved = tmp_path / "text.kv"
+    status, out, said = asked(folder / "text.md", "When?", *words, "--save", saved)
+    assert status == 0 and ("allowed" in said) == (allowed is not None) != ("requested" in said)
+    if allowed:
+        assert f", {allowed} allowed]" in said
+    context = Context.load(saved, *load_model(str(folder / "model")))
+    used, full = context.cache.nbytes(), len(TEXT) * 3 * 2 * 2 * 8 * 4
+    if amount is not None:
+        assert out.strip() == answer(folder, "When?", **amount) and context.metadata["bits"] == amount.get("bits")
+        assert context.metadata["retention"] == amount.get("retention")
+    if allowed:
+        limit = {"10%": 0.1 * full, "0.3": 0.3 * full, "30KB": 30_000, "12.5%": 0.125 * full}[allowed]
+        free = sum(layer.store.free_slots for layer in context.cache.ragged_layers) * 2 * 2 * 8 * 4
+        assert used - free <= limit and context.metadata["memory"].startswith("memory ")
 
 
 def test_an_answer_that_ends_at_its_limit_says_so(folder, asked):
@@ -167,7 +197,7 @@ def test_the_retention_reached_is_reported(folder, asked):
         (("text", "why?"), "duo", "'duo' needs the retrieval heads of the model; give --pattern with"),
         (("text", "why?", "--pattern", "nowhere.tsv"), "duo", "nowhere.tsv does not exist"),
         (("text", "why?", "--pattern", "nowhere.tsv"), "knorm", "takes no --pattern"),
-        (("text", "why?"), None, "there is no policy for this model (LlamaForCausalLM, 3 layers of 2 KV heads);"),
+        (("text", "why?"), None, "there is no policy for this model (LlamaForCausalLM, 3 layers of 2 KV heads)"),
         (("binary", "why?"), "knorm", "cannot be read as text"),
     ],
 )

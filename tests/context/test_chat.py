@@ -59,11 +59,10 @@ def test_batch_ask_answers_as_ask_does(policy, dtype, attention):
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("full", {}), ("knorm", {"retention": 0.5, "decode_eviction": True}), ("knorm", {"retention": 0.5, "bits": 8})],
-)
+    [("full", {}), ("knorm", {"retention": 0.5, "decode_eviction": True}), ("knorm", {"retention": 0.5, "bits": 8}),
+     ("knorm", {"memory": 0.25})],
+)  # fmt: skip
 def test_batch_ask_with_every_cache(method, options):
-    if "bits" in options:
-        pytest.importorskip("torchao")
     context = compress(tiny_llama(dtype=torch.float32), Words(), TEXT, method=method, **options)
     assert context.batch_ask(QUESTIONS[:3], 8) == [context.ask(question, 8) for question in QUESTIONS[:3]]
 

@@ -16,7 +16,7 @@ from tests.fake_gpu.device import NAME, load, logs, watched
 
 _GRID = (2**31 - 1, 65_535, 65_535)
 _KERNELS = (
-    (ragged.kernels, ("slice_kernel", "code_slice_kernel", "join_kernel", "append_kernel")),
+    (ragged.kernels, ("slice_kernel", "join_kernel", "append_kernel")),
     (soft.kernels, ("forward", "query_gradient", "key_gradient")),
 )
 _CACHED = (ragged_api._chosen, soft_api._chosen, ragged._launch, soft.tiles_on)

@@ -8,17 +8,20 @@ import torch
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
-from lkv.methods.selectors import Knorm
+from tests.cache.helpers import OwnScores
 from tests.conftest import tiny_llama
+from tests.kernels.pools import in_tiers
 
 if not torch.cuda.is_available():
     pytest.skip("PyTorch sees no CUDA device", allow_module_level=True)
 DEVICE = "cuda"
-# Ranking by scores whose neighbours differ by more than float32 rounds: both devices keep the same.
-METHOD = Method("knorm", PerHead([[0.5, 0.2], [0.1, 0.6], [0.05, 1.0]]), Knorm())
+# Ranking by scores whose neighbours differ by more than float32 rounds, also for equal tokens: both devices keep the
+# same.
+METHOD = Method("own", PerHead([[0.5, 0.2], [0.1, 0.6], [0.05, 1.0]]), OwnScores())
 OPTIONS = [
     {"slack": 3}, {"decode_eviction": True, "slack": 2}, {"streaming": True, "prompt_tokens": 90},
-    {"bits": 8, "slack": 3}, {"bits": 4, "slack": 3},
+    {"bits": 8, "slack": 3}, {"bits": 3, "slack": 3},
+    {"method": in_tiers(METHOD, (16, 16), (8, 4), (4, 3)), "slack": 3}, {"method": in_tiers(METHOD, (8, 8), (4, 4))},
 ]  # fmt: skip
 
 
@@ -29,7 +32,7 @@ def ids(batch, tokens):
 @torch.no_grad()
 def logits(model, device, text, **options):
     """Of a question of 5 tokens, then of 12 single ones, after a prompt of 90; and what was kept."""
-    cache = RaggedCache(model, method=METHOD, **options)
+    cache = RaggedCache(model, **{"method": METHOD} | options)
     text = text.to(device)
     model.base_model(text[:, :90], past_key_values=cache)
     parts = [model(part, past_key_values=cache).logits for part in text[:, 90:107].split([5] + [1] * 12, 1)]
@@ -37,10 +40,8 @@ def logits(model, device, text, **options):
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
 def test_it_computes_what_a_cpu_computes_in_float64(dim, options):
-    if "bits" in options:
-        pytest.importorskip("torchao")
     base = tiny_llama(head_dim=dim, initializer_range=0.1)
     text = ids(1 if "decode_eviction" in options else 3, 107)
     exact, kept = logits(base, "cpu", text, **options)
@@ -48,7 +49,8 @@ def test_it_computes_what_a_cpu_computes_in_float64(dim, options):
         found, own = logits(copy.deepcopy(base).to(DEVICE, dtype), DEVICE, text, **options)
         error = float((found - exact).norm() / exact.norm())
         # Scores in bfloat16 rank some tokens otherwise, and codes differ where values were rounded before.
-        assert error <= (allowed if dtype == torch.float32 and "bits" not in options else max(allowed, 0.15))
+        is_exact = dtype == torch.float32 and not options.keys() & {"bits", "method"}
+        assert error <= (allowed if is_exact else max(allowed, 0.15))
         assert dtype != torch.float32 or own == kept
 
 

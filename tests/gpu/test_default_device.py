@@ -18,10 +18,12 @@ from lkv.training.distillation import SampleDistillation, gumbel
 from tests.cache.helpers import METHOD, ids
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
+from tests.kernels.pools import in_tiers
 
 # Tensors on it have no values: whatever is made there by mistake cannot be used.
 ELSEWHERE = torch.device("meta")
 CPU = torch.device("cpu")
+TIERED = in_tiers(METHOD, (16, 16), (8, 4), (4, 3))
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +50,12 @@ def test_every_method_under_another_default_device(small, method):
 OPTIONS = [{}, {"streaming": True, "prompt_tokens": 40}, {"decode_eviction": True, "slack": 1}]
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"bits": 8}, {"bits": 4}, *({"policy": True} | x for x in OPTIONS)])
+KINDS = [*OPTIONS, {"bits": 8}, {"bits": 3}, {"method": TIERED}, *({"policy": True} | x for x in OPTIONS)]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=range(len(KINDS)))
 @torch.no_grad()
 def test_every_kind_of_cache_under_another_default_device(small, options):
-    if "bits" in options:
-        pytest.importorskip("torchao")
     if "policy" in options:  # with every component
         torch.manual_seed(0)
         policy = Policy(inspect_model(small), inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
@@ -60,7 +63,7 @@ def test_every_kind_of_cache_under_another_default_device(small, options):
             torch.nn.init.normal_(part)
         options = options | {"policy": policy, "retention": 0.4}
     else:
-        options = options | {"method": METHOD}
+        options = {"method": METHOD} | options
     prompt, question, more, found = ids(2, 40), ids(2, 3), ids(4, 5), []
     for device in (CPU, ELSEWHERE):
         with device:
@@ -85,8 +88,6 @@ def test_beams_under_another_default_device(small):
 
 @pytest.mark.parametrize("options", [{}, {"bits": 4}])
 def test_a_context_under_another_default_device(small, options, tmp_path):
-    if options:
-        pytest.importorskip("torchao")
     with ELSEWHERE:
         context = compress(small, Words(), TEXT, method=METHOD, **options)
         predicted = context.predict("what is one ?", "it is so")[0]

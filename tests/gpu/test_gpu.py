@@ -29,6 +29,7 @@ from lkv.utils.cpp import find_compiler
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 from tests.fake_suite import Letters, make_examples, make_prompt, score
+from tests.kernels.pools import in_tiers
 
 if find_compiler() is None:
     pytest.skip("there is no C++ compiler to build the fake GPU with", allow_module_level=True)
@@ -37,6 +38,11 @@ from tests.fake_gpu.device import load, memory_limit, watched
 from tests.fake_gpu.kernels import fake_gpus
 
 KNORM = Method("knorm", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Knorm())
+TIERED = {
+    "8 bits": {"method": KNORM, "bits": 8},
+    "3 bits": {"method": KNORM, "bits": 3},
+    "three tiers": {"method": in_tiers(KNORM, (16, 16), (8, 4), (4, 3))},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -229,29 +235,29 @@ LAYERS = 3
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bits", [None, 8, 4])
-def test_a_decode_step_is_two_launches_and_one_allocation_a_layer(on_fake, bits):
-    if bits:
-        pytest.importorskip("torchao")
+@pytest.mark.parametrize(
+    ("options", "rotations"), [({"method": KNORM}, 0), *((x, 7) for x in TIERED.values())], ids=["16 bits", *TIERED]
+)
+def test_a_decode_step_is_two_launches_and_one_allocation_a_layer(on_fake, options, rotations):
+    """And, over tiers, those of the products that rotate q, k, v and the output, whatever the number of tiers."""
     text = ids(70, 2).to("fake")
-    cache = RaggedCache(on_fake, method=KNORM, bits=bits)
+    cache = RaggedCache(on_fake, **options)
     on_fake(text[:, :60], past_key_values=cache)
     with fake_gpus(stubbed=True):
         on_fake(text[:, 60:61], past_key_values=cache)  # makes the buffers that later steps keep
         with watched() as log:
             on_fake(text[:, 61:62], past_key_values=cache)
     assert log.count("wait", "copy") == 0, log.summary("wait", "copy")
-    assert log.count("launch") == 2 * LAYERS, log.summary("launch")
-    assert log.count("alloc") == LAYERS, log.summary("alloc")
+    assert log.count("launch") == (2 + rotations) * LAYERS, log.summary("launch")
+    assert log.count("alloc") == (1 + rotations) * LAYERS, log.summary("alloc")
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bits", [8, 4])
-def test_decoding_over_codes_equals_decoding_over_restored_entries(on_fake, bits):
+@pytest.mark.parametrize("options", TIERED.values(), ids=TIERED)
+def test_decoding_over_tiers_equals_decoding_over_restored_entries(on_fake, options):
     """Steps of one token and of more, and a step back."""
-    pytest.importorskip("torchao")
     text = ids(66).to("fake")
-    cache = RaggedCache(on_fake, method=KNORM, bits=bits, slack=9)
+    cache = RaggedCache(on_fake, slack=9, **options)
     on_fake.base_model(text[:, :60], past_key_values=cache)
     found = []
     for own, devices_are_gpus in ((cache.fork(), nullcontext), (cache, fake_gpus)):

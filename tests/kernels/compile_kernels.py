@@ -43,7 +43,7 @@ GPUS = {
 DTYPES = ("bfloat16", "float16", "float32")
 DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 TENSOR_COLUMNS = 512
-SLICES = ("slice_kernel", "code_slice_kernel")
+TIERS = (((8, 8), (4, 4)), ((8, 4), (4, 3)), ((3, 3),))  # bits of k and v
 
 
 class Driver:
@@ -135,18 +135,17 @@ def decode_rows(dim: int, dtype: torch.dtype, rows: int = 1) -> None:
     ragged.append_and_attend(q, new, new, pool, pool, starts, lens, dim**-0.5)
 
 
-def code_rows(dim: int, dtype: torch.dtype, bits: int) -> None:
-    """One step over 8 heads in groups of 4, whose entries are codes."""
+def tier_rows(dim: int, dtype: torch.dtype, tiers: tuple[tuple[int, int], ...]) -> None:
+    """One step over 8 heads in groups of 4, whose first entries are in `tiers` of these bits of k and v."""
     q, new = on_gpu(1, 32, 1, dim, dtype=dtype), on_gpu(1, 8, 1, dim, dtype=dtype)
-    pool, width, groups = on_gpu(256, dim, dtype=dtype), -(-dim * bits // 8), -(-dim // 32)
+    pool = on_gpu(256, dim, dtype=dtype)
     starts, lens = (on_gpu(1, 8, dtype=torch.int32) for _ in range(2))
-    byte, half = torch.uint8, torch.bfloat16
-    codes = QuantizedKV(
-        on_gpu(4096, width, dtype=byte), on_gpu(136, dim, dtype=half), on_gpu(136, dim, dtype=half),
-        on_gpu(4096, width, dtype=byte), on_gpu(4096, groups, dtype=half), on_gpu(4096, groups, dtype=half),
-        on_gpu(3, 1, 8, dtype=torch.int32), bits, 32,
-    )  # fmt: skip
-    ragged.append_and_attend(q, new, new, pool, pool, starts, lens, dim**-0.5, quantized=codes)
+    quantized = []
+    for bits in tiers:
+        sides = [(on_gpu(4096, dim * number // 8, dtype=torch.uint8), on_gpu(4096, dtype=torch.bfloat16))
+                 for number in bits]  # fmt: skip
+        quantized.append(QuantizedKV(*sides[0], *sides[1], on_gpu(2, 1, 8, dtype=torch.int32), *bits))
+    ragged.append_and_attend(q, new, new, pool, pool, starts, lens, dim**-0.5, quantized=quantized)
 
 
 def soft_rows(dim: int, dtype: torch.dtype) -> int:
@@ -166,8 +165,8 @@ def compiled(arch: int, dim: int, dtype: str) -> list[dict[str, Any]]:
     with Compiler(arch) as compiler, torch.no_grad():
         decode_rows(dim, getattr(torch, dtype))
         decode_rows(dim, getattr(torch, dtype), 64)
-        for bits in (8, 4):
-            code_rows(dim, getattr(torch, dtype), bits)
+        for tiers in TIERS:
+            tier_rows(dim, getattr(torch, dtype), tiers)
         stated = soft_rows(dim, getattr(torch, dtype))
     if arch == 90:  # for which the tiles state what they need
         for row in compiler.rows[-3:]:
@@ -183,7 +182,7 @@ def problems(row: dict[str, Any]) -> list[str]:
         "traps": row["traps"] > 0,
         # Registers that spill, in bytes of stack.
         "spills": row["stack"] > 512,
-        "copies nothing asynchronously": row["kernel"] in SLICES and not row["asynchronous"],
+        "copies nothing asynchronously": row["kernel"] == "slice_kernel" and not row["asynchronous"],
         "has a grid that is too large": row["grid"][1] > 65_535,
     }
     return [name for name, wrong in found.items() if wrong]

@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import (
     QuantizedKV,
     append,
@@ -36,13 +35,15 @@ def good(dim=16, tokens=1, dtype=torch.float32):
     }
 
 
-def codes(dim=16, bits=8, group=32):
-    """50 quantised entries for the spans of `good`, whose pools then have free slots alone."""
-    width = dim if bits == 8 else dim // 2
-    scales, value_scales = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((2, dim), (50, -(-dim // group))))
-    tables = torch.tensor([[[20, 30]], [[0, 20]], [[0, 1]]], dtype=torch.int32)
-    packed = torch.zeros(50, width, dtype=torch.uint8)
-    return QuantizedKV(packed, scales, scales, packed.clone(), value_scales, value_scales, tables, bits, group)
+def tiers_of(dim=16, bits=((8, 4), (4, 3))):
+    """All 50 entries of `good` in tiers of equal size, so that its pools then have free slots alone."""
+    tiers = []
+    for pair in bits:
+        codes = [torch.zeros(50, dim * number // 8, dtype=torch.uint8) for number in pair]
+        norms = [torch.ones(50, dtype=torch.bfloat16) for _ in pair]
+        tables = torch.tensor([[[20 // len(bits), 30 // len(bits)]], [[0, 20]]], dtype=torch.int32)
+        tiers.append(QuantizedKV(codes[0], norms[0], codes[1], norms[1], tables, *pair))
+    return tiers
 
 
 def freed(x):
@@ -85,28 +86,41 @@ def test_tensors_that_do_not_fit(backend, name, change):
             append(*new, *arguments.values())
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize(
     "change",
     [
-        *({name: lambda x: x[:-1]} for name in ("key_codes", "key_scale", "value_codes", "value_scale", "tables")),
-        *({name: lambda x: x[..., :-1]} for name in QuantizedKV._fields[:7]),
-        *({name: freed} for name in QuantizedKV._fields[:7]),
-        *({name: lambda x: x.flatten()} for name in QuantizedKV._fields[:7]),
-        {"key_codes": lambda x: x.float()}, {"tables": lambda x: x.long()}, {"key_scale": torch._neg_view},
-        {"tables": lambda x: x + 1}, {"tables": lambda x: x - 1},
-        {"bits": lambda x: 3}, {"group_size": lambda x: 0}, {"group_size": lambda x: 8},
+        *({name: change} for name in QuantizedKV._fields[:5]
+          for change in (freed, lambda x: x[:-1], lambda x: x[..., :-1], lambda x: x[None], lambda x: x.float())),
+        *({name: lambda x: x.to("meta")} for name in QuantizedKV._fields[:5]),
+        {"tables": lambda x: x.long()}, {"key_norms": torch._neg_view}, {"value_norms": lambda x: x.half()},
+        {"tables": lambda x: x + 1}, {"tables": lambda x: x - 1}, {"tables": lambda x: x * 2},
+        {"tables": lambda x: -x}, {"tables": lambda x: x + torch.tensor([[[0, 0]], [[0, 2**31 - 99]]]).int()},
+        *({name: lambda x, bits=bits: bits} for name in ("key_bits", "value_bits") for bits in (2, 16, 0, -8)),
+        {"key_bits": lambda x: 3 if x == 8 else 8}, {"value_bits": lambda x: 8},
     ],
 )  # fmt: skip
 @torch.no_grad()
-def test_codes_that_do_not_fit(bits, change):
-    arguments, quantized = good(), codes(bits=bits)
+def test_tiers_that_do_not_fit(place, change):
+    arguments, tiers = good(), tiers_of()
     arguments["starts"] = torch.tensor([[-20, 10]], dtype=torch.int32)
-    append_and_attend(*arguments.values(), 0.3, quantized=quantized)
+    append_and_attend(*(x.clone() for x in arguments.values()), 0.3, quantized=tiers)
     ((name, wrong),) = change.items()
-    quantized = quantized._replace(**{name: wrong(getattr(quantized, name))})
-    with pytest.raises((ValueError, BackendError)):
-        append_and_attend(*arguments.values(), 0.3, quantized=quantized)
+    tiers[place] = tiers[place]._replace(**{name: wrong(getattr(tiers[place], name))})
+    with pytest.raises(ValueError, match=r"\w+ "):
+        append_and_attend(*arguments.values(), 0.3, quantized=tiers)
+    query, _, _, *pools = arguments.values()
+    with pytest.raises(ValueError, match=r"\w+ "):
+        ragged_attention(query, *pools, 0.3, quantized=tiers, causal=False)
+
+
+@torch.no_grad()
+def test_three_tiers_and_odd_head_sizes():
+    arguments = good()
+    with pytest.raises(ValueError, match="at most 2 sets of quantised entries, but got 3"):
+        append_and_attend(*arguments.values(), 0.3, quantized=[*tiers_of(), *tiers_of(bits=((8, 8),))])
+    with pytest.raises(ValueError, match="multiples of 8 channels"):
+        append_and_attend(*good(12).values(), 0.3, quantized=tiers_of(12))
 
 
 @torch.no_grad()
@@ -180,7 +194,7 @@ def test_soft_topk_of_tensors_that_do_not_fit(x):
 
 HOSTILE = """
 import random, sys, torch
-from tests.kernels.test_bad_arguments import codes, freed, good
+from tests.kernels.test_bad_arguments import freed, good, tiers_of
 from lkv.kernels.ragged_attention import append, append_and_attend, masked_attention, merge_attention, ragged_attention
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
@@ -232,12 +246,19 @@ for call in range(int(sys.argv[1])):
             ragged_attention(arguments[0], *distorted(arguments[3:]), 0.3, causal=bool(call % 2), lse=bool(call % 3))
         elif kind == 2:
             append(*distorted(arguments[1:]))
-        elif kind == 3 and dim % 2 == 0:
+        elif kind == 3 and dim % 8 == 0:
             arguments[5] = torch.tensor([[-20, 10]], dtype=torch.int32)
-            quantized = codes(dim, random.choice([8, 4]), random.choice([1, 16, 32, 100]))
-            wrong = distorted([*arguments, *quantized[:7]]) if call % 5 else [*arguments, *quantized[:7]]
-            rest = [random.choice([quantized.bits, 8, 4]), random.choice([quantized.group_size, 16, -1])]
-            append_and_attend(*wrong[:7], 0.3, quantized=type(quantized)(*wrong[7:], *rest))
+            pairs = [(random.choice([8, 4, 3]), random.choice([8, 4, 3])) for _ in range(random.choice([1, 2]))]
+            tiers = tiers_of(dim, pairs)
+            tensors = [*arguments, *(x for tier in tiers for x in tier[:5])]
+            tensors = distorted(tensors) if call % 5 else tensors
+            if call % 7 == 0:
+                pairs[0] = random.choice([(8, 8), (4, 3), (5, 8), (0, -1)])
+            tiers = [type(tiers[0])(*tensors[7 + 5 * at : 12 + 5 * at], *pair) for at, pair in enumerate(pairs)]
+            if call % 2:
+                append_and_attend(*tensors[:7], 0.3, quantized=tiers)
+            else:
+                ragged_attention(tensors[0], *tensors[3:7], 0.3, causal=bool(call % 3), quantized=tiers)
         elif kind == 4:
             q, key, value = arguments[:3]
             masked_attention(*distorted([q, key, value, torch.ones(1, 2, q.shape[2], q.shape[2]) > 0]), 0.3)

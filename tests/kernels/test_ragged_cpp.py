@@ -2,10 +2,10 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,15 +15,23 @@ from hypothesis import strategies as st
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import api, append_and_attend, cpp, loop, ragged_attention
+from lkv.kernels.ragged_attention.levels import LEVELS
 from lkv.utils import cpp as build
 from tests.conftest import tiny_llama
-from tests.kernels.pools import assert_exact, exact, pool_of, quantised
+from tests.kernels.pools import (
+    TIERS,
+    assert_equals_reference,
+    assert_steps,
+    coded_pools,
+    pool_of,
+    split_randomly,
+    tiered_store,
+)
 from tests.kernels.test_ragged_attention import Without
 
 if reason := cpp.refusal(torch.device("cpu"), torch.float32, 64, 64):
     pytest.skip(reason, allow_module_level=True)
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="quantised storage needs torchao")
 
 
 @pytest.fixture(autouse=True)
@@ -83,42 +91,46 @@ def test_append_and_attend_equals_the_loop(dtype, tokens, count, threads):
     assert pools[3].tolist() == [[70 + 4 * tokens, 4 * tokens], [1 + 4 * tokens, 300 + 4 * tokens]]
 
 
-@needs_torchao
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 3).flatmap(
         lambda heads: st.lists(st.lists(st.integers(0, 150), min_size=heads, max_size=heads), min_size=1, max_size=2)
     ),
-    st.sampled_from([8, 4]), st.sampled_from([12, 16, 32, 64, 128]), st.integers(1, 3),
-    st.lists(st.integers(1, 4), min_size=1, max_size=3), st.sampled_from([(32, 64), (96, 32), (160, 128), (7, 33)]),
-    st.sampled_from(list(TOLERANCES)), st.integers(0, 99),
+    st.sampled_from(TIERS), st.integers(1, 3), st.integers(1, 4),
+    st.sampled_from([(8, 8), (64, 96), (96, 32), (128, 128), (40, 24)]), st.sampled_from(list(TOLERANCES)),
+    st.integers(0, 99),
 )  # fmt: skip
-def test_attention_over_codes(lengths, bits, group, heads, steps, dims, dtype, seed):
-    """Several steps of one and more tokens, so that some entries are no codes; groups that end in the middle of a
-    byte's half or go beyond the channels; odd head sizes; spans without entries; slices that begin within a group."""
+def test_attention_over_tiers(lengths, tiers, group, rows, dims, dtype, seed):
+    """Tiers and spans without entries, negative starts, and slices that begin and end in any tier."""
     torch.manual_seed(seed)
-    store = quantised(lengths, sum(steps) + 600 * (seed % 2), *dims, dtype, bits, group)
+    pools = coded_pools(split_randomly(lengths, len(tiers)), tiers, rows + 600 * (seed % 2), *dims, dtype)
     torch.set_num_threads(1 + seed % 2)
-    for rows in steps:
-        assert_exact(store, heads, rows, dims[0] ** -0.5, "cpp")
+    assert_equals_reference(pools, group, rows, dims[0] ** -0.5, "cpp")
 
 
-@needs_torchao
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_quantised_store_attends_to_its_codes(bits, rows, monkeypatch):
-    """And restores nothing."""
-    torch.manual_seed(bits)
-    store = quantised([[70, 0], [1, 300]], 2 * rows, 64, 64, torch.float32, bits)
-    for _ in range(2):
-        query, key, value = (torch.randn(2, heads, rows, 64) for heads in (6, 2, 2))
-        expected = exact(store, query, (key, value), 0.125)
-        with monkeypatch.context() as patch:
-            patch.setattr(type(store), "attention_view", None)
-            patch.setattr(type(store), "_attend_to_codes", None)
-            out = store.extend(query, key, value, 0.125)
-        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-    assert store.appended_tokens == 2 * rows
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("tiers", TIERS, ids=str)
+def test_a_tiered_store_attends_to_its_codes(tiers, dtype):
+    """And restores nothing; steps of one and more tokens."""
+    torch.manual_seed(len(tiers))
+    for dims in ((8, 8), (64, 64), (96, 128)):
+        store = tiered_store([[70, 0], [1, 300]], 6, *dims, dtype, tiers)
+        assert_steps(store, 3, [1, 3, 2], "cpp")
+        assert store.appended_tokens == 6
+
+
+def test_nothing_beyond_the_tensors_is_read():
+    """In a process that ends where it is."""
+    done = subprocess.run([sys.executable, "-m", "tests.kernels.guarded", "cpp"], capture_output=True, text=True)
+    assert done.stdout == "ok\n", (done.returncode, done.stderr[-2000:])
+
+
+def test_levels_are_those_of_the_other_backends():
+    """The constants of the source, by number of bits."""
+    source = cpp._SOURCE.read_text()
+    for index, name in enumerate(("kSlope", "kCubic")):
+        line = re.search(rf"float {name} = B == 8 \? (\S+)f : B == 4 \? (\S+)f : (\S+)f;", source)
+        assert [float(x) for x in line.groups()] == [LEVELS[bits][index] for bits in (8, 4, 3)]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -266,27 +278,18 @@ def test_a_cache_decodes_as_with_the_loop(monkeypatch):
     api._chosen.cache_clear()
 
 
-@needs_torchao
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"key_scale": torch.ones(1, 64)}, "bfloat16"),
-        ({"value_minimum": torch.zeros(8, 2, dtype=torch.float16)}, "of one dtype"),
-        ({"key_codes": torch.zeros(64, 8, dtype=torch.uint8).t()}, "contiguous"),
-    ],
-)
-def test_codes_that_it_cannot_read_are_named(change, reason):
-    new = [torch.zeros(1, 1, 1, 64)] * 2
-    store = quantised([[8]], 1, 64, 64, torch.float32, 8)
-    (*pools, starts, lens), codes = store.append_view(), store.quantized_kv()
-    with pytest.raises(BackendError, match=reason):
-        append_and_attend(new[0], *new, *pools, starts, lens, 1.0, "cpp", quantized=codes._replace(**change))
+def test_codes_that_it_cannot_read_are_named():
+    pools = coded_pools([[[8]], [[1]]], ((8, 8),), 1, 16, 16, torch.float32)
+    (tier,), new = pools.quantized, [torch.zeros(1, 1, 1, 16)] * 3
+    tier = tier._replace(key_codes=tier.key_codes.t().contiguous().t())
+    with pytest.raises(BackendError, match="contiguous"):
+        append_and_attend(*new, *pools.pools, 1.0, "cpp", quantized=[tier])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of that kind")
 def test_processors_without_avx512_compute_the_same(tmp_path):
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "equals or codes or infinity"]
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "equals or tier or infinity"]
     older = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run([sys.executable, *words], env=older, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:]

@@ -4,8 +4,9 @@ They run in Triton's interpreter on the CPU, and on a GPU where TRITON_INTERPRET
 """
 
 import json
-from functools import partial
-from importlib.util import find_spec
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,23 +16,27 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import ragged_attention as benchmark
-from lkv.cache.quantization import QuantizedPool
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.cache.store import QuantizedStore
 from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import api, append_and_attend, ragged_attention
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm, Random
 from tests.conftest import tiny_llama
-from tests.kernels.pools import assert_exact, exact, pool_of, quantised
+from tests.kernels.pools import (
+    TIERS,
+    assert_equals_reference,
+    assert_steps,
+    coded_pools,
+    pool_of,
+    split_randomly,
+    tiered_store,
+)
 
 triton = pytest.importorskip("lkv.kernels.ragged_attention.triton")
 if not triton.interpreted() and not torch.cuda.is_available():
     pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
 DEVICE = "cpu" if triton.interpreted() else "cuda"
-quantised_on_device = partial(quantised, device=DEVICE)
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="quantised storage needs torchao")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -211,7 +216,7 @@ def test_a_decode_step_never_waits_for_the_device(rows, monkeypatch):
         cache = RaggedCache(model, method=Method("random", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Random()))
         model(torch.randint(3, 67, (rows, 40)), past_key_values=cache, use_cache=True)
         fake = SimpleNamespace(
-            unfit=lambda *args, **options: None,
+            unfit=lambda *args: None,
             append_and_attend=lambda q, key, value, k_pool, v_pool, starts, lens, scale, *_: lens.add_(1)[0, 0] * q,
         )
 
@@ -308,68 +313,52 @@ def test_log_sum_exp_equals_the_reference(held, group, rows, causal, dim, dtype,
     torch.testing.assert_close(lse.double(), exact_lse, atol=tolerance, rtol=tolerance)
 
 
-@needs_torchao
 @settings(max_examples=12)
 @given(
     st.integers(1, 3).flatmap(
         lambda heads: st.lists(st.lists(st.integers(0, 150), min_size=heads, max_size=heads), min_size=1, max_size=2)
     ),
-    st.sampled_from([8, 4]), st.integers(1, 3), st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    st.sampled_from([(8, 8), (24, 40), (64, 64), (33, 7)]),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 99),
+    st.sampled_from(TIERS), st.integers(1, 3), st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.sampled_from([(8, 8), (64, 64), (96, 40), (16, 128)]), st.sampled_from(DTYPES), st.integers(0, 99),
 )  # fmt: skip
-def test_attention_over_codes_equals_that_over_what_they_stand_for(lengths, bits, group, steps, dims, dtype, seed):
-    """Several steps of one and more tokens, so that there are tails as well."""
+def test_attention_over_tiers_equals_that_over_restored_entries(lengths, tiers, group, steps, dims, dtype, seed):
+    """Several steps of one and more tokens, so that there are appended entries as well."""
     torch.manual_seed(seed)
-    held = quantised_on_device(lengths, sum(steps), *dims, dtype, bits)
-    for rows in steps:
-        assert_exact(held, group, rows, dims[0] ** -0.5, "triton")
+    assert_steps(tiered_store(lengths, sum(steps), *dims, dtype, tiers, DEVICE), group, steps, "triton")
 
 
-@needs_torchao
-@pytest.mark.parametrize(
-    ("lengths", "dims", "dtype", "bits", "group"),
-    [
-        *(([[1, 200]], (dim, dim), torch.bfloat16, bits, 32) for bits in (8, 4) for dim in (64, 80, 96, 128, 256)),
-        # Blocks are at most groups of k.
-        *(([[70, 33], [0, 150]], (24, 40), torch.float32, 4, group) for group in (16, 64)),
-    ],
-)
-def test_head_and_group_sizes_over_codes(lengths, dims, dtype, bits, group):
-    torch.manual_seed(dims[0])
-    held = quantised_on_device(lengths, 3, *dims, dtype, bits, group)
-    for rows in (1, 2):
-        assert_exact(held, 2, rows, dims[0] ** -0.5, "triton")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 64, 96, 128])
+@pytest.mark.parametrize("tiers", TIERS, ids=str)
+def test_head_sizes_over_tiers(tiers, dim, dtype):
+    torch.manual_seed(dim)
+    pools = coded_pools([[[3, 60]], [[40, 0]], [[5, 7]]][-1 - len(tiers) :], tiers, 2, dim, 8 + 120 % dim, dtype)
+    assert_equals_reference(pools, 4, 2, dim**-0.5)
 
 
-@needs_torchao
-@pytest.mark.parametrize("bits", [8, 4])
-def test_slices_that_begin_within_a_group(bits, short_slices):
-    torch.manual_seed(bits)
-    held = quantised_on_device([[150, 20], [0, 97]], 9, 16, 8, torch.float32, bits)
-    for rows in (1, 3, 5):
-        assert_exact(held, 2, rows, 1.0, "triton")
+@pytest.mark.parametrize("tiers", [((8, 4), (4, 3)), ((3, 3),)], ids=str)
+def test_slices_much_shorter_than_tiers(tiers, short_slices):
+    """Slices that begin and end in any tier, and tiers and spans without entries."""
+    torch.manual_seed(3)
+    for _ in range(2):
+        lengths = split_randomly([[150, 0, 20], [1, 97, 3]], len(tiers))
+        assert_equals_reference(coded_pools(lengths, tiers, 3, 16, 8, torch.float32), 2, 3, 0.25)
+    counts = torch.zeros(len(tiers) + 1, 1, 2, dtype=torch.long)
+    for number in range(len(tiers) + 1):  # all entries in one tier, none in the others
+        counts[number - 1], counts[number] = 0, 40
+        assert_equals_reference(coded_pools(counts, tiers, 3, 16, 8, torch.float32), 1, 1, 0.25)
 
 
-@needs_torchao
-def test_a_backend_without_codes_says_so():
-    held = quantised_on_device([[5]], 1, 8, 8, torch.float32, 8)
-    (*pools, starts, lens), codes = held.append_view(), held.quantized_kv()
-    new = [torch.zeros(1, 1, 1, 8, device=DEVICE)] * 2
+@pytest.mark.skipif(not triton.interpreted(), reason="pages are guarded on a CPU")
+def test_nothing_beyond_the_tensors_is_read():
+    """In a process that ends where it is."""
+    words = [sys.executable, "-m", "tests.kernels.guarded", "triton"]
+    done = subprocess.run(words, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.stdout == "ok\n", (done.returncode, done.stderr[-2000:])
+
+
+def test_a_backend_without_tiers_says_so():
+    pools = coded_pools([[[5]], [[0]]], ((8, 8),), 1, 8, 8, torch.float32)
+    new = [torch.zeros(1, 1, 1, 8)] * 3
     with pytest.raises(BackendError, match="'loop' cannot run: it reads no codes"):
-        append_and_attend(new[0], *new, *pools, starts, lens, 1.0, "loop", quantized=codes)
-
-
-@needs_torchao
-@pytest.mark.parametrize("groups", [(32, 16), (24, 24)])
-def test_groups_that_the_kernel_cannot_take_are_restored(groups, monkeypatch):
-    """As a file may hold them."""
-    torch.manual_seed(0)
-    held = quantised_on_device([[40, 3]], 2, 8, 8, torch.float32, 8)
-    pools = [pool.unpack() for pool in (held.key, held.value)]
-    key = QuantizedPool.pack(pools[0], 8, groups[0], [40, 3])
-    held = QuantizedStore(held.lens, key, QuantizedPool.pack(pools[1], 8, groups[1]), held.appended)
-    monkeypatch.setattr("lkv.cache.store.can_attend_quantized", lambda *args: True)
-    query, *new = (torch.randn(1, 2, 2, 8, device=DEVICE) for _ in range(3))
-    right = exact(held, query, new, 0.3)
-    torch.testing.assert_close(held.extend(query, *new, 0.3).double(), right, atol=1e-4, rtol=1e-4)
+        append_and_attend(*new, *pools.pools, 1.0, "loop", quantized=pools.quantized)

@@ -20,7 +20,6 @@ def test_an_example_answers_from_15_percent_of_the_cache(example, tokens, capsys
 
 @pytest.mark.slow
 def test_quantised_runs_hold_what_the_readme_says(capsys):
-    pytest.importorskip("torchao")
     quantised.main()
     printed = capsys.readouterr().out
     shares = [float(share) for share in re.findall(r"([\d.]+) of the full cache", printed)]

@@ -54,11 +54,11 @@ def test_without_a_gpu_it_says_so():
 
 def test_decoding_over_codes_is_measured(tmp_path, monkeypatch):
     """The command that `gpu_check` runs, on a CPU and a tiny shape."""
-    pytest.importorskip("torchao")
     monkeypatch.setattr(quantised_decode, "read_config", lambda name: tiny_llama().config)
     out = tmp_path / "quantised_decode.json"
     words = "--config tiny --tokens 64 --dtype float32 --threads 1 --repeats 2 --out"
     quantised_decode.main([*words.split(), str(out)])
     rows = json.loads(out.read_text())["rows"]
-    assert [row["bits"] for row in rows] == [None, 8, 4]
-    assert rows[2]["nbytes"] < rows[1]["nbytes"] < rows[0]["nbytes"] and all(row["device"] == "cpu" for row in rows)
+    assert [row["bits"] for row in rows] == [None, 8, 4, 3]
+    sizes = [row["nbytes"] for row in rows]
+    assert sizes == sorted(set(sizes), reverse=True) and all(row["device"] == "cpu" for row in rows)

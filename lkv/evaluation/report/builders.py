@@ -14,6 +14,7 @@ from lkv.evaluation.report import names
 from lkv.evaluation.report.names import AVERAGE, FULL, RULES, SELECTORS, method_label, part_label
 from lkv.evaluation.report.results import (
     DEFAULT_RETENTION,
+    MEMORY,
     Pair,
     Results,
     Scores,
@@ -113,7 +114,8 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
         title=f"{names.SUITES.get(scores.suite, scores.suite)}, {table.title}",
         notes=(*notes, *scores.notes, *table.notes, *results.notes),
         reference=scores.against,
-        caption=f"{header['model']}; R = {', '.join(f'{r:g}' for r in amounts)}; n = {sum(scores.sizes)} samples",
+        caption=f"{header['model']}; {results.amount} = {', '.join(f'{r:g}' for r in amounts)}; "
+        f"n = {sum(scores.sizes)} samples",
     )
 
 
@@ -136,15 +138,18 @@ def _build_tasks(scores: Scores) -> Table:
 
 
 def _build_sweep(scores: Scores) -> Table:
-    columns = {r: Column(f"R = {r:g}", x=r) for r in retentions_of(scores.pairs)}
+    columns = {r: Column(f"{scores.amount} = {r:g}", x=r) for r in retentions_of(scores.pairs)}
     rows = []
     for method in dict.fromkeys(method for method, _ in scores.pairs):
         own = {r: (method, 1.0 if method == FULL else r) for r in columns}
         cells = {columns[r].name: scores.value(p, scores.units) for r, p in own.items() if p in scores.pairs}
         rows.append(TableRow(method, method_label(method), cells, retention=1.0 if method == FULL else None))
     notes = ("After @: the realised retention (kept / all entries).",)
-    more: dict[str, Any] = {"notes": notes, "axis": "retention (kept / all entries)", "shows_realised": True}
-    return _make_table("sweep", f"{AVERAGE} over retention", list(columns.values()), rows, **more)
+    by_memory = scores.amount == MEMORY
+    axis = "memory (of the full cache's bytes)" if by_memory else "retention (kept / all entries)"
+    title = f"{AVERAGE} over {'memory' if by_memory else 'retention'}"
+    more: dict[str, Any] = {"notes": notes, "axis": axis, "shows_realised": True}
+    return _make_table("sweep", title, list(columns.values()), rows, **more)
 
 
 def _build_ruler(scores: Scores) -> Table:
@@ -155,7 +160,7 @@ def _build_ruler(scores: Scores) -> Table:
     units = {name: [unit for unit in scores.units if unit[1] == length] for name, length in places.items()}
     units = {AVERAGE: scores.units} | units
     rows = [
-        _make_row(scores, pair, units, f"R = {retention:g}")
+        _make_row(scores, pair, units, f"{scores.amount} = {retention:g}")
         for retention in retentions_of(scores.pairs)
         for pair in scores.pairs
         if pair[0] == FULL or pair[1] == retention

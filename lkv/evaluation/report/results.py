@@ -16,6 +16,7 @@ from lkv.evaluation.report.tables import Cell
 from lkv.utils.journal import JOURNAL_FORMAT, ROW_METRICS, read_journal
 from lkv.utils.statistics import Mean, macro_mean, ratio_of_macro_means
 
+MEMORY = "memory"
 DEFAULT_RETENTION = 0.15  # the paper's
 Pair = tuple[str, float]  # (method, retention)
 Unit = tuple[str, int | None]  # (task, length): what an average counts once
@@ -42,6 +43,11 @@ class Results:
     header: Mapping[str, Any]
     frame: pd.DataFrame
     notes: tuple[str, ...]
+
+    @property
+    def amount(self) -> str:
+        """What `retention` is called in tables: R, or memory where methods were measured at equal bytes."""
+        return MEMORY if self.header.get("budget") == MEMORY else "R"
 
 
 def read_results(paths: Sequence[Path]) -> Results:
@@ -153,6 +159,7 @@ def _check_agreement(headers: Mapping[Path, Mapping[str, Any]]) -> None:
     values: dict[str, dict[Path, Any]] = {}
     for path, header in headers.items():
         facts = {field: header.get(field) for field in _COMMON}
+        facts["budget"] = header.get("budget", "retention")
         facts |= {name: version for name, version in header.get("versions", {}).items() if name != "python"}
         facts |= {f"policy {name}": digest for name, digest in (header.get("policies") or {}).items()}
         for field, value in facts.items():
@@ -265,7 +272,7 @@ class Scores:
         Raises:
             ReportError: Where no sample, or no task, is left.
         """
-        self.suite, self.notes = str(results.header["suite"]), list[str]()
+        self.suite, self.notes, self.amount = str(results.header["suite"]), list[str](), results.amount
         self.pairs, self.metrics = list(pairs), tuple(metrics)
         self.against = against or next((method for method, _ in pairs if is_lkv(method)), "")
         if against and against not in (methods := dict.fromkeys(method for method, _ in pairs)):

@@ -1,10 +1,12 @@
 """Attention over spans of unequal length in one flat pool (Sec. 4.5).
 
 `api` checks the arguments and chooses a backend; `cpp` (CPU, with `cpu_kernel.cpp`), `triton` (GPU, with
-`triton_kernels`), `varlen` (GPU without Triton), `loop` (any device) and `reference` (the oracle) compute.
+`triton_kernels`), `varlen` (GPU without Triton), `loop` (any device) and `reference` (the oracle) compute. `basis`
+holds the coordinates in which entries may be stored.
 """
 
 from lkv.kernels.ragged_attention.api import (
+    MAX_QUANTIZED,
     QuantizedKV,
     append,
     append_and_attend,
@@ -13,8 +15,11 @@ from lkv.kernels.ragged_attention.api import (
     merge_attention,
     ragged_attention,
 )
+from lkv.kernels.ragged_attention.basis import Basis
 
 __all__ = [
+    "MAX_QUANTIZED",
+    "Basis",
     "QuantizedKV",
     "append",
     "append_and_attend",

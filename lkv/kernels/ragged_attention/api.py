@@ -6,6 +6,7 @@ the pools, which hold the spans of all heads one after another.
 
 import functools
 import logging
+from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, overload
@@ -15,59 +16,60 @@ from torch import Tensor
 
 from lkv.errors import BackendError
 from lkv.kernels.checks import check_storage, check_tensor
+from lkv.kernels.ragged_attention.basis import Basis
+from lkv.kernels.ragged_attention.levels import QUANTIZED_BITS
 from lkv.utils import devices
 
 BACKENDS = ("cpp", "loop", "reference", "triton", "varlen")
 _GPU_BACKENDS = ("triton", "varlen", "loop")  # in the order in which "auto" tries them
 _FUSED = ("cpp", "triton")  # append and attend in one, over codes too
+_IN_BASIS = ("cpp",)  # also enters and leaves a basis in the same call
 # Query rows a span for which "auto" takes "cpp": for more of them a matrix library is faster.
 _MAX_ROWS_OF_CPP = 64
 _INTEGERS = (torch.int32, torch.int64)
+MAX_QUANTIZED = 2  # sets of quantised entries a layer
+_QUANTIZED_DTYPES = (torch.uint8, torch.bfloat16, torch.uint8, torch.bfloat16, torch.int32)
 
 
 class QuantizedKV(NamedTuple):
-    """The first KV entries of each span in 8 or 4 bits a value, all spans packed: value = code * scale + minimum.
+    """Entries of each span in few bits a value, all spans packed: value = level(code) * norm of its entry.
 
-    N entries in all, G groups of k. `group_size` entries of one channel share a scale in k, in groups that begin anew
-    with each span; `group_size` channels of one entry share one in v.
+    N entries in all. Codes are laid out as `lkv.cache.quantization.quantize` returns them, and the pools beside them
+    are in the same rotated coordinates.
 
     Attributes:
-        key_codes: uint8 [N, d], or [N, ceil(d / 2)] for 4 bits: a byte holds channel c in its low bits and channel
-            c + ceil(d / 2) in its high ones.
-        key_scale: [G, d]. bfloat16 for the backend "cpp".
-        key_minimum: [G, d]. bfloat16 or float16 for the backend "cpp".
-        value_codes: uint8 as `key_codes`, of dv channels.
-        value_scale: [N, ceil(dv / group_size)].
-        value_minimum: [N, ceil(dv / group_size)].
-        tables: int32 [3, B, Hkv]: how many entries of a span are codes, its first entry, its first group of k.
-        bits: 8 or 4.
-        group_size: Values that share a scale.
+        key_codes: uint8 [N, d * key_bits / 8].
+        key_norms: bfloat16 [N].
+        value_codes: uint8 [N, dv * value_bits / 8].
+        value_norms: bfloat16 [N].
+        tables: int32 [2, B, Hkv]: how many entries a span has here, and its first one.
+        key_bits: 8, 4 or 3.
+        value_bits: 8, 4 or 3.
     """
 
     key_codes: Tensor
-    key_scale: Tensor
-    key_minimum: Tensor
+    key_norms: Tensor
     value_codes: Tensor
-    value_scale: Tensor
-    value_minimum: Tensor
+    value_norms: Tensor
     tables: Tensor
-    bits: int
-    group_size: int
+    key_bits: int
+    value_bits: int
 
 
 @overload
 def ragged_attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, backend: str = "auto",
-    *, causal: bool = True, lse: Literal[False] = False,
+    *, causal: bool = True, lse: Literal[False] = False, quantized: Sequence[QuantizedKV] = (),
+    basis: Basis | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def ragged_attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, backend: str = "auto",
-    *, causal: bool = True, lse: Literal[True],
+    *, causal: bool = True, lse: Literal[True], quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def ragged_attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, backend: str = "auto",
-    *, causal: bool = True, lse: bool = False,
+    *, causal: bool = True, lse: bool = False, quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attend from new tokens to the KV entries of each head, their own k and v included.
 
@@ -84,6 +86,10 @@ def ragged_attention(
             "reference", never falls back. "triton" and "varlen" never wait for the device; "cpp" gives no gradients.
         causal: If False the k and v of the new tokens lie elsewhere, and each of the Tq sees the whole span.
         lse: Whether to return the log-sum-exp of the scores as well, for `merge_attention`.
+        quantized: The first entries of each span, which the pools then lack: those of the first item, then those of the
+            second. Entry i of a span is at place starts + i of the pools only if it is none of these, so that `starts`
+            may be negative.
+        basis: The coordinates of pools and codes; queries, outputs and log-sum-exps are the model's.
 
     Returns:
         Outputs [B, Hq, Tq, dv] in the dtype of `q`, and if `lse` their log-sum-exp [B, Hq, Tq] in float32 (float64
@@ -91,24 +97,32 @@ def ragged_attention(
 
     Raises:
         ValueError: Shapes, dtypes or devices do not fit; on a CPU also where a span reaches beyond the pools.
-        BackendError: The backend given by name cannot run.
+        BackendError: The backend given by name cannot run, or `can_attend_quantized` returns False.
     """
-    _check(q, k_pool, v_pool, starts, lens)
-    chosen = _choose(backend, q, k_pool, v_pool, starts, lens)
+    _check(q, k_pool, v_pool, starts, lens, quantized=quantized, basis=basis)
+    chosen = _choose(backend, q, k_pool, v_pool, starts, lens, quantized=quantized)
     if chosen not in _FUSED:
+        _check_none_quantized(chosen, quantized)
         for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool), ("starts", starts), ("lens", lens)):
             check_storage(name, x)
         _check_spans(k_pool, starts, lens)
     if not q.numel():
         out = q.new_zeros((*q.shape[:3], v_pool.shape[1]))
         return (out, out.new_zeros(q.shape[:3])) if lse else out
-    out, log_sum_exp = _module(chosen).attend(q, k_pool, v_pool, starts, lens, scale, causal, lse)
+    options: dict[str, Any] = {"quantized": quantized} if quantized else {}
+    if chosen in _IN_BASIS:
+        options["basis"] = basis
+    entered = q if basis is None or chosen in _IN_BASIS else basis.enter_queries(q)
+    out, log_sum_exp = _module(chosen).attend(entered, k_pool, v_pool, starts, lens, scale, causal, lse, **options)
+    if basis is not None and chosen not in _IN_BASIS:
+        out, log_sum_exp = basis.leave_outputs(out), basis.leave_lse(log_sum_exp, q, scale) if lse else None
     return (out, log_sum_exp) if lse else out
 
 
 def append_and_attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    backend: str = "auto", buffers: dict[Any, Any] | None = None, quantized: QuantizedKV | None = None,
+    backend: str = "auto", buffers: dict[Any, Any] | None = None, quantized: Sequence[QuantizedKV] = (),
+    basis: Basis | None = None,
 ) -> Tensor:  # fmt: skip
     """Append the k and v of new tokens to the spans, then attend as `ragged_attention` does: a decode step.
 
@@ -126,8 +140,8 @@ def append_and_attend(
         backend: As in `ragged_attention`.
         buffers: A dictionary in which a backend keeps its work space from step to step, for the layers of one cache,
             which take turns.
-        quantized: The first entries of each span, which the pools then lack: entry i of a span is at place
-            starts + i of the pools only if it is none of these, so that `starts` may be negative.
+        quantized: As in `ragged_attention`.
+        basis: As in `ragged_attention`; the new k and v are the model's as well.
 
     Returns:
         Outputs [B, Hq, Tq, dv].
@@ -136,33 +150,43 @@ def append_and_attend(
         ValueError: As `ragged_attention`, for the quantised entries too.
         BackendError: As `ragged_attention`, and where `can_attend_quantized` returns False.
     """
-    _check(q, k_pool, v_pool, starts, lens, key, value, quantized)
+    _check(q, k_pool, v_pool, starts, lens, key, value, quantized, basis)
     chosen = _choose(backend, q, k_pool, v_pool, starts, lens, key, value, quantized=quantized)
     if not q.numel():
         return q.new_zeros((*q.shape[:3], v_pool.shape[1]))
+    module = _module(chosen)
+    if chosen in _IN_BASIS:
+        return module.append_and_attend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, quantized, basis)
+    if basis is not None:
+        q, (key, value) = basis.enter_queries(q), basis.enter_entries(key, value)
     if chosen in _FUSED:
-        module = _module(chosen)
-        return module.append_and_attend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, quantized)
-    if quantized is not None:
-        raise BackendError(chosen, "it reads no codes, as 'triton' and 'cpp' do: restore the entries.")
-    _append(key, value, k_pool, v_pool, starts, lens)
-    return ragged_attention(q, k_pool, v_pool, starts, lens, scale, chosen)
+        out = module.append_and_attend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, quantized)
+    else:
+        _check_none_quantized(chosen, quantized)
+        _append(key, value, k_pool, v_pool, starts, lens)
+        out = ragged_attention(q, k_pool, v_pool, starts, lens, scale, chosen)
+    return out if basis is None else basis.leave_outputs(out)
 
 
 def can_attend_quantized(
-    q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor,
-    quantized: QuantizedKV,
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, *new: Tensor,
+    quantized: Sequence[QuantizedKV],
 ) -> bool:  # fmt: skip
-    """Whether `append_and_attend` can attend to the codes of `quantized` as they are, with these tensors."""
-    return _choose("auto", q, k_pool, v_pool, starts, lens, key, value, quantized=quantized) in _FUSED
+    """Whether attention can read `quantized` as it is, with these tensors; `new`: k and v that are to be appended."""
+    return _choose("auto", q, k_pool, v_pool, starts, lens, *new, quantized=quantized) in _FUSED
 
 
-def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
+def append(
+    key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor,
+    basis: Basis | None = None,
+) -> None:  # fmt: skip
     """Append the k and v of new tokens by plain indexing; waits for no device.
 
     Arguments and errors are those of `append_and_attend`, which also attends.
     """
-    _check(None, k_pool, v_pool, starts, lens, key, value)
+    _check(None, k_pool, v_pool, starts, lens, key, value, basis=basis)
+    if basis is not None:
+        key, value = basis.enter_entries(key, value)
     _append(key, value, k_pool, v_pool, starts, lens)
 
 
@@ -233,7 +257,8 @@ def merge_attention(
 
 def _check(
     q: Tensor | None, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor,
-    key: Tensor | None = None, value: Tensor | None = None, quantized: QuantizedKV | None = None,
+    key: Tensor | None = None, value: Tensor | None = None, quantized: Sequence[QuantizedKV] = (),
+    basis: Basis | None = None,
 ) -> None:  # fmt: skip
     """Raise ValueError unless all tensors fit one another; what starts and lens say is not read.
 
@@ -277,37 +302,70 @@ def _check(
                 f"starts and q: expected {list(shape)} and {list(value_shape)} {dtype}."
             )
         same = same and key.get_device() == value.get_device() == device
-    if quantized is not None:
-        _check_quantized(quantized, starts, dim, value_dim)
-        same = same and all(x.get_device() == device for x in quantized[:7])
+    if len(quantized) > MAX_QUANTIZED:
+        raise ValueError(f"Expected at most {MAX_QUANTIZED} sets of quantised entries, but got {len(quantized)}.")
+    for part in quantized:
+        _check_quantized(part, starts, dim, value_dim)
+        same = same and all(x.get_device() == device for x in part[:5])
+    if basis is not None:
+        _check_basis(basis, starts, dim, value_dim)
+        same = same and all(x.get_device() == device for x in basis)
     if not same:
         raise ValueError(f"All tensors must be on one device, {k_pool.device} as k_pool is.")
 
 
-def _check_quantized(quantized: QuantizedKV, starts: Tensor, dim: int, value_dim: int) -> None:
-    bits, size = quantized.bits, quantized.group_size
-    if bits not in (8, 4) or size < 1:
-        raise ValueError(f"Expected 8 or 4 bits and a positive group size, but got bits={bits}, group_size={size}.")
-    tensors = quantized[:7]
-    for name, x in zip(quantized._fields, tensors, strict=False):
-        check_tensor(name, x, 3 if name == "tables" else 2)
-    entries, groups = tensors[0].shape[0], tensors[1].shape[0]
-    width, value_width = (dim, value_dim) if bits == 8 else (-(-dim // 2), -(-value_dim // 2))
-    k_groups, v_groups = (groups, dim), (entries, -(-value_dim // size))
-    expected = ((entries, width), k_groups, k_groups, (entries, value_width), v_groups, v_groups, (3, *starts.shape))
-    dtypes = [x.dtype for x in tensors]
-    if (
-        tuple(x.shape for x in tensors) != expected
-        or not dtypes[0] == dtypes[3] == torch.uint8
-        or dtypes[6] != torch.int32
-        or not all(dtypes[i].is_floating_point for i in (1, 2, 4, 5))
-    ):
-        found = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(quantized._fields, tensors, strict=False))
+def _check_quantized(part: QuantizedKV, starts: Tensor, dim: int, value_dim: int) -> None:
+    bits = part.key_bits, part.value_bits
+    if not all(number in QUANTIZED_BITS for number in bits) or dim % 8 or value_dim % 8:
         raise ValueError(
-            f"The quantised entries do not fit {bits} bits, groups of {size} and the pools: expected uint8 codes, "
-            f"floating-point scales and minimums and int32 tables of shapes "
-            f"{', '.join(map(str, map(list, expected)))}, but got {found} of {', '.join(map(str, dtypes))}."
+            f"Expected {QUANTIZED_BITS} bits and multiples of 8 channels, but got bits {bits} and channels "
+            f"{(dim, value_dim)}."
         )
+    entries = part.key_codes.shape[0] if part.key_codes.ndim else -1
+    shapes = (
+        (entries, dim * bits[0] // 8),
+        (entries,),
+        (entries, value_dim * bits[1] // 8),
+        (entries,),
+        (2, *starts.shape),
+    )
+    names = part._fields[:5]
+    _check_fields(f"quantised entries of {bits} bits", names, part[:5], shapes, _QUANTIZED_DTYPES)
+
+
+def _check_basis(basis: Basis, starts: Tensor, dim: int, value_dim: int) -> None:
+    by_head = (*starts.shape, dim)
+    shapes = by_head, by_head, (dim, dim), (value_dim, value_dim)
+    _check_fields("tensors of the basis", basis._fields, basis, shapes, (torch.float32,) * 4)
+    if not all(x.is_contiguous() for x in basis):
+        raise ValueError("The tensors of the basis must be contiguous: call .contiguous() on each.")
+
+
+def _check_fields(
+    what: str, names: Sequence[str], tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+) -> None:  # fmt: skip
+    """Raise ValueError unless the tensors of a record have these shapes and dtypes."""
+    for x, shape, dtype in zip(tensors, shapes, dtypes, strict=True):
+        if x.shape != shape or x.dtype is not dtype or x.layout is not torch.strided or x.is_neg() or not x.data_ptr():
+            break
+    else:
+        return
+    for name, x, shape in zip(names, tensors, shapes, strict=True):
+        check_tensor(name, x, len(shape))
+    found = [(tuple(x.shape), x.dtype) for x in tensors]
+    expected = list(zip(shapes, dtypes, strict=True))
+    if found != expected:
+        wanted, actual = (
+            ", ".join(f"{name} {list(shape)} {dtype}" for name, (shape, dtype) in zip(names, pairs, strict=True))
+            for pairs in (expected, found)
+        )
+        raise ValueError(f"The {what} do not fit starts and the pools: expected {wanted}, but got {actual}.")
+
+
+def _check_none_quantized(backend: str, quantized: Sequence[QuantizedKV]) -> None:
+    if quantized:
+        raise BackendError(backend, "it reads no codes, as 'triton' and 'cpp' do: restore the entries.")
 
 
 def _check_spans(k_pool: Tensor, starts: Tensor, lens: Tensor, added: int | None = None) -> None:
@@ -335,7 +393,7 @@ def _append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: 
 
 def _choose(
     backend: str, q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, *new: Tensor,
-    quantized: QuantizedKV | None = None,
+    quantized: Sequence[QuantizedKV] = (),
 ) -> str:  # fmt: skip
     """The name of the backend for these tensors."""
     chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[1], v_pool.shape[1])
@@ -346,10 +404,10 @@ def _choose(
         reason = "pools, starts and lens must be contiguous."
     elif starts.dtype != torch.int32 or lens.dtype != torch.int32:
         reason = f"starts and lens must be int32, not {starts.dtype} and {lens.dtype}."
-    elif quantized is not None and not all(x.is_contiguous() for x in quantized[:7]):
-        reason = "codes, scales, minimums and tables must be contiguous."
+    elif not all(x.is_contiguous() for part in quantized for x in part[:5]):
+        reason = "codes, norms and tables must be contiguous."
     else:
-        reason = _module(chosen).unfit(q, k_pool, v_pool, *new, quantized=quantized)
+        reason = _module(chosen).unfit(q, k_pool, v_pool, *new)
     if backend == "auto":
         rows = q.shape[2] * (q.shape[1] // starts.shape[1])
         return "loop" if reason or (chosen == "cpp" and rows > _MAX_ROWS_OF_CPP) else chosen

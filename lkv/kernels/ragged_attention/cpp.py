@@ -8,6 +8,7 @@ import functools
 import logging
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lkv.kernels.ragged_attention.api import QuantizedKV
+from lkv.kernels.ragged_attention.basis import Basis
 from lkv.utils.cpp import build_library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,36 +59,33 @@ def _load() -> str | None:
     return None
 
 
-def unfit(*tensors: Tensor, quantized: QuantizedKV | None = None) -> str | None:
+def unfit(*tensors: Tensor) -> str | None:
     """Why it cannot run on these tensors, in one sentence; None where it can."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "it gives no gradients: use torch.no_grad()."
-    if quantized is None:
-        return None
-    minimum = quantized.key_minimum.dtype
-    if not quantized.key_scale.dtype == quantized.value_scale.dtype == torch.bfloat16:
-        return "scales must be bfloat16."
-    if minimum not in (torch.bfloat16, torch.float16) or quantized.value_minimum.dtype != minimum:
-        return "minimums must be bfloat16 or float16, those of k and v of one dtype."
     return None
 
 
 def attend(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    causal: bool = True, with_lse: bool = False,
+    causal: bool = True, with_lse: bool = False, quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Shapes as in `api.ragged_attention`."""
     return torch.ops.lkv.ragged_attention(
-        q, k_pool, v_pool, starts, lens, scale, causal, with_lse, None, None, [], 0, 0
+        q, k_pool, v_pool, starts, lens, scale, causal, with_lse, None, None, *_lists(quantized), list(basis or ())
     )
 
 
 def append_and_attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    buffers: dict[Any, Any] | None = None, quantized: QuantizedKV | None = None,
+    buffers: dict[Any, Any] | None = None, quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,
 ) -> Tensor:  # fmt: skip
     """As `api.append_and_attend`; there are no `buffers` to keep."""
-    codes, bits, group_size = ([], 0, 0) if quantized is None else (list(quantized[:7]), *quantized[7:])
     return torch.ops.lkv.ragged_attention(
-        q, k_pool, v_pool, starts, lens, scale, True, False, key, value, codes, bits, group_size
+        q, k_pool, v_pool, starts, lens, scale, True, False, key, value, *_lists(quantized), list(basis or ())
     )[0]
+
+
+def _lists(quantized: Sequence[QuantizedKV]) -> tuple[list[Tensor], list[int]]:
+    """Tensors and bits of all parts, as the operator takes them."""
+    return [x for part in quantized for x in part[:5]], [bits for part in quantized for bits in part[5:]]

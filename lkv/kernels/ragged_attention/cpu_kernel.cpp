@@ -3,12 +3,17 @@
 // S spans (one for each batch row and KV head), R query rows a span (new tokens times query heads of the group), D and
 // Dv channels of k and v, P entries of the pools. Span s has entries starts[s] to starts[s] + length(s) - 1 of the pools,
 // of which the last `added` are the new tokens: this step copies them there. The first entries of a span may be stored
-// as 8- or 4-bit codes instead, value = code * scale + minimum (QuantizedKV in api.py, which also checks all shapes).
+// as codes of 8, 4 or 3 bits instead, value = level(code) * norm (QuantizedKV in api.py, which also checks all shapes;
+// levels are those of levels.py, the layout is that of lkv/cache/quantization.py).
 //
 // The entries of all spans, one span after another, are one axis that is cut into equal slices, so that threads share
 // the work equally however unequal the spans are. A slice gives each span that it overlaps a partial softmax (largest
 // score, sum of weights, weighted sum of v), and the partial softmaxes of a span are merged at the end. Scores are in
 // base 2.
+//
+// Codes are expanded in registers, one table lookup for kLanes of them, and multiplied by up to kMaxRows queries or
+// weights there; norms multiply the scores and the weights. For more than kMaxExpandedRows rows, for head sizes that
+// are no multiple of what a step expands, and on other processors, a block of codes is restored in float32 instead.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -23,6 +28,7 @@
 #include <limits>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -36,7 +42,11 @@ constexpr int64_t kLanes = Vec::size();
 constexpr int64_t kBlock = 64;                // entries that pass through the caches together
 constexpr int64_t kTogether = 8;              // entries whose products are computed side by side
 constexpr int64_t kMinSharedBytes = 1 << 18;  // of keys and values, below which a second thread saves nothing
+constexpr int64_t kMaxCodes = 2;              // parts of codes a span
 constexpr int64_t kSlicesPerThread = 2;       // a thread that was interrupted leaves slices to the others
+constexpr int64_t kMinSharedProducts = 1 << 17;  // of a rotation, below which a second thread saves nothing
+constexpr int64_t kMaxRows = 4;               // rows whose sums are in registers together
+constexpr int64_t kMaxExpandedRows = 8;       // beyond that, codes are restored once for all rows
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 static_assert(kBlock % kLanes == 0 && (kLanes == 8 || kLanes == 16 || kLanes == 4));
 
@@ -99,9 +109,9 @@ void add_weighted(const float* weights, const float* v, int64_t dim, float* sums
   if (c < dim) add(c, dim - c);
 }
 
-// Adds `count` entries to the partial softmax of a row: extremes [2] (largest score, sum of weights) and sums [dim].
-// `scores` has space for a multiple of kLanes.
-void add_block(float* scores, const float* v, int64_t count, int64_t dim, float* extremes, float* sums) {
+// Adds `count` scores to the partial softmax of a row: extremes [2] (largest score, sum of weights), and sums [dim],
+// which shrink where the largest score rises. Turns the scores, which have space for a multiple of kLanes, into weights.
+void add_scores(float* scores, int64_t count, int64_t dim, float* extremes, float* sums) {
   int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
   std::fill(scores + count, scores + padded, kNegInf);
   Vec tops = Vec::loadu(scores);
@@ -121,18 +131,20 @@ void add_block(float* scores, const float* v, int64_t count, int64_t dim, float*
     weight = weight + weights;
   }
   extremes[1] += at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return x + y; }, weight);
+}
+
+// sums += sum over i of weights[i] * v[i] for `count` entries v [count, dim].
+void add_values(const float* weights, const float* v, int64_t count, int64_t dim, float* sums) {
   int64_t i = 0;
-  for (; i + kTogether <= count; i += kTogether) add_weighted<kTogether>(scores + i, v + i * dim, dim, sums);
-  for (; i < count; ++i) add_weighted<1>(scores + i, v + i * dim, dim, sums);
+  for (; i + kTogether <= count; i += kTogether) add_weighted<kTogether>(weights + i, v + i * dim, dim, sums);
+  for (; i < count; ++i) add_weighted<1>(weights + i, v + i * dim, dim, sums);
 }
 
 struct Codes {
-  const uint8_t *key, *value;                          // [N, bytes of an entry]
-  const at::BFloat16 *key_scale, *value_scale;         // [groups, D], [N, groups of channels]
-  const void *key_minimum, *value_minimum;             // the same, float16 or bfloat16
-  const int32_t *coded, *first_entry, *first_group;    // [S] each
-  int64_t bits, group_size, entries, groups;
-  bool is_half;  // the dtype of the minimums
+  const uint8_t *key, *value;                   // [N, bytes of an entry]
+  const at::BFloat16 *key_norm, *value_norm;    // [N]
+  const int32_t *count, *first;                 // [S] each: entries of a span, and the first of them
+  int64_t key_bits, value_bits, entries;
 };
 
 struct Step {
@@ -145,13 +157,18 @@ struct Step {
   int64_t entries, spans, rows, tokens, dim, value_dim, added, slices, slice_size;
   float scale;
   bool causal;
-  std::optional<Codes> codes;
+  Codes codes[kMaxCodes];   // the first entries of a span are those of codes[0], the next those of codes[1]
+  int64_t code_count;
   float *sums, *extremes, *scratch;  // [slices + S, R, Dv], [slices + S, R, 2], [slices, scratch_size()]
 
   int64_t length(int64_t span) const { return int64_t(lens[span]) + added; }
-  int64_t coded(int64_t span) const { return codes ? codes->coded[span] : 0; }
-  // Scores of a block, a block of k or v in float32, and the scales and minimums of a group of k.
-  int64_t scratch_size() const { return kBlock * (rows + max(dim, value_dim)) + 2 * dim; }
+  int64_t coded(int64_t span) const {
+    int64_t total = 0;
+    for (int64_t i = 0; i < code_count; ++i) total += codes[i].count[span];
+    return total;
+  }
+  // Scores of a block, and a block of k or v in float32 (or of norms).
+  int64_t scratch_size() const { return kBlock * (rows + max(dim, value_dim)); }
 };
 
 // `count` numbers in float32: where they are, or in `buffer`.
@@ -171,80 +188,224 @@ const float* as_float(const T* source, int64_t count, float* buffer) {
   }
 }
 
-inline float minimum_at(const Codes& codes, const void* minimums, int64_t index) {
-  return codes.is_half ? float(static_cast<const at::Half*>(minimums)[index])
-                       : float(static_cast<const at::BFloat16*>(minimums)[index]);
+// Code c of B bits stands for u (slope + cubic u^2), u = c - middle.
+template <int B>
+constexpr float kSlope = B == 8 ? 0.015859471f : B == 4 ? 0.24050725f : 0.47145524f;
+template <int B>
+constexpr float kCubic = B == 8 ? 1.0520814e-06f : B == 4 ? 0.0020975307f : 0.011584845f;
+template <int B>
+inline float level(int code) {
+  float u = float(code) - float((1 << B) - 1) / 2;
+  return u * (kSlope<B> + kCubic<B> * (u * u));
 }
 
-// Entries of a span from its code `begin` on, into `out` [count, D]; `scales` has space for 2 * D numbers.
-const float* restore_keys(const Step& s, int64_t span, int64_t begin, int64_t count, float* out, float* scales) {
-  const Codes& codes = *s.codes;
-  int64_t half = (s.dim + 1) / 2, width = codes.bits == 8 ? s.dim : half, last_group = -1;
-  float* minimums = scales + s.dim;
-  for (int64_t i = 0; i < count; ++i, out += s.dim) {
-    int64_t group = codes.first_group[span] + (begin + i) / codes.group_size;
-    if (group != last_group) {
-      last_group = group;
-      as_float(codes.key_scale + group * s.dim, s.dim, scales);
-      for (int64_t c = 0; c < s.dim; ++c) minimums[c] = minimum_at(codes, codes.key_minimum, group * s.dim + c);
-    }
-    const uint8_t* code = codes.key + (codes.first_entry[span] + begin + i) * width;
-    if (codes.bits == 8) {
+// `count` entries of codes of B bits from entry `first` on, into `out` [count, dim].
+template <int B>
+const float* restore(const uint8_t* codes, const at::BFloat16* norms, int64_t first, int64_t count, int64_t dim,
+                     float* __restrict out) {
+  const uint8_t* __restrict code = codes + first * (dim * B / 8);
+  const int64_t half = dim / 2, quarter = dim / 4, eighth = dim / 8;
+  for (int64_t i = 0; i < count; ++i, out += dim, code += dim * B / 8) {
+    const float norm = norms[first + i];
+    if constexpr (B == 8) {
 #pragma omp simd
-      for (int64_t c = 0; c < s.dim; ++c) out[c] = float(code[c]) * scales[c] + minimums[c];
-    } else {
-      // The low bits of a byte are a channel of the first half, the high bits one of the second.
-      int64_t pairs = s.dim / 2;
+      for (int64_t c = 0; c < dim; ++c) out[c] = norm * level<B>(code[c]);
+    } else if constexpr (B == 4) {
 #pragma omp simd
-      for (int64_t c = 0; c < pairs; ++c) {
-        out[c] = float(code[c] & 15) * scales[c] + minimums[c];
-        out[half + c] = float(code[c] >> 4) * scales[half + c] + minimums[half + c];
-      }
-      if (pairs < half) out[pairs] = float(code[pairs] & 15) * scales[pairs] + minimums[pairs];
-    }
-  }
-  return out - count * s.dim;
-}
-
-// As restore_keys, where a group is of channels of one entry.
-const float* restore_values(const Step& s, int64_t span, int64_t begin, int64_t count, float* out) {
-  const Codes& codes = *s.codes;
-  int64_t dim = s.value_dim, size = codes.group_size, groups = (dim + size - 1) / size;
-  int64_t half = (dim + 1) / 2, width = codes.bits == 8 ? dim : half;
-  for (int64_t i = 0; i < count; ++i, out += dim) {
-    int64_t entry = codes.first_entry[span] + begin + i;
-    const uint8_t* code = codes.value + entry * width;
-    auto scale_of = [&](int64_t c) { return float(codes.value_scale[entry * groups + c / size]); };
-    auto minimum_of = [&](int64_t c) { return minimum_at(codes, codes.value_minimum, entry * groups + c / size); };
-    if (codes.bits == 8) {
-      for (int64_t low = 0; low < dim; low += size) {
-        float scale = scale_of(low), minimum = minimum_of(low);
-#pragma omp simd
-        for (int64_t c = low; c < min(low + size, dim); ++c) out[c] = float(code[c]) * scale + minimum;
+      for (int64_t c = 0; c < half; ++c) {
+        out[c] = norm * level<B>(code[c] & 15);
+        out[half + c] = norm * level<B>(code[c] >> 4);
       }
     } else {
-      // Bytes up to the next at which the channel in the low or in the high bits begins a group.
-      for (int64_t low = 0, high; low < half; low = high) {
-        high = min({half, (low / size + 1) * size, ((half + low) / size + 1) * size - half});
-        float scale = scale_of(low), minimum = minimum_of(low);
-        int64_t pairs = min(high, dim - half), other = min(half + low, dim - 1);
-        float other_scale = scale_of(other), other_minimum = minimum_of(other);
+      // Channels j, j + dim / 4, ... are 12 bits: byte j, and half of a byte after the first dim / 4 ones.
+      const uint8_t* __restrict halves = code + quarter;
+      for (int64_t part = 0; part < 2; ++part) {
+        const uint8_t* __restrict low = code + part * eighth;
+        float* __restrict target = out + part * eighth;
 #pragma omp simd
-        for (int64_t c = low; c < pairs; ++c) {
-          out[c] = float(code[c] & 15) * scale + minimum;
-          out[half + c] = float(code[c] >> 4) * other_scale + other_minimum;
+        for (int64_t c = 0; c < eighth; ++c) {
+          int word = low[c] | (halves[c] >> 4 * part & 15) << 8;
+          target[c] = norm * level<B>(word & 7);
+          target[quarter + c] = norm * level<B>(word >> 3 & 7);
+          target[half + c] = norm * level<B>(word >> 6 & 7);
+          target[half + quarter + c] = norm * level<B>(word >> 9);
         }
-        if (pairs < high) out[pairs] = float(code[pairs] & 15) * scale + minimum;
       }
     }
   }
   return out - count * dim;
 }
 
+const float* restore(int64_t bits, const uint8_t* codes, const at::BFloat16* norms, int64_t first, int64_t count,
+                     int64_t dim, float* out) {
+  return bits == 8   ? restore<8>(codes, norms, first, count, dim, out)
+         : bits == 4 ? restore<4>(codes, norms, first, count, dim, out)
+                     : restore<3>(codes, norms, first, count, dim, out);
+}
+
+// What expands codes: kLanes integers from bytes, and levels from a table of 16, of which an index is read modulo 16.
+#if defined(CPU_CAPABILITY_AVX512)
+using Ints = __m512i;
+constexpr bool kExpands = true;
+inline Ints load_bytes(const uint8_t* x) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+}
+inline Ints shift_right(Ints x, int bits) { return _mm512_srli_epi32(x, bits); }
+inline Ints join_word(Ints low, Ints high) { return _mm512_or_si512(low, _mm512_slli_epi32(high, 8)); }
+inline Vec to_float(Ints x) { return _mm512_cvtepi32_ps(x); }
+template <int B>
+inline Vec look_up(const float* table, Ints index) {
+  return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
+}
+#elif defined(CPU_CAPABILITY_AVX2)
+using Ints = __m256i;
+constexpr bool kExpands = true;
+inline Ints load_bytes(const uint8_t* x) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+}
+inline Ints shift_right(Ints x, int bits) { return _mm256_srli_epi32(x, bits); }
+inline Ints join_word(Ints low, Ints high) { return _mm256_or_si256(low, _mm256_slli_epi32(high, 8)); }
+inline Vec to_float(Ints x) { return _mm256_cvtepi32_ps(x); }
+template <int B>
+inline Vec look_up(const float* table, Ints index) {
+  __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);  // of the index modulo 8
+  if constexpr (B == 3) return low;
+  __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), index);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+}
+#else
+constexpr bool kExpands = false;
+#endif
+
+// Whether codes of `bits` bits of entries of `dim` channels can be expanded: a step must not cross the halves of bytes
+// that `restore` tells apart, nor the end of an entry.
+bool can_expand(int64_t bits, int64_t dim, int64_t rows) {
+  bool fits = bits == 8   ? dim % kLanes == 0
+              : bits == 4 ? dim % (2 * kLanes) == 0
+                          : dim % (8 * kLanes) == 0 || (kLanes == 16 && dim == 64);
+  return kExpands && rows <= kMaxExpandedRows && fits;
+}
+
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+// Expands codes of B bits, kLanes bytes (or words of 12 bits) at a time, to kVectors vectors `stride` channels apart.
+template <int B>
+struct Expander {
+  static constexpr int kVectors = B == 8 ? 1 : B == 4 ? 2 : 4;
+  int64_t stride, bytes;  // of an entry
+  float table[16];
+
+  explicit Expander(int64_t dim) : stride(dim / kVectors), bytes(dim * B / 8) {
+    for (int code = 0; code < 16; ++code) table[code] = level<B>(code % (1 << B));
+  }
+
+  // Channels c + i stride to c + i stride + kLanes - 1 of an entry, without its norm, into x[i]; c < stride.
+  void expand(const uint8_t* entry, int64_t c, Vec (&x)[kVectors]) const {
+    if constexpr (B == 8) {
+      Vec u = to_float(load_bytes(entry + c)) - Vec(127.5f);
+      x[0] = u * fmadd(u * u, Vec(kCubic<B>), Vec(kSlope<B>));
+    } else if constexpr (B == 4) {
+      Ints codes = load_bytes(entry + c);
+      x[0] = look_up<B>(table, codes);
+      x[1] = look_up<B>(table, shift_right(codes, 4));
+    } else {
+      Ints word = join_word(load_bytes(entry + c), upper_bits(entry + stride, c));
+      for (int i = 0; i < kVectors; ++i) x[i] = look_up<B>(table, shift_right(word, 3 * i));
+    }
+  }
+
+  // The upper bits of words c to c + kLanes - 1; above them there may be others, which no lookup reads.
+  Ints upper_bits(const uint8_t* halves, int64_t c) const {
+    int64_t count = stride / 2;
+#if defined(CPU_CAPABILITY_AVX512)
+    if (count == kLanes / 2) {  // the low halves of 8 bytes, then their high ones
+      __m128i all = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(halves));
+      Ints shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(4), 1);
+      return _mm512_srlv_epi32(_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(all, all)), shifts);
+    }
+#endif
+    return c < count ? load_bytes(halves + c) : shift_right(load_bytes(halves + c - count), 4);
+  }
+};
+
+// scores[r][i] = scale * (q[r] . code[i]), norms left out, for R rows of q [R, dim] and `count` entries; scores are
+// [R, kBlock].
+template <int B, int R>
+void coded_products(const float* q, const uint8_t* code, int64_t count, int64_t dim, float scale, float* scores) {
+  const Expander<B> expander(dim);
+  for (int64_t first = 0; first < count; first += kTogether) {
+    Vec sums[R][kTogether];
+    for (int j = 0; j < kTogether; ++j) {
+      const uint8_t* entry = code + min(first + j, count - 1) * expander.bytes;
+      Vec sum[R];
+      for (int r = 0; r < R; ++r) sum[r] = Vec(0.f);
+      for (int64_t c = 0; c < expander.stride; c += kLanes) {
+        Vec x[Expander<B>::kVectors];
+        expander.expand(entry, c, x);
+        for (int i = 0; i < Expander<B>::kVectors; ++i)
+          for (int r = 0; r < R; ++r)
+            sum[r] = fmadd(x[i], Vec::loadu(q + r * dim + i * expander.stride + c), sum[r]);
+      }
+      for (int r = 0; r < R; ++r) sums[r][j] = sum[r];
+    }
+    for (int r = 0; r < R; ++r) store_lane_sums(sums[r], scale, scores + r * kBlock + first);
+  }
+}
+
+// sums[r] += sum over i of weights[r][i] * code[i], norms left out; weights are [R, kBlock] and sums [R, dim].
+template <int B, int R>
+void add_coded(const float* weights, const uint8_t* code, int64_t count, int64_t dim, float* sums) {
+  constexpr int kVectors = Expander<B>::kVectors;
+  const Expander<B> expander(dim);
+  for (int64_t c = 0; c < expander.stride; c += kLanes) {
+    Vec sum[R][kVectors], x[kVectors];
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < kVectors; ++i) sum[r][i] = Vec::loadu(sums + r * dim + i * expander.stride + c);
+    const uint8_t* entry = code;
+    for (int64_t j = 0; j < count; ++j, entry += expander.bytes) {
+      expander.expand(entry, c, x);
+      for (int r = 0; r < R; ++r)
+        for (int i = 0; i < kVectors; ++i) sum[r][i] = fmadd(Vec(weights[r * kBlock + j]), x[i], sum[r][i]);
+    }
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < kVectors; ++i) sum[r][i].store(sums + r * dim + i * expander.stride + c);
+  }
+}
+
+// Calls f<B, R>(row) for all rows, R of them at a time.
+template <int B, typename F>
+void for_rows(int64_t rows, F f) {
+  for (int64_t row = 0; row < rows; row += kMaxRows) {
+    switch (min(kMaxRows, rows - row)) {
+      case 1: f.template operator()<B, 1>(row); break;
+      case 2: f.template operator()<B, 2>(row); break;
+      case 3: f.template operator()<B, 3>(row); break;
+      default: f.template operator()<B, 4>(row);
+    }
+  }
+}
+
+template <typename F>
+void for_rows(int64_t bits, int64_t rows, F f) {
+  bits == 8 ? for_rows<8>(rows, f) : bits == 4 ? for_rows<4>(rows, f) : for_rows<3>(rows, f);
+}
+#else
+// Never called, as `can_expand` is false.
+template <int, int> void coded_products(const float*, const uint8_t*, int64_t, int64_t, float, float*) {}
+template <int, int> void add_coded(const float*, const uint8_t*, int64_t, int64_t, float*) {}
+template <typename F> void for_rows(int64_t, int64_t, F) {}
+#endif
+
+// Multiplies `rows` rows [rows, kBlock] by the norms of `count` entries; `buffer` has space for kBlock numbers.
+void multiply_by_norms(const at::BFloat16* norms, int64_t count, int64_t rows, float* values, float* buffer) {
+  std::fill(std::copy_n(norms, count, buffer), buffer + kBlock, 0.f);
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = 0; i < kBlock; ++i) values[row * kBlock + i] *= buffer[i];
+}
+
 // The partial softmax of all rows of a span over its entries `begin` to `end`, into `slot`.
 template <typename T>
 void attend_part(const Step& s, float* scores, int64_t slot, int64_t span, int64_t begin, int64_t end) {
-  float *block = scores + kBlock * s.rows, *scales = block + kBlock * max(s.dim, s.value_dim);
+  float* block = scores + kBlock * s.rows;
   float *extremes = s.extremes + 2 * slot * s.rows, *sums = s.sums + slot * s.rows * s.value_dim;
   std::fill_n(sums, s.rows * s.value_dim, 0.f);
   for (int64_t row = 0; row < s.rows; ++row) {
@@ -253,20 +414,47 @@ void attend_part(const Step& s, float* scores, int64_t slot, int64_t span, int64
   }
   const T *k_span = static_cast<T*>(s.k) + s.starts[span] * s.dim;
   const T *v_span = static_cast<T*>(s.v) + s.starts[span] * s.value_dim;
-  int64_t length = s.length(span), coded = s.coded(span);
+  int64_t length = s.length(span), part = 0, part_begin = 0, part_end = s.code_count ? s.codes[0].count[span] : length;
   for (int64_t first = begin, count; first < end; first += count) {
-    bool is_coded = first < coded;
-    count = min(kBlock, (is_coded ? min(end, coded) : end) - first);
-    const float* k = is_coded ? restore_keys(s, span, first, count, block, scales)
-                              : as_float(k_span + first * s.dim, count * s.dim, block);
-    for (int64_t row = 0; row < s.rows; ++row)
-      dot_products(s.q + (span * s.rows + row) * s.dim, k, count, s.dim, s.scale, scores + kBlock * row);
-    const float* v = is_coded ? restore_values(s, span, first, count, block)
-                              : as_float(v_span + first * s.value_dim, count * s.value_dim, block);
+    while (first >= part_end && part < s.code_count) {
+      part_begin = part_end;
+      part_end = ++part < s.code_count ? part_end + s.codes[part].count[span] : length;
+    }
+    count = min({kBlock, part_end - first, end - first});
+    const Codes* codes = part < s.code_count ? &s.codes[part] : nullptr;
+    int64_t entry = codes ? codes->first[span] + first - part_begin : first;
+    const float* q = s.q + span * s.rows * s.dim;
+    if (codes && can_expand(codes->key_bits, s.dim, s.rows)) {
+      const uint8_t* code = codes->key + entry * (s.dim * codes->key_bits / 8);
+      for_rows(codes->key_bits, s.rows, [&]<int B, int R>(int64_t row) {
+        coded_products<B, R>(q + row * s.dim, code, count, s.dim, s.scale, scores + kBlock * row);
+      });
+      multiply_by_norms(codes->key_norm + entry, count, s.rows, scores, block);
+    } else {
+      const float* k = codes ? restore(codes->key_bits, codes->key, codes->key_norm, entry, count, s.dim, block)
+                             : as_float(k_span + entry * s.dim, count * s.dim, block);
+      for (int64_t row = 0; row < s.rows; ++row)
+        dot_products(q + row * s.dim, k, count, s.dim, s.scale, scores + kBlock * row);
+    }
+    auto seen = [&](int64_t row) {  // of `count` entries; later ones are newer than the token of the row
+      return s.causal ? std::clamp(length - s.tokens + row % s.tokens + 1 - first, int64_t(0), count) : count;
+    };
     for (int64_t row = 0; row < s.rows; ++row) {
-      int64_t seen = s.causal ? min(count, length - s.tokens + row % s.tokens + 1 - first) : count;
-      if (seen > 0)
-        add_block(scores + kBlock * row, v, seen, s.value_dim, extremes + 2 * row, sums + row * s.value_dim);
+      std::fill(scores + kBlock * row + seen(row), scores + kBlock * row + count, kNegInf);
+      add_scores(scores + kBlock * row, count, s.value_dim, extremes + 2 * row, sums + row * s.value_dim);
+    }
+    if (codes && can_expand(codes->value_bits, s.value_dim, s.rows)) {
+      const uint8_t* code = codes->value + entry * (s.value_dim * codes->value_bits / 8);
+      multiply_by_norms(codes->value_norm + entry, count, s.rows, scores, block);
+      for_rows(codes->value_bits, s.rows, [&]<int B, int R>(int64_t row) {
+        add_coded<B, R>(scores + kBlock * row, code, count, s.value_dim, sums + row * s.value_dim);
+      });
+    } else {
+      const float* v =
+          codes ? restore(codes->value_bits, codes->value, codes->value_norm, entry, count, s.value_dim, block)
+                : as_float(v_span + entry * s.value_dim, count * s.value_dim, block);
+      for (int64_t row = 0; row < s.rows; ++row)
+        add_values(scores + kBlock * row, v, seen(row), s.value_dim, sums + row * s.value_dim);
     }
   }
 }
@@ -335,10 +523,9 @@ void check_spans(const Step& s) {
     int64_t start = s.starts[span], length = s.length(span), coded = s.coded(span);
     bool fits = 0 <= coded && coded <= s.lens[span] &&
                 (length == coded || (start + coded >= 0 && start + length <= s.entries));
-    if (fits && coded > 0) {
-      int64_t first = s.codes->first_entry[span], group = s.codes->first_group[span];
-      int64_t groups = (coded + s.codes->group_size - 1) / s.codes->group_size;
-      fits = first >= 0 && first + coded <= s.codes->entries && group >= 0 && group + groups <= s.codes->groups;
+    for (int64_t i = 0; i < s.code_count; ++i) {
+      int64_t count = s.codes[i].count[span], first = s.codes[i].first[span];
+      fits = fits && count >= 0 && (count == 0 || (first >= 0 && first + count <= s.codes[i].entries));
     }
     TORCH_CHECK_VALUE(fits, "Span ", span, " of starts and lens reaches beyond the pools or codes: it must lie within "
                       "them, new entries included.");
@@ -353,23 +540,105 @@ void check_storage(const Tensor& x) {
                     "The storage of a tensor of shape ", x.sizes(), " is too small for it: its memory was freed.");
 }
 
-// `codes` is empty or the first seven fields of QuantizedKV. Returns outputs [B, Hq, Tq, Dv] and, if wanted, their
-// log-sum-exp [B, Hq, Tq]; new entries are appended and counted in lens.
+// Calls f(row, buffer) for all rows, with space for dim + kTogether numbers.
+template <typename F>
+void for_each_row(int64_t rows, int64_t dim, F f) {
+  at::parallel_for(0, rows, max(int64_t(1), kMinSharedProducts / (dim * dim)), [&](int64_t begin, int64_t end) {
+    std::vector<float> buffer(dim + kTogether);
+    for (int64_t row = begin; row < end; ++row) f(row, buffer.data());
+  });
+}
+
+// The coordinates of the entries stored: k' = (k - mean) / scale . key_rotation, v' = v . value_rotation (Basis in
+// basis.py); all of it in float32.
+struct Basis {
+  const float *mean, *scale, *key_rotation, *value_rotation;  // [S, D], [S, D], [D, D], [Dv, Dv]
+  int64_t spans;
+
+  // q' = (q scale) . key_rotation of queries [B, Hq, Tq, D], which has the products of q and k - mean.
+  Tensor enter_queries(const Tensor& q) const {
+    return rotate(q, key_rotation, [&](const float* x, int64_t span, int64_t dim, float* out) {
+      for (int64_t c = 0; c < dim; ++c) out[c] = x[c] * scale[span * dim + c];
+    });
+  }
+  // k' of keys [B, Hkv, T, D], in their dtype.
+  Tensor enter_keys(const Tensor& key) const {
+    auto centre = [&](const float* x, int64_t span, int64_t dim, float* out) {
+      for (int64_t c = 0; c < dim; ++c) out[c] = (x[c] - mean[span * dim + c]) / scale[span * dim + c];
+    };
+    return rotate(key.to(at::kFloat).contiguous(), key_rotation, centre).to(key.scalar_type());
+  }
+  // v' of values [B, Hkv, T, Dv], in their dtype.
+  Tensor enter_values(const Tensor& value) const {
+    auto copy = [](const float* x, int64_t, int64_t dim, float* out) { std::copy_n(x, dim, out); };
+    return rotate(value.to(at::kFloat).contiguous(), value_rotation, copy).to(value.scalar_type());
+  }
+  // Outputs [B, Hq, Tq, Dv] from those over v', in place.
+  void leave_outputs(Tensor& out) const {
+    int64_t dim = out.size(3);
+    float* data = out.mutable_data_ptr<float>();
+    for_each_row(out.numel() / dim, dim, [&](int64_t row, float* buffer) {
+      dot_products(data + row * dim, value_rotation, dim, dim, 1.f, buffer);
+      std::copy_n(buffer, dim, data + row * dim);
+    });
+  }
+  // Log-sum-exps from those of q' and k', which lack `factor` times the products of q and the mean.
+  void leave_lse(Tensor& lse, const Tensor& q, float factor) const {
+    int64_t dim = q.size(3), rows = max(int64_t(1), lse.numel() / spans);
+    const float* x = q.const_data_ptr<float>();
+    float* target = lse.mutable_data_ptr<float>();
+    for (int64_t row = 0; row < lse.numel(); ++row) {
+      float product = 0;
+      for (int64_t c = 0; c < dim; ++c) product += x[row * dim + c] * mean[row / rows * dim + c];
+      target[row] += factor * product;
+    }
+  }
+
+ private:
+  // prepare(x) . rotation for each row x of float32 [B, H, T, dim].
+  template <typename F>
+  Tensor rotate(const Tensor& x, const float* rotation, F prepare) const {
+    Tensor result = at::empty(x.sizes(), x.options());
+    int64_t dim = x.size(3), all = x.numel() / dim, rows = max(int64_t(1), all / spans);
+    const float* source = x.const_data_ptr<float>();
+    float* target = result.mutable_data_ptr<float>();
+    for_each_row(all, dim, [&](int64_t row, float* buffer) {
+      prepare(source + row * dim, row / rows, dim, buffer);
+      std::fill_n(target + row * dim, dim, 0.f);
+      add_values(buffer, rotation, dim, dim, target + row * dim);
+    });
+    return result;
+  }
+};
+
+// `codes` are the first five fields of each QuantizedKV and `bits` the others, `basis` the fields of a Basis or nothing.
+// Returns outputs [B, Hq, Tq, Dv] and, if wanted, their log-sum-exp [B, Hq, Tq]; new entries are appended and counted in
+// lens.
 std::tuple<Tensor, Tensor> attend(const Tensor& q, Tensor& k_pool, Tensor& v_pool, const Tensor& starts, Tensor& lens,
                                   double scale, bool causal, bool with_lse, const std::optional<Tensor>& key,
-                                  const std::optional<Tensor>& value, at::TensorList codes, int64_t bits,
-                                  int64_t group_size) {
+                                  const std::optional<Tensor>& value, at::TensorList codes, at::IntArrayRef bits,
+                                  at::TensorList basis_tensors) {
   for (const Tensor* x : {&q, &std::as_const(k_pool), &std::as_const(v_pool), &starts, &std::as_const(lens)})
     check_storage(*x);
   if (key) check_storage(*key), check_storage(*value);
   for (const Tensor& x : codes) check_storage(x);
+  for (const Tensor& x : basis_tensors) check_storage(x);
   Step s{};
   s.entries = k_pool.size(0), s.spans = starts.numel(), s.tokens = q.size(2);
   s.rows = s.tokens * (q.size(1) / starts.size(1));
   s.dim = q.size(3), s.value_dim = v_pool.size(1), s.added = key ? key->size(2) : 0;
   s.scale = float(scale * M_LOG2E), s.causal = causal;
-  Tensor query = q.to(at::kFloat).contiguous();
-  Tensor new_key = key ? key->contiguous() : Tensor(), new_value = value ? value->contiguous() : Tensor();
+  TORCH_CHECK_VALUE(basis_tensors.empty() || basis_tensors.size() == 4, "A basis has four tensors.");
+  std::optional<Basis> basis;
+  if (!basis_tensors.empty())
+    basis = Basis{basis_tensors[0].const_data_ptr<float>(), basis_tensors[1].const_data_ptr<float>(),
+                  basis_tensors[2].const_data_ptr<float>(), basis_tensors[3].const_data_ptr<float>(), s.spans};
+  Tensor original = q.to(at::kFloat).contiguous(), query = basis ? basis->enter_queries(original) : original;
+  Tensor new_key, new_value;
+  if (key) {
+    new_key = basis ? basis->enter_keys(*key) : key->contiguous();
+    new_value = basis ? basis->enter_values(*value) : value->contiguous();
+  }
   Tensor out = at::empty({q.size(0), q.size(1), s.tokens, s.value_dim}, query.options());
   Tensor lse = with_lse ? at::empty({q.size(0), q.size(1), s.tokens}, query.options()) : Tensor();
   s.q = query.const_data_ptr<float>(), s.out = out.mutable_data_ptr<float>();
@@ -378,14 +647,15 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, Tensor& k_pool, Tensor& v_poo
   s.key = key ? new_key.const_data_ptr() : nullptr, s.value = value ? new_value.const_data_ptr() : nullptr;
   s.starts = starts.const_data_ptr<int32_t>(), s.lens = lens.mutable_data_ptr<int32_t>();
   int64_t bytes = k_pool.nbytes() + v_pool.nbytes();
-  if (!codes.empty()) {
-    const int32_t* tables = codes[6].const_data_ptr<int32_t>();
-    s.codes = Codes{codes[0].const_data_ptr<uint8_t>(), codes[3].const_data_ptr<uint8_t>(),
-                    codes[1].const_data_ptr<at::BFloat16>(), codes[4].const_data_ptr<at::BFloat16>(),
-                    codes[2].const_data_ptr(), codes[5].const_data_ptr(),
-                    tables, tables + s.spans, tables + 2 * s.spans,
-                    bits, group_size, codes[0].size(0), codes[1].size(0), codes[2].scalar_type() == at::kHalf};
-    bytes += codes[0].nbytes() + codes[3].nbytes();
+  TORCH_CHECK_VALUE(codes.size() == 5 * (bits.size() / 2) && bits.size() <= 2 * kMaxCodes, "Too many quantised parts.");
+  for (s.code_count = 0; 2 * s.code_count < int64_t(bits.size()); ++s.code_count) {
+    const Tensor* x = codes.data() + 5 * s.code_count;
+    const int32_t* tables = x[4].const_data_ptr<int32_t>();
+    s.codes[s.code_count] = Codes{x[0].const_data_ptr<uint8_t>(), x[2].const_data_ptr<uint8_t>(),
+                                  x[1].const_data_ptr<at::BFloat16>(), x[3].const_data_ptr<at::BFloat16>(),
+                                  tables, tables + s.spans,
+                                  bits[2 * s.code_count], bits[2 * s.code_count + 1], x[0].size(0)};
+    bytes += x[0].nbytes() + x[2].nbytes();
   }
   check_spans(s);
   int64_t total = 0;
@@ -404,6 +674,8 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, Tensor& k_pool, Tensor& v_poo
     default: TORCH_CHECK_VALUE(false, "The pools have dtype ", k_pool.scalar_type(), ".");
   }
   merge_slices(s);
+  if (basis) basis->leave_outputs(out);
+  if (basis && with_lse) basis->leave_lse(lse, original, float(scale));
   for (int64_t span = 0; span < s.spans; ++span) s.lens[span] += int32_t(s.added);
   return {out.to(q.scalar_type()), lse};
 }
@@ -411,7 +683,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, Tensor& k_pool, Tensor& v_poo
 TORCH_LIBRARY(lkv, library) {
   library.def(
       "ragged_attention(Tensor q, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor starts, Tensor(c!) lens, float scale, "
-      "bool causal, bool with_lse, Tensor? key, Tensor? value, Tensor[] codes, int bits, int group_size) "
+      "bool causal, bool with_lse, Tensor? key, Tensor? value, Tensor[] codes, int[] bits, Tensor[] basis) "
       "-> (Tensor, Tensor)",
       attend);
 }

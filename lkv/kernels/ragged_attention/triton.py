@@ -8,6 +8,7 @@ them (CUDA graphs) is a step of its own.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 import lkv.kernels.ragged_attention.triton_kernels as kernels
-from lkv.kernels.ragged_attention.api import QuantizedKV
+from lkv.kernels.ragged_attention.api import MAX_QUANTIZED, QuantizedKV
 from lkv.utils import devices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,10 +30,10 @@ _PARTS_AT_ONCE = 32
 _PROGRAMS_WITHOUT_GPU = 7
 # What Triton takes beside blocks, queries and shares, to exchange numbers between warps.
 _OWN_SHARED_MEMORY = 4096
-GROUP_SIZES = (16, 32, 64, 128)  # of quantised entries: blocks are at most groups of k
 _LOG2_E = 1.4426950408889634
 # What the join does for new tokens: nothing; attend to one and append it; count those that are in the pools already.
 _NONE, _SINGLE, _COUNT = 0, 1, 2
+_TIER_TENSORS = 5 * MAX_QUANTIZED  # of all tiers that the slice kernel takes
 
 
 class CompiledStep(NamedTuple):
@@ -83,26 +84,24 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
     return None
 
 
-def unfit(*tensors: Tensor, quantized: QuantizedKV | None = None) -> str | None:
+def unfit(*tensors: Tensor) -> str | None:
     """Why these kernels cannot run on these tensors, in one sentence; None where they can."""
-    if quantized is not None and quantized.group_size not in GROUP_SIZES:
-        return f"groups are of {quantized.group_size} values, but the Triton kernels take {GROUP_SIZES}."
     return None
 
 
 def attend(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    causal: bool = True, with_lse: bool = False,
+    causal: bool = True, with_lse: bool = False, quantized: Sequence[QuantizedKV] = (),
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Shapes as in `api.ragged_attention`. Nothing here waits for the device."""
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if with_lse else None
     with devices.device_guard(q.device):
-        return _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None, None, causal, lse), lse
+        return _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None, quantized, causal, lse), lse
 
 
 def append_and_attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    buffers: dict[Any, Any] | None = None, quantized: QuantizedKV | None = None,
+    buffers: dict[Any, Any] | None = None, quantized: Sequence[QuantizedKV] = (),
 ) -> Tensor:  # fmt: skip
     """As `api.append_and_attend`. Two launches for one new token, three for more; nothing waits for the device."""
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
@@ -119,7 +118,7 @@ def append_and_attend(
 
 def _attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    new: int, buffers: dict[Any, Any] | None, quantized: QuantizedKV | None = None, causal: bool = True,
+    new: int, buffers: dict[Any, Any] | None, quantized: Sequence[QuantizedKV], causal: bool = True,
     lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     batch, heads, rows, _ = q.shape
@@ -133,34 +132,31 @@ def _attend(
     scale *= _LOG2_E
     strides = q.stride(), key.stride(), value.stride()
     (q_batch, q_head, q_row, _), (k_batch, k_head, _, _), (v_batch, v_head, _, _) = strides
+    codes = [x for tier in quantized for x in tier[:5]]
+    bits = tuple(number for tier in quantized for number in tier[5:])
     to_slices: tuple[Any, ...] = (
         q, k_pool, v_pool, starts, lens, parts, extremes, counted, spans, kv_heads, rows, rows if new == _COUNT else 0,
-        scale, q_batch, q_head, q_row,
+        scale, q_batch, q_head, q_row, *codes, *[None] * (_TIER_TENSORS - len(codes)),
     )  # fmt: skip
-    codes = () if quantized is None else quantized[:7]
-    to_slices += codes
     to_join = (
         parts, extremes, counted, out, extremes if lse is None else lse, q, key, value, k_pool, v_pool, starts, lens,
         spans, kv_heads, rows, launch.programs, scale, *out.stride()[:3], q_batch, q_head, k_batch, k_head, v_batch,
         v_head,
     )  # fmt: skip
     grids = (launch.programs, launch.tiles, 1), (packed, spans, 1)
-    variant = new, strides, None if quantized is None else quantized[7:], causal, lse is None
+    variant = new, strides, bits, causal, lse is None
     is_aligned = _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *codes)
     step = launch.compiled.get(variant) if is_aligned else None
     if step is not None:
         step.slices[grids[0]](*to_slices, *step.slice_constants)
         step.join[grids[1]](*to_join, *step.join_constants)
         return out
-    kernel, options = kernels.slice_kernel, launch.slice_options | {"CAUSAL": causal}
-    if quantized is not None:
-        kernel = kernels.code_slice_kernel
-        options = _code_options(launch, q.dtype, quantized.bits, quantized.group_size)
-    slices = kernel[grids[0]](*to_slices, **options)
+    options = launch.slice_options | _tier_options(launch, q.dtype, bits) | {"CAUSAL": causal}
+    slices = kernels.slice_kernel[grids[0]](*to_slices, **options)
     join_options = launch.join_options | {"NEW": new, "LSE": lse is not None}
     join = kernels.join_kernel[grids[1]](*to_join, **join_options)
     if is_aligned and isinstance(slices, CompiledKernel):
-        constants = _constants(kernel, options), _constants(kernels.join_kernel, join_options)
+        constants = _constants(kernels.slice_kernel, options), _constants(kernels.join_kernel, join_options)
         launch.compiled[variant] = CompiledStep(slices, constants[0], join, constants[1])
     return out
 
@@ -236,14 +232,15 @@ def _launch(
     )  # fmt: skip
 
 
-def _code_options(launch: Launch, dtype: torch.dtype, bits: int, group: int) -> dict[str, Any]:
-    """How to launch the slice kernel over codes: its blocks are at most groups of entries."""
+def _tier_options(launch: Launch, dtype: torch.dtype, bits: tuple[int, ...]) -> dict[str, Any]:
+    """What the slice kernel is launched with beside for tiers of key and value `bits`, one pair after another."""
+    names = ("KEY_BITS_0", "VALUE_BITS_0", "KEY_BITS_1", "VALUE_BITS_1")
+    tiers = {"TIERS": len(bits) // 2} | dict(zip(names, (*bits, 0, 0, 0, 0), strict=False))
     options = launch.slice_options
-    # Codes and their dequantisation take registers too.
-    wide = dtype.itemsize * max(options["BLOCK_D"], options["BLOCK_V"]) >= 512
-    block_n = min(group, max(16, options["BLOCK_N"] // 2) if wide else options["BLOCK_N"])
-    blocks = {"BLOCK_N": block_n, "num_warps": 8 if wide else options["num_warps"]}
-    return options | blocks | {"BITS": bits, "SHARING": group, "HALF": dtype == torch.float16}
+    # Codes and what they are restored to take registers too.
+    if not bits or dtype.itemsize * max(options["BLOCK_D"], options["BLOCK_V"]) < 512:
+        return tiers
+    return tiers | {"BLOCK_N": max(16, options["BLOCK_N"] // 2), "num_warps": 8}
 
 
 def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:

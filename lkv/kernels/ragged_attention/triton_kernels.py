@@ -1,7 +1,7 @@
-"""The Triton kernels of ragged attention: slices over entries and over codes, the join of their parts, the append.
+"""The Triton kernels of ragged attention: slices over the entries, the join of their parts, the append.
 
 A span is what one KV head of one batch row holds. The entries of all spans, one span after another, are the flat axis;
-a program of a slice kernel takes one slice of it for one tile of BLOCK_M packed rows. Packed row m of a span is new
+a program of the slice kernel takes one slice of it for one tile of BLOCK_M packed rows. Packed row m of a span is new
 token m // GROUP of query head m % GROUP of its group. Pools are [P, DIM] and [P, VALUE_DIM]. What a slice gives a span
 is its weighted sum of v in `parts` [places, VALUE_DIM], and largest score and sum of weights in `extremes` [places, 2];
 scores are in base 2.
@@ -11,7 +11,13 @@ scores are in base 2.
 import triton
 import triton.language as tl
 
+from lkv.kernels.ragged_attention.levels import LEVELS
+
 LN_2 = tl.constexpr(0.6931471805599453)
+# Code c stands for u (slope + cubic u^2), u = c - (2^bits - 1) / 2.
+SLOPE_8, CUBIC_8 = tl.constexpr(LEVELS[8][0]), tl.constexpr(LEVELS[8][1])
+SLOPE_4, CUBIC_4 = tl.constexpr(LEVELS[4][0]), tl.constexpr(LEVELS[4][1])
+SLOPE_3, CUBIC_3 = tl.constexpr(LEVELS[3][0]), tl.constexpr(LEVELS[3][1])
 
 
 @triton.jit
@@ -52,8 +58,11 @@ def _load_query(
 
 
 @triton.jit
-def _attend_block(query, key, value, seen, scale, highest, weight, sums):
-    """Running maximum, weight and sums of rows with one more block of entries."""
+def _attend_block(query, key, value, value_norm, seen, scale, highest, weight, sums):
+    """Running maximum, weight and sums of rows with one more block of entries.
+
+    `scale` is that of all scores, or of each entry [1, N]; `value_norm` is what the entries of v are multiplied by.
+    """
     scores = tl.dot(query, key, input_precision="ieee") * scale
     scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(highest, tl.max(scores, 1))
@@ -61,7 +70,7 @@ def _attend_block(query, key, value, seen, scale, highest, weight, sums):
     base = tl.where(new == float("-inf"), 0.0, new)
     shrink = tl.exp2(highest - base)
     share = tl.exp2(scores - base[:, None])
-    sums = sums * shrink[:, None] + tl.dot(share.to(value.dtype), value, input_precision="ieee")
+    sums = sums * shrink[:, None] + tl.dot((share * value_norm).to(value.dtype), value, input_precision="ieee")
     return new, weight * shrink + tl.sum(share, 1), sums
 
 
@@ -86,8 +95,65 @@ def _attend_pools(
         )
         key, value = (key.to(tl.float32), value.to(tl.float32)) if WIDEN else (key, value)
         seen = inside[None, :] & (entry[None, :] <= visible[:, None])
-        highest, weight, sums = _attend_block(query, key, value, seen, scale, highest, weight, sums)
+        highest, weight, sums = _attend_block(query, key, value, 1.0, seen, scale, highest, weight, sums)
     return highest, weight, sums
+
+
+@triton.jit
+def _load_levels(codes, entry, channel, inside, DIM: tl.constexpr, BITS: tl.constexpr):
+    """The levels of codes in float32, in the shape to which `entry` and `channel` broadcast.
+
+    Every lane reads the bytes that hold its own code (the layout is that of `lkv.cache.quantization`), so that channels
+    come in their natural order; lanes that share a byte find it in the cache.
+    """
+    at = codes + entry * (DIM * BITS // 8)
+    if BITS == 8:
+        code = tl.load(at + channel, mask=inside, other=0).to(tl.int32)
+    elif BITS == 4:
+        byte = tl.load(at + channel % (DIM // 2), mask=inside, other=0).to(tl.int32)
+        code = byte >> channel // (DIM // 2) * 4 & 15
+    else:
+        word = channel % (DIM // 4)
+        low = tl.load(at + word, mask=inside, other=0).to(tl.int32)
+        halves = tl.load(at + DIM // 4 + word % (DIM // 8), mask=inside, other=0).to(tl.int32)
+        code = (low | (halves >> word // (DIM // 8) * 4 & 15) << 8) >> channel // (DIM // 4) * 3 & 7
+    slope: tl.constexpr = SLOPE_8 if BITS == 8 else SLOPE_4 if BITS == 4 else SLOPE_3
+    cubic: tl.constexpr = CUBIC_8 if BITS == 8 else CUBIC_4 if BITS == 4 else CUBIC_3
+    centred = code.to(tl.float32) - (2**BITS - 1) / 2
+    return centred * (slope + cubic * (centred * centred))
+
+
+@triton.jit
+def _attend_tier(
+    query, k_codes, k_norms, v_codes, v_norms, tables, span, spans, coded, begin, end, visible, dims, real, value_dims,
+    value_real, scale, highest, weight, sums, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """As `_attend_pools` over those entries of a span that are quantised in one tier, behind `coded` in better ones.
+
+    Also returns how many entries are quantised in this and better tiers.
+    """
+    after = coded + tl.load(tables + span)
+    shift = tl.load(tables + spans + span).to(tl.int64) - coded
+    last = tl.minimum(end, after)
+    for at in range(tl.maximum(begin, coded), last, BLOCK_N):
+        entry = at + tl.arange(0, BLOCK_N)
+        inside = entry < last
+        code_at = shift + entry
+        key_here, value_here = inside[None, :] & real[:, None], inside[:, None] & value_real[None, :]
+        key = _load_levels(k_codes, code_at[None, :], dims[:, None], key_here, DIM, KEY_BITS)
+        value = _load_levels(v_codes, code_at[:, None], value_dims[None, :], value_here, VALUE_DIM, VALUE_BITS)
+        # Norms scale scores and weights rather than all values of k and v.
+        key_norm = tl.load(k_norms + code_at, mask=inside, other=0.0).to(tl.float32)
+        value_norm = tl.load(v_norms + code_at, mask=inside, other=0.0).to(tl.float32)
+        if query.dtype == tl.float16:
+            value_norm = tl.minimum(value_norm, 65504.0)
+        seen = inside[None, :] & (entry[None, :] <= visible[:, None])
+        highest, weight, sums = _attend_block(
+            query, key.to(query.dtype), value.to(query.dtype), value_norm[None, :], seen, scale * key_norm[None, :],
+            highest, weight, sums,
+        )  # fmt: skip
+    return after, highest, weight, sums
 
 
 @triton.jit
@@ -110,11 +176,17 @@ def _store_part(
 @triton.jit
 def slice_kernel(
     q, k_pool, v_pool, starts, lens, parts, extremes, counted, spans, kv_heads, rows, added, scale, q_batch, q_head,
-    q_row, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPANS: tl.constexpr, LEAST: tl.constexpr,
-    CAUSAL: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    q_row, k_codes_0, k_norms_0, v_codes_0, v_norms_0, tables_0, k_codes_1, k_norms_1, v_codes_1, v_norms_1, tables_1,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPANS: tl.constexpr, LEAST: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDEN: tl.constexpr, TIERS: tl.constexpr, KEY_BITS_0: tl.constexpr,
+    VALUE_BITS_0: tl.constexpr, KEY_BITS_1: tl.constexpr, VALUE_BITS_1: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One slice of the flat axis for one tile of packed rows; row m of a span is new token m // GROUP."""
+    """One slice of the flat axis for one tile of packed rows; row m of a span is new token m // GROUP.
+
+    The first entries of a span are quantised in TIERS tiers, those of the first before those of the second; only the
+    others are in the pools. `tables` [2, spans] of a tier: how many entries of a span are in it, and the first of them.
+    """
     low, high, lengths, ends = _slice_bounds(lens, counted, spans, added, SPANS, LEAST)
     packed, token, within, latest = _packed_rows(rows, GROUP, BLOCK_M)
     all_spans = tl.arange(0, SPANS)
@@ -140,103 +212,19 @@ def slice_kernel(
             highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
             weight = tl.zeros([BLOCK_M], tl.float32)
             sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-            highest, weight, sums = _attend_pools(
-                query, k_pool + start * DIM, v_pool + start * VALUE_DIM, begin, end, visible, dims, real, value_dims,
-                value_real, scale, highest, weight, sums, DIM, VALUE_DIM, WIDEN, BLOCK_N,
-            )  # fmt: skip
-            _store_part(
-                parts, extremes, span, rows, packed, within, value_dims, value_real, highest, weight, sums, GROUP,
-                VALUE_DIM,
-            )  # fmt: skip
-
-
-@triton.jit
-def _restore(codes, step, least, HALF: tl.constexpr):
-    """code * step + least in float32; within the range of float16 if HALF."""
-    values = codes.to(tl.float32) * step.to(tl.float32) + least.to(tl.float32)
-    return tl.minimum(tl.maximum(values, -65504.0), 65504.0) if HALF else values
-
-
-@triton.jit
-def code_slice_kernel(
-    q, k_pool, v_pool, starts, lens, parts, extremes, counted, spans, kv_heads, rows, added, scale, q_batch, q_head,
-    q_row, k_codes, k_step, k_least, v_codes, v_step, v_least, tables, GROUP: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, SPANS: tl.constexpr, LEAST: tl.constexpr, WIDEN: tl.constexpr, HALF: tl.constexpr,
-    BITS: tl.constexpr, SHARING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """As the slice kernel, where the first entries of each span are codes: code * step + least.
-
-    `tables` [3, spans]: how many entries of a span are codes, its first one among all codes, its first group of k.
-    SHARING values share a step: entries of one channel in k (BLOCK_N divides them), channels of one entry in v. Two
-    codes of 4 bits lie in a byte, those of the first half of the channels below; the axes of the blocks are so ordered
-    that they come apart.
-    """
-    low, high, lengths, ends = _slice_bounds(lens, counted, spans, added, SPANS, LEAST)
-    packed, token, within, latest = _packed_rows(rows, GROUP, BLOCK_M)
-    all_spans = tl.arange(0, SPANS)
-    # Channels in the order of the blocks, the bytes that hold their codes, and where in the byte.
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    byte, value_byte = dims, value_dims
-    shift, value_shift = dims * 0, value_dims * 0
-    real, value_real = dims < DIM, value_dims < VALUE_DIM
-    if BITS == 4:
-        byte, value_byte = dims % (BLOCK_D // 2), value_dims % (BLOCK_V // 2)
-        above, value_above = dims // (BLOCK_D // 2), value_dims // (BLOCK_V // 2)
-        dims, value_dims = byte + above * ((DIM + 1) // 2), value_byte + value_above * ((VALUE_DIM + 1) // 2)
-        real = (byte < (DIM + 1) // 2) & (dims < DIM)
-        value_real = (value_byte < (VALUE_DIM + 1) // 2) & (value_dims < VALUE_DIM)
-        shift, value_shift = above * 4, value_above * 4
-    width: tl.constexpr = (DIM * BITS + 7) // 8
-    value_width: tl.constexpr = (VALUE_DIM * BITS + 7) // 8
-    value_groups: tl.constexpr = (VALUE_DIM + SHARING - 1) // SHARING
-
-    if low < high:
-        first = tl.sum((ends <= low).to(tl.int32), 0)
-        last = tl.sum((ends < high).to(tl.int32), 0)
-        for span in range(first, last + 1):
-            length = tl.load(lens + span) + added
-            before = tl.sum(tl.where(all_spans < span, lengths, 0), 0)
-            begin = tl.maximum(low - before, 0)
-            # New tokens that no row of this tile sees are not read.
-            end = tl.minimum(tl.minimum(high - before, length), length - rows + latest + 1)
-            coded = tl.load(tables + span)
-            first_code = tl.load(tables + spans + span).to(tl.int64)
-            first_group = tl.load(tables + 2 * spans + span).to(tl.int64)
-            start = tl.load(starts + span).to(tl.int64)
-            query = _load_query(
-                q, span, kv_heads, packed, token, within, q_batch, q_head, q_row, dims, real, GROUP, WIDEN
-            )
-            visible = length - rows + token
-            highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            weight = tl.zeros([BLOCK_M], tl.float32)
-            sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-            # Every block is of one group of k, within which a slice may begin.
-            codes_end = tl.minimum(end, coded)
-            for at in range(begin // BLOCK_N * BLOCK_N, codes_end, BLOCK_N):
-                entry = at + tl.arange(0, BLOCK_N)
-                inside = (entry >= begin) & (entry < codes_end)
-                code_at = first_code + entry
-                key_here, value_here = inside[None, :] & real[:, None], inside[:, None] & value_real[None, :]
-                key = tl.load(k_codes + code_at[None, :] * width + byte[:, None], mask=key_here, other=0)
-                group = (first_group + at // SHARING) * DIM + dims
-                key = _restore(
-                    (key >> shift[:, None]) & (2**BITS - 1),
-                    tl.load(k_step + group, mask=real, other=0.0)[:, None],
-                    tl.load(k_least + group, mask=real, other=0.0)[:, None],
-                    HALF,
-                ).to(query.dtype)
-                value = tl.load(
-                    v_codes + code_at[:, None] * value_width + value_byte[None, :], mask=value_here, other=0
-                )
-                value_group = code_at[:, None] * value_groups + (value_dims // SHARING)[None, :]
-                value = _restore(
-                    (value >> value_shift[None, :]) & (2**BITS - 1),
-                    tl.load(v_step + value_group, mask=value_here, other=0.0),
-                    tl.load(v_least + value_group, mask=value_here, other=0.0),
-                    HALF,
-                ).to(query.dtype)
-                highest, weight, sums = _attend_block(query, key, value, inside[None, :], scale, highest, weight, sums)
+            coded = begin * 0
+            if TIERS > 0:
+                coded, highest, weight, sums = _attend_tier(
+                    query, k_codes_0, k_norms_0, v_codes_0, v_norms_0, tables_0, span, spans, coded, begin, end,
+                    visible, dims, real, value_dims, value_real, scale, highest, weight, sums, DIM, VALUE_DIM,
+                    KEY_BITS_0, VALUE_BITS_0, BLOCK_N,
+                )  # fmt: skip
+            if TIERS > 1:
+                coded, highest, weight, sums = _attend_tier(
+                    query, k_codes_1, k_norms_1, v_codes_1, v_norms_1, tables_1, span, spans, coded, begin, end,
+                    visible, dims, real, value_dims, value_real, scale, highest, weight, sums, DIM, VALUE_DIM,
+                    KEY_BITS_1, VALUE_BITS_1, BLOCK_N,
+                )  # fmt: skip
             highest, weight, sums = _attend_pools(
                 query, k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end, visible, dims,
                 real, value_dims, value_real, scale, highest, weight, sums, DIM, VALUE_DIM, WIDEN, BLOCK_N,

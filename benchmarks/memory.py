@@ -1,0 +1,160 @@
+"""Fidelity by memory: KL(full || compressed) and top-1 agreement at equal bytes, each method with several precisions.
+
+python -m benchmarks.memory --data FOLDER    (FOLDER is the evaluation folder; writes memory.json and its figure)
+python -m benchmarks.memory --data FOLDER --model NAME
+
+A budget is a share of the bytes of a 16-bit cache, whatever dtype the model computes in. Every method is measured in
+tiers, and with all its entries in 16, 8 and 4 bits. --full-table has all budgets and precisions for every method, else
+only LKV has.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import SUBJECT, Subject, parse_options, per_length, run_cases, subject_of
+from benchmarks.fidelity import fidelity_row
+from benchmarks.heldout import Continuations, HeldOut
+from lkv.evaluation.comparison import MethodComparison, MethodGrid
+from lkv.evaluation.report.figures import finish_figure, method_styles, new_figure, save_figure
+from lkv.evaluation.report.names import method_label
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods.memory import DEFAULT_TABLE, Precision, TierTable
+
+TASKS = ("code", "LongBench text", "multi-hop QA", "meetings", "stories")
+METHODS = ["lkv", "kvzip", "snapkv", "lkv-h+expected"]
+TABLES = {"": DEFAULT_TABLE} | {f"{bits} bits": TierTable.single(Precision(bits, bits)) for bits in (16, 8, 4)}
+COMPARED = (0.15, 0.05)  # the budgets of methods other than LKV
+REFERENCE = 80  # tokens of a reference at most
+Sample = dict[str, Any]
+
+
+def main() -> None:
+    options = parse_options(
+        __doc__, "memory", "of evaluation files", **SUBJECT, methods=METHODS, tokens=[1000, 2000, 4000, 7800],
+        memory=[0.3, 0.15, 0.1, 0.05, 0.03], contexts=[2], tasks=TASKS, seed=0, full_table=False, out=Path,
+    )  # fmt: skip
+    contexts, subject = per_length(options.tokens, options.contexts), subject_of(options)
+    options.out = options.out or subject.results("memory")
+    scale = 2 / subject.model.dtype.itemsize
+    grid = MethodGrid(
+        subject.model, subject.tokenizer, options.methods, [share * scale for share in options.memory],
+        subject.policy, tier_tables=TABLES,
+    )  # fmt: skip
+    if not options.full_table:
+        compared = {share * scale for share in COMPARED}
+        grid = grid.select(
+            frozenset(
+                (name, share)
+                for name, share in grid.pairs
+                if name.split(" ")[0] == "lkv" or (share in compared and "(8 " not in name)
+            )
+        )
+    heldout = HeldOut(options.data, subject.tokenizer, options.seed)
+    cases = {
+        f"{task}-{tokens}-{number}": (task, number, tokens)
+        for number in range(max(contexts.values()))
+        for tokens in sorted(contexts)
+        for task in options.tasks
+        if number < contexts[tokens]
+    }
+
+    def measure_case(task: str, number: int, tokens: int) -> Sample:
+        ids, continuations = heldout.case(task, number, tokens)
+        return measure(subject, grid, ids, [(c[: skip + REFERENCE], skip) for c, skip in continuations])
+
+    def rows_of_samples(samples: dict[str, Sample]) -> list[dict]:
+        rows = summarise((cases[key][2], sample) for key, sample in samples.items())
+        return [{"model": subject.name, **row} for row in rows]
+
+    growing = ("contexts", "tokens", "tasks")
+    rows = run_cases(
+        "benchmarks.memory", options, "memory", cases, measure_case, rows_of_samples, subject.policy, growing
+    )
+    draw(rows, options.out.parent / "small" / f"{options.out.stem}.png")
+
+
+@torch.no_grad()
+def measure(subject: Subject, grid: MethodGrid, ids: list[int], continuations: Continuations) -> Sample:
+    """KL and agreement of each method and budget over each continuation, and the share of bytes that each holds."""
+    model, half = subject.model, 2 / subject.model.dtype.itemsize
+    prompt = read_prompt(model, torch.tensor([ids]), queries=True)
+    rows, skipped = grid.bind(ids, prompt)
+    full_nbytes = sum(layer.key.nbytes + layer.value.nbytes for layer in prompt) * half
+    full = MethodComparison(model, ids, prompt, [rows[0].method])
+    predictions = [full.predict(target, skip).row(0) for target, skip in continuations]
+    sample: Sample = {"tokens": len(ids), "rows": [], "held": [], "kept": [], "measured": [[] for _ in continuations]}
+    for row in rows[1:]:
+        comparison = MethodComparison(model, ids, prompt, [row.method])
+        sample["rows"].append([row.name, round(row.retention / half, 4)])
+        sample["held"].append(comparison.nbytes() / full_nbytes)
+        sample["kept"] += comparison.realised_retentions()
+        for measured, expected, (target, skip) in zip(sample["measured"], predictions, continuations, strict=True):
+            fidelity = comparison.predict(target, skip).row(0).fidelity_to(expected)
+            measured.append([fidelity.kl, fidelity.agreement])
+    return sample | {"skipped": [[each.name, each.retention / half, each.reason] for each in skipped]}
+
+
+def summarise(samples: Iterable[tuple[int, Sample]]) -> list[dict]:
+    """Rows by method, budget and length, of (length, sample)."""
+    groups: dict[tuple[int, str, float], list[tuple[Sample, int]]] = {}
+    for tokens, sample in samples:
+        for index, (method, memory) in enumerate(sample["rows"]):
+            groups.setdefault((tokens, method, memory), []).append((sample, index))
+    rows = []
+    for (tokens, method, memory), members in sorted(groups.items()):
+        row: dict[str, Any] = {"method": method, "tokens": tokens, "memory": memory}
+        row |= {name: sum(s[name][i] for s, i in members) / len(members) for name in ("held", "kept")}
+        rows.append(row | fidelity_row(members))
+        told = f"n {rows[-1]['n']:4} kl {rows[-1]['kl']:.4f} agreement {rows[-1]['agreement']:.3f}"
+        print(f"{tokens:6} {method:28} memory {memory:5} held {row['held']:.4f} {told}")
+    return rows
+
+
+def best_precisions(rows: Sequence[dict]) -> list[dict]:
+    """Of each method, length and budget the row with the least KL, called by the method alone."""
+    best: dict[tuple[str, int, float], dict] = {}
+    for row in rows:
+        key = row["method"].split(" (")[0], row["tokens"], row["memory"]
+        if key not in best or row["kl"] < best[key]["kl"]:
+            best[key] = row | {"method": key[0]}
+    return list(best.values())
+
+
+def draw(rows: Sequence[dict], path: Path) -> None:
+    """KL over memory at the greatest length with at least as many contexts as any: each method at its best, and LKV in
+    16 bits."""
+    most = max(row["contexts"] for row in rows)
+    tokens = max(row["tokens"] for row in rows if row["contexts"] == most)
+    here = [row for row in rows if row["tokens"] == tokens]
+    lines = best_precisions(here)
+    styles = method_styles(list(dict.fromkeys(row["method"] for row in lines)))
+    figure = new_figure(6.4, 4.4)
+    axes = figure.subplots()
+    for method, style in styles.items():
+        line = sorted((row for row in lines if row["method"] == method), key=lambda row: row["memory"])
+        low, high = ([abs(row[end] - row["kl"]) for row in line] for end in ("low", "high"))
+        axes.errorbar(
+            [row["held"] for row in line], [row["kl"] for row in line], yerr=(low, high),
+            label=f"{method_label(method)}, best precision", color=style.colour, marker=style.marker,
+            linewidth=style.width, linestyle=style.line, capsize=2, zorder=style.order,
+        )  # fmt: skip
+    line = sorted((row for row in here if row["method"] == "lkv (16 bits)"), key=lambda row: row["memory"])
+    axes.plot([r["held"] for r in line], [r["kl"] for r in line], label="LKV, 16 bits", color="0.5", linestyle=":")
+    axes.set_xlabel("share of the full 16-bit cache's bytes")
+    axes.set_ylabel("KL(full || compressed), nats a token")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    measured = sorted({row["memory"] for row in here})
+    axes.set_xticks(measured, [f"{value:.0%}" for value in measured])
+    axes.minorticks_off()
+    model, count = rows[0]["model"].rpartition("/")[2], max(row["n"] for row in here)
+    caption = f"{model}, {tokens:,} tokens; n = {count} continuations a point; 95% intervals"
+    finish_figure(figure, [axes], "Fidelity by memory", caption)
+    save_figure(figure, path)
+
+
+if __name__ == "__main__":
+    main()

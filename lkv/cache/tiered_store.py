@@ -1,0 +1,469 @@
+"""A layer's compressed entries in tiers of falling precision, beside those in the model's own dtype."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lkv.cache.quantization import check_width, code_width, dequantize, quantize, rotation
+from lkv.cache.store import RaggedStore, StoreView, slot_indices
+from lkv.kernels.ragged_attention import (
+    MAX_QUANTIZED,
+    Basis,
+    QuantizedKV,
+    append,
+    append_and_attend,
+    can_attend_quantized,
+    ragged_attention,
+)
+from lkv.methods.memory import QUANTIZED_BITS, Precision
+from lkv.utils import devices
+
+_TENSORS = ("key_codes", "key_norms", "value_codes", "value_norms")
+
+
+@dataclass(frozen=True, eq=False)
+class Tier:
+    """Quantised entries of all rows and heads, one after another.
+
+    Attributes:
+        precision: Their bits.
+        lens: How many each row and head has, int64 [B, H] on the CPU.
+        tensors: Codes [N, .] and norms [N] of k, then of v.
+        scores: float32 [N], where entries are to be evicted later.
+        positions: int32 [N], likewise.
+    """
+
+    precision: Precision
+    lens: Tensor
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    scores: Tensor | None = None
+    positions: Tensor | None = None
+
+    def dequantize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """k [N, d] and v [N, dv], rotated."""
+        key, key_norms, value, value_norms = self.tensors
+        bits = self.precision
+        return dequantize(key, key_norms, bits.key_bits, dtype), dequantize(value, value_norms, bits.value_bits, dtype)
+
+    @property
+    def starts(self) -> Tensor:
+        """The first entry of each row and head, [B, H]."""
+        counts = self.lens.flatten()
+        return (counts.cumsum(0) - counts).view_as(self.lens)
+
+    def select(self, rows: Tensor) -> "Tier":
+        """The entries of the batch rows `rows` [n]."""
+        lens = self.lens[rows]
+        entries = slot_indices(self.starts[rows], lens, self.tensors[0].device)
+        return self._take(entries, lens)
+
+    def _take(self, entries: Tensor, lens: Tensor) -> "Tier":
+        scores, positions = (None if x is None else x[entries] for x in (self.scores, self.positions))
+        key, key_norms, value, value_norms = (x[entries] for x in self.tensors)
+        return replace(
+            self, lens=lens, tensors=(key, key_norms, value, value_norms), scores=scores, positions=positions
+        )
+
+    def nbytes(self) -> int:
+        """Bytes of storage."""
+        tensors = (*self.tensors, self.scores, self.positions)
+        return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyBasis:
+    """What k is shifted and scaled by before it is rotated: the mean and the scale of each head, [2, B, H, d].
+
+    k' = (k - mean) / scale R and q' = q scale R have the products of q and k, but for that of q and the mean, which is
+    the same for all entries and changes no attention. `scale` is the root of each channel's deviation: the best one for
+    queries of unknown direction, as the error of a product is then the least that any scale of channels allows.
+    """
+
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, key: Tensor, heads: Tensor, shape: torch.Size) -> "KeyBasis":
+        """That of the entries `key` [N, d], of which `heads` [N] are the rows and heads, out of `shape` = [B, H]."""
+        count, wide = shape.numel(), torch.promote_types(key.dtype, torch.float32)
+        values, zeros = key.to(wide), key.new_zeros((count, key.shape[-1]), dtype=wide)
+        entries = zeros[:, :1].index_add(0, heads, torch.ones_like(values[:, :1])).clamp(min=1)
+        mean = zeros.index_add(0, heads, values) / entries
+        spread = (zeros.index_add(0, heads, (values - mean[heads]).square()) / entries).sqrt()
+        # A channel that never changes needs no precision, but its scale must not be 0.
+        typical = spread.mean(1, keepdim=True)
+        scale = spread.clamp(min=typical * 1e-3).sqrt().where(typical > 1e-12, 1.0)
+        half = key.dtype if key.dtype == torch.float16 else torch.bfloat16
+        return cls(torch.stack([mean, scale]).to(half).view(2, *shape, -1))
+
+    def select(self, rows: Tensor) -> "KeyBasis":
+        """That of the batch rows `rows` [n]."""
+        return KeyBasis(self.tensor[:, rows.to(self.tensor.device)])
+
+    def enter(self, key: Tensor, heads: Tensor) -> Tensor:
+        """k' of entries [N, d] of the rows and heads `heads` [N]."""
+        mean, scale = (x[heads].to(key.dtype) for x in self.tensor.flatten(1, 2))
+        return (key - mean) / scale @ rotation(key.shape[-1], key.dtype, key.device)
+
+    def leave(self, key: Tensor, heads: Tensor) -> Tensor:
+        """The entries that `enter` took."""
+        mean, scale = (x[heads].to(key.dtype) for x in self.tensor.flatten(1, 2))
+        return (key @ rotation(key.shape[-1], key.dtype, key.device).mT) * scale + mean
+
+
+class TieredStore:
+    """Compressed entries in up to two quantised tiers, and a `RaggedStore` of unquantised and of appended ones.
+
+    All of them are stored in other coordinates, k as `KeyBasis` says and v rotated. Queries are brought there as they
+    come, and outputs are rotated back. Where a compiled backend runs (Triton; C++ for few rows) attention
+    reads the codes themselves; else one layer's entries are restored at a time.
+    """
+
+    def __init__(self, basis: KeyBasis, tiers: tuple[Tier, ...], unquantized: RaggedStore):
+        """Combine `tiers`, best first, with entries in the model's dtype, all of them in the coordinates of `basis`."""
+        self.basis, self.tiers, self._rest = basis, tiers, unquantized
+        rest, coded = unquantized, torch.zeros_like(unquantized.lens)
+        counts: list[Tensor] = []
+        for tier in tiers:
+            counts += [tier.lens, tier.starts]
+            coded = coded + tier.lens
+        self.lens = coded + rest.lens
+        with torch.inference_mode(False):  # see RaggedStore
+            # Entry i of a head is in slot start + i of the pools, if it is none of the quantised ones.
+            stacked = devices.stack_to_device(rest.k.device, rest.starts - coded, self.lens, *counts)
+            self._device_starts, self._device_compressed = stacked[0], stacked[1]
+            self._device_lens = stacked[1].clone()
+            device_tables = stacked[2:].unflatten(0, (-1, 2)) if tiers else ()
+            self._quantized = tuple(
+                QuantizedKV(*tier.tensors, table, tier.precision.key_bits, tier.precision.value_bits)
+                for tier, table in zip(tiers, device_tables, strict=True)
+            )
+            rotations = (rotation(pool.shape[-1], torch.float32, pool.device) for pool in (rest.k, rest.v))
+            self._basis = Basis(*basis.tensor.float(), *rotations)
+        if rest.appended_tokens:
+            self._count_on_device()
+
+    @classmethod
+    def from_ragged(
+        cls, store: RaggedStore, tiers: "TierSplit", free_slots: int, basis: KeyBasis | None = None
+    ) -> "TieredStore":  # fmt: skip
+        """Move the compressed entries of `store`, none of them appended, to tiers.
+
+        `basis` is that of the entries by default. Raises CacheError if the head size is no multiple of 8, or values
+        are not finite.
+        """
+        key, value = store.pack()
+        check_width(key.shape[-1], value.shape[-1])
+        heads = _head_numbers(store.lens, key.device)
+        wide = torch.promote_types(key.dtype, torch.float32)
+        basis = basis or KeyBasis.of(key, heads, store.lens.shape)
+        key = basis.enter(key.to(wide), heads)
+        value = value.to(wide) @ rotation(value.shape[-1], wide, value.device)
+        slots = slot_indices(store.starts, store.lens, key.device)
+        extras = (
+            () if store.scores is None or store.positions is None else (store.scores[slots], store.positions[slots])
+        )
+        made, rest = [], RaggedStore(torch.zeros_like(store.lens), free_slots, store.k, store.v, bool(extras))
+        for precision, lens, entries in zip(tiers.precisions, tiers.lens, tiers.entries(), strict=True):
+            parts = key[entries], value[entries], *(x[entries] for x in extras)
+            if precision.is_quantized and int(lens.sum()):
+                codes = *quantize(parts[0], precision.key_bits), *quantize(parts[1], precision.value_bits)
+                made.append(Tier(precision, lens, codes, *parts[2:]))
+            elif not precision.is_quantized:
+                rest = RaggedStore(lens, free_slots, store.k, store.v, bool(extras))
+                rest.fill(*parts)
+        return cls(basis, tuple(made), rest)
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """Those of the quantised tiers."""
+        return tuple(tier.precision for tier in self.tiers)
+
+    @property
+    def scores(self) -> Tensor | None:
+        """As `RaggedStore.scores`, of the entries that are not quantised; None if none are stored at all."""
+        return self._rest.scores
+
+    @property
+    def appended_tokens(self) -> int:
+        """As `RaggedStore.appended_tokens`."""
+        return self._rest.appended_tokens
+
+    @property
+    def counts(self) -> Tensor:
+        """As `RaggedStore.counts`."""
+        return self.lens + (self._rest.counts - self._rest.lens)
+
+    @property
+    def free_slots(self) -> int:
+        """As `RaggedStore.free_slots`."""
+        return self._rest.free_slots
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of appended k and v, and of restored ones."""
+        return self._rest.dtype
+
+    def drop_scores(self) -> None:
+        """As `RaggedStore.drop_scores`."""
+        self._rest.drop_scores()
+        self.tiers = tuple(replace(tier, scores=None, positions=None) for tier in self.tiers)
+
+    def extend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        scores: Tensor | None = None,
+        position: int = 0,
+        buffers: dict[Any, Any] | None = None,
+    ) -> Tensor:
+        """As `RaggedStore.extend`."""
+        if scores is not None:
+            self._rest.store_scores(scores, position, self._device_starts + self._device_lens)
+        view, quantized, basis = self._pools(), self._quantized, self._basis
+        if can_attend_quantized(query, *view, key, value, quantized=quantized):
+            out = append_and_attend(query, key, value, *view, scale, buffers=buffers, quantized=quantized, basis=basis)
+            self.count_appended(key.shape[2])
+            return out
+        append(key, value, *view, basis)
+        self.count_appended(key.shape[2])
+        return ragged_attention(query, *self.attention_view(), scale)
+
+    def append(self, row: int, key: Tensor, value: Tensor) -> None:
+        """As `RaggedStore.append`."""
+        k_pool, v_pool, starts, lens = self._pools()
+        rows, basis = slice(row, row + 1), self._basis
+        basis = basis._replace(mean=basis.mean[rows], scale=basis.scale[rows])
+        append(key, value, k_pool, v_pool, starts[rows], lens[rows], basis)
+
+    def attend_compressed(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """As `RaggedStore.attend_compressed`."""
+        view, quantized = (*self._pools()[:3], self._device_compressed), self._quantized
+        if not can_attend_quantized(query, *view, quantized=quantized):
+            return self.restore(with_appended=False).attend_compressed(query, scale)
+        return ragged_attention(query, *view, scale, causal=False, lse=True, quantized=quantized, basis=self._basis)
+
+    def attention_view(self) -> StoreView:
+        """As `RaggedStore.attention_view`, over pools restored for this call."""
+        return self.restore().attention_view()
+
+    def compressed_view(self) -> StoreView:
+        """As `RaggedStore.compressed_view`, over pools restored for this call."""
+        return self.restore(with_appended=False).compressed_view()
+
+    def restore(self, with_appended: bool = True) -> RaggedStore:
+        """All entries as the model computes them; in each head those of the first tier come first.
+
+        Appended ones count as compressed there.
+        """
+        rest = self._rest
+        counts = rest.counts if with_appended else rest.lens
+        device, wide = rest.k.device, torch.promote_types(rest.dtype, torch.float32)
+        store = RaggedStore(self.lens - rest.lens + counts, 0, rest.k, rest.v, rest.scores is not None)
+        key, value = (pool.new_empty(pool.shape, dtype=wide) for pool in (store.k, store.v))
+        starts = store.starts
+        for tier in self.tiers:
+            slots = slot_indices(starts, tier.lens, device)
+            key[slots], value[slots] = tier.dequantize(wide)
+            if store.scores is not None and store.positions is not None:
+                assert tier.scores is not None and tier.positions is not None
+                store.scores[slots], store.positions[slots] = tier.scores, tier.positions
+            starts = starts + tier.lens
+        slots, source = slot_indices(starts, counts, device), slot_indices(rest.starts, counts, device)
+        key[slots], value[slots] = rest.k[source].to(wide), rest.v[source].to(wide)
+        if store.scores is not None and store.positions is not None:
+            assert rest.scores is not None and rest.positions is not None
+            store.scores[slots], store.positions[slots] = rest.scores[source], rest.positions[source]
+        key = self.basis.leave(key, _head_numbers(store.lens, device))
+        value = value @ rotation(value.shape[-1], wide, device).mT
+        store.k.copy_(_within(key, rest.dtype))
+        store.v.copy_(_within(value, rest.dtype))
+        return store
+
+    def requantize(self, kept: RaggedStore, origin: Tensor, tiers: "TierSplit", free_slots: int) -> "TieredStore":
+        """A new store of entries of this one.
+
+        Args:
+            kept: The entries, as `restore` returned them.
+            origin: Which of all the entries of `restore()` each of them was, [sum of lens].
+            tiers: The tiers that they belong to now. Entries that stay in their tier keep their codes.
+            free_slots: As in `from_ragged`.
+        """
+        new = TieredStore.from_ragged(kept, tiers, free_slots, self.basis)
+        device, restored = origin.device, self.lens - self._rest.lens + self._rest.counts
+        starts = (restored.flatten().cumsum(0) - restored.flatten()).view_as(restored)
+        old_tiers = {tier.precision: tier for tier in self.tiers}
+        begins, places = {}, torch.full((int(restored.sum()),), -1, device=device)
+        for tier in self.tiers:
+            begins[tier.precision], starts = starts, starts + tier.lens
+        for precision, entries in zip(tiers.precisions, tiers.entries(), strict=True):
+            if not precision.is_quantized:
+                rest, old_rest = new._rest, self._rest
+                places.fill_(-1)
+                places[slot_indices(starts, old_rest.counts, device)] = slot_indices(
+                    old_rest.starts, old_rest.counts, device
+                )
+                place, slots = places[origin[entries]][:, None], slot_indices(rest.starts, rest.lens, device)
+                for pool, before in ((rest.k, old_rest.k), (rest.v, old_rest.v)):
+                    if len(before):
+                        pool[slots] = torch.where(place >= 0, before[place[:, 0].clamp(min=0)], pool[slots])
+            elif precision in old_tiers and precision in new.precisions:
+                old, now = old_tiers[precision], next(tier for tier in new.tiers if tier.precision == precision)
+                places.fill_(-1)
+                slots = slot_indices(begins[precision], old.lens, device)
+                places[slots] = torch.arange(len(slots), device=device)
+                place = places[origin[entries]]
+                for codes, before in zip(now.tensors, old.tensors, strict=True):
+                    if len(before):
+                        is_old = (place >= 0).view(-1, *[1] * (codes.ndim - 1))
+                        codes.copy_(torch.where(is_old, before[place.clamp(min=0)], codes))
+        return new
+
+    def count_appended(self, tokens: int, padding: Tensor | None = None) -> None:
+        """As `RaggedStore.count_appended`."""
+        self._rest.count_appended(tokens, padding)
+
+    def crop(self, tokens: int) -> None:
+        """As `RaggedStore.crop`."""
+        self._rest.crop(tokens)
+        self._count_on_device()
+
+    def _count_on_device(self) -> None:
+        (appended,) = devices.stack_to_device(self._rest.k.device, self._rest.counts - self._rest.lens)
+        torch.add(self._device_compressed, appended, out=self._device_lens)
+
+    def drop_padding(self, padding: Tensor) -> "TieredStore":
+        """As `RaggedStore.drop_padding`; the quantised entries, which are never written to, are shared."""
+        rest = self._rest.drop_padding(padding)
+        return self if rest is self._rest else TieredStore(self.basis, self.tiers, rest)
+
+    def select(self, rows: Tensor, free_slots: int) -> "TieredStore":
+        """As `RaggedStore.select`."""
+        tiers = tuple(tier.select(rows) for tier in self.tiers)
+        return TieredStore(self.basis.select(rows), tiers, self._rest.select(rows, free_slots))
+
+    def reallocate(self, free_slots: int) -> "TieredStore":
+        """As `RaggedStore.reallocate`; the quantised entries are shared."""
+        return TieredStore(self.basis, self.tiers, self._rest.reallocate(free_slots))
+
+    def state(self) -> dict[str, Tensor]:
+        """As `RaggedStore.state`; `restore_state` takes it."""
+        key, value = self._rest.pack()
+        tensors = {"k": key, "v": value, "kept_unquantized": self._rest.lens, "key_basis": self.basis.tensor}
+        for number, tier in enumerate(self.tiers):
+            bits = torch.tensor([tier.precision.key_bits, tier.precision.value_bits], device="cpu")
+            tensors |= {f"tier{number}_bits": bits, f"tier{number}_kept": tier.lens}
+            tensors |= {f"tier{number}_{name}": x for name, x in zip(_TENSORS, tier.tensors, strict=True)}
+        return tensors
+
+    @staticmethod
+    def check_state(state: dict[str, Tensor], lens: Tensor, width: int) -> None:
+        """Check that `state` has `lens` [B, H] entries with `width` channels.
+
+        Raises KeyError, ValueError or CacheError otherwise.
+        """
+        check_width(width)
+        counts = state["kept_unquantized"].clone()
+        shapes: dict[str, tuple[tuple[int, ...], bool]] = {}
+        shape: tuple[int, ...]
+        for name, shape in (("k", (int(counts.sum()), width)), ("v", (int(counts.sum()), width))):
+            shapes[name] = shape, state[name].dtype.is_floating_point
+        shapes["key_basis"] = (2, *lens.shape, width), state["key_basis"].dtype in (torch.bfloat16, torch.float16)
+        for number in range(MAX_QUANTIZED):
+            if f"tier{number}_bits" not in state:
+                break
+            bits, kept = state[f"tier{number}_bits"].tolist(), state[f"tier{number}_kept"]
+            if len(bits) != 2 or not all(type(number) is int and number in QUANTIZED_BITS for number in bits):
+                raise ValueError(f"its tier {number} has the bits {bits}")
+            if kept.dtype != torch.long or kept.shape != lens.shape or int(kept.min()) < 0:
+                raise ValueError(f"its counts of tier {number} are no whole numbers, one a head")
+            entries, counts = int(kept.sum()), counts + kept
+            for name, bit in zip(("key", "value"), bits, strict=True):
+                codes, norms = (state[f"tier{number}_{name}_{part}"].dtype for part in ("codes", "norms"))
+                shapes[f"tier{number}_{name}_codes"] = (entries, code_width(bit, width)), codes == torch.uint8
+                shapes[f"tier{number}_{name}_norms"] = (entries,), norms == torch.bfloat16
+        if counts.dtype != torch.long or counts.shape != lens.shape or not torch.equal(counts, lens):
+            raise ValueError("its tiers have other numbers of entries than its heads")
+        for name, (shape, has_dtype) in shapes.items():
+            if state[name].shape != shape or not has_dtype:
+                raise ValueError(f"its {name} is {tuple(state[name].shape)} {state[name].dtype}, not {shape}")
+
+    @classmethod
+    def restore_state(cls, state: dict[str, Tensor], free_slots: int, like: Tensor) -> "TieredStore":
+        """The store that returned `state`, on the device and for a cache of the dtype of `like`."""
+        key, value = state["k"].to(like), state["v"].to(like)
+        rest = RaggedStore(state["kept_unquantized"], free_slots, key, value)
+        rest.fill(key, value)
+        tiers: list[Tier] = []
+        while f"tier{len(tiers)}_bits" in state:
+            name = f"tier{len(tiers)}_"
+            key_codes, key_norms, value_codes, value_norms = (state[name + part].to(like.device) for part in _TENSORS)
+            precision = Precision(*state[name + "bits"].tolist())
+            tiers.append(Tier(precision, state[name + "kept"], (key_codes, key_norms, value_codes, value_norms)))
+        return cls(KeyBasis(state["key_basis"].to(like.device)), tuple(tiers), rest)
+
+    def nbytes(self) -> int:
+        """As `RaggedStore.nbytes`."""
+        basis = self.basis.tensor.untyped_storage().nbytes()
+        return basis + sum(tier.nbytes() for tier in self.tiers) + self._rest.nbytes()
+
+    def entry_nbytes(self) -> int:
+        """As `RaggedStore.entry_nbytes`."""
+        return self._rest.entry_nbytes()
+
+    def _pools(self) -> StoreView:
+        """The pools in the coordinates of `_basis`, for attention that takes `_quantized` beside them."""
+        return self._rest.k, self._rest.v, self._device_starts, self._device_lens
+
+
+@dataclass(frozen=True)
+class TierSplit:
+    """Which entries of a store belong to which tier.
+
+    Attributes:
+        precisions: Those of the tiers, best first; at most `MAX_QUANTIZED` quantised ones after at most one other.
+        lens: How many entries of each row and head are in each tier, int64 [tiers, B, H] on the CPU.
+        numbers: The number of the tier of each entry, in order of rows and heads, [sum of lens].
+    """
+
+    precisions: tuple[Precision, ...]
+    lens: Tensor
+    numbers: Tensor
+
+    def entries(self) -> tuple[Tensor, ...]:
+        """The entries of each tier, in order. Nothing waits for the device."""
+        return self.numbers.argsort(stable=True).split(self.lens.flatten(1).sum(1).tolist())
+
+
+def _head_numbers(lens: Tensor, device: torch.device) -> Tensor:
+    """The number of the row and head of each of `lens` [B, H] entries, [sum of lens]."""
+    return torch.arange(lens.numel(), device="cpu").repeat_interleave(lens.flatten()).to(device)
+
+
+def _within(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.clamp_(-65504, 65504) if dtype == torch.float16 else values
+
+
+# A layer's entries, however they are stored.
+KVStore = RaggedStore | TieredStore
+
+
+def extend_padded(store: KVStore, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor) -> Tensor:
+    """Append and attend as `store.extend`, row by row.
+
+    New tokens that are `padding` [B, T] (on the CPU) are not appended, and their outputs are 0.
+    """
+    tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
+    for row, real in enumerate(tokens):
+        store.append(row, key[row : row + 1, :, real], value[row : row + 1, :, real])
+    store.count_appended(padding.shape[1], padding)
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    k_pool, v_pool, starts, lens = store.attention_view()
+    for row, real in enumerate(tokens):
+        rows = slice(row, row + 1)
+        attended = ragged_attention(query[rows][:, :, real], k_pool, v_pool, starts[rows], lens[rows], scale)
+        out[rows] = out[rows].index_copy(2, real, attended)
+    return out

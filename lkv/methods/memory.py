@@ -1,0 +1,220 @@
+"""A memory budget: the share of a full cache's bytes that k and v may take, and the precisions that it is spent on.
+
+The best entries are stored in more bits, the next in fewer, the rest are evicted. One ranking serves all of it: LKV's
+head and token scores are nested, so that what is kept at a low retention is kept at a higher one, too.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lkv.config import MemoryTarget
+from lkv.errors import PolicyFileError
+from lkv.kernels.ragged_attention.levels import QUANTIZED_BITS as QUANTIZED_BITS
+from lkv.methods.budgets import Budget, RetentionTarget
+
+NORM_BITS = 16  # of an entry's k, and of its v
+BASIS_BITS = 32  # of a channel of a head's k: its mean and its scale
+SCORE_BITS = 64  # of an entry's score and position, where entries are evicted later
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bits of a value of k and of v; 16 stands for the model's own dtype."""
+
+    key_bits: int
+    value_bits: int
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether entries are stored as codes."""
+        return self.key_bits < 16
+
+
+UNQUANTIZED = Precision(16, 16)
+
+
+@dataclass(frozen=True)
+class TierBudget:
+    """One tier of a method: the entries that `budget` keeps and no better tier has, stored in `precision`.
+
+    `target` is what `budget` was built for; None where the method has this tier alone.
+    """
+
+    precision: Precision
+    budget: Budget
+    target: "TierTarget | None" = None
+
+    def is_empty(self, tokens: int) -> bool:
+        """Whether neither it nor any better tier has entries of a text of `tokens` tokens."""
+        return self.target is not None and self.target.share(tokens) <= 0
+
+
+def tier_counts(
+    tiers: Sequence[TierBudget], tokens: int, heads: int, rows: int, count: Callable[[Budget], list[list[int]]]
+) -> list[list[list[int]]]:
+    """How many entries each row and head has in each tier and all better ones, [tiers][B][H], never falling.
+
+    `count` gives those of one budget, [B][H].
+    """
+    table: list[list[list[int]]] = []
+    for number, tier in enumerate(tiers):
+        before = table[-1] if table else [[0] * heads] * rows
+        previous = tiers[number - 1].target if number else None
+        is_same = previous and tier.target and previous.share(tokens) == tier.target.share(tokens)
+        if is_same or tier.is_empty(tokens):
+            table.append(before)
+            continue
+        counts = count(tier.budget)
+        table.append([[max(pair) for pair in zip(*rows, strict=True)] for rows in zip(before, counts, strict=True)])
+    return table
+
+
+@dataclass(frozen=True)
+class TierTable:
+    """How bytes are best spent on precisions, at each size of budget.
+
+    Attributes:
+        rows: For a number of bits a value (of all k and v of a text) and more: precisions, best first, and the share of
+            the bytes that each gets. In order of the first number.
+    """
+
+    rows: tuple[tuple[float, tuple[tuple[Precision, float], ...]], ...]
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """All precisions, best first, unquantised entries included."""
+        named = {precision for _, row in self.rows for precision, _ in row} | {UNQUANTIZED}
+        return tuple(sorted(named, key=lambda precision: (-precision.key_bits, -precision.value_bits)))
+
+    def row(self, bits: float) -> tuple[tuple[Precision, float], ...]:
+        """How to spend `bits` a value."""
+        fitting = [row for least, row in self.rows if least <= bits]
+        return fitting[-1] if fitting else self.rows[0][1]
+
+    @classmethod
+    def single(cls, precision: Precision) -> "TierTable":
+        """All entries in one precision, until all of the text is kept."""
+        return cls(((0.0, ((precision, 1.0),)),))
+
+    def to_json(self) -> list[Any]:
+        """As a policy's card has it: [bits a value, [[bits of k, bits of v, share of the bytes], ...]] a row."""
+        return [[least, [[each.key_bits, each.value_bits, share] for each, share in row]] for least, row in self.rows]
+
+    @classmethod
+    def from_json(cls, rows: Any) -> "TierTable":
+        """Read what `to_json` returned. Raises PolicyFileError for anything else."""
+        try:
+            table = cls(tuple((float(b), tuple((Precision(k, v), float(s)) for k, v, s in row)) for b, row in rows))
+            starts = [least for least, _ in table.rows]
+            fits = starts[0] == 0 and starts == sorted(starts) and all(_is_row(row) for _, row in table.rows)
+        except (TypeError, ValueError, IndexError):
+            fits = False
+        if not fits:
+            raise PolicyFileError(
+                f"the policy's table of precisions is {rows!r}, which this version does not know; update lkv-cache, or "
+                "give a retention instead of memory."
+            )
+        return table
+
+
+def _is_row(row: tuple[tuple[Precision, float], ...]) -> bool:
+    """Whether a row has one or two different precisions, best first, that can be stored, and spends all bytes."""
+    bits = [(each.key_bits, each.value_bits) for each, _ in row]
+    known = all(key in QUANTIZED_BITS and value in QUANTIZED_BITS for key, value in bits)
+    return (
+        known and 0 < len(bits) <= 2 and bits == sorted(set(bits), reverse=True)
+        and all(share > 0 for _, share in row) and abs(sum(share for _, share in row) - 1) < 1e-6
+    )  # fmt: skip
+
+
+# Measured on held-out training text with two models (`dev/LOG.md`): few bits for many entries where bytes are scarce.
+DEFAULT_TABLE = TierTable(
+    (
+        (0.0, ((Precision(8, 4), 0.3), (Precision(4, 3), 0.7))),
+        (2.2, ((Precision(8, 8), 0.3), (Precision(4, 4), 0.7))),
+    )
+)
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What the bytes of a full cache follow from.
+
+    Attributes:
+        heads: KV heads of all layers that are evicted from, in this process.
+        width: Channels of k.
+        value_width: Channels of v.
+        itemsize: Bytes of a value in the model's dtype.
+        extra_bits: What each entry takes beside k and v.
+    """
+
+    heads: int
+    width: int
+    value_width: int
+    itemsize: int
+    extra_bits: int = 0
+
+    def entry_bits(self, precision: Precision) -> int:
+        """Bits of one entry of one head."""
+        if not precision.is_quantized:
+            return 8 * self.itemsize * (self.width + self.value_width) + self.extra_bits
+        bits = precision.key_bits * self.width + precision.value_bits * self.value_width
+        return bits + 2 * NORM_BITS + self.extra_bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierTarget(RetentionTarget):
+    """The share of a text's tokens that its tiers down to one precision hold, within a memory budget.
+
+    Attributes:
+        memory: The budget.
+        shape: What bytes follow from.
+        table: How they are spent.
+        precision: That of the last of these tiers.
+    """
+
+    memory: MemoryTarget
+    shape: KVShape
+    table: TierTable
+    precision: Precision
+
+    def share(self, tokens: int) -> float:
+        """The fraction of a text of `tokens` tokens, in [0, 1]."""
+        return self.shares(tokens)[self.precision]
+
+    def shares(self, tokens: int) -> dict[Precision, float]:
+        """For each precision, the fraction of the text that is stored in it or a better one."""
+        shape, values = self.shape, self.shape.width + self.shape.value_width
+        full = 8 * shape.itemsize * values * max(1, tokens)
+        share, nbytes = self.memory.share, self.memory.nbytes
+        total = share * full if share is not None else 8 * (nbytes or 0) / max(1, shape.heads)
+        # Of one head, for each token: what is left beside the basis of the head's k.
+        bits = max(0.0, total - BASIS_BITS * shape.width) / max(1, tokens)
+        precisions = self.table.precisions
+        if total >= full:
+            return dict.fromkeys(precisions, 1.0)
+        row = self.table.row(bits / values)
+        fractions = {precision: part * bits / shape.entry_bits(precision) for precision, part in row}
+        if sum(fractions.values()) > 1:
+            fractions = _whole_text(bits, [precision for precision, _ in row], shape)
+        kept, shares = 0.0, {}
+        for precision in precisions:
+            kept = min(1.0, kept + fractions.get(precision, 0.0))
+            shares[precision] = kept
+        return shares
+
+    def __str__(self) -> str:
+        return str(self.memory)
+
+
+def _whole_text(bits: float, precisions: Sequence[Precision], shape: KVShape) -> dict[Precision, float]:
+    """The fractions of a text, all of it kept, for `bits` a token: two neighbours of `precisions` share it."""
+    ladder = [UNQUANTIZED, *(precision for precision in precisions if precision.is_quantized)]
+    for better, worse in itertools.pairwise(ladder):
+        high, low = shape.entry_bits(better), shape.entry_bits(worse)
+        if bits >= low:
+            part = min(1.0, (bits - low) / (high - low))
+            return {better: part, worse: 1 - part}
+    return {ladder[-1]: 1.0}

@@ -1,0 +1,326 @@
+"""A memory budget in bytes, realised: never exceeded, hardly anything left of it, and the best entries in most bits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.cache.tiered_store import TieredStore
+from lkv.config import MemoryTarget
+from lkv.context.context import Context, compress, compress_ids
+from lkv.errors import LkvError, PromptError, RetentionError
+from lkv.integrations.transformers.prefill import LayerKV
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.methods.budgets import PerHead
+from lkv.methods.memory import UNQUANTIZED, KVShape, Precision, TierBudget, TierTable
+from lkv.methods.method import resolve_method
+from lkv.methods.selectors import Knorm
+from lkv.policy.policy import Policy
+from tests.cache.helpers import METHOD, ids
+from tests.conftest import tiny_llama
+from tests.context.test_compression import TEXT, Words
+
+MODELS = {
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "wide": {"dtype": torch.float32, "head_dim": 40, "num_key_value_heads": 4, "num_hidden_layers": 2},
+    "one head": {"dtype": torch.float32, "head_dim": 64, "num_key_value_heads": 1},
+}
+METHODS = ("knorm", "lkv", "lkv-t", "snapkv", "pyramidkv", "adakv-snapkv", "ada+knorm", "kvzip", "lkv-h+kvzip")
+
+
+def build(name: str):
+    return tiny_llama(max_position_embeddings=2048, **MODELS[name])
+
+
+def own_policy(model) -> Policy:
+    torch.manual_seed(5)
+    policy = Policy(inspect_model(model))
+    torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
+    return policy.requires_grad_(False)
+
+
+def compressed(model, tokens: int, method: str, seed: int = 0, **options) -> Context:
+    policy = own_policy(model) if method.startswith("lkv") else None
+    return compress_ids(model, Words(), ids(1, tokens, seed)[0].tolist(), method=method, policy=policy, **options)
+
+
+def full_nbytes(model, tokens: int) -> int:
+    spec = inspect_model(model)
+    return spec.layers * spec.kv_heads * tokens * 2 * spec.head_dim * model.dtype.itemsize
+
+
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    tokens=st.integers(80, 500),
+    memory=st.one_of(st.floats(0.03, 1.0), st.sampled_from([0.05, 0.1, 0.25, 0.5, 0.9, 1.0])),
+    in_bytes=st.booleans(),
+    method=st.sampled_from(METHODS),
+    seed=st.integers(0, 99),
+)
+def test_the_budget_is_used_and_never_exceeded(name, tokens, memory, in_bytes, method, seed):
+    model = build(name)
+    spec, full = inspect_model(model), full_nbytes(model, tokens)
+    allowed, heads = int(memory * full), spec.layers * spec.kv_heads
+    # The mean and the scale of each channel, then k, v and two norms of one entry in 8 and 4 bits; less is refused.
+    assume(allowed > 1.1 * heads * (4 * spec.head_dim + 2 * (12 * spec.head_dim // 8 + 4) / 0.3))
+    context = compressed(model, tokens, method, seed, memory=allowed if in_bytes else memory)
+    used = sum(layer.store.nbytes() for layer in context.cache.ragged_layers)
+    assert used == context.cache.nbytes() <= allowed
+    assert context.cache.full_nbytes() == full
+    kept = [count for layer in context.cache.kept_counts() for count in layer]
+    # Beside a tenth of it, all that may be left is what one entry a head would take that is rounded off each tier.
+    if sum(kept) > 8 * heads:
+        assert used >= 0.9 * allowed - 2 * heads * (2 * spec.head_dim + 4)
+
+
+def tiers_of(layer) -> list[tuple[Precision, torch.Tensor]]:
+    """The precisions of a layer's store, best first, and how many entries of each head are in them."""
+    store = layer.store
+    own = [(tier.precision, tier.lens) for tier in store.tiers]
+    return [(UNQUANTIZED, store._rest.lens), *own]
+
+
+@settings(max_examples=25)
+@given(
+    tokens=st.integers(100, 500),
+    memory=st.sampled_from([0.05, 0.1, 0.2, 0.3, 0.6, 0.9]),
+    name=st.sampled_from(["float32", "bfloat16"]),
+    method=st.sampled_from(["knorm", "lkv", "adakv-snapkv"]),
+)
+def test_better_entries_have_more_bits(tokens, memory, name, method):
+    """What less memory keeps is kept by more, in no fewer bits where the precisions are the same."""
+    model, text = build(name), ids(1, tokens)[0].tolist()
+    policy = own_policy(model) if method == "lkv" else None
+    options = {"method": method, "policy": policy}
+    context = compress_ids(model, Words(), text, memory=memory, **options)
+    chosen = resolve_method(method, model, memory=memory, policy=policy)
+    last = chosen.tiers[-1].target
+    shares = [tier.target.share(tokens) for tier in chosen.tiers]
+    assert shares == sorted(shares) and 0 < shares[-1] <= 1
+    assert last.share(tokens) == chosen.target.share(tokens)
+    by_bits = sorted((tier.precision for tier in chosen.tiers), key=lambda p: -p.key_bits)
+    assert [tier.precision for tier in chosen.tiers] == by_bits
+    # One ranking: the tiers down to each one are what a method with that retention alone keeps.
+    for number, share in enumerate(shares):
+        if share * tokens < 1:
+            continue
+        alone = compress_ids(model, Words(), text, retention=share, **options)
+        for layer, plain in zip(context.cache.ragged_layers, alone.cache.ragged_layers, strict=True):
+            precisions = [tier.precision for tier in chosen.tiers[: number + 1]]
+            counts = sum(lens for precision, lens in tiers_of(layer) if precision in precisions)
+            assert (counts - plain.store.lens).abs().max() <= 1  # r t is rounded once more
+
+
+def test_the_values_of_a_better_tier_are_nearer():
+    model = build("float32")
+    text = ids(1, 400)
+    plain, tiered = RaggedCache(model, method="knorm", retention=1.0), RaggedCache(model, method="knorm", memory=0.12)
+    for cache in (plain, tiered):
+        model(text, past_key_values=cache, use_cache=True)
+    for one, other in zip(plain.ragged_layers, tiered.ragged_layers, strict=True):
+        restored = other.store.restore()
+        for head in range(2):
+            key, value = one.store.head_entries(0, head)
+            mine, own = restored.head_entries(0, head)
+            scores = Knorm().scores(0, LayerKV(key[None, None], value[None, None], 1.0))[0, 0]
+            ranked = scores.argsort(descending=True, stable=True)
+            done = 0
+            for tier in other.store.tiers:
+                count = int(tier.lens[0, head])
+                best = ranked[done : done + count].sort().values
+                error = (own[done : done + count] - value[best]).norm() / value[best].norm()
+                assert error < {8: 0.012, 4: 0.13, 3: 0.25}[tier.precision.value_bits]
+                error = (mine[done : done + count] - key[best]).norm() / key[best].norm()
+                assert error < {8: 0.012, 4: 0.15, 3: 0.3}[tier.precision.key_bits]
+                done += count
+            assert done == int(other.store.lens[0, head]) - int(other.store._rest.lens[0, head])
+
+
+@pytest.mark.parametrize("memory", [0.05, 0.2, 0.7])
+@pytest.mark.parametrize(
+    "options", [{"streaming": True}, {"decode_eviction": True}, {"streaming": True, "decode_eviction": True}], ids=str
+)
+def test_the_budget_holds_while_a_text_is_streamed_and_evicted_from(memory, options):
+    model, text = build("float32"), ids(1, 640)
+    cache = RaggedCache(model, method="knorm", memory=memory, prompt_tokens=600, **options)
+    for start in range(0, 600, 100):
+        model(text[:, start : start + 100], past_key_values=cache, use_cache=True)
+    assert 0.85 * memory * full_nbytes(model, 600) <= cache.nbytes() <= memory * full_nbytes(model, 600)
+    for place in range(600, 640):
+        model(text[:, place : place + 1], past_key_values=cache, use_cache=True)
+        if cache.config.decode_eviction:
+            stored = sum(int(layer.store.lens.sum()) for layer in cache.ragged_layers)
+            share = cache.target.share(place + 1)
+            assert stored <= 6 * (share * (place + 1) + 1)
+    assert cache.get_seq_length() == 640
+
+
+def test_rows_of_unequal_length_have_budgets_of_their_own():
+    model = build("float32")
+    lengths = [120, 300]
+    batch, mask = torch.zeros(2, 300, dtype=torch.long), torch.zeros(2, 300, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        batch[row, 300 - length :], mask[row, 300 - length :] = ids(1, length, row)[0], 1
+    together = RaggedCache(model, method="knorm", memory=0.2)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    model(batch, attention_mask=mask, position_ids=positions, past_key_values=together, use_cache=True)
+    for row, length in enumerate(lengths):
+        alone = RaggedCache(model, method="knorm", memory=0.2)
+        model(ids(1, length, row), past_key_values=alone, use_cache=True)
+        for layer, own in zip(together.ragged_layers, alone.ragged_layers, strict=True):
+            assert torch.equal(layer.store.lens[row], own.store.lens[0])
+            mine = {precision: lens[row] for precision, lens in tiers_of(layer)}
+            for precision, lens in tiers_of(own):
+                assert torch.equal(mine[precision], lens[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "share", "nbytes"),
+    [(0.1, 0.1, None), ("10%", 0.1, None), (" 12.5 % ", 0.125, None), ("0.25", 0.25, None), (1, 1.0, None),
+     (1.0, 1.0, None), ("100%", 1.0, None), (200_000_000, None, 200_000_000), ("200MB", None, 200_000_000),
+     ("200 mb", None, 200_000_000), ("1.5GB", None, 1_500_000_000), ("1GiB", None, 2**30), ("64KiB", None, 65536),
+     ("3k", None, 3000), ("2M", None, 2_000_000), ("500b", None, 500), ("4096", None, 4096)],
+)  # fmt: skip
+def test_budgets_are_read(text, share, nbytes):
+    target = MemoryTarget.parse(text)
+    assert target.share == (None if share is None else pytest.approx(share)) and target.nbytes == nbytes
+    assert str(target) == (f"memory {share:.4g}" if share else f"memory {nbytes} bytes")
+
+
+BAD = [
+    0, -0.1, 1.5, 2.0, True, b"10%", [0.1], 2**80, float("nan"), float("inf"), "", "x", "10 %%", "1.2.3MB", "110%",
+    "0%", "-5MB", "5TB", "1.5", "150.7", "0MB", "0.5MB%", "nan", "inf", "1" * 400, "200 M B", "\n", "\u0663%", "1e3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BAD, ids=lambda text: repr(text)[:20])
+def test_what_is_no_budget_is_named_in_one_sentence(model, text):
+    for call in (MemoryTarget.parse, lambda value: compress(model, Words(), TEXT, method="knorm", memory=value),
+                 lambda value: RaggedCache(model, method="knorm", memory=value)):  # fmt: skip
+        with pytest.raises(RetentionError) as error:
+            call(text)
+        said = str(error.value)
+        assert (
+            said.startswith("memory is ") and "\n" not in said and said.endswith("such as '200MB'.") and len(said) < 700
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"retention": 0.3}, "memory says how much to keep and in which precision: give it without retention"),
+        ({"budget_tokens": 9}, "memory says how much to keep and in which precision: give it without retention"),
+        ({"bits": 4}, "memory says in which precision entries are stored: leave bits out"),
+        ({"method": METHOD}, "the method 'own' has a budget of its own: leave retention, budget_tokens and memory out"),
+        ({"method": "full"}, "'full' keeps everything; leave memory out"),
+    ],
+    ids=str,
+)
+def test_memory_goes_with_no_other_amount(model, options, message):
+    with pytest.raises(LkvError) as error:
+        compress(model, Words(), TEXT, memory=0.2, **({"method": "knorm"} | options))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_memory_needs_a_model():
+    with pytest.raises(LkvError, match="memory needs a model; give the model to resolve_method"):
+        resolve_method("knorm", memory=0.1)
+
+
+@pytest.mark.parametrize("memory", [1e-4, "0.01%", "1 B", 40])
+def test_too_little_memory_is_named(model, memory):
+    for chunk in (None, 20):
+        with pytest.raises(PromptError) as error:
+            compress(model, Words(), TEXT, method="knorm", memory=memory, chunk=chunk)
+        said = str(error.value)
+        assert "the prompt has 60 tokens: at memory" in said and "a longer prompt, or more memory" in said
+        assert "\n" not in said
+
+
+def test_all_of_the_memory_keeps_all_as_the_model_computes_it(model):
+    plain, whole = RaggedCache(model, method="knorm", retention=1.0), RaggedCache(model, method="knorm", memory=1.0)
+    text = ids(1, 60)
+    found = []
+    for cache in (plain, whole):
+        model(text[:, :50], past_key_values=cache, use_cache=True)
+        found.append(model(text[:, 50:], past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-6)
+    assert whole.realised_retention() == 1.0
+
+
+@pytest.mark.parametrize("memory", [0.08, 0.3, "12000", "90%"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_a_context_is_saved_bit_for_bit(name, memory, tmp_path):
+    model = build(name)
+    context = compressed(model, 300, "lkv", memory=memory)
+    answer = context.ask("what is one ?", 8)
+    assert context.metadata["memory"] == str(MemoryTarget.parse(memory))
+    assert context.metadata["retention"] is context.metadata["budget_tokens"] is context.metadata["bits"] is None
+    context.save(tmp_path / "context.kv")
+    again = Context.load(tmp_path / "context.kv", model, Words())
+    assert again.metadata == context.metadata and again.ask("what is one ?", 8) == answer
+    again.rewind(), context.rewind()
+    for mine, theirs in zip(again.cache.ragged_layers, context.cache.ragged_layers, strict=True):
+        assert isinstance(mine.store, TieredStore) and mine.store.precisions == theirs.store.precisions
+        one, other = mine.state(), theirs.state()
+        assert one.keys() == other.keys()
+        for tensor in one:
+            assert one[tensor].dtype == other[tensor].dtype and torch.equal(one[tensor], other[tensor])
+
+
+def test_compensation_is_stored_in_tiers(tmp_path):
+    """Least squares move k and v before they are quantised."""
+    model = build("float32")
+    plain, moved = (compressed(model, 200, method, memory=0.2) for method in ("lkv", "lkv+refit"))
+    for one, other in zip(plain.cache.ragged_layers, moved.cache.ragged_layers, strict=True):
+        assert torch.equal(one.store.lens, other.store.lens) and one.store.nbytes() == other.store.nbytes()
+        assert not torch.equal(one.store.restore().v, other.store.restore().v)
+
+
+def test_a_method_with_tiers_of_its_own_is_one_too(model):
+    tiers = (
+        TierBudget(Precision(8, 8), PerHead([[0.2, 0.0]] * 3)),
+        TierBudget(Precision(4, 3), PerHead([[0.5, 0.3]] * 3)),
+    )
+    cache = RaggedCache(model, method=replace(METHOD, tiers=tiers))
+    model(ids(1, 50), past_key_values=cache, use_cache=True)
+    for layer in cache.ragged_layers:
+        assert [(tier.precision, tier.lens.tolist()) for tier in layer.store.tiers] == [
+            (Precision(8, 8), [[10, 0]]), (Precision(4, 3), [[15, 15]])
+        ]  # fmt: skip
+
+
+@given(
+    bits=st.floats(0.05, 16),
+    width=st.sampled_from([8, 64, 128]),
+    tokens=st.integers(1, 100_000),
+    table=st.sampled_from(
+        [None, TierTable.single(Precision(8, 8)), TierTable.single(Precision(4, 4)), TierTable.single(Precision(3, 3))]
+    ),
+)
+def test_shares_of_tiers_cost_what_is_allowed(bits, width, tokens, table):
+    """Over all lengths: the bits of the tiers add up to the budget, less the basis, or to the whole text."""
+    from lkv.methods.memory import BASIS_BITS, DEFAULT_TABLE, TierTarget
+
+    table, shape = table or DEFAULT_TABLE, KVShape(6, width, width, 2)
+    memory = MemoryTarget(share=bits / 16)
+    targets = [TierTarget(memory=memory, shape=shape, table=table, precision=p) for p in table.precisions]
+    shares = [target.share(tokens) for target in targets]
+    assert shares == sorted(shares) and shares[0] >= 0 and shares[-1] <= 1
+    own = [after - before for before, after in zip([0.0, *shares], shares, strict=False)]
+    assert sum(part > 0 for part, p in zip(own, table.precisions, strict=True) if p.is_quantized) <= 2
+    spent = tokens * sum(part * shape.entry_bits(p) for part, p in zip(own, table.precisions, strict=True))
+    allowed = memory.share * 16 * 2 * width * tokens
+    if memory.share == 1:
+        assert shares[0] == 1
+        return
+    spent += BASIS_BITS * width if spent else 0
+    assert spent <= allowed * (1 + 1e-9)
+    cheapest = min(p.key_bits for p in table.precisions)
+    if allowed > 4 * BASIS_BITS * width and (shares[-1] < 1 or cheapest < 16):
+        assert spent >= 0.99 * allowed

@@ -1,0 +1,56 @@
+"""Attention over tiers in memory that ends where the tensors do: any read or write beyond them ends the process.
+
+python -m tests.kernels.guarded cpp|triton    (prints "ok"; without a GPU, with TRITON_INTERPRET=1 for triton)
+"""
+
+import ctypes
+import itertools
+import mmap
+import sys
+
+import torch
+from torch import Tensor
+
+from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
+from tests.kernels.pools import TIERS, assert_near, coded_pools, split_randomly
+
+_MAPS = []
+
+
+def guarded(x: Tensor, at_end: bool) -> Tensor:
+    """A copy of `x` that ends, or begins, at a page that cannot be read."""
+    page, size = mmap.PAGESIZE, x.numel() * x.itemsize
+    pages = -(-size // page)
+    area = mmap.mmap(-1, (pages + 2) * page)
+    _MAPS.append(area)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for guard in (address, address + (pages + 1) * page):
+        assert libc.mprotect(ctypes.c_void_p(guard), page, 0) == 0
+    offset = page + (pages * page - size if at_end else 0)
+    if not size:
+        return x
+    return torch.frombuffer(area, dtype=torch.uint8, count=size, offset=offset).view(x.dtype).view(x.shape).copy_(x)
+
+
+def main(backend: str) -> None:
+    torch.manual_seed(0)
+    shapes = itertools.cycle([(8, 8), (96, 40), (64, 128)])
+    for (tiers, dtype), at_end in itertools.product(
+        itertools.product(TIERS, (torch.float32, torch.bfloat16)), (True, False)
+    ):
+        dim, value_dim = next(shapes)
+        pools = coded_pools(split_randomly([[70, 3]], len(tiers)), tiers, 1, dim, value_dim, dtype, around=0)
+        query, key, value = (torch.randn(1, heads, 1, n) for heads, n in ((4, dim), (2, dim), (2, value_dim)))
+        new = [guarded(x.to(dtype), at_end) for x in (query, key, value)]
+        own = [guarded(x, at_end) for x in pools.pools]
+        quantized = [type(t)(*(guarded(x, at_end) for x in t[:5]), *t[5:]) for t in pools.quantized]
+        out = ragged_attention(new[0], *own, 0.2, backend, causal=False, quantized=quantized)
+        assert_near(out, pools.reference(new[0], 0.2, causal=False), dtype)
+        out = append_and_attend(*new, *own, 0.2, backend, quantized=quantized)
+        assert_near(out, pools.reference(new[0], 0.2, new[1:]), dtype)
+    print("ok")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
