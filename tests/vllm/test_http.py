@@ -206,7 +206,8 @@ def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
     with pytest.raises(openai.ConflictError, match="damaged"):
         server.ask("what?", f"tiny:{name}")
     assert httpx.get(f"{str(server.http.base_url).rstrip('/')}/v1/contexts").status_code == 401
-    assert len(server.ask("still there?")) > 0
+    # Without a context, too: this tokenizer has no template for vLLM's own chats.
+    assert server.client.completions.create(model="tiny", prompt="abc", max_tokens=2).usage.completion_tokens > 0
 
 
 def test_a_killed_engine_loses_no_context(server, lab):
