@@ -106,6 +106,6 @@ def test_a_server_takes_the_policy_of_that_revision(hub, tmp_path):
     service = setup.make_service(vars(parse_arguments([*words, "--dtype", "bfloat16", "--store", str(tmp_path)])))
     service.stop()
     assert ("own/model", "v1") in hub and hub[-1] == ("own/policy", "v2")
-    assert service.engine.model.dtype == torch.bfloat16
+    assert service.model.dtype == torch.bfloat16
     with pytest.raises(LkvError, match="cannot be put on the device 'abacus'"):
         setup.make_service(vars(parse_arguments([*words, "--device", "abacus", "--store", str(tmp_path)])))
