@@ -9,6 +9,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from lkv.context.context import Context
+from lkv.context.context import compress as compress_with_transformers
 from lkv.errors import LkvError, StoreError
 from lkv.integrations.vllm.contexts import VllmContexts
 from lkv.integrations.vllm.requests import compress
@@ -58,13 +59,32 @@ def test_a_text_read_in_chunks_is_compressed_as_a_whole(lab):
         assert (lab.store / f"{name}.kv").stat().st_mtime_ns == before
 
 
+def forget(llm):
+    """Empty the worker's memory of contexts, so that files are read."""
+    llm.collective_rpc(lambda worker: worker.model_runner._lkv_contexts.store._loaded.clear())
+
+
 def test_contexts_saved_by_transformers_are_loaded(lab):
     text = lab.text(4)
     llm, context = lab.shared, lab.context(lab.text(4))
     name = compress(llm, text)
     context.save(lab.store / f"{name}.kv")
+    forget(llm)
     ids = encode_question(lab.tokenizer, "what?")
     assert ask(llm, ids, name) == lab.answer(context, ids, 16)
+
+
+def test_a_context_in_tiers_of_precision_is_answered(lab):
+    """Files of `lkv.compress(memory=...)`; vLLM stores entries in its own dtype."""
+    llm, text = lab.shared, lab.text(18, 400)
+    context = compress_with_transformers(lab.model, lab.tokenizer, text, memory=0.2, policy=lab.policy)
+    name = compress(llm, text)
+    context.save(lab.store / f"{name}.kv")
+    description = json.loads((lab.store / f"{name}.json").read_text())
+    (lab.store / f"{name}.json").write_text(json.dumps(description | {"created": 0.0}))
+    forget(llm)
+    ids = encode_question(lab.tokenizer, "what?")
+    assert ask(llm, ids, name) == lab.answer(context, ids, 16) != lab.answer(lab.context(text), ids, 16)
 
 
 def test_two_hundred_requests_with_aborts_and_preemption(lab):

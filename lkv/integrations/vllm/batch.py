@@ -123,11 +123,14 @@ class Batch:
         rows, parts = query[self.tokens].transpose(0, 1)[None], []
         for context, _, columns in self.groups:
             cache: Any = context.cache
-            k, v, starts, lens = cache.ragged_layers[layer].store.compressed_view()
-            if starts.shape[1] != self.heads.stop - self.heads.start:
-                starts, lens = starts[:, self.heads].contiguous(), lens[:, self.heads].contiguous()
+            store = cache.ragged_layers[layer].store
             # One call for all requests that ask a context: its entries are read once.
             part = rows[:, :, columns].contiguous()
+            if self.heads.stop - self.heads.start == self.total_heads:
+                parts.append(store.attend_compressed(part, scale))
+                continue
+            k, v, starts, lens = store.compressed_view()
+            starts, lens = (x[:, self.heads].contiguous() for x in (starts, lens))
             parts.append(ragged_attention(part, k, v, starts, lens, scale, causal=False, lse=True))
         over_contexts, context_lse = (torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
         over_pages = output[self.tokens].transpose(0, 1)[None]
