@@ -62,6 +62,7 @@ def main() -> None:
     def rows_of_samples(samples: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         rows = summarise((cases[key][0], cases[key][2], sample) for key, sample in samples.items())
         about = {"model": subject.name, "minutes": options.minutes}
+        about |= {"lr": next(iter(policies.values())).card["training"]["lr"]}
         return [{**about, **row} for row in rows] + [
             {**about, **row} for kind, policy in policies.items() for row in curve(kind, policy)
         ]

@@ -15,6 +15,7 @@ from benchmarks.memory import COMPARED, best_precisions
 from lkv.evaluation.report.names import FULL, method_label, part_label
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
+from lkv.training.fit import RECIPE
 
 ROOT = RESULTS.parents[1]
 README, RESULTS_PAGE, MORE = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "more-results.md"
@@ -389,6 +390,8 @@ def fits() -> list[str]:
         f"`lkv fit` in {rows[0]['minutes']:g} minutes of one thread: {KL} and top-1 agreement on evaluation texts, "
         f"{contexts} contexts a length ({source('fit')})."
     )
+    if rows[0]["lr"] != RECIPE.lr:
+        lead += f" Measured with a learning rate of {rows[0]['lr']:g}; `lkv fit` uses {RECIPE.lr:g} since."
     held_out = f"{KL} at R = 0.15 on texts of the fit's own data that no stage reads, by minutes. {' '.join(curves)}"
     head = [f"{tokens(length)}, R = {retention:g}" for length, retention in columns]
     return ["## A policy in minutes", lead, table(head, body), held_out]

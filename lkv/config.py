@@ -188,6 +188,9 @@ class TrainingConfig:
     terms_lr: float = Field(
         default=20.0, ge=0, le=1e6, description="learning rate of these two components, in multiples of --lr"
     )
+    heads_lr: float = Field(
+        default=1.0, ge=0, le=1e6, description="learning rate of LKV-H, the head budgets, in multiples of --lr"
+    )
     warmup_contexts: int = Field(
         default=0,
         ge=0,

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 # Steps are shares of the time: the schedule follows the clock.
 RECIPE = replace(
-    PRESETS["cpu"], steps=1000, warmup=30, batch=4, continuations=3, tokens_a_continuation=0, lr=1e-3, lr_end=1e-4,
-    min_tokens=500, max_tokens=2000, max_continuation=80,
+    PRESETS["cpu"], steps=1000, warmup=30, batch=4, continuations=3, tokens_a_continuation=0, lr=3e-3, lr_end=3e-4,
+    heads_lr=3.0, min_tokens=500, max_tokens=2000, max_continuation=80,
 )  # fmt: skip
 _MIN_CHARS, _SMALL_CHARS = 2000, 400_000  # of own texts: fewer are refused, or mixed with Python's own
 _STATISTICS_TEXTS, _KVZIP_TEXTS, _KVZIP_SHARE = 6, 8, 0.25  # the last of the whole time, at most

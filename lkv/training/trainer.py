@@ -240,13 +240,12 @@ class Trainer:
 
 def make_optimizer(policy: Policy, config: TrainingConfig) -> torch.optim.AdamW:
     """AdamW over the parameters of `policy`; the `rate` of a group multiplies the learning rate."""
-    components = {f"tokens.{name}" for name in ("attention_weight", "start", "end")}
-    parameters = dict(policy.named_parameters())
-    groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in parameters.items() if name not in components], "rate": 1.0},
-        {"params": [p for name, p in parameters.items() if name in components], "rate": config.terms_lr},
-    ]
-    groups = [group for group in groups if group["params"]]
+    rates: dict[float, list[torch.nn.Parameter]] = {}
+    for name, parameter in policy.named_parameters():
+        part, _, own_name = name.partition(".")
+        rate = config.terms_lr if own_name in ("attention_weight", "start", "end") else 1.0
+        rates.setdefault(config.heads_lr if part == "heads" else rate, []).append(parameter)
+    groups = [{"params": parameters, "rate": rate} for rate, parameters in rates.items()]
     return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.98))
 
 

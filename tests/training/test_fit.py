@@ -27,6 +27,7 @@ from lkv.training.data.recipes import BUILTIN_SOURCES
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.fit import RECIPE, fit, make_plan, open_texts
 from lkv.training.heldout import HeldOutTexts, compare
+from lkv.training.trainer import make_optimizer, set_learning_rate
 from lkv.training.warm_start import _scores_of_all_heads, calibrate, kvzip_targets
 from tests.conftest import save_model
 
@@ -97,6 +98,16 @@ def test_the_regression_scores_tokens_as_the_policy_does(loaded):
     assert torch.allclose(_scores_of_all_heads(policy, target), scores.flatten(0, 1), atol=1e-4)
     assert torch.allclose(target.scores.std(-1), torch.full((6,), 2.0), atol=0.05)
     assert target.shares.mean((1, 2)).tolist() == pytest.approx([0.05, 0.15, 0.3], abs=0.01)
+
+
+def test_budgets_and_components_have_learning_rates_of_their_own(loaded):
+    policy = random_policy(loaded[0]).requires_grad_(True)
+    optimizer = make_optimizer(policy, RECIPE)
+    set_learning_rate(optimizer, 0.5)
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    expected = {"heads.embeddings": 1.5, "tokens.hidden": 0.5, "tokens.query_mean": 0.5, "tokens.start": 10.0}
+    assert {name: rates[id(policy.get_parameter(name))] for name in expected} == expected
+    assert len(rates) == len(list(policy.parameters()))
 
 
 def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys, monkeypatch):
