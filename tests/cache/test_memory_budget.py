@@ -219,7 +219,7 @@ def test_what_is_no_budget_is_named_in_one_sentence(model, text):
         ({"method": METHOD}, "the method 'own' has a budget of its own: leave retention, budget_tokens and memory out"),
         ({"method": "full"}, "'full' keeps everything; leave memory out"),
     ],
-    ids=str,
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
 def test_memory_goes_with_no_other_amount(model, options, message):
     with pytest.raises(LkvError) as error:
