@@ -162,7 +162,7 @@ def readme_memory() -> list[str]:
     lengths = sorted({row["tokens"] for row in rows})
     best = best_precisions(rows)
     cells = {}
-    for method in dict.fromkeys(row["method"].split(" (")[0] for row in rows):
+    for method in dict.fromkeys(["lkv", *(row["method"].split(" (")[0] for row in rows)]):
         for label, own in ((method, best), (f"{method} (16 bits)", rows)):
             for row in own:
                 if row["method"] == label and row["memory"] in COMPARED:
@@ -194,12 +194,16 @@ def readme_demo() -> list[str]:
     answers: dict[str, list[str]] = {}
     for row in rows:
         if "question" in row:
-            answers.setdefault(row["method"], []).append(f"{row['answer']} ({'right' if row['correct'] else 'wrong'})")
+            text = " ".join(row["answer"].split()).replace("|", "\\|")
+            answers.setdefault(row["method"], []).append(f"{text} ({'right' if row['correct'] else 'wrong'})")
     questions = [row["question"] for row in rows if row["method"] == FULL and "question" in row]
     labels = {FULL: "Full cache", "lkv": "**LKV**, `memory=0.1`", "snapkv": "SnapKV, as many bytes"}
     lines = ([labels[m], f"{sizes[m] / 1e6:.1f} MB", *answers[m]] for m in answers)
     length = next(row["tokens"] for row in rows if "tokens" in row)
-    lead = f"**The demo**: three notes hidden in a licence of {tokens(length)} (`make demo`)."
+    lead = (
+        f"**The demo**: three notes hidden in a licence of {tokens(length)}, the model in float32, SnapKV with its entries in "
+        "that dtype (`make demo`)."
+    )
     return [lead, table(["k and v", *questions], lines)]
 
 
@@ -212,7 +216,7 @@ def readme_costs() -> list[str]:
     for part, name in (("attention", "decoding, attention alone"), ("token", "decoding, a whole token")):
         for row in read("decode", dtype="float32", what=part, threads=1, **AT_4096):
             lines.append([f"{name}, 1 thread", interval(row), decode])
-    lead = "**Memory and speed** on a CPU at 4,096 tokens, by the full cache's."
+    lead = "**Memory and speed** of R = 0.15 in the model's dtype, on a CPU at 4,096 tokens, by the full cache's."
     return [lead, table(["of the full cache's", "command"], lines)]
 
 
