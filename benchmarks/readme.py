@@ -201,8 +201,8 @@ def readme_demo() -> list[str]:
     lines = ([labels[m], f"{sizes[m] / 1e6:.1f} MB", *answers[m]] for m in answers)
     length = next(row["tokens"] for row in rows if "tokens" in row)
     lead = (
-        f"**The demo**: three notes hidden in a licence of {tokens(length)}, the model in float32, SnapKV with its entries "
-        "in that dtype (`make demo`)."
+        f"**The demo**: three notes hidden in a licence of {tokens(length)}, the model in float32, SnapKV with "
+        "its entries in that dtype (`make demo`)."
     )
     return [lead, table(["k and v", *questions], lines)]
 
