@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import data_build, decode, evaluations, heldout, length, overlap, quantised_decode, readme
+from benchmarks import data_build, decode, evaluations, heldout, length, memory, overlap, quantised_decode, readme
 from benchmarks.common import RESULTS, Subject, per_length
 from lkv.cli.main import main
 from lkv.config import ScorerInputs
@@ -106,11 +106,32 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
 
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     assert readme.other_models() == ["tiny-model"]
-    lead, numbers = readme.readme_lengths("length-tiny-model")
+    lead, numbers, _ = readme.lengths("length-tiny-model")
     measured = next(row for row in rows if (row["method"], row["tokens"], row["retention"]) == ("lkv", 40, 0.15))
-    assert "5 to 10 contexts a length" in lead and "--model owner/Tiny-Model" in lead
+    assert "5 to 10 contexts a length" in lead
     assert "40 tokens" in numbers and f"{measured['value']:.3f}" in numbers
-    assert len(readme.lengths("length-tiny-model")) == 3 and readme.lengths("longer-tiny-model") == []
+    assert readme.lengths("longer-tiny-model") == []
+
+
+def test_methods_are_compared_at_equal_bytes(tmp_path, monkeypatch, capsys):
+    saved = save_model(tmp_path / "model", num_hidden_layers=2)
+    torch.manual_seed(0)
+    Policy(patch_attention(load_model(str(saved))[0]).spec, {"hub": ["owner/tiny"]}).save_pretrained(
+        tmp_path / "policy"
+    )
+    monkeypatch.setattr(memory, "HeldOut", Held)
+    arguments = ["--data", "nowhere", "--model", str(saved), "--policy", str(tmp_path / "policy")]
+    arguments += shlex.split("--tokens 200 --contexts 1 --tasks code stories --methods lkv snapkv --memory 0.3 0.15")
+    monkeypatch.setattr(sys, "argv", ["memory", *arguments, "--out", str(tmp_path / "memory.json")])
+    memory.main()
+    rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    # LKV at both budgets in four ways; the other method at the compared one in three.
+    assert len([row for row in rows if row["method"].startswith("lkv")]) == 8 and len(rows) == 11
+    assert all(0.7 * row["memory"] < row["held"] <= row["memory"] for row in rows)
+    kept = {row["method"]: row["kept"] for row in rows if row["memory"] == 0.15}
+    assert kept["lkv (16 bits)"] < kept["lkv (8 bits)"] < kept["lkv"] < kept["lkv (4 bits)"]
+    assert {row["method"] for row in memory.best_precisions(rows)} == {"lkv", "snapkv"}
+    assert (tmp_path / "small" / "memory.png").is_file()
 
 
 def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
