@@ -97,6 +97,7 @@ class ContextRequest(BaseModel):
     name: Annotated[StrictStr, Field(max_length=200)] = ""
     system: Annotated[StrictStr, Field(max_length=100_000)] | None = None
     retention: Number | None = None
+    memory: Annotated[StrictStr, Field(max_length=20)] | None = None
 
 
 def parse_chat(body: bytes) -> ChatRequest:

@@ -12,6 +12,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from lkv.config import MemoryTarget
 from lkv.context.context import Context, check_text, compress_ids
 from lkv.errors import BusyError, LkvError, PromptError, StoreError, UnknownContextError, check_retention
 from lkv.integrations.transformers.attention import patch_attention
@@ -67,7 +68,8 @@ class Job:
         return {
             "object": "context", "id": self.id, "name": self.title, "status": "failed" if self.error else "compressing",
             "progress": round(self.progress, 3), "created": int(self.created), "error": self.error,
-            "method": self.settings.method, "retention": self.settings.retention,
+            "method": self.settings.method, "memory": self.settings.memory,
+            "retention": None if self.settings.memory else self.settings.retention,
         }  # fmt: skip
 
 
@@ -113,14 +115,20 @@ class Service:
         return self.answers.is_alive and self._worker.is_alive()
 
     def add(
-        self, text: str, title: str = "", system: str | None = None, retention: float | None = None
-    ) -> StoredContext | Job:
+        self, text: str, title: str = "", system: str | None = None, retention: float | None = None,
+        memory: str | None = None,
+    ) -> StoredContext | Job:  # fmt: skip
         """The stored context of `text`, or its job; PromptError, BusyError (too many texts wait), StoreError (full)."""
         check_text(text, "the text", "give some text to compress")
         if system is not None:
             check_text(system, "the system prompt", "give some text, or leave it out")
         share = self._settings.retention if retention is None else check_retention(retention)
-        settings = self._settings._replace(retention=share, system=system)
+        if memory is not None and retention is not None:
+            raise PromptError("memory and retention both say how much to keep; give one of them.")
+        if memory is not None:  # one text for equal budgets, however they are written
+            target = MemoryTarget.parse(memory)
+            memory = str(target.nbytes if target.share is None else target.share)
+        settings = self._settings._replace(retention=share, system=system, memory=memory)
         self._check_characters(len(text) + len(system or ""), "the text")
         with self._tokenizing:
             tokens = len(encode_context(self.tokenizer, text, system))
@@ -228,7 +236,8 @@ class Service:
                 ids = encode_context(self.tokenizer, job.text, settings.system)
             # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
             context = compress_ids(
-                self.model, self.tokenizer, ids, retention=settings.retention, method=settings.method,
+                self.model, self.tokenizer, ids, method=settings.method,
+                retention=settings.retention if settings.memory is None else None, memory=settings.memory,
                 policy=self._policy, progress=progress, text=job.text,
             )  # fmt: skip
             self._check_quota()

@@ -36,11 +36,14 @@ class CompressionSettings(NamedTuple):
     model: str  # digest of its fingerprint
     tokenizer: str  # digest of its template and its behaviour
     system: str | None = None
+    memory: str | None = None  # instead of the retention: a share of the full cache's bytes, or bytes
 
 
 def context_id(text: str, settings: CompressionSettings) -> str:
     """The id of a context: half of the text's SHA-256, a quarter of the settings'."""
-    digest = hashlib.sha256(json.dumps(list(settings)).encode()).hexdigest()
+    # Without a memory as before there was one, so that texts stored then are found.
+    values = list(settings) if settings.memory is not None else list(settings)[:-1]
+    digest = hashlib.sha256(json.dumps(values).encode()).hexdigest()
     return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{digest[:16]}"
 
 
@@ -61,15 +64,17 @@ class StoredContext(BaseModel):
     nbytes: int
     full_nbytes: int
     method: str
-    retention: float
+    retention: float | None
     realised_retention: float
+    memory: str | None = None
 
     @classmethod
     def describe(cls, name: str, title: str, context: Context, settings: CompressionSettings) -> "StoredContext":
         """The description of a new context with the id `name`."""
         return cls(
             id=name, name=title, created=time.time(), tokens=context.tokens, nbytes=context.nbytes(),
-            full_nbytes=context.full_nbytes(), method=settings.method, retention=settings.retention,
+            full_nbytes=context.full_nbytes(), method=settings.method,
+            retention=settings.retention if settings.memory is None else None, memory=settings.memory,
             realised_retention=round(context.realised_retention(), 6),
         )  # fmt: skip
 
@@ -79,7 +84,7 @@ class StoredContext(BaseModel):
             "object": "context", "id": self.id, "name": self.name, "status": "ready", "progress": 1.0,
             "created": int(self.created), "tokens": self.tokens, "bytes": self.nbytes,
             "full_bytes": self.full_nbytes, "method": self.method, "retention": self.retention,
-            "realised_retention": self.realised_retention, "error": None,
+            "memory": self.memory, "realised_retention": self.realised_retention, "error": None,
         }  # fmt: skip
 
 

@@ -124,6 +124,17 @@ def test_the_same_text_is_one_file(server, context):
     assert [one["id"] for one in server.ask("/v1/contexts")[1]["data"]].count(context) == 1
 
 
+def test_a_context_within_a_memory(server, parts):
+    own = compress(*parts, TEXT, method="knorm", memory=0.25)
+    name = server.compressed(TEXT, memory="25%")
+    assert server.compressed(TEXT, memory="0.25") == name
+    _, described = server.ask(f"/v1/contexts/{name}")
+    assert described["memory"] == "0.25" and described["retention"] is None
+    assert described["bytes"] == own.nbytes() <= 0.25 * described["full_bytes"]
+    assert described["realised_retention"] > 0.4
+    assert server.answer("Who?", name) == own.ask("Who?", 8)
+
+
 def test_a_system_prompt_is_compressed_or_begins_the_question(server, parts):
     own = compress(*parts, TEXT, **KNORM, system="Be brief.")
     name = server.compressed(TEXT, system="Be brief.")
@@ -186,6 +197,8 @@ def test_bad_chats_get_one_sentence(server, body, status, says):
     [
         ({"text": ""}, "the text is empty"), ({"text": " \n"}, "the text is empty"), ({}, "text: Field required"),
         ({"text": 5}, "text: Input should be a valid string"), ({"text": "x" * 5000}, "the model reads at most 2048"),
+        ({"text": "x", "memory": "2 pounds"}, "memory is '2 pounds'; give a share"),
+        ({"text": "x", "memory": "10%", "retention": 0.2}, "both say how much to keep"),
         ({"text": "x", "retention": 2}, "must lie in (0, 1]"), ({"text": "x", "system": " "}, "system prompt is empty"),
         (b"{", "Invalid JSON"), ({"text": "x" * 10**5}, "the text has 100,000 characters, too many"),
     ],
