@@ -3,7 +3,7 @@
 python -m benchmarks.decode    (writes decode.json)
 
 Rows of the method "lkv" are of the backend that "auto" takes, which they name; where that is "cpp", rows of
-"lkv, loop" stand beside them.
+"lkv, loop" stand beside them. Whole tokens of "lkv, tiers" are over that share of a 16-bit cache's bytes, in tiers.
 """
 
 from collections.abc import Callable
@@ -107,6 +107,10 @@ def rows_at(
     runs = {"full": partial(one_token, model, stock)}
     for name in methods:
         runs[name] = partial(one_token, model, cache.fork(), "auto" if name == "lkv" else "loop")
+    # Without the compiled backend a layer's entries would be restored at every step.
+    tiers = RaggedCache(model, policy=policy, memory=min(1.0, retention * 2 / model.dtype.itemsize))
+    tiers.fill(prompt)
+    runs |= {"lkv, tiers": partial(one_token, model, tiers)} if automatic != "loop" else {}
     token = interleaved(runs, repeats)
     rows = []
     for what, seconds, more in (("attention", attention, about | {"full_form": best}), ("token", token, about)):
@@ -114,6 +118,9 @@ def rows_at(
         more = more | {"realised": cache.realised_retention()}
         for name, backend in methods.items():
             rows.append(row_of(what, name, tokens, retention, seconds[name], seconds["full"], **more, backend=backend))
+    if (name := "lkv, tiers") in token:
+        more = about | {"realised": tiers.realised_retention(), "memory": retention}
+        rows.append(row_of("token", name, tokens, retention, token[name], token["full"], **more, backend=automatic))
     return rows
 
 

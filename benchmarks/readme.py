@@ -216,6 +216,8 @@ def readme_costs() -> list[str]:
     for part, name in (("attention", "decoding, attention alone"), ("token", "decoding, a whole token")):
         for row in read("decode", dtype="float32", what=part, threads=1, **AT_4096):
             lines.append([f"{name}, 1 thread", interval(row), decode])
+    for row in read("decode", dtype="float32", what="token", threads=1, tokens=4096, method="lkv, tiers"):
+        lines.append([f"the same over {row['memory']:.0%} of a 16-bit cache's bytes, in tiers", interval(row), decode])
     lead = "**Memory and speed** of R = 0.15 in the model's dtype, on a CPU at 4,096 tokens, by the full cache's."
     return [lead, table(["of the full cache's", "command"], lines)]
 

@@ -73,9 +73,10 @@ def test_decoding_is_measured_by_each_backend():
     model = tiny_llama(dtype=torch.float32, head_dim=16)
     policy = Policy(patch_attention(model).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
     rows = [(row["what"], row["method"], row.get("backend")) for row in decode.rows_at(64, model, policy, 0.25, 2, {})]
-    assert rows == [
+    each = [
         (what, *of) for what in ("attention", "token") for of in (("full", None), ("lkv", "cpp"), ("lkv, loop", "loop"))
     ]
+    assert rows == [*each, ("token", "lkv, tiers", "cpp")]
 
 
 def test_quantised_decoding_is_measured_with_such_a_scorer(carrying):
