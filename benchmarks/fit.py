@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.common import SUBJECT, parse_options, per_length, run_cases, subject_of
 from benchmarks.fidelity import measure, summarise
-from benchmarks.heldout import HeldOut
+from benchmarks.heldout import HeldOut, cases_by_length, cut_targets
+from benchmarks.length import TASKS as LENGTH_TASKS
 from lkv.evaluation.comparison import MethodGrid
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
@@ -24,9 +25,9 @@ from lkv.training import fit as fitting
 from lkv.training.data.documents import item_texts, read_dataset
 from lkv.training.data.public_datasets import index_folder
 
-TASKS = ("code", "LongBench text", "multi-hop QA", "meetings", "stories", "needles")
+TASKS = (*LENGTH_TASKS, "needles")
 SETS = {"meetings": "qmsum", "code": "the_stack"}  # of TRAIN_FOLDER, for policies of one kind of text
-SHIPPED, REFERENCE = "shipped", 80  # tokens of a reference at most
+SHIPPED = "shipped"
 
 
 def main() -> None:
@@ -47,17 +48,11 @@ def main() -> None:
     )  # fmt: skip
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
     contexts = per_length(options.tokens, options.contexts)
-    cases = {
-        f"{task}-{tokens}-{number}": (task, number, tokens)
-        for number in range(max(contexts.values()))
-        for tokens in sorted(contexts)
-        for task in options.tasks
-        if number < contexts[tokens]
-    }
+    cases = cases_by_length(options.tasks, contexts)
 
     def measure_case(task: str, number: int, tokens: int) -> dict[str, Any]:
         ids, continuations = heldout.case(task, number, tokens)
-        return measure(subject.model, {"": grid}, ids, [(c[: skip + REFERENCE], skip) for c, skip in continuations])
+        return measure(subject.model, {"": grid}, ids, cut_targets(continuations))
 
     def rows_of_samples(samples: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         rows = summarise((cases[key][0], cases[key][2], sample) for key, sample in samples.items())

@@ -1,7 +1,7 @@
 """Held-out contexts with reference continuations: prose QA, multi-hop QA, stories, meetings, code, needles."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +33,25 @@ _ADJECTIVES = """absent brave calm distant eager fearless gentle humble icy joll
     proud""".split()
 _ANIMALS = "badger cactus dolphin eagle falcon gecko heron iguana jackal koala lemur magpie newt otter puffin".split()
 
+REFERENCE = 80  # tokens of a target at most, where `cut_targets` is called
 Continuations = list[tuple[list[int], int]]  # ids, and how many of them precede the target
 Case = tuple[str, list[Continuation]]
+
+
+def cases_by_length(tasks: Sequence[str], contexts: Mapping[int, int]) -> dict[str, tuple[str, int, int]]:
+    """(task, number, tokens) of so many `contexts` of each length and task, the first of all of them first, by name."""
+    return {
+        f"{task}-{tokens}-{number}": (task, number, tokens)
+        for number in range(max(contexts.values()))
+        for tokens in sorted(contexts)
+        for task in tasks
+        if number < contexts[tokens]
+    }
+
+
+def cut_targets(continuations: Continuations) -> Continuations:
+    """The same with targets of at most `REFERENCE` tokens."""
+    return [(ids[: skip + REFERENCE], skip) for ids, skip in continuations]
 
 
 def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:

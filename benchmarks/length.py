@@ -12,14 +12,14 @@ from pathlib import Path
 
 from benchmarks.common import SUBJECT, method_grids, parse_options, per_length, run_cases, subject_of
 from benchmarks.fidelity import measure, summarise
-from benchmarks.heldout import HeldOut
+from benchmarks.heldout import HeldOut, cases_by_length, cut_targets
 from lkv.evaluation.report.figures import finish_figure, method_styles, new_figure, save_figure
 from lkv.evaluation.report.names import method_label
 from lkv.methods.registry import FULL
 
 TASKS = ("code", "LongBench text", "multi-hop QA", "meetings", "stories")
 METHODS = ["lkv", "kvzip", "lkv-h+kvzip", "lkv-h+expected", "snapkv", "adakv-snapkv", "keydiff"]
-ANSWER, REFERENCE = 40, 80  # tokens of the model's own answer, and of any reference at most
+ANSWER = 40  # tokens of the model's own answer at most
 
 
 def main() -> None:
@@ -32,17 +32,11 @@ def main() -> None:
     options.out = options.out or subject.results(options.name)
     grids = method_grids(subject.model, subject.tokenizer, options.methods, options.retention, subject.policy)
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
-    cases = {
-        f"{task}-{tokens}-{number}": (task, number, tokens)
-        for number in range(max(contexts.values()))
-        for tokens in sorted(contexts)
-        for task in options.tasks
-        if number < contexts[tokens]
-    }
+    cases = cases_by_length(options.tasks, contexts)
 
     def measure_case(task: str, number: int, tokens: int) -> dict:
         ids, continuations = heldout.case(task, number, tokens)
-        return measure(subject.model, grids, ids, [(c[: skip + REFERENCE], skip) for c, skip in continuations], ANSWER)
+        return measure(subject.model, grids, ids, cut_targets(continuations), ANSWER)
 
     def rows_of_samples(samples: dict[str, dict]) -> list[dict]:
         rows = summarise((cases[key][0], cases[key][2], sample) for key, sample in samples.items())

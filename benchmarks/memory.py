@@ -16,18 +16,17 @@ import torch
 
 from benchmarks.common import SUBJECT, Subject, parse_options, per_length, run_cases, subject_of
 from benchmarks.fidelity import fidelity_row
-from benchmarks.heldout import Continuations, HeldOut
+from benchmarks.heldout import Continuations, HeldOut, cases_by_length, cut_targets
+from benchmarks.length import TASKS
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.evaluation.report.figures import finish_figure, method_styles, new_figure, save_figure
 from lkv.evaluation.report.names import method_label
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.memory import DEFAULT_TABLE, Precision, TierTable
 
-TASKS = ("code", "LongBench text", "multi-hop QA", "meetings", "stories")
 METHODS = ["lkv", "kvzip", "snapkv", "lkv-h+expected"]
 TABLES = {"": DEFAULT_TABLE} | {f"{bits} bits": TierTable.single(Precision(bits, bits)) for bits in (16, 8, 4)}
 COMPARED = (0.15, 0.05)  # the budgets of methods other than LKV
-REFERENCE = 80  # tokens of a reference at most
 Sample = dict[str, Any]
 
 
@@ -53,17 +52,11 @@ def main() -> None:
             )
         )
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
-    cases = {
-        f"{task}-{tokens}-{number}": (task, number, tokens)
-        for number in range(max(contexts.values()))
-        for tokens in sorted(contexts)
-        for task in options.tasks
-        if number < contexts[tokens]
-    }
+    cases = cases_by_length(options.tasks, contexts)
 
     def measure_case(task: str, number: int, tokens: int) -> Sample:
         ids, continuations = heldout.case(task, number, tokens)
-        return measure(subject, grid, ids, [(c[: skip + REFERENCE], skip) for c, skip in continuations])
+        return measure(subject, grid, ids, cut_targets(continuations))
 
     def rows_of_samples(samples: dict[str, Sample]) -> list[dict]:
         rows = summarise((cases[key][2], sample) for key, sample in samples.items())
