@@ -12,7 +12,7 @@ from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.masks import PaddingReader
 from lkv.integrations.transformers.rotation import Rotation
 from lkv.methods.budgets import ROUNDING, FixedBudget
-from lkv.methods.memory import QUANTIZED_BITS, Precision, TierBudget, TierTarget
+from lkv.methods.memory import QUANTIZED_BITS, UNQUANTIZED, Precision, TierBudget, TierTarget
 from lkv.methods.method import Method
 from lkv.methods.registry import REFIT
 from lkv.methods.selectors import Selector, check_numbers
@@ -70,10 +70,14 @@ class CacheConfig:
 
     @property
     def tiers(self) -> tuple[TierBudget, ...]:
-        """The precisions that entries are stored in, best first; none where all have the model's dtype."""
-        if self.bits is None:
-            return self.method.tiers
-        return (TierBudget(Precision(self.bits, self.bits), self.method.budget),)
+        """The precisions that entries are stored in, best first."""
+        precision = UNQUANTIZED if self.bits is None else Precision(self.bits, self.bits)
+        return self.method.tiers or (TierBudget(precision, self.method.budget),)
+
+    @property
+    def is_tiered(self) -> bool:
+        """Whether some entries may be quantised."""
+        return self.bits is not None or bool(self.method.tiers)
 
     def split(self, lens: Tensor, numbers: Tensor | None) -> TierSplit:
         """The tiers of entries of which each row and head has `lens` [tiers, B, H] in a tier and all better ones.

@@ -28,7 +28,7 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     CacheError for scores that rank nothing.
     """
     config, index, (batch, heads, tokens, _) = context.config, context.index, prompt.key.shape
-    selector, budget, skipped = config.method.selector, config.method.budget, padding or [0] * batch
+    selector, skipped = config.method.selector, padding or [0] * batch
     # Rows without padding are scored together, others one by one, as if each had been read alone.
     groups = [slice(row, row + 1) for row in range(batch)] if any(skipped) else [slice(0, batch)]
     tables: list[Tensor] = []
@@ -44,9 +44,7 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
         def count(budget: Budget, scores: Tensor = scores) -> list[list[int]]:
             return _check_counts(context, budget, budget.counts(index, scores), scores)
 
-        tiers = config.tiers
-        part_counts: list[list[list[int]]] = [count(budget)] if not tiers else []
-        part_counts = part_counts or tier_counts(tiers, tokens - first, heads, len(scores), count)
+        part_counts = tier_counts(config.tiers, tokens - first, heads, len(scores), count)
         scores = check_shape(selector, selector.refine(index, part, scores, part_counts[-1]), part.key)
         tables.append(_pad_scores(scores, first))
         counts.append(part_counts)
@@ -56,10 +54,10 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     lens = torch.cat([torch.tensor(part, device="cpu") for part in counts], 1)
     free_slots = config.initial_slots(index, lens[-1], prompt.key.device)
     arrival_scores = _concatenate(arrival_tables) if arrival_tables else None
-    table, is_tiered = _concatenate(tables), bool(config.tiers)
-    if is_tiered and not config.tiers[0].precision.is_quantized and torch.equal(lens[0], lens[-1]):
-        lens, is_tiered = lens[-1:], False  # all of them in the model's dtype
-    slots = 0 if is_tiered else free_slots
+    table = _concatenate(tables)
+    # A prompt of which nothing is quantised needs no tiers.
+    is_tiered = config.tiers[0].precision.is_quantized or not torch.equal(lens[0], lens[-1])
+    lens, slots = (lens, 0) if is_tiered else (lens[-1:], free_slots)
     store, numbers = gather_best(prompt.key, prompt.value, table, lens, slots, arrival_scores)
     for row, is_compensated in enumerate(config.method.compensates(batch)):
         if is_compensated:
@@ -79,8 +77,7 @@ def evict_entries(
     Args:
         context: That of the layer.
         store: The entries.
-        limits: How many each row and head may keep in each tier and all better ones, [tiers, B, H]; [1, B, H] without
-            tiers.
+        limits: How many each row and head may keep in each tier and all better ones, [tiers, B, H].
         free_slots: As in `gather_best`.
         final_scores: `final_scores(entries, row, head, slots)` returns the present scores of the entries in these slots
             of a store that has them as the model computes them.
@@ -97,11 +94,11 @@ def evict_entries(
     (present,) = stack_to_device(device, counts.flatten())
     is_best, numbers = _rank(table, lens)
     is_entry = torch.arange(table.shape[1], device=device) < present[:, None]
-    tiers = context.config.tiers
-    kept = RaggedStore(lens[-1], 0 if tiers else free_slots, entries.k, entries.v, has_scores=True)
+    is_tiered = context.config.is_tiered
+    kept = RaggedStore(lens[-1], 0 if is_tiered else free_slots, entries.k, entries.v, has_scores=True)
     origin = is_best[is_entry].nonzero()[:, 0]
     kept.copy_from(entries, slot_indices(entries.starts, counts, device)[origin])
-    if not tiers:
+    if not is_tiered:
         return kept
     split = context.config.split(lens, None if numbers is None else numbers[is_entry][origin])
     if isinstance(store, RaggedStore):

@@ -265,21 +265,17 @@ class RaggedLayer(AttentionCacheLayer):
     def _limits(self) -> Tensor:
         """How many entries each head may keep in each tier and all better ones [tiers, B, H], of all tokens read.
 
-        Appended ones are among these; without tiers it is [1, B, H].
+        Appended ones are among these.
         """
         assert self.store is not None
         config, index, heads = self._context.config, self._context.index, self.store.lens.shape[1]
 
-        def limits(budget: Budget, tokens: int) -> list[int]:
+        def limits(tokens: int, budget: Budget) -> list[list[int]]:
             assert isinstance(budget, FixedBudget)
-            return budget.limits(index, heads, tokens)
+            return [budget.limits(index, heads, tokens)]
 
-        rows, tiers = [], config.tiers
-        for tokens in (real + self.store.appended_tokens for real in self.real_tokens):
-            if tiers:
-                rows.append(tier_counts(tiers, tokens, heads, 1, lambda each, of=tokens: [limits(each, of)]))  # type: ignore[misc]
-            else:
-                rows.append([[limits(config.method.budget, tokens)]])
+        lengths = [real + self.store.appended_tokens for real in self.real_tokens]
+        rows = [tier_counts(config.tiers, tokens, heads, 1, partial(limits, tokens)) for tokens in lengths]
         return torch.cat([torch.tensor(row, device="cpu") for row in rows], 1)
 
     def _evict(self, limits: Tensor, free_slots: int, scale: float) -> KVStore:

@@ -63,6 +63,11 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def dequantize(codes: Tensor, norms: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The entries [n, d] that `codes` and `norms` stand for, in `dtype`."""
     values = _levels(bits, codes.device)[_split(codes, bits).int()] * norms[:, None].float()
+    return to_dtype(values, dtype)
+
+
+def to_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values`, which may be changed, in `dtype`: what is beyond the range of float16 is its greatest number."""
     return (values.clamp_(-65504, 65504) if dtype == torch.float16 else values).to(dtype)
 
 

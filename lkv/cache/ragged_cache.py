@@ -127,7 +127,7 @@ class RaggedCache(BaseCache):
         self.adapters = read_adapters(unwrap_model(model))
         self.target, self.policy = method.target, method.policy
         self.config = CacheConfig(method, slack, prompt_tokens, streaming, decode_eviction, bits)
-        if self.config.tiers:
+        if self.config.is_tiered:
             check_width(self.spec.head_dim)
         self.on_layer_start: Callable[[int], None] | None = None
         self._history = TokenHistory()

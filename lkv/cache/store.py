@@ -226,9 +226,14 @@ class RaggedStore:
         return (self.k.shape[-1] + self.v.shape[-1]) * self.k.element_size()
 
 
+def packed_starts(counts: Tensor) -> Tensor:
+    """The first entry of each row and head [B, H], where `counts` [B, H] entries lie one after another."""
+    flat = counts.flatten()
+    return (flat.cumsum(0) - flat).view_as(counts)
+
+
 def slot_indices(starts: Tensor, counts: Tensor, device: torch.device) -> Tensor:
     """The pool indices, on `device`, of `counts` [B, H] entries from `starts` [B, H] on, head after head."""
-    counts = counts.flatten()
-    begin, count = devices.stack_to_device(device, starts.flatten() - (counts.cumsum(0) - counts), counts)
+    begin, count = devices.stack_to_device(device, (starts - packed_starts(counts)).flatten(), counts.flatten())
     total = int(counts.sum())
     return torch.arange(total, device=device) + torch.repeat_interleave(begin, count, output_size=total)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.cache.quantization import check_width, code_width, dequantize, quantize, rotation
-from lkv.cache.store import RaggedStore, StoreView, slot_indices
+from lkv.cache.quantization import check_width, code_width, dequantize, quantize, rotation, to_dtype
+from lkv.cache.store import RaggedStore, StoreView, packed_starts, slot_indices
 from lkv.kernels.ragged_attention import (
     MAX_QUANTIZED,
     Basis,
@@ -17,7 +17,7 @@ from lkv.kernels.ragged_attention import (
     can_attend_quantized,
     ragged_attention,
 )
-from lkv.methods.memory import QUANTIZED_BITS, Precision
+from lkv.methods.memory import QUANTIZED_BITS, UNQUANTIZED, Precision
 from lkv.utils import devices
 
 _TENSORS = ("key_codes", "key_norms", "value_codes", "value_norms")
@@ -50,8 +50,7 @@ class Tier:
     @property
     def starts(self) -> Tensor:
         """The first entry of each row and head, [B, H]."""
-        counts = self.lens.flatten()
-        return (counts.cumsum(0) - counts).view_as(self.lens)
+        return packed_starts(self.lens)
 
     def select(self, rows: Tensor) -> "Tier":
         """The entries of the batch rows `rows` [n]."""
@@ -139,8 +138,6 @@ class TieredStore:
                 QuantizedKV(*tier.tensors, table, tier.precision.key_bits, tier.precision.value_bits)
                 for tier, table in zip(tiers, device_tables, strict=True)
             )
-            rotations = (rotation(pool.shape[-1], torch.float32, pool.device) for pool in (rest.k, rest.v))
-            self._basis = Basis(*basis.tensor.float(), *rotations)
         if rest.appended_tokens:
             self._count_on_device()
 
@@ -279,8 +276,8 @@ class TieredStore:
             store.scores[slots], store.positions[slots] = rest.scores[source], rest.positions[source]
         key = self.basis.leave(key, _head_numbers(store.lens, device))
         value = value @ rotation(value.shape[-1], wide, device).mT
-        store.k.copy_(_within(key, rest.dtype))
-        store.v.copy_(_within(value, rest.dtype))
+        store.k.copy_(to_dtype(key, rest.dtype))
+        store.v.copy_(to_dtype(value, rest.dtype))
         return store
 
     def requantize(self, kept: RaggedStore, origin: Tensor, tiers: "TierSplit", free_slots: int) -> "TieredStore":
@@ -292,34 +289,30 @@ class TieredStore:
             tiers: The tiers that they belong to now. Entries that stay in their tier keep their codes.
             free_slots: As in `from_ragged`.
         """
-        new = TieredStore.from_ragged(kept, tiers, free_slots, self.basis)
-        device, restored = origin.device, self.lens - self._rest.lens + self._rest.counts
-        starts = (restored.flatten().cumsum(0) - restored.flatten()).view_as(restored)
-        old_tiers = {tier.precision: tier for tier in self.tiers}
-        begins, places = {}, torch.full((int(restored.sum()),), -1, device=device)
-        for tier in self.tiers:
-            begins[tier.precision], starts = starts, starts + tier.lens
+        new, rest, device = TieredStore.from_ragged(kept, tiers, free_slots, self.basis), self._rest, origin.device
+        # Of each entry of `restore()`: the number of its tier, that of the unquantised ones last, and its place there.
+        numbers, places = (torch.empty(int(self.counts.sum()), dtype=torch.long, device=device) for _ in range(2))
+        starts = packed_starts(self.counts)
+        for number, tier in enumerate(self.tiers):
+            slots = slot_indices(starts, tier.lens, device)
+            numbers[slots], places[slots] = number, torch.arange(len(slots), device=device)
+            starts = starts + tier.lens
+        slots = slot_indices(starts, rest.counts, device)
+        numbers[slots], places[slots] = len(self.tiers), slot_indices(rest.starts, rest.counts, device)
+        old: dict[Precision, tuple[Tensor, ...]] = {tier.precision: tier.tensors for tier in self.tiers}
+        fresh: dict[Precision, tuple[Tensor, ...]] = {tier.precision: tier.tensors for tier in new.tiers}
+        old[UNQUANTIZED], fresh[UNQUANTIZED] = (rest.k, rest.v), (new._rest.k, new._rest.v)
         for precision, entries in zip(tiers.precisions, tiers.entries(), strict=True):
-            if not precision.is_quantized:
-                rest, old_rest = new._rest, self._rest
-                places.fill_(-1)
-                places[slot_indices(starts, old_rest.counts, device)] = slot_indices(
-                    old_rest.starts, old_rest.counts, device
-                )
-                place, slots = places[origin[entries]][:, None], slot_indices(rest.starts, rest.lens, device)
-                for pool, before in ((rest.k, old_rest.k), (rest.v, old_rest.v)):
-                    if len(before):
-                        pool[slots] = torch.where(place >= 0, before[place[:, 0].clamp(min=0)], pool[slots])
-            elif precision in old_tiers and precision in new.precisions:
-                old, now = old_tiers[precision], next(tier for tier in new.tiers if tier.precision == precision)
-                places.fill_(-1)
-                slots = slot_indices(begins[precision], old.lens, device)
-                places[slots] = torch.arange(len(slots), device=device)
-                place = places[origin[entries]]
-                for codes, before in zip(now.tensors, old.tensors, strict=True):
-                    if len(before):
-                        is_old = (place >= 0).view(-1, *[1] * (codes.ndim - 1))
-                        codes.copy_(torch.where(is_old, before[place.clamp(min=0)], codes))
+            if precision not in old or precision not in fresh:
+                continue
+            is_old = numbers[origin[entries]] == list(old).index(precision)
+            place, targets = places[origin[entries]].where(is_old, 0), torch.arange(len(entries), device=device)
+            if precision == UNQUANTIZED:
+                targets = slot_indices(new._rest.starts, new._rest.lens, device)
+            for pool, earlier in zip(fresh[precision], old[precision], strict=True):
+                if len(earlier):
+                    stays = is_old.view(-1, *[1] * (pool.ndim - 1))
+                    pool[targets] = torch.where(stays, earlier[place], pool[targets])
         return new
 
     def count_appended(self, tokens: int, padding: Tensor | None = None) -> None:
@@ -414,6 +407,13 @@ class TieredStore:
         """As `RaggedStore.entry_nbytes`."""
         return self._rest.entry_nbytes()
 
+    @property
+    def _basis(self) -> Basis:
+        """`basis` as attention takes it, in float32: made for each call, so that no more is held than `nbytes` says."""
+        pools = self._rest.k, self._rest.v
+        rotations = (rotation(pool.shape[-1], torch.float32, pool.device) for pool in pools)
+        return Basis(*self.basis.tensor.float(), *rotations)
+
     def _pools(self) -> StoreView:
         """The pools in the coordinates of `_basis`, for attention that takes `_quantized` beside them."""
         return self._rest.k, self._rest.v, self._device_starts, self._device_lens
@@ -441,10 +441,6 @@ class TierSplit:
 def _head_numbers(lens: Tensor, device: torch.device) -> Tensor:
     """The number of the row and head of each of `lens` [B, H] entries, [sum of lens]."""
     return torch.arange(lens.numel(), device="cpu").repeat_interleave(lens.flatten()).to(device)
-
-
-def _within(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return values.clamp_(-65504, 65504) if dtype == torch.float16 else values
 
 
 # A layer's entries, however they are stored.
