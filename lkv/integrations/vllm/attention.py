@@ -34,6 +34,26 @@ def layer_index(name: str) -> int:
     return next(int(part) for part in name.split(".") if part.isdigit())
 
 
+def serve_batch(
+    impl: Any, layer: Any, query: Tensor, output: Tensor, kv_cache: Tensor, attn_metadata: Any, pages_type: Any,
+    *options: Any,
+) -> None:  # fmt: skip
+    """After vLLM's attention over the pages: add that over contexts to `output`, and evict from texts that end here.
+
+    `pages_type`: CPUPages or FlashPages; `options` are those of its `log_sum_exp`.
+    """
+    batch = current_batch() if attn_metadata is not None else None
+    if batch is None:
+        return
+    index, block_table = layer_index(layer.layer_name), attn_metadata.block_table
+    pages = pages_type(kv_cache, impl.head_size)
+    if batch.rows:
+        query, rows = (x.view(len(x), impl.num_heads, impl.head_size) for x in (query, output))
+        lse = pages.log_sum_exp(batch, query, block_table, impl.scale, *options)
+        batch.add_contexts(index, query, rows, lse, impl.scale)
+    compress_texts(batch, index, pages, block_table, impl.scale)
+
+
 class LkvCPUAttentionImpl(CPUAttentionBackendImpl):
     """vLLM's attention on a CPU, and over contexts."""
 
@@ -43,16 +63,7 @@ class LkvCPUAttentionImpl(CPUAttentionBackendImpl):
     ) -> Tensor:  # fmt: skip
         """As vLLM's."""
         out = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        batch = current_batch() if attn_metadata is not None else None
-        if batch is None:
-            return out
-        index = layer_index(layer.layer_name)
-        pages = CPUPages(kv_cache, self.head_size)
-        if batch.rows:
-            query, rows = (x.view(len(x), self.num_heads, self.head_size) for x in (query, output))
-            lse = pages.log_sum_exp(batch, query, attn_metadata.block_table, self.scale)
-            batch.add_contexts(index, query, rows, lse, self.scale)
-        compress_texts(batch, index, pages, attn_metadata.block_table, self.scale)
+        serve_batch(self, layer, query, output, kv_cache, attn_metadata, CPUPages)
         return out
 
 
@@ -140,7 +151,7 @@ def compress_texts(batch: Batch, layer: int, pages: Any, block_table: Tensor, sc
 
 
 class LkvFlashAttentionImpl(FlashAttentionImpl):
-    """FlashAttention, and attention over contexts. Not run yet: no machine with CUDA was at hand."""
+    """FlashAttention, and attention over contexts; not run on CUDA yet."""
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -148,15 +159,7 @@ class LkvFlashAttentionImpl(FlashAttentionImpl):
     ) -> Tensor:  # fmt: skip
         """As vLLM's."""
         out = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        batch = current_batch() if attn_metadata is not None else None
-        if batch is None:
-            return out
-        index, pages = layer_index(layer.layer_name), FlashPages(kv_cache, self.head_size)
-        if batch.rows:
-            query, rows = (x.view(len(x), self.num_heads, self.head_size) for x in (query, output))
-            lse = pages.log_sum_exp(batch, query, attn_metadata.block_table, self.scale, self.vllm_flash_attn_version)
-            batch.add_contexts(index, query, rows, lse, self.scale)
-        compress_texts(batch, index, pages, attn_metadata.block_table, self.scale)
+        serve_batch(self, layer, query, output, kv_cache, attn_metadata, FlashPages, self.vllm_flash_attn_version)
         return out
 
 
