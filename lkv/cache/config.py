@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.cache.tiered_store import TierSplit
+from lkv.cache.tiers import TierSplit
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.masks import PaddingReader
 from lkv.integrations.transformers.rotation import Rotation

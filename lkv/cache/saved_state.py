@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lkv.cache.store import RaggedStore
-from lkv.cache.tiered_store import KVStore, TieredStore, TierSplit
+from lkv.cache.tiered_store import KVStore, TieredStore
+from lkv.cache.tiers import TierSplit
 from lkv.methods.memory import Precision
 
 _OLD_BITS = (8, 4)

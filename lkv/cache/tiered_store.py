@@ -1,13 +1,14 @@
 """A layer's compressed entries in tiers of falling precision, beside those in the model's own dtype."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lkv.cache.quantization import check_width, code_width, dequantize, quantize, rotation, to_dtype
+from lkv.cache.quantization import check_width, code_width, quantize, rotation, to_dtype
 from lkv.cache.store import RaggedStore, StoreView, packed_starts, slot_indices
+from lkv.cache.tiers import KeyBasis, Tier, TierSplit
 from lkv.kernels.ragged_attention import (
     MAX_QUANTIZED,
     Basis,
@@ -21,94 +22,6 @@ from lkv.methods.memory import QUANTIZED_BITS, UNQUANTIZED, Precision
 from lkv.utils import devices
 
 _TENSORS = ("key_codes", "key_norms", "value_codes", "value_norms")
-
-
-@dataclass(frozen=True, eq=False)
-class Tier:
-    """Quantised entries of all rows and heads, one after another.
-
-    Attributes:
-        precision: Their bits.
-        lens: How many each row and head has, int64 [B, H] on the CPU.
-        tensors: Codes [N, .] and norms [N] of k, then of v.
-        scores: float32 [N], where entries are to be evicted later.
-        positions: int32 [N], likewise.
-    """
-
-    precision: Precision
-    lens: Tensor
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor]
-    scores: Tensor | None = None
-    positions: Tensor | None = None
-
-    def dequantize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """k [N, d] and v [N, dv], rotated."""
-        key, key_norms, value, value_norms = self.tensors
-        bits = self.precision
-        return dequantize(key, key_norms, bits.key_bits, dtype), dequantize(value, value_norms, bits.value_bits, dtype)
-
-    @property
-    def starts(self) -> Tensor:
-        """The first entry of each row and head, [B, H]."""
-        return packed_starts(self.lens)
-
-    def select(self, rows: Tensor) -> "Tier":
-        """The entries of the batch rows `rows` [n]."""
-        lens = self.lens[rows]
-        entries = slot_indices(self.starts[rows], lens, self.tensors[0].device)
-        return self._take(entries, lens)
-
-    def _take(self, entries: Tensor, lens: Tensor) -> "Tier":
-        scores, positions = (None if x is None else x[entries] for x in (self.scores, self.positions))
-        key, key_norms, value, value_norms = (x[entries] for x in self.tensors)
-        return replace(
-            self, lens=lens, tensors=(key, key_norms, value, value_norms), scores=scores, positions=positions
-        )
-
-    def nbytes(self) -> int:
-        """Bytes of storage."""
-        tensors = (*self.tensors, self.scores, self.positions)
-        return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
-
-
-@dataclass(frozen=True, eq=False)
-class KeyBasis:
-    """What k is shifted and scaled by before it is rotated: the mean and the scale of each head, [2, B, H, d].
-
-    k' = (k - mean) / scale R and q' = q scale R have the products of q and k, but for that of q and the mean, which is
-    the same for all entries and changes no attention. `scale` is the root of each channel's deviation: the best one for
-    queries of unknown direction, as the error of a product is then the least that any scale of channels allows.
-    """
-
-    tensor: Tensor
-
-    @classmethod
-    def of(cls, key: Tensor, heads: Tensor, shape: torch.Size) -> "KeyBasis":
-        """That of the entries `key` [N, d], of which `heads` [N] are the rows and heads, out of `shape` = [B, H]."""
-        count, wide = shape.numel(), torch.promote_types(key.dtype, torch.float32)
-        values, zeros = key.to(wide), key.new_zeros((count, key.shape[-1]), dtype=wide)
-        entries = zeros[:, :1].index_add(0, heads, torch.ones_like(values[:, :1])).clamp(min=1)
-        mean = zeros.index_add(0, heads, values) / entries
-        spread = (zeros.index_add(0, heads, (values - mean[heads]).square()) / entries).sqrt()
-        # A channel that never changes needs no precision, but its scale must not be 0.
-        typical = spread.mean(1, keepdim=True)
-        scale = spread.clamp(min=typical * 1e-3).sqrt().where(typical > 1e-12, 1.0)
-        half = key.dtype if key.dtype == torch.float16 else torch.bfloat16
-        return cls(torch.stack([mean, scale]).to(half).view(2, *shape, -1))
-
-    def select(self, rows: Tensor) -> "KeyBasis":
-        """That of the batch rows `rows` [n]."""
-        return KeyBasis(self.tensor[:, rows.to(self.tensor.device)])
-
-    def enter(self, key: Tensor, heads: Tensor) -> Tensor:
-        """k' of entries [N, d] of the rows and heads `heads` [N]."""
-        mean, scale = (x[heads].to(key.dtype) for x in self.tensor.flatten(1, 2))
-        return (key - mean) / scale @ rotation(key.shape[-1], key.dtype, key.device)
-
-    def leave(self, key: Tensor, heads: Tensor) -> Tensor:
-        """The entries that `enter` took."""
-        mean, scale = (x[heads].to(key.dtype) for x in self.tensor.flatten(1, 2))
-        return (key @ rotation(key.shape[-1], key.dtype, key.device).mT) * scale + mean
 
 
 class TieredStore:
@@ -143,7 +56,7 @@ class TieredStore:
 
     @classmethod
     def from_ragged(
-        cls, store: RaggedStore, tiers: "TierSplit", free_slots: int, basis: KeyBasis | None = None
+        cls, store: RaggedStore, tiers: TierSplit, free_slots: int, basis: KeyBasis | None = None
     ) -> "TieredStore":  # fmt: skip
         """Move the compressed entries of `store`, none of them appended, to tiers.
 
@@ -280,7 +193,7 @@ class TieredStore:
         store.v.copy_(to_dtype(value, rest.dtype))
         return store
 
-    def requantize(self, kept: RaggedStore, origin: Tensor, tiers: "TierSplit", free_slots: int) -> "TieredStore":
+    def requantize(self, kept: RaggedStore, origin: Tensor, tiers: TierSplit, free_slots: int) -> "TieredStore":
         """A new store of entries of this one.
 
         Args:
@@ -417,25 +330,6 @@ class TieredStore:
     def _pools(self) -> StoreView:
         """The pools in the coordinates of `_basis`, for attention that takes `_quantized` beside them."""
         return self._rest.k, self._rest.v, self._device_starts, self._device_lens
-
-
-@dataclass(frozen=True)
-class TierSplit:
-    """Which entries of a store belong to which tier.
-
-    Attributes:
-        precisions: Those of the tiers, best first; at most `MAX_QUANTIZED` quantised ones after at most one other.
-        lens: How many entries of each row and head are in each tier, int64 [tiers, B, H] on the CPU.
-        numbers: The number of the tier of each entry, in order of rows and heads, [sum of lens].
-    """
-
-    precisions: tuple[Precision, ...]
-    lens: Tensor
-    numbers: Tensor
-
-    def entries(self) -> tuple[Tensor, ...]:
-        """The entries of each tier, in order. Nothing waits for the device."""
-        return self.numbers.argsort(stable=True).split(self.lens.flatten(1).sum(1).tolist())
 
 
 def _head_numbers(lens: Tensor, device: torch.device) -> Tensor:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from lkv.cache.quantization import _join, _split, check_width, dequantize, quantize, rotation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.store import RaggedStore, slot_indices
-from lkv.cache.tiered_store import KeyBasis, TieredStore, TierSplit
+from lkv.cache.tiered_store import TieredStore
+from lkv.cache.tiers import KeyBasis, TierSplit
 from lkv.context.context import Context, compress
 from lkv.errors import CacheError
 from lkv.methods.budgets import PerHead

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lkv.cache.quantization import code_width, dequantize
 from lkv.cache.store import RaggedStore, slot_indices
-from lkv.cache.tiered_store import TieredStore, TierSplit
+from lkv.cache.tiered_store import TieredStore
+from lkv.cache.tiers import TierSplit
 from lkv.kernels.ragged_attention import QuantizedKV, api, append_and_attend, ragged_attention
 from lkv.methods.budgets import PerHead
 from lkv.methods.memory import UNQUANTIZED, Precision, TierBudget
