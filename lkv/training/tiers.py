@@ -20,13 +20,13 @@ from lkv.utils.fidelity import kl_divergence
 BITS = (0.48, 0.8, 1.6, 2.4, 3.2, 4.8)
 _HIGH, _MIXED, _MIDDLE, _LOW = Precision(8, 8), Precision(8, 4), Precision(4, 4), Precision(4, 3)
 CANDIDATES = (
-    ((_HIGH, 1.0),),
-    ((_HIGH, 0.3), (_MIDDLE, 0.7)),
-    ((_HIGH, 0.3), (_LOW, 0.7)),
-    ((_MIXED, 0.3), (_LOW, 0.7)),
-    ((_MIXED, 1.0),),
-    ((_MIDDLE, 1.0),),
-    ((_LOW, 1.0),),
+    TierTable.single(_HIGH),
+    TierTable(((0.0, ((_HIGH, 0.3), (_MIDDLE, 0.7))),)),
+    TierTable(((0.0, ((_HIGH, 0.3), (_LOW, 0.7))),)),
+    TierTable(((0.0, ((_MIXED, 0.3), (_LOW, 0.7))),)),
+    TierTable.single(_MIXED),
+    TierTable.single(_MIDDLE),
+    TierTable.single(_LOW),
 )
 
 
@@ -52,7 +52,7 @@ def measure_tiers(
         expected = list(_predictions(model, full, sample))
         divergences = {}
         for budget in bits:
-            for table in map(_table, CANDIDATES):
+            for table in CANDIDATES:
                 share = min(1.0, budget / (8 * model.dtype.itemsize))
                 method = resolve_method("lkv", model, memory=share, policy=policy, tier_table=table)
                 cache = RaggedCache(model, method=method)
@@ -68,18 +68,11 @@ def best_table(measured: Sequence[dict[tuple[float, TierTable], float]]) -> Tier
     rows: list[Any] = []
     budgets = sorted({budget for budget, _ in measured[0]})
     for budget in budgets:
-        scores = {
-            table: sum(math.log(max(1e-6, sample[budget, table])) for sample in measured)
-            for table in map(_table, CANDIDATES)
-        }
+        scores = {table: sum(math.log(max(1e-6, sample[budget, table])) for sample in measured) for table in CANDIDATES}
         ((_, row),) = min(scores, key=lambda table: scores[table]).rows
         if not rows or rows[-1][1] != row:
             rows.append((0.0 if not rows else budget, row))
     return TierTable(tuple(rows))
-
-
-def _table(row: Any) -> TierTable:
-    return TierTable(((0.0, row),))
 
 
 def _predictions(model: Any, cache: RaggedCache, sample: TokenizedSample) -> Iterator[Tensor]:
