@@ -51,6 +51,8 @@ class TieredStore:
                 QuantizedKV(*tier.tensors, table, tier.precision.key_bits, tier.precision.value_bits)
                 for tier, table in zip(tiers, device_tables, strict=True)
             )
+            rotations = (rotation(pool.shape[-1], torch.float32, pool.device) for pool in (rest.k, rest.v))
+            self._basis = Basis(*basis.tensor, *rotations)
         if rest.appended_tokens:
             self._count_on_device()
 
@@ -319,13 +321,6 @@ class TieredStore:
     def entry_nbytes(self) -> int:
         """As `RaggedStore.entry_nbytes`."""
         return self._rest.entry_nbytes()
-
-    @property
-    def _basis(self) -> Basis:
-        """`basis` as attention takes it, in float32: made for each call, so that no more is held than `nbytes` says."""
-        pools = self._rest.k, self._rest.v
-        rotations = (rotation(pool.shape[-1], torch.float32, pool.device) for pool in pools)
-        return Basis(*self.basis.tensor.float(), *rotations)
 
     def _pools(self) -> StoreView:
         """The pools in the coordinates of `_basis`, for attention that takes `_quantized` beside them."""

@@ -316,8 +316,8 @@ class _Turn(StoppingCriteria):
         for answer, tokens in zip(self._batch, new, strict=True):
             for token in tokens:
                 if not answer.done.is_set():
+                    self._worker.tokens += 1  # before the answer may end: who has it finds its tokens counted
                     answer.push(token, token in self._ends)
-                    self._worker.tokens += 1
         self.is_paused = self._worker.should_pause(self.tokens >= self._least_tokens)
         ended = [self.is_paused or answer.done.is_set() for answer in self._batch]
         return torch.tensor(ended, device=input_ids.device)

@@ -28,6 +28,7 @@ _IN_BASIS = ("cpp",)  # also enters and leaves a basis in the same call
 _MAX_ROWS_OF_CPP = 64
 _INTEGERS = (torch.int32, torch.int64)
 MAX_QUANTIZED = 2  # sets of quantised entries a layer
+_BASIS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of its mean and scale
 _QUANTIZED_DTYPES = (torch.uint8, torch.bfloat16, torch.uint8, torch.bfloat16, torch.int32)
 
 
@@ -336,7 +337,9 @@ def _check_quantized(part: QuantizedKV, starts: Tensor, dim: int, value_dim: int
 def _check_basis(basis: Basis, starts: Tensor, dim: int, value_dim: int) -> None:
     by_head = (*starts.shape, dim)
     shapes = by_head, by_head, (dim, dim), (value_dim, value_dim)
-    _check_fields("tensors of the basis", basis._fields, basis, shapes, (torch.float32,) * 4)
+    by_channel = basis.mean.dtype if basis.mean.dtype in _BASIS_DTYPES else torch.float32
+    dtypes = by_channel, by_channel, torch.float32, torch.float32
+    _check_fields("tensors of the basis", basis._fields, basis, shapes, dtypes)
     if not all(x.is_contiguous() for x in basis):
         raise ValueError("The tensors of the basis must be contiguous: call .contiguous() on each.")
 

@@ -10,11 +10,11 @@ class Basis(NamedTuple):
     """The coordinates of entries stored: k' = (k - mean) / scale @ key_rotation and v' = v @ value_rotation.
 
     q' = q scale @ key_rotation has the products of q and k, but for that of q and the mean, which is the same for all
-    entries of a span and changes no attention. All tensors are float32 and contiguous.
+    entries of a span and changes no attention. All tensors are contiguous; rotations are float32.
 
     Attributes:
-        mean: [B, Hkv, d].
-        scale: [B, Hkv, d], positive.
+        mean: [B, Hkv, d], float32 or, as a cache stores it, in 16 bits.
+        scale: [B, Hkv, d], positive, in the dtype of `mean`.
         key_rotation: Orthogonal [d, d].
         value_rotation: Orthogonal [dv, dv].
     """
@@ -26,31 +26,29 @@ class Basis(NamedTuple):
 
     def enter_queries(self, q: Tensor) -> Tensor:
         """q' of queries [B, Hq, Tq, d], in their dtype."""
-        grouped, (scale, rotation) = _widen(q), _match(q, self.scale, self.key_rotation)
-        scaled = grouped.unflatten(1, (scale.shape[1], -1)) * scale[:, :, None, None]
-        return (scaled.flatten(1, 2) @ rotation).to(q.dtype)
+        scaled = _widen(q).unflatten(1, (self.scale.shape[1], -1)) * self.scale[:, :, None, None]
+        return (scaled.flatten(1, 2) @ _match(q, self.key_rotation)).to(q.dtype)
 
     def enter_entries(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """k' and v' of entries [B, Hkv, T, .], in their dtype."""
-        mean, scale, key_rotation, value_rotation = _match(key, *self)
-        centred = (_widen(key) - mean[:, :, None]) / scale[:, :, None]
-        return (centred @ key_rotation).to(key.dtype), (_widen(value) @ value_rotation).to(value.dtype)
+        centred = (_widen(key) - self.mean[:, :, None]) / self.scale[:, :, None]
+        new_key, new_value = centred @ _match(key, self.key_rotation), _widen(value) @ _match(key, self.value_rotation)
+        return new_key.to(key.dtype), new_value.to(value.dtype)
 
     def leave_outputs(self, out: Tensor) -> Tensor:
         """The outputs of the model from those [B, Hq, Tq, dv] over v'."""
-        return (_widen(out) @ _match(out, self.value_rotation)[0].mT).to(out.dtype)
+        return (_widen(out) @ _match(out, self.value_rotation).mT).to(out.dtype)
 
     def leave_lse(self, lse: Tensor, q: Tensor, scale: float) -> Tensor:
         """The log-sum-exp of the model's scores from that [B, Hq, Tq] of q' and k'; `q` is the model's."""
-        grouped, (mean,) = _widen(q).unflatten(1, (self.mean.shape[1], -1)), _match(q, self.mean)
-        return lse + scale * (grouped * mean[:, :, None, None]).sum(-1).flatten(1, 2).to(lse.dtype)
+        grouped = _widen(q).unflatten(1, (self.mean.shape[1], -1))
+        return lse + scale * (grouped * self.mean[:, :, None, None]).sum(-1).flatten(1, 2).to(lse.dtype)
 
 
 def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _match(like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """`tensors` in the dtype in which `like` is computed with."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    return tuple(x.to(dtype) for x in tensors)
+def _match(like: Tensor, rotation: Tensor) -> Tensor:
+    """`rotation` in the dtype in which `like` is computed with; element by element PyTorch widens by itself."""
+    return rotation.to(torch.promote_types(like.dtype, torch.float32))

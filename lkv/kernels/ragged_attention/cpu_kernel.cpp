@@ -630,9 +630,12 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, Tensor& k_pool, Tensor& v_poo
   s.scale = float(scale * M_LOG2E), s.causal = causal;
   TORCH_CHECK_VALUE(basis_tensors.empty() || basis_tensors.size() == 4, "A basis has four tensors.");
   std::optional<Basis> basis;
-  if (!basis_tensors.empty())
-    basis = Basis{basis_tensors[0].const_data_ptr<float>(), basis_tensors[1].const_data_ptr<float>(),
+  Tensor mean, channel_scale;
+  if (!basis_tensors.empty()) {
+    mean = basis_tensors[0].to(at::kFloat), channel_scale = basis_tensors[1].to(at::kFloat);
+    basis = Basis{mean.const_data_ptr<float>(), channel_scale.const_data_ptr<float>(),
                   basis_tensors[2].const_data_ptr<float>(), basis_tensors[3].const_data_ptr<float>(), s.spans};
+  }
   Tensor original = q.to(at::kFloat).contiguous(), query = basis ? basis->enter_queries(original) : original;
   Tensor new_key, new_value;
   if (key) {
