@@ -3,7 +3,8 @@
 python -m benchmarks.needles --data FOLDER    (FOLDER holds PaulGrahamEssays_49.json.gz; writes needles.json)
 python -m benchmarks.needles --data FOLDER --model NAME --tokens 2000 16000 --samples 10 4    (needles-NAME.json)
 
---samples are those of a number of needles, one number for each length or one for all.
+--samples are those of a number of needles, one number for each length or one for all. With --by-memory, --retention are
+shares of the bytes of a 16-bit cache, spent on tiers of precision (--name needles_memory).
 """
 
 import gzip
@@ -14,8 +15,10 @@ import torch
 
 from benchmarks.common import SUBJECT, method_grids, parse_options, per_length, rows_of, run_cases, subject_of
 from benchmarks.heldout import make_needles
-from lkv.evaluation.comparison import MethodComparison
+from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods.memory import DEFAULT_TABLE
+from lkv.methods.registry import FULL
 from lkv.utils.prompts import encode_question
 from lkv.utils.statistics import bootstrap
 
@@ -26,13 +29,19 @@ NEEDLES = (1, 4)  # hidden in a text; the question is about one of them
 def main() -> None:
     options = parse_options(
         __doc__, "needles", "with PaulGrahamEssays_49.json.gz", **SUBJECT, methods=METHODS,
-        tokens=[1000, 2000, 4000, 7800], samples=[10], retention=[0.15, 0.05], seed=0, name="needles", out=Path,
+        tokens=[1000, 2000, 4000, 7800], samples=[10], retention=[0.15, 0.05], by_memory=False, seed=0, out=Path,
+        name="needles",
     )  # fmt: skip
     counts = per_length(options.tokens, options.samples)
     subject = subject_of(options)
     model, tokenizer = subject.model, subject.tokenizer
     options.out = options.out or subject.results(options.name)
-    grids = method_grids(model, tokenizer, options.methods, options.retention, subject.policy)
+    scale = 2 / model.dtype.itemsize if options.by_memory else 1
+    if options.by_memory:
+        shares, tables = [share * scale for share in options.retention], {"": DEFAULT_TABLE}
+        grids = {"": MethodGrid(model, tokenizer, options.methods, shares, subject.policy, tier_tables=tables)}
+    else:
+        grids = method_grids(model, tokenizer, options.methods, options.retention, subject.policy)
     essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
     prose = [essays["text"].replace("\n", " ")]
     cases = {
@@ -47,11 +56,18 @@ def main() -> None:
         item = make_needles(tokenizer, prose, tokens, needles, options.seed * 100_000 + number)
         prompt = read_prompt(model, torch.tensor([item.ids]), queries=True)
         rows = rows_of(grids, item.ids, prompt)
-        comparison = MethodComparison(model, item.ids, prompt, [method for _, _, method in rows])
-        kept = comparison.realised_retentions()
-        answers = comparison.generate(encode_question(tokenizer, item.question), 24, last=True)
-        found = [item.answer in tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
-        return {"rows": [row[:2] for row in rows], "found": found, "realised": kept}
+        question, found, kept = encode_question(tokenizer, item.question), [], []
+        for methods in [[row[2]] for row in rows] if options.by_memory else [[row[2] for row in rows]]:
+            comparison = MethodComparison(model, item.ids, prompt, methods)
+            kept += comparison.realised_retentions()
+            answers = comparison.generate(question, 24, last=True)
+            found += [item.answer in tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+        budgets = [round(row[1] / scale, 4) if row[0] != FULL else 1.0 for row in rows]
+        return {
+            "rows": [[row[0], budget] for row, budget in zip(rows, budgets, strict=True)],
+            "found": found,
+            "realised": kept,
+        }
 
     def summarise(samples: dict[str, dict]) -> list[dict]:
         groups: dict[tuple[str, float, int, int], list[tuple[bool, float]]] = {}
@@ -63,14 +79,23 @@ def main() -> None:
         for (method, retention, tokens, needles), members in groups.items():
             mean = bootstrap([[float(found)] for found, _ in members])
             row = {"model": subject.name, "method": method, "tokens": tokens, "needles": needles}
-            row |= {"dtype": options.dtype, "retention": retention}
+            row |= {"dtype": options.dtype, "memory" if options.by_memory else "retention": retention}
             row |= {"realised": sum(kept for _, kept in members) / len(members)}
             rows.append({**row, **mean._asdict(), "unit": "share of needles found"})
             print(f"{method:16} {tokens:5} {needles} R {retention:4} {mean.value:.2f}")
         return rows
 
     growing = ("samples", "tokens")
-    run_cases("benchmarks.needles", options, options.name, cases, measure, summarise, subject.policy, growing)
+    run_cases(
+        "benchmarks.needles",
+        options,
+        options.out.stem.split("-")[0],
+        cases,
+        measure,
+        summarise,
+        subject.policy,
+        growing,
+    )
 
 
 if __name__ == "__main__":

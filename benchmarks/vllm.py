@@ -33,8 +33,10 @@ class Engine:
     """vLLM in a process of its own, which answers one command a line."""
 
     def __init__(self, **settings: Any):
-        arguments = [sys.executable, "-m", "benchmarks.vllm", "--engine", json.dumps(settings)]
+        arguments = [sys.executable, "-m", "benchmarks.vllm", "--engine"]
         self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin is not None
+        print(json.dumps(settings), file=self._process.stdin, flush=True)
         self.ask("ready")
 
     def ask(self, do: str, **arguments: Any) -> Any:
@@ -54,7 +56,7 @@ class Engine:
 
 
 def run_engine(settings: dict[str, Any]) -> None:
-    """The process of an engine: commands come as lines, results go back as lines."""
+    """The process of an engine, after a line with its settings: commands come as lines, results go back as lines."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
     # GiB that vLLM checks for, at 64 KB a token; as many pages as are given are allocated.
     space = 1 + settings["pages"] * _BLOCK // 2**14
@@ -107,14 +109,14 @@ def ratio_row(about: dict[str, Any], what: str, unit: str, ratios: list[float], 
 
 def main() -> None:
     if sys.argv[1:2] == ["--engine"]:
-        run_engine(json.loads(sys.argv[2]))
+        run_engine(json.loads(sys.stdin.readline()))
         return
     options = parse_options(
         __doc__, "vllm", tokens=4000, retention=0.15, contexts=4, length=32, concurrency=[1, 4, 16, 64], repeats=3
     )
     tokenizer = load_tokenizer()
-    # One more, for the time of compression.
-    texts = [make_text(tokenizer, options.tokens, seed) for seed in range(options.contexts + 1)]
+    # Further ones for the time of compression, each of them compressed once: pages of a text are found again.
+    texts = [make_text(tokenizer, options.tokens, seed) for seed in range(options.contexts + options.repeats + 1)]
     pages = -(-options.tokens // _BLOCK) + 8
     with tempfile.TemporaryDirectory() as store:
         common = {"texts": texts, "tokens": options.tokens, "retention": options.retention, "store": store}
@@ -132,17 +134,14 @@ def main() -> None:
             | {"what": "fit", "unit": "contexts in 1 GB", "method": method, "value": int(1e9 // max(values)), "n": 1}
             for method, values in (("lkv", sizes), ("full", full_sizes))
         ]
-        last = options.contexts
-
-        def make_again() -> None:
-            for path in (f"{store}/{made[-1]}.kv", f"{store}/{made[-1]}.json"):
-                os.remove(path)
-            ours.ask("make", number=last)
-
-        made = [ours.ask("make", number=last)]
+        unread = iter(range(options.contexts, len(texts)))
         took = interleaved(
-            {"lkv": make_again, "full": partial(ours.ask, "read", number=last)}, options.repeats, warmups=1
-        )
+            {
+                "lkv": lambda: ours.ask("make", number=next(unread)),
+                "full": partial(ours.ask, "read", number=options.contexts),
+            },
+            options.repeats, warmups=1,
+        )  # fmt: skip
         unit = "time to read and compress a text by time to read it, mean of pairs"
         rows.append(ratio_row(about, "compression", unit, [*map(truediv, took["lkv"], took["full"])]))
         equal = pages + _SPARE + int(sum(sizes) / page_bytes)
