@@ -72,7 +72,10 @@ def parse_options(
                 option, type=type(values[0] if values else default), default=values or default,
                 nargs="+" if values else None, choices=default if isinstance(default, tuple) else choices,
             )  # fmt: skip
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.out is not None and options.out.is_dir():
+        parser.error(f"--out is the folder {options.out}; name a file, such as {options.out / name}.json")
+    return options
 
 
 def save_rows(
