@@ -1,4 +1,4 @@
-"""The README's section of results, docs/results.md and docs/more-results.md, written from the result files alone.
+"""The README's section of results and the pages results, more-results and claims, from the result files alone.
 
 python -m benchmarks.readme [--check]
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from benchmarks.claims import claims_page
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
 from benchmarks.memory import COMPARED, best_precisions
@@ -19,6 +20,7 @@ from lkv.training.fit import RECIPE
 
 ROOT = RESULTS.parents[1]
 README, RESULTS_PAGE, MORE = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "more-results.md"
+CLAIMS_PAGE = ROOT / "docs" / "claims.md"
 TITLE = "## What it keeps of the model\n\n"
 COMPENSATED = "lkv+refit"
 LONGER = ("longer", "longest")  # results by length of fewer methods or tasks
@@ -33,8 +35,8 @@ def main() -> None:
     start = text.index(TITLE) + len(TITLE)
     end = text.index("\n## ", start)
     pages = {README: text[:start] + readme_section() + "\n" + text[end:]}
-    pages |= {MORE: more_results_page(), RESULTS_PAGE: results_page()}
-    stale = [path for path, page in pages.items() if path.read_text(encoding="utf-8") != page]
+    pages |= {MORE: more_results_page(), RESULTS_PAGE: results_page(), CLAIMS_PAGE: claims_page()}
+    stale = [path for path, page in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != page]
     if "--check" in sys.argv and stale:
         names = ", ".join(path.name for path in stale)
         sys.exit(f"{names} differ from the result files: run python -m benchmarks.readme")

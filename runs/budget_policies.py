@@ -2,7 +2,8 @@
 
 python -m runs.budget_policies --text FILE    (writes budget_policies.json and budget_policies.png)
 
-For an 8B model: --model, --policy and --pattern full_attention_heads.tsv, on a GPU with 24 GB or more.
+For an 8B model: --model, --policy and --pattern full_attention_heads.tsv, on a GPU with 24 GB or more. The paper
+measured kvpress's methods: --methods snapkv pyramidkv-kvpress duo-kvpress adakv-snapkv lkv --pattern-by kvpress.
 """
 
 import argparse
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.cli.options import load_pattern
 from lkv.context.documents import read_document
 from lkv.errors import LkvError, check_retention
 from lkv.evaluation.report.figures import plot_policies, save_figure
 from lkv.evaluation.report.names import method_label
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods.budgets import estimate_pattern, read_pattern
+from lkv.methods.budgets import estimate_pattern
 from lkv.methods.method import resolve_method
 from lkv.models.loading import DEFAULT, load_model
 from lkv.policy.lookup import default_policy
@@ -33,15 +35,19 @@ METHODS = ("snapkv", "pyramidkv", "duo", "adakv-snapkv", "lkv")
 
 @torch.no_grad()
 def shares(
-    model: Any, ids: list[int], policy: Policy, retention: float, pattern: list[list[float]]
+    model: Any,
+    ids: list[int],
+    policy: Policy,
+    retention: float,
+    pattern: list[list[float]],
+    methods: Sequence[str] = METHODS,
 ) -> dict[str, list[list[float]]]:
     """Kept / all tokens of each KV head [layers][KV heads] by method, from one forward pass over `ids`."""
     prompt = read_prompt(model, torch.tensor([ids], device=model.device), queries=True)
     by_method = {}
-    for name in METHODS:
-        method = resolve_method(
-            name, model, retention=retention, policy=policy, pattern=pattern if name == "duo" else None
-        )
+    for name in methods:
+        is_duo = name.startswith("duo")
+        method = resolve_method(name, model, retention=retention, policy=policy, pattern=pattern if is_duo else None)
         cache = RaggedCache(model, method=method)
         cache.fill(prompt)
         by_method[name] = [[kept / len(ids) for kept in heads] for heads in cache.kept_counts()]
@@ -56,7 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--retention", type=float, default=0.15)
     parser.add_argument("--model", default=DEFAULT, help="folder or hub id")
     parser.add_argument("--policy", help="folder or hub id (default: the one shipped)")
-    parser.add_argument("--pattern", type=Path, help="DuoAttention's pattern file (default: estimated on the text)")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="a panel each")
+    parser.add_argument(
+        "--pattern", type=Path, help="DuoAttention's .tsv, or a text to estimate it on (default: --text)"
+    )
+    parser.add_argument("--pattern-by", choices=("attention", "kvpress"), default="attention", help="its estimate")
     parser.add_argument("--out", type=Path, default=Path("runs-local"))
     try:
         _run(parser.parse_args(arguments))
@@ -74,9 +84,11 @@ def _run(options: argparse.Namespace) -> None:
     policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
     policy.check_model(patch_attention(model).spec)
     ids = encode_context(tokenizer, text)[: options.tokens]
-    layers, heads = policy.spec.layers, policy.spec.kv_heads
-    pattern = read_pattern(options.pattern, layers, heads) if options.pattern else estimate_pattern(model, [ids])
-    by_method = shares(model, ids, policy, options.retention, pattern)
+    if options.pattern:
+        pattern = load_pattern(options.pattern, model, tokenizer, options.pattern_by)
+    else:
+        pattern = estimate_pattern(model, [ids])
+    by_method = shares(model, ids, policy, options.retention, pattern, options.methods)
     common = {"model": Path(options.model).name, "tokens": len(ids), "retention": options.retention}
     rows = [
         common | {"method": method, "layer": layer, "head": head, "value": share, "unit": "kept / all"}
@@ -84,7 +96,10 @@ def _run(options: argparse.Namespace) -> None:
         for layer, row in enumerate(table)
         for head, share in enumerate(row)
     ]
-    command = f"python -m runs.budget_policies --text FILE --tokens {options.tokens} --retention {options.retention:g}"
+    command = (
+        f"python -m runs.budget_policies --text FILE --tokens {options.tokens} --retention {options.retention:g} "
+        f"--methods {' '.join(options.methods)} --pattern-by {options.pattern_by}"
+    )
     write_results(options.out / "budget_policies.json", "budget_policies", rows, seed=0, command=command)
     panels = {method_label(method): table for method, table in by_method.items()}
     save_figure(plot_policies(panels, options.retention), options.out / "budget_policies.png")

@@ -3,7 +3,8 @@
 python -m runs.rehearse [--out FOLDER]    (make rehearse)
 
 It runs `runs/all.sh llama` and `runs/all.sh qwen`; only the sizes differ from a run on GPUs. The numbers mean nothing:
-the rehearsal tests commands, files and formats before you spend GPU hours.
+the rehearsal tests commands, files and formats before you spend GPU hours. First it takes inputs away: the preflight
+must name each of them, and nothing may be started.
 """
 
 import argparse
@@ -56,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_data(folder)
         for name in (options.only,) if options.only else ARCHITECTURES:
             make_model(name, folder / name)
+            if unnamed := unnamed_inputs(name, folder):
+                print(f"the preflight does not name what is missing: {', '.join(unnamed)}", file=sys.stderr)
+                return 1
             command = ["bash", str(ROOT / "runs" / "all.sh"), name]
             status = subprocess.run(command, env=environment(name, folder), check=False).returncode
             if status:
@@ -72,11 +76,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 EXPECTED = (
-    "data/build.json",
+    "preflight/passed", "data/build.json",
     "training/policy/policy.safetensors", "training/curve.jsonl", "table1.md",
     "breakdown.tex", "table2.csv",
     "budget_policies.png", "figure3.pdf", "figure4a.pdf", "figure4b.pdf", "table3.md", "figure5.pdf",
 )  # fmt: skip
+
+
+# What is taken away, by the variable that has it, and what the preflight says then.
+MISSING = {
+    "TEXT": "TEXT: not set", "PATTERN": "PATTERN: not set", "RULER": "hides its needles in essays",
+    "LONGBENCH": "hotpotqa.jsonl", "DATA": "train-v1.1.json", "MODEL": "cannot be read", "TRAIN": "there is no program",
+}  # fmt: skip
+
+
+def unnamed_inputs(name: str, folder: Path) -> list[str]:
+    """The variables of `MISSING` that the preflight does not name when all of them are gone at once."""
+    left = folder / "left"
+    for path in ("longbench", "data", "ruler"):
+        shutil.copytree(folder / path, left / path, dirs_exist_ok=True)
+    for path in ("longbench/hotpotqa.jsonl", "data/train-v1.1.json", "ruler/PaulGrahamEssays.json"):
+        (left / path).unlink()
+    taken = {"TEXT": "", "PATTERN": "", "MODEL": "no/model", "TRAIN": "no-such-program", "HF_HUB_OFFLINE": "1"}
+    taken |= {variable: str(left / variable.lower()) for variable in ("RULER", "LONGBENCH", "DATA")}
+    command = ["bash", str(ROOT / "runs" / "all.sh"), name]
+    ran = subprocess.run(command, env=environment(name, folder) | taken, check=False, capture_output=True, text=True)
+    unnamed = [variable for variable, said in MISSING.items() if said not in ran.stderr]
+    if not ran.returncode or "nothing was started" not in ran.stderr or (folder / f"{name}-out").exists():
+        unnamed.append("something was started all the same")
+    return unnamed
 
 
 def environment(name: str, folder: Path) -> dict[str, str]:

@@ -44,6 +44,7 @@ from lkv.utils.files import check_writable_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+ADAMW_BETAS = (0.9, 0.98)
 _TIMED_STEPS = 3  # after which the remaining time is printed
 
 
@@ -246,7 +247,7 @@ def make_optimizer(policy: Policy, config: TrainingConfig) -> torch.optim.AdamW:
         rate = config.terms_lr if own_name in ("attention_weight", "start", "end") else 1.0
         rates.setdefault(config.heads_lr if part == "heads" else rate, []).append(parameter)
     groups = [{"params": parameters, "rate": rate} for rate, parameters in rates.items()]
-    return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.98))
+    return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, betas=ADAMW_BETAS)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

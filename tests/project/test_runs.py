@@ -98,7 +98,9 @@ def test_shares_are_what_each_head_keeps(model, policy):
 
 
 @pytest.mark.parametrize(
-    "script", [*sorted(RUNS.glob("*_*.sh")), RUNS / "data.sh", RUNS / "train.sh"], ids=lambda path: path.name
+    "script",
+    [*sorted(RUNS.glob("*_*.sh")), *(RUNS / f"{name}.sh" for name in ("preflight", "data", "train"))],
+    ids=lambda path: path.name,
 )
 def test_the_scripts_ask_for_what_they_need(script, tmp_path):
     """Each runs to its end with a stand-in for python that writes down how it was called, and `lkv` understands it."""
@@ -134,7 +136,23 @@ def test_everything_is_run_in_its_order():
     text = (RUNS / "all.sh").read_text()
     steps = re.search(r"for step in (.*?); do", text)[1].split()
     assert {f"{step}.sh" for step in steps} == {path.name for path in RUNS.glob("*.sh")} - {"all.sh", "common.sh"}
-    assert steps[:2] == ["data", "train"]
+    assert steps[:3] == ["preflight", "data", "train"]
+
+
+@pytest.mark.parametrize(("failing", "status", "made"), [("none", 0, 6), ("table2", 1, 6), ("train", 1, 0)])
+def test_a_table_that_fails_keeps_no_other_from_being_made(tmp_path, failing, status, made):
+    """all.sh beside stand-ins for its steps, which write down their names; one fails."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    for script in RUNS.glob("*.sh"):
+        (runs / script.name).write_text(f"echo {script.stem} >>done\n[[ {script.stem} != {failing}* ]]\n")
+    for name in ("all.sh", "common.sh"):
+        (runs / name).write_text((RUNS / name).read_text())
+    ran = subprocess.run(["bash", runs / "all.sh", "llama"], capture_output=True, text=True)
+    names = (tmp_path / "done").read_text().split()
+    assert ran.returncode == status and names[:2] == ["preflight", "data"]
+    assert sum(name.startswith(("table", "figure")) for name in names) == made
+    assert ("failed: table2_ablation;" in ran.stderr) == (failing == "table2")
 
 
 @pytest.mark.parametrize("name", rehearse.ARCHITECTURES)

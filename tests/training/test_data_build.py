@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+from collections import Counter
 
 import pytest
 
@@ -20,7 +21,7 @@ from lkv.training.data.build import (
 )
 from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import ROW_READERS, MultiHopQuestion, Passage, ShortQuestion, read_dataset
-from lkv.training.data.public_datasets import PUBLIC_DATASETS, download_rows, match_dataset
+from lkv.training.data.public_datasets import PUBLIC_DATASETS, _draw_lines, download_rows, match_dataset
 from lkv.training.data.recipes import LOOM_RATIOS, Loom
 from lkv.training.data.samples import Continuation, Sample
 from lkv.utils.data_files import read_records
@@ -290,6 +291,10 @@ def test_the_hub_s_rows_and_the_official_files_are_the_same_items(name, folder):
         assert isinstance(local[0], MultiHopQuestion) and local[0].needed == {1, 2}
 
 
+def _numbered(number):
+    return {"number": number}
+
+
 class Stream(list):
     """Rows as `datasets` streams them, breaking after some."""
 
@@ -320,15 +325,18 @@ def test_a_fetch_goes_on_where_it_broke_and_takes_named_splits_alone(tmp_path):
     assert commit == PUBLIC_DATASETS["mmlu"].hub.revision and len(commit) == 40
     assert [options["split"] for _, options in asked] == ["auxiliary_train", "auxiliary_train", "dev"]
     assert all(o == {"split": o["split"], "name": "all", "revision": commit, "streaming": True} for _, o in asked)
-    assert [row for _, row in read_records(path)] == [*list(rows_of("mmlu", 40))[:30]] * 2
+    drawn, every = [row for _, row in read_records(path)], list(rows_of("mmlu", 40))
+    assert drawn[:30] == drawn[30:] and [every.index(row) for row in drawn[:30]] != list(range(30))
     assert download_rows("mmlu", tmp_path, 60, load=None)[0] == path  # nothing is fetched again
     path, _ = download_rows("the_stack", tmp_path, 8, load=lambda *a, **o: Stream(rows_of("the_stack")))
     assert all(
         set(row) == {"content", "max_stars_repo_path", "max_stars_repo_licenses", "lang"}
         for _, row in read_records(path)
     )
-    path, _ = download_rows("narrativeqa", tmp_path, 4, load=lambda *a, **o: Stream(rows_of("narrativeqa")))
-    assert [bool(row["document"]["text"]) for _, row in read_records(path)] == [True, False, True, False]
+    path, _ = download_rows("narrativeqa", tmp_path, 20, load=lambda *a, **o: Stream(rows_of("narrativeqa")))
+    stories = [row["document"] for _, row in read_records(path)]
+    first = [story["id"] not in {other["id"] for other in stories[:n]} for n, story in enumerate(stories)]
+    assert [bool(story["text"]) for story in stories] == first and 10 <= sum(first) < len(stories) == 20
 
 
 def test_a_split_with_too_few_rows_neither_hides_nor_doubles_others(tmp_path):
@@ -340,29 +348,51 @@ def test_a_split_with_too_few_rows_neither_hides_nor_doubles_others(tmp_path):
     with pytest.raises(DataError, match="went dead"):
         download_rows("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=15, **o))
     path, _ = download_rows("mmlu", tmp_path, 60, load=load)
-    assert [row for _, row in read_records(path)] == [*rows[:10], *rows[:30]]
+    first = [row for _, row in read_records(path)]
+    assert first[:10] == rows[:10] and len(first) == 40 and all(row in rows for row in first)
     assert download_rows("mmlu", tmp_path, 60, load=None)[0] == path  # as many as there are were asked for before
     download_rows("mmlu", tmp_path, 100, load=load)
     assert [row for _, row in read_records(path)] == [*rows[:10], *rows]
     assert download_rows("mmlu", tmp_path, 9000, load=None)[0] == path  # there are no more
     other = "b" * 40
     assert download_rows("mmlu", tmp_path, 60, other, load=load) == (path, other)
-    assert [row for _, row in read_records(path)] == [*rows[:10], *rows[:30]]
+    assert [row for _, row in read_records(path)] == first
     assert sorted(file.name for file in tmp_path.iterdir()) == ["mmlu.about.json", "mmlu.jsonl"]
 
 
 def test_datasets_streams_what_is_read(tmp_path, folder):
-    """The real library over the fixtures' Parquet, as it streams the hub's."""
+    """The real library over Parquet files, as it streams the hub's: rows of the whole split, and of files far apart."""
     datasets = pytest.importorskip("datasets")
+    files = list((folder / "hotpot").rglob("*.parquet"))
 
     def load(repository, split, revision, streaming, **options):
-        file = next((folder / "hotpot").rglob("*.parquet"))
-        return datasets.load_dataset(
-            "parquet", data_files={split: str(file)}, split=split, streaming=streaming, cache_dir=str(tmp_path)
-        )
+        cache = str(tmp_path / "cache")
+        paths = {split: [str(file) for file in files]}
+        return datasets.load_dataset("parquet", data_files=paths, split=split, streaming=streaming, cache_dir=cache)
 
     path, _ = download_rows("hotpotqa", tmp_path / "out", 12, load=load)
-    assert [row for _, row in read_records(path)] == list(rows_of("hotpotqa"))[:12]
+    rows = list(rows_of("hotpotqa"))
+    numbers = [rows.index(row) for _, row in read_records(path)]
+    assert len(set(numbers)) == 12 and numbers == sorted(numbers) and max(numbers) >= len(rows) - 8
+
+    files = [tmp_path / f"{number:02}.parquet" for number in range(40)]
+    for number, file in enumerate(files):
+        code = [{"content": f"print({number}, {line})", "max_stars_repo_path": "a.py"} for line in range(9)]
+        datasets.Dataset.from_list(code).to_parquet(file)
+    path, _ = download_rows("the_stack", tmp_path / "stack", 4 * 32, load=load)
+    texts = [row["content"] for _, row in read_records(path)]
+    expected = [f"print({number * 40 // 16}, {line})" for number in range(16) for line in range(2)]
+    assert texts == expected * 4
+
+
+def test_a_draw_takes_every_row_as_often_as_the_others():
+    rows = [{"number": number} for number in range(50)]
+    taken = Counter(json.loads(line)["number"] for line in _draw_lines("squad", rows, 50))
+    assert taken == Counter(range(50))
+    parts = Counter(
+        json.loads(line)["number"] // 1000 for line in _draw_lines("squad", map(_numbered, range(8000)), 800)
+    )
+    assert parts.total() == 800 and all(70 <= parts[part] <= 130 for part in range(8))  # 100 +- 3 deviations
 
 
 def test_a_build_from_the_hub_alone(tmp_path):

@@ -154,7 +154,7 @@ def _open_loom(
                         f"{config.lock} names no source {name!r}; give the manifest of a build of the same recipe."
                     ) from error
             print(
-                f"{name}: downloading up to {rows:,} rows of {hub.repository}, {PUBLIC_DATASETS[name].licence}",
+                f"{name}: drawing {rows:,} rows over all of {hub.repository}, {PUBLIC_DATASETS[name].licence}",
                 file=sys.stderr,
             )
             path, commit = download_rows(name, config.out / "fetched", rows, commit, load)

@@ -73,7 +73,7 @@ class NgramOverlap:
 
     def _hash_grams(self, words: list[str]) -> Any:
         """A 64-bit hash of each n-gram."""
-        for word in set(words) - self._word_hashes.keys():
+        for word in {word for word in words if word not in self._word_hashes}:
             digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
             self._word_hashes[word] = int.from_bytes(digest, "big")
         hashes = np.fromiter((self._word_hashes[word] for word in words), np.uint64, len(words))

@@ -6,12 +6,13 @@ recognised is refused: training on a part of what was meant would show nowhere.
 
 import hashlib
 import json
+import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice, product
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice, product
 from pathlib import Path
 from shutil import copyfileobj
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lkv.errors import DataError
 from lkv.utils.data_files import Row, read_json, read_json_lines
@@ -32,7 +33,8 @@ class HubSource(NamedTuple):
     """A data set on the hub: `parts` are arguments of `load_dataset` for each config or data folder that is read.
 
     `revision` is a commit; "refs/convert/parquet" is the hub's own conversion of a set that has no commit to pin: the
-    first build looks up its commit, which later ones can be given.
+    first build looks up its commit, which later ones can be given. `files`: of a set too large to read whole, rows come
+    from the beginnings of so many of its files.
     """
 
     repository: str
@@ -40,6 +42,7 @@ class HubSource(NamedTuple):
     splits: tuple[str, ...] = ("train",)
     revision: str = "refs/convert/parquet"
     gated: bool = False
+    files: int = 0
 
 
 class PublicDataset(NamedTuple):
@@ -79,6 +82,7 @@ PUBLIC_DATASETS: dict[str, PublicDataset] = {
             tuple({"data_dir": f"data/{language}"} for language in _LANGUAGES),
             revision="17cad72c886a2858e08d4c349a00d6466f54df63",
             gated=True,
+            files=16,
         ),
     ),
     "squad": PublicDataset(
@@ -245,7 +249,7 @@ _COLUMNS = {"the_stack": ("content", "max_stars_repo_path", "max_stars_repo_lice
 def download_rows(
     name: str, folder: Path, rows: int, revision: str | None = None, load: LoadDataset | None = None
 ) -> tuple[Path, str]:
-    """Stream the first `rows` rows of the set `name` from the hub into a file in `folder`, unless they are there.
+    """Draw `rows` rows over all of the set `name` on the hub into a file in `folder`, unless they are there.
 
     A download that breaks keeps the splits that are complete. Returns the file and the commit. Raises DataError.
     """
@@ -275,10 +279,9 @@ def download_rows(
             part = folder / f"{name}.{commit[:12]}.{number}.{count}.part"
             if not part.is_file():
                 stream = load(source.repository, split=split, revision=commit, streaming=True, **options)
+                lines = _draw_lines(name, _spread(stream, source.files, count), count)
                 temporary = part.with_suffix(".part.tmp")
-                with temporary.open("wb") as file:
-                    for row in islice(_trim_rows(name, stream), count):
-                        file.write(json.dumps(row, ensure_ascii=False, sort_keys=True).encode() + b"\n")
+                temporary.write_bytes(b"".join(line + b"\n" for line in lines))
                 temporary.replace(part)
             with part.open("rb") as file:
                 written.append(sum(1 for _ in file))
@@ -305,15 +308,35 @@ def download_rows(
     return path, commit
 
 
-def _trim_rows(name: str, rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows without what is not read; a story of NarrativeQA comes with its first question alone."""
-    stories: set[str] = set()
-    for row in rows:
-        if columns := _COLUMNS.get(name):
+def _spread(stream: Any, files: int, count: int) -> Iterable[Row]:
+    """`stream`, or where it has more than `files` files (0: any number) the first rows of so many, spread evenly."""
+    shards = getattr(stream, "num_shards", 1)
+    if not files or shards <= files:
+        return stream
+    chosen = (stream.shard(num_shards=shards, index=number * shards // files) for number in range(files))
+    return chain.from_iterable(islice(shard, -(-count // files)) for shard in chosen)
+
+
+def _draw_lines(name: str, rows: Iterable[Row], count: int) -> list[bytes]:
+    """`count` of all `rows` as JSON, each as likely as the others, in their order, without columns that are not read.
+
+    A story of NarrativeQA comes with its first question alone.
+    """
+    rng, columns, stories = random.Random(0), _COLUMNS.get(name), dict[str, str]()
+    drawn: list[tuple[int, Row]] = []
+    for number, row in enumerate(rows):
+        place = number if number < count else rng.randrange(number + 1)
+        if place >= count:
+            continue
+        if columns:
             row = {key: row[key] for key in columns if key in row}
         if name == "narrativeqa" and isinstance(row.get("document"), dict):
             story = row["document"]
-            text = "" if story.get("id") in stories else story.get("text")
-            stories.add(story.get("id"))
-            row = {**row, "document": {"id": story.get("id"), "text": text}}
-        yield row
+            stories.setdefault(story.get("id"), story.get("text"))
+            row = {**row, "document": {"id": story.get("id"), "text": ""}}
+        drawn[place : place + 1] = [(number, row)]
+    drawn.sort(key=lambda pair: pair[0])
+    for _, row in drawn:
+        if name == "narrativeqa" and isinstance(row.get("document"), dict):
+            row["document"]["text"] = stories.pop(row["document"]["id"], "")
+    return [json.dumps(row, ensure_ascii=False, sort_keys=True).encode() for _, row in drawn]

@@ -265,6 +265,7 @@ _SOURCES: dict[str, tuple[float, Callable[..., ContextAndAnswers], tuple[str, ..
 # table's samples and leaves it to the filter what remains of them.
 LOOM_RATIOS = {"hotpotqa": 30, "multi_news": 20, "the_stack": 20, "squad": 10, "trec": 10, "mmlu": 5, "narrativeqa": 5}
 _CANDIDATES_A_SAMPLE = 50  # at most, where items serve again
+NEXT_CODE = "Next lines of code:"  # so that the code stands in the assistant's turn, as in evaluation
 _MARGIN = 0.04  # of the bounds: lengths are estimated before they are counted
 
 ContextAndAnswer = tuple[str, Continuation]
@@ -376,13 +377,14 @@ def _loom_code(draw: _Draw) -> ContextAndAnswer:
         before = draw.rng.sample(related, min(2, len(related)))
         text = "\n\n".join(f"{source.title}\n{source.text}" for source in (*before, file))
         cut = max(1, len(text) - COMPLETION_CHARS)
-        return text[:cut], Continuation(None, text[cut:])
+        return text[:cut], Continuation(NEXT_CODE, text[cut:])
     chosen = [file]
     while len(chosen) < 3 or (sum(len(source.text) for source in chosen) < draw.chars and len(chosen) < 64):
         chosen.append(draw.rng.choice(related))
     texts = [f"{source.title}\n{source.text}" for source in reversed(chosen)]
-    context, answers = split_to_continue(draw.rng, texts, int(draw.chars))
-    return context, answers[0]
+    context, (following, _) = split_to_continue(draw.rng, texts, int(draw.chars))
+    target = following.target  # without the line end or space where it was cut
+    return context, Continuation(NEXT_CODE, target[1:] if target[:1] in "\n " else target)
 
 
 def _loom_squad(draw: _Draw) -> ContextAndAnswer:

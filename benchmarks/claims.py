@@ -1,0 +1,175 @@
+"""The page Claims: what the paper says and what was found here, by the figures of the result files.
+
+`claims.json` states each claim of the paper with the figures that it is held against: rows of result files by their
+keys, and comparisons of them, from which the verdict follows. `python -m benchmarks.readme` writes the page.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.common import RESULTS
+from lkv.config import TrainingConfig
+from lkv.training.cost import CALIBRATION_SAMPLES
+from lkv.training.data.public_datasets import PUBLIC_DATASETS
+from lkv.training.data.recipes import NEXT_CODE
+from lkv.training.trainer import ADAMW_BETAS
+
+CLAIMS = Path(__file__).with_name("claims.json")
+HELD, UNCLEAR, PARTLY, NOT_HELD = "held", "held, not beyond the intervals", "held in part", "did not hold"
+BY_TESTS, NOT_TESTABLE = "held, by tests", "not testable here"
+_COMPARISON = re.compile(r"(\w+) ([<>]) (?:([\d.]+) )?(\w+)")
+
+
+class Figure(NamedTuple):
+    """A figure of a result file, with the bounds of its interval where it has one."""
+
+    file: str
+    row: dict[str, Any]
+    value: float
+    low: float
+    high: float
+    digits: int
+
+    def __str__(self) -> str:
+        text = f"{self.value:.{self.digits}f}"
+        return text if self.low == self.high else f"{text} [{self.low:.{self.digits}f}, {self.high:.{self.digits}f}]"
+
+
+def read_figure(file: str, wanted: Mapping[str, Any], key: str = "value", digits: int | None = None) -> Figure:
+    """The figure `key` of the one row of a result file that has the values `wanted`. Raises ValueError for another
+    number of rows."""
+    rows = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["rows"]
+    found = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} rows of {file}.json have {dict(wanted)}; name one.")
+    (row,) = found
+    bounds = ("low", "high") if key == "value" else (f"{key}_low", f"{key}_high")
+    low, high = (row.get(bound, row[key]) for bound in bounds)
+    if digits is None:
+        digits = 1 if "score" in row.get("unit", "") and key == "value" else 3
+    return Figure(file, row, row[key], low, high, digits)
+
+
+def figures_of(claim: Mapping[str, Any]) -> dict[str, Figure]:
+    """The figures of a claim by their names in its text."""
+    return {name: read_figure(*at) for name, at in claim.get("figures", {}).items()}
+
+
+def verdict(claim: Mapping[str, Any]) -> str:
+    """What became of a claim: its comparisons decide, where it has any."""
+    if "tests" in claim:
+        return BY_TESTS
+    if "holds" not in claim:
+        return NOT_TESTABLE
+    outcomes = [_compare(comparison, figures_of(claim)) for comparison in claim["holds"]]
+    if all(is_true for is_true, _ in outcomes):
+        return HELD if all(is_apart for _, is_apart in outcomes) else UNCLEAR
+    return PARTLY if any(is_true for is_true, _ in outcomes) else NOT_HELD
+
+
+def _compare(comparison: str, figures: Mapping[str, Figure]) -> tuple[bool, bool]:
+    """Whether "a < 0.5 b" is true of the values, and whether the intervals are apart."""
+    match = _COMPARISON.fullmatch(comparison)
+    if not match:
+        raise ValueError(f"{comparison!r} is no comparison; write it as 'a < b' or 'a < 0.5 b'.")
+    left, right, factor = figures[match[1]], figures[match[4]], float(match[3] or 1)
+    if match[2] == ">":
+        return left.value > factor * right.value, left.low > factor * right.high
+    return left.value < factor * right.value, left.high < factor * right.low
+
+
+def claims_page() -> str:
+    """docs/claims.md."""
+    claims = json.loads(CLAIMS.read_text(encoding="utf-8"))["claims"]
+    counts = Counter(map(verdict, claims))
+    order = (HELD, BY_TESTS, UNCLEAR, PARTLY, NOT_HELD, NOT_TESTABLE)
+    summary = "; ".join(f"{counts[kind]} {kind}" for kind in order if counts[kind])
+    return "\n\n".join(
+        [
+            "# Claims",
+            "What the paper says of its 8-billion models, and what was found on two small ones, SmolLM2-135M-Instruct "
+            "and Qwen2.5-Coder-0.5B-Instruct, on a CPU. The paper's own models were not run "
+            "([scripts](../runs/README.md)), so nothing here contradicts its tables: a claim that did not hold did not "
+            "hold at this size. KL is that of the compressed cache's predictions to the full cache's, in nats a token, "
+            "lower is better; scores are of 100; brackets are 95% intervals. LKV is the shipped policy, whose scorer "
+            "has more inputs than the paper's, unless it says otherwise.",
+            f"Of {len(claims)} claims: {summary}. A verdict follows from the figures by the comparisons in "
+            "`benchmarks/claims.json`; \"not beyond the intervals\": the means are so, but the intervals overlap.",
+            _table(["claim", "where", "verdict", "figures", "files"], _claim_lines(claims)),
+            *training(),
+            "## What is the paper's and what is ours",
+            "The preset `paper`, the recipe `loom` and what stands beside them, where the paper leaves something open "
+            "or this package differs. What is not in this table is as the paper has it.",
+            _table(["", "the paper", "here"], deviations()),
+        ]
+    ) + "\n"  # fmt: skip
+
+
+def _claim_lines(claims: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    for claim in claims:
+        figures = figures_of(claim)
+        text = claim.get("evidence", "").format_map(figures)
+        if "takes" in claim:
+            text = f"It takes {claim['takes']}."
+        text = ". ".join(part for part in (text, claim.get("remark", "")) if part)
+        files = dict.fromkeys(f"{figure.file}.json" for figure in figures.values())
+        names = ", ".join(f"`{name}`" for name in [*files, *claim.get("tests", ())])
+        yield [claim["claim"], claim["where"], verdict(claim), text, names]
+
+
+def training() -> list[str]:
+    """The paper's training, scaled down: the curve of each run, and its policy beside the shipped ones."""
+    path = RESULTS / "paper_training.json"
+    if not path.is_file():
+        return []
+    results = json.loads(path.read_text(encoding="utf-8"))
+    held_out = [row for row in results["rows"] if row["what"] == "held out"]
+    columns = list(dict.fromkeys((row["texts"], row["tokens"], row["retention"]) for row in held_out))
+    lines: dict[str, list[str]] = {}
+    for row in held_out:
+        lines.setdefault(row["method"], [row["method"]]).append(
+            f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+        )
+    parts = ["## The paper's training, scaled down"]
+    for name, about in results["runs"].items():
+        settings, dropped = about["training"], sum((about["dropped"] or {}).values())
+        steps = [row for row in results["rows"] if row["what"] == "curve" and row["run"] == name]
+        falls = ", ".join(f"{row['validation_kl']:.3f} after {row['step']:,}" for row in steps)
+        parts.append(
+            f"`{name}`: preset `paper` with {settings['steps']:,} steps of {settings['batch']} contexts of "
+            f"{settings['min_tokens']:,} to {settings['max_tokens']:,} tokens (the paper: 64 of 2,000 to 16,000), k "
+            f"{settings['key']}, R {settings['retention_start']:g} to {settings['retention_end']:g}, temperature "
+            f"{settings['tau_start']:g} to {settings['tau_end']:g}, no warm start; Loom-like data, {dropped} items "
+            f"that overlap with evaluated texts left out. Held-out KL at R = {settings['retention_end']:g} by steps: "
+            f"{falls}."
+        )  # fmt: skip
+    head = [f"{texts}, {tokens:,} tokens, R = {retention:g}" for texts, tokens, retention in columns]
+    n = sorted({row["n"] for row in held_out})
+    lead = (
+        f"KL to the full cache on {n[0]} to {n[-1]} held-out contexts of the training sets (`paper_training.json`): "
+        "`loom`, as these runs were trained; `mixture`, as the shipped policies were."
+    )
+    return [*parts, lead, _table(["policy", *head], list(lines.values()))]
+
+
+def deviations() -> list[list[str]]:
+    """(what, the paper, here) of every deviation, with the settings of preset `paper` as they are."""
+    config, stack = TrainingConfig(), PUBLIC_DATASETS["the_stack"].hub
+    assert stack is not None
+    named = vars(config) | {
+        "betas": " and ".join(map(str, ADAMW_BETAS)),
+        "calibration": CALIBRATION_SAMPLES,
+        "stack_files": stack.files,
+        "next_code": NEXT_CODE,
+    }
+    rows = json.loads(CLAIMS.read_text(encoding="utf-8"))["deviations"]
+    return [[what, theirs, ours.format_map(named)] for what, theirs, ours in rows]
+
+
+def _table(head: Sequence[str], lines: Iterator[list[str]] | list[list[str]]) -> str:
+    rows = [[*head], ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -1,0 +1,61 @@
+"""The page Claims: every figure from a result file, every verdict from the figures."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import claims
+from benchmarks.claims import CLAIMS, claims_page, deviations, figures_of, read_figure, verdict
+from benchmarks.readme import CLAIMS_PAGE, ROOT
+
+EVERY = json.loads(CLAIMS.read_text(encoding="utf-8"))["claims"]
+_NO_FIGURES = r"\{[^}]*\}|R = [\d.]+|\d+ bits|SmolLM2-135M|Qwen2\.5-Coder-0\.5B|2WikiMultihopQA|13-grams"
+
+
+def test_the_page_is_written_from_the_files():
+    assert CLAIMS_PAGE.read_text(encoding="utf-8") == claims_page()
+
+
+@pytest.mark.parametrize("claim", EVERY, ids=lambda claim: re.sub(r"\W+", "-", claim["claim"])[:50])
+def test_no_figure_is_typed_and_every_verdict_has_its_ground(claim):
+    assert sum(kind in claim for kind in ("holds", "takes", "tests")) == 1
+    assert not re.search(r"\d", re.sub(_NO_FIGURES, "", claim.get("evidence", "")))
+    named = set(re.findall(r"\w+", " ".join(claim.get("holds", ())))) - {"0"}
+    assert set(figures_of(claim)) <= named | set(re.findall(r"\{(\w+)", claim.get("evidence", "")))
+    assert verdict(claim) == claims.HELD or {"remark", "takes", "tests"} & set(claim)
+    assert all((ROOT / path).is_file() for path in claim.get("tests", ()))
+
+
+@pytest.mark.parametrize(
+    ("holds", "expected"),
+    [
+        (["low < high"], claims.HELD),
+        (["high > 0.4 wide", "low < wide"], claims.UNCLEAR),
+        (["low < high", "high < low"], claims.PARTLY),
+        (["low > high", "wide < 1.5 low"], claims.NOT_HELD),
+    ],
+)
+def test_a_verdict_follows_from_values_and_intervals(tmp_path, monkeypatch, holds, expected):
+    rows = [
+        {"method": "low", "value": 1.0, "low": 0.9, "high": 1.1, "unit": "score, 0 to 100"},
+        {"method": "high", "value": 2.0, "low": 1.9, "high": 2.1, "unit": "nats"},
+        {"method": "wide", "value": 2.0, "low": 0.5, "high": 6.0, "kl": 0.25, "unit": "nats"},
+    ]
+    (tmp_path / "some.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(claims, "RESULTS", tmp_path)
+    figures = {name: ["some", {"method": name}] for name in ("low", "high", "wide")}
+    assert verdict({"holds": holds, "figures": figures}) == expected
+    assert str(read_figure("some", {"method": "low"})) == "1.0 [0.9, 1.1]"
+    assert str(read_figure("some", {"method": "wide"}, "kl")) == "0.250"
+    for wanted in ({"unit": "nats"}, {"method": "none"}):
+        with pytest.raises(ValueError, match=r"[02] rows of some\.json have"):
+            read_figure("some", wanted)
+    with pytest.raises(ValueError, match="is no comparison"):
+        verdict({"holds": ["low is less"], "figures": figures})
+
+
+def test_deviations_name_the_settings_as_they_are():
+    here = {what: ours for what, _, ours in deviations()}
+    assert "betas 0.9 and 0.98, weight decay 0.01" in here["AdamW"]
+    assert "`--hidden-norm relative`" in here["Hidden-state loss"] and "in bfloat16" in here["Precision"]
