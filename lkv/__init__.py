@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lkv.context.chat import Chat
     from lkv.context.context import Context, compress
     from lkv.context.documents import read_document
+    from lkv.context.pipeline import pipeline
+    from lkv.context.prefill import compress_prefill
     from lkv.integrations.transformers.attention import attention_patched, patch_attention, unpatch_attention
     from lkv.methods.budgets import Budget
     from lkv.methods.method import Method
@@ -35,11 +37,13 @@ _HOMES = {
     "Selector": "lkv.methods.selectors",
     "attention_patched": "lkv.integrations.transformers.attention",
     "compress": "lkv.context.context",
+    "compress_prefill": "lkv.context.prefill",
     "default_policy": "lkv.policy.lookup",
     "fit": "lkv.training.fit",
     "load_default": "lkv.models.loading",
     "load_model": "lkv.models.loading",
     "patch_attention": "lkv.integrations.transformers.attention",
+    "pipeline": "lkv.context.pipeline",
     "policy_for": "lkv.policy.lookup",
     "push_to_hub": "lkv.policy.hub",
     "read_document": "lkv.context.documents",
@@ -58,11 +62,13 @@ __all__ = [
     "__version__",
     "attention_patched",
     "compress",
+    "compress_prefill",
     "default_policy",
     "fit",
     "load_default",
     "load_model",
     "patch_attention",
+    "pipeline",
     "policy_for",
     "push_to_hub",
     "read_document",

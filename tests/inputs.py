@@ -281,7 +281,7 @@ class Inputs:
         model, context = self._model, self._context
         plain = ("x", "0.15", "nowhere")
         named = ("text", "method", "retention", "policy", "chunk", "budget_tokens", "slack", "bits", "memory",
-                 "pattern", "streaming", "decode_eviction", "prompt_tokens", "nothing")  # fmt: skip
+                 "pattern", "streaming", "decode_eviction", "prompt_tokens", "protect", "nothing")  # fmt: skip
         calls: dict[str, Callable[[Any], Any]] = {
             "compress model": lambda value: compress(value, Words(), TEXT, method="knorm"),
             "compress tokenizer": lambda value: compress(model, value, TEXT, method="knorm"),
@@ -310,7 +310,7 @@ class Inputs:
             calls[f"compress {name}"] = lambda value, name=name, own=own: compress(
                 model, Words(), **own | {name: value}
             )
-            if name not in ("text", "chunk", "nothing"):
+            if name not in ("text", "chunk", "protect", "nothing"):
                 calls[f"RaggedCache {name}"] = lambda value, name=name: RaggedCache(
                     model, **{"method": "knorm", name: value}
                 )

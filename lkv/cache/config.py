@@ -1,6 +1,5 @@
 """The settings of a cache, and what its layers share."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,11 +7,11 @@ import torch
 from torch import Tensor
 
 from lkv.cache.tiers import TierSplit
-from lkv.errors import CacheError, PromptError
+from lkv.errors import CacheError
 from lkv.integrations.transformers.masks import PaddingReader
 from lkv.integrations.transformers.rotation import Rotation
-from lkv.methods.budgets import ROUNDING, FixedBudget
-from lkv.methods.memory import QUANTIZED_BITS, UNQUANTIZED, Precision, TierBudget, TierTarget
+from lkv.methods.budgets import FixedBudget
+from lkv.methods.memory import QUANTIZED_BITS, UNQUANTIZED, Precision, TierBudget
 from lkv.methods.method import Method
 from lkv.methods.registry import REFIT
 from lkv.methods.selectors import Selector, check_numbers
@@ -62,6 +61,8 @@ class CacheConfig:
                     f"{feature} does not work with {self.method.name!r}: compensated entries cannot be evicted from "
                     f"again; use the method without {REFIT!r}."
                 )
+            if self.method.protected:
+                raise CacheError(f"{feature} cannot keep protected spans yet; leave one of the two out.")
 
     @property
     def stores_scores(self) -> bool:
@@ -103,15 +104,6 @@ class CacheConfig:
                 f"prompt_tokens is {self.prompt_tokens}, but the prompt has {tokens} tokens, and nothing of it has "
                 "been evicted: give its own length, input_ids.shape[1]."
             )
-
-    def check_length(self, tokens: int) -> None:
-        """Raise PromptError for a prompt of which nothing would be kept."""
-        target = self.method.target
-        if target is not None and tokens * target.share(tokens) + ROUNDING < 1:
-            fix = "a longer prompt, or more memory"
-            if not isinstance(target, TierTarget):
-                fix = f"at least {math.ceil(1 / target.retention)} tokens, or a higher retention"
-            raise PromptError(f"the prompt has {tokens} tokens: at {target} nothing of it would be kept. Give {fix}.")
 
     def slack_for(self, entries: int, device: torch.device) -> int:
         """Free slots for each head, where a head stores `entries` on average."""

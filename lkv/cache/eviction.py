@@ -1,7 +1,7 @@
 """Eviction: which entries of which head are kept, and how they are gathered into a store."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from lkv.cache.store import RaggedStore, slot_indices
 from lkv.cache.tiered_store import KVStore, TieredStore
 from lkv.errors import CacheError
 from lkv.integrations.transformers.prefill import LayerKV, to_fp32
-from lkv.methods.budgets import Budget
+from lkv.methods.budgets import Budget, drop_tokens
 from lkv.methods.compensation import compensate, reference_queries
 from lkv.methods.memory import tier_counts
 from lkv.methods.selectors import check_shape, not_numbers
@@ -28,7 +28,7 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     CacheError for scores that rank nothing.
     """
     config, index, (batch, heads, tokens, _) = context.config, context.index, prompt.key.shape
-    selector, skipped = config.method.selector, padding or [0] * batch
+    selector, protected, skipped = config.method.selector, config.method.protected, padding or [0] * batch
     # Rows without padding are scored together, others one by one, as if each had been read alone.
     groups = [slice(row, row + 1) for row in range(batch)] if any(skipped) else [slice(0, batch)]
     tables: list[Tensor] = []
@@ -36,17 +36,18 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     counts: list[list[list[list[int]]]] = []  # of each group, [tiers][B][H]
     for rows in groups:
         first = skipped[rows.start]
-        config.check_length(tokens - first)
+        config.method.check_length(tokens - first)
         part = prompt.select(rows, slice(first, None))
         scores = check_shape(selector, selector.scores(index, part), part.key)
         context.shared.pending_nan_checks.append(not_numbers(scores))
+        contested = drop_tokens(scores, protected)
 
-        def count(budget: Budget, scores: Tensor = scores) -> list[list[int]]:
+        def count(budget: Budget, scores: Tensor = contested) -> list[list[int]]:
             return _check_counts(context, budget, budget.counts(index, scores), scores)
 
-        part_counts = tier_counts(config.tiers, tokens - first, heads, len(scores), count)
+        part_counts = tier_counts(config.tiers, contested.shape[-1], heads, len(scores), count, len(protected))
         scores = check_shape(selector, selector.refine(index, part, scores, part_counts[-1]), part.key)
-        tables.append(_pad_scores(scores, first))
+        tables.append(_pad_scores(_rank_first(scores, protected), first))
         counts.append(part_counts)
         if config.decode_eviction:
             arrival_tables.append(pad(selector.score_on_arrival(index, part), (first, 0)))
@@ -239,6 +240,15 @@ def _compensate(store: RaggedStore, row: int, prompt: LayerKV) -> None:
 def _concatenate(tables: list[Tensor]) -> Tensor:
     """The rows of `tables` [., H, T] in one tensor."""
     return tables[0] if len(tables) == 1 else torch.cat(tables)
+
+
+def _rank_first(scores: Tensor, protected: Sequence[int]) -> Tensor:
+    """`scores` [B, H, T] with those of the `protected` tokens above all others."""
+    if not protected:
+        return scores
+    scores = to_fp32(scores)
+    positions = torch.tensor(protected, device=scores.device)
+    return scores.clamp(max=torch.finfo(scores.dtype).max).index_fill(-1, positions, math.inf)
 
 
 def _pad_scores(scores: Tensor, first: int) -> Tensor:

@@ -154,7 +154,7 @@ class RaggedLayer(AttentionCacheLayer):
         context, config = self._context, self._context.config
         batch, heads, new, _ = key.shape
         assert config.prompt_tokens is not None
-        config.check_length(config.prompt_tokens)
+        config.method.check_length(config.prompt_tokens)
         count = min(new, config.prompt_tokens - self.get_seq_length())
         if self.store is None:
             none = torch.zeros(batch, heads, dtype=torch.long, device="cpu")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MEMORY = "10%"
 _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
-_COMPRESSION_OPTIONS = ("memory", "retention", "method", "policy", "pattern", "chunk", "bits", "streaming")
+_COMPRESSION_OPTIONS = ("memory", "retention", "method", "policy", "pattern", "chunk", "bits", "streaming", "protect")
 
 
 class Ask(PolicyOptions, RunOptions):
@@ -48,6 +48,9 @@ class Ask(PolicyOptions, RunOptions):
     streaming: bool = option("evict after every chunk: for texts too long for memory", False)
     memory: Memory | None = option("what k and v may take: 10% of the full cache's bytes, or 200MB (default: 10%)")
     bits: Literal["3", "4", "8"] | None = option("quantise the KV entries that --retention keeps to 3, 4 or 8 bits")
+    protect: list[str] = option(
+        "words of the text that are kept whatever else is evicted; may be repeated", [], append=True, metavar="WORDS"
+    )
     save: Path | None = option("write the compressed text to this file")
     load: Path | None = option("resume from a file written by --save, instead of FILE")
     max_new_tokens: PositiveInt | None = option("tokens of an answer (default: up to 128)")
@@ -135,7 +138,7 @@ class Ask(PolicyOptions, RunOptions):
         with _show_progress(model, len(encode_context(tokenizer, text))):
             context = compress(
                 model, tokenizer, text, memory=memory, retention=retention, method=self.method, policy=policy,
-                chunk=chunk, **options,
+                chunk=chunk, protect=self.protect, **options,
             )  # fmt: skip
         seconds = time.perf_counter() - started
         requested = "" if memory else f", {retention or 1.0:g} requested"

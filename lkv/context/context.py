@@ -4,7 +4,7 @@ import copy
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -26,6 +26,7 @@ from lkv.context.generation import (
     stream_text,
     without_padding,
 )
+from lkv.context.protection import Span, protected_tokens
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.cache_layers import crop_to, kv_nbytes
@@ -326,6 +327,7 @@ def compress(
     policy: Policy | str | os.PathLike[str] | None = None,
     chunk: int | None = None,
     system: str | None = None,
+    protect: Sequence[Span] = (),
     progress: Callable[[float], None] | None = None,
     **options: Any,
 ) -> Context:
@@ -345,6 +347,8 @@ def compress(
             it.
         chunk: Read the text in parts of that many tokens (chunked prefill).
         system: A system prompt before the text, compressed with it.
+        protect: Parts of the text that every head keeps, within the budget and in its best precision: words, wherever
+            they occur in the text or the system prompt, or (start, end) of characters of the text.
         progress: Called with the share of the text's layers that are read; an exception from it ends the reading.
         **options: Options of RaggedCache: budget_tokens, streaming, bits, slack, decode_eviction, pattern.
 
@@ -352,7 +356,8 @@ def compress(
         The compressed context.
 
     Raises:
-        PromptError: For a text that is empty, too short to keep anything of, or longer than the model reads.
+        PromptError: For a text that is empty, too short to keep anything of, or longer than the model reads; for
+            protected spans that are absent, empty, overlapping, or more than the budget keeps.
         LkvError: As RaggedCache raises for its arguments.
     """
     check_model_and_tokenizer(model, tokenizer)
@@ -365,9 +370,10 @@ def compress(
     if system is not None:
         check_text(system, "the system prompt", "give some text, or leave it out")
     ids = encode_context(tokenizer, text, system)
+    protected = protected_tokens(tokenizer, text, protect, system)
     return compress_ids(
         model, tokenizer, ids, memory=memory, retention=retention, method=method, policy=policy, chunk=chunk,
-        progress=progress, text=text, **options,
+        progress=progress, text=text, protected=protected, **options,
     )  # fmt: skip
 
 
@@ -376,13 +382,14 @@ def compress_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], *, text: str | None = None,
     memory: float | int | str | None = None, retention: float | None = None, method: str | Method = "lkv",
     policy: Policy | str | os.PathLike[str] | None = None, chunk: int | None = None,
-    progress: Callable[[float], None] | None = None, **options: Any,
+    progress: Callable[[float], None] | None = None, protected: Sequence[int] = (), **options: Any,
 ) -> Context:  # fmt: skip
     """Like `compress`, but for token ids: no chat template is put around them.
 
-    `text` is what they encode, for the digest that is saved with the context; by default they are decoded.
+    `text` is what they encode, for the digest that is saved with the context; by default they are decoded. `protected`
+    are the positions of protected tokens.
     """
-    _check_arguments(method, memory, retention, chunk, options)
+    _check_arguments(method, memory, retention, chunk, protected, options)
     limit = patch_attention(model).spec.max_positions
     if len(ids) >= limit:
         raise PromptError(
@@ -400,8 +407,9 @@ def compress_ids(
     own_options = {name: options.pop(name, None) for name in ("budget_tokens", "pattern")}
     chosen = resolve_method(
         method, model, memory=memory, retention=retention, policy=policy, tokenizer=tokenizer,
-        stores_scores=bool(options.get("decode_eviction")), **own_options,
+        stores_scores=bool(options.get("decode_eviction")), protected=protected, **own_options,
     )  # fmt: skip
+    chosen.check_length(len(ids))
     if chosen.needs_whole_prompt:
         if chunk is not None:
             raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another method.")
@@ -421,6 +429,7 @@ def compress_ids(
         "retention": target.retention if type(target) is RetentionTarget and target.tokens is None else None,
         "budget_tokens": None if target is None else target.tokens,
         "bits": options.get("bits"),
+        "protected_tokens": len(protected) or None,
         "policy": cache.policy.digest() if cache.policy is not None else None,
         "text_sha256": hashlib.sha256((str(tokenizer.decode(ids)) if text is None else text).encode()).hexdigest(),
     }
@@ -449,7 +458,9 @@ def check_text(text: Any, name: str, advice: str) -> None:
         raise PromptError(f"{name} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
 
 
-def _check_arguments(method: Any, memory: Any, retention: Any, chunk: Any, options: dict[str, Any]) -> None:
+def _check_arguments(
+    method: Any, memory: Any, retention: Any, chunk: Any, protected: Sequence[int], options: dict[str, Any]
+) -> None:
     """Raise PromptError or CacheError for wrong arguments of `compress`, before anything is read."""
     if not isinstance(method, str | Method):
         raise CacheError(
@@ -466,11 +477,13 @@ def _check_arguments(method: Any, memory: Any, retention: Any, chunk: Any, optio
     named = ("model", "memory", "retention", "method", "policy", "prompt_tokens")
     names = [name for name in signature(RaggedCache).parameters if name not in named]
     if unknown := sorted(set(options) - set(names)):
-        raise CacheError(f"compress has no option {', '.join(unknown)}; it takes {', '.join(names)} and chunk.")
+        raise CacheError(f"compress has no option {', '.join(unknown)}; it takes {', '.join(names)}, chunk, protect.")
     if method == FULL and options:
         raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
     if method == FULL and retention not in (None, 1):
         raise CacheError(f"{FULL!r} keeps everything, not {retention!r}; leave retention out, or use another method.")
+    if method == FULL and protected:
+        raise CacheError(f"{FULL!r} keeps everything; leave protect out, or use another method.")
     if method == FULL and memory is not None:
         raise CacheError(f"{FULL!r} keeps everything; leave memory out, or use another method.")
     if chunk is not None and (type(chunk) is not int or chunk < 1):

@@ -37,7 +37,9 @@ _METADATA: dict[str, tuple[type, ...]] = {
     "bits": (int, type(None)),
     "policy": (str, type(None)),
     "text_sha256": (str,),
+    "protected_tokens": (int, type(None)),
 }
+_ADDED = ("memory", "protected_tokens")  # later than the oldest version that is read
 
 
 def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
@@ -62,8 +64,7 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
             raise ContextFileError(
                 f"{path} was compressed under another policy; load it without a policy, or compress the text again."
             )
-        metadata = {name: header[name] for name in _METADATA if name != "memory"}
-        metadata["memory"] = header.get("memory")  # since version 3
+        metadata: dict[str, Any] = {name: header.get(name) if name in _ADDED else header[name] for name in _METADATA}
         for name, value in metadata.items():
             if type(value) not in _METADATA[name]:
                 raise ValueError(f"its {name} is {value!r}")

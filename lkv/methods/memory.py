@@ -47,16 +47,21 @@ class TierBudget:
     target: "TierTarget | None" = None
 
     def is_empty(self, tokens: int) -> bool:
-        """Whether neither it nor any better tier has entries of a text of `tokens` tokens."""
+        """Whether neither it nor any better tier has entries of `tokens` tokens that are not protected."""
         return self.target is not None and self.target.share(tokens) <= 0
 
 
 def tier_counts(
-    tiers: Sequence[TierBudget], tokens: int, heads: int, rows: int, count: Callable[[Budget], list[list[int]]]
+    tiers: Sequence[TierBudget],
+    tokens: int,
+    heads: int,
+    rows: int,
+    count: Callable[[Budget], list[list[int]]],
+    protected: int = 0,
 ) -> list[list[list[int]]]:
     """How many entries each row and head has in each tier and all better ones, [tiers][B][H], never falling.
 
-    `count` gives those of one budget, [B][H].
+    `count` gives those of one budget, [B][H], of `tokens` tokens; `protected` others are in the best tier in use.
     """
     table: list[list[list[int]]] = []
     for number, tier in enumerate(tiers):
@@ -68,7 +73,10 @@ def tier_counts(
             continue
         counts = count(tier.budget)
         table.append([[max(pair) for pair in zip(*rows, strict=True)] for rows in zip(before, counts, strict=True)])
-    return table
+    if not protected:
+        return table
+    first = [protected if tier.target is None else tier.target.protected_entries(tokens) for tier in tiers]
+    return [[[count + more for count in row] for row in part] for part, more in zip(table, first, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -181,29 +189,50 @@ class TierTarget(RetentionTarget):
     precision: Precision
 
     def share(self, tokens: int) -> float:
-        """The fraction of a text of `tokens` tokens, in [0, 1]."""
+        """The fraction of a text's `tokens` tokens that are not protected, in [0, 1]."""
         return self.shares(tokens)[self.precision]
 
-    def shares(self, tokens: int) -> dict[Precision, float]:
-        """For each precision, the fraction of the text that is stored in it or a better one."""
-        shape, values = self.shape, self.shape.width + self.shape.value_width
-        full = 8 * shape.itemsize * values * max(1, tokens)
-        share, nbytes = self.memory.share, self.memory.nbytes
-        total = share * full if share is not None else 8 * (nbytes or 0) / max(1, shape.heads)
-        # Of one head, for each token: what is left beside the basis of the head's k.
-        bits = max(0.0, total - BASIS_BITS * shape.width) / max(1, tokens)
+    def protected_entries(self, tokens: int) -> int:
+        """As in `RetentionTarget`: all or none, as they are in the best precision in use."""
         precisions = self.table.precisions
-        if total >= full:
-            return dict.fromkeys(precisions, 1.0)
-        row = self.table.row(bits / values)
-        fractions = {precision: part * bits / shape.entry_bits(precision) for precision, part in row}
-        if sum(fractions.values()) > 1:
-            fractions = _whole_text(bits, [precision for precision, _ in row], shape)
+        is_in = precisions.index(self.precision) >= precisions.index(self._best_precision(tokens))
+        return self.protected if is_in else 0
+
+    def shares(self, tokens: int) -> dict[Precision, float]:
+        """For each precision, the fraction of the unprotected text that is stored in it or a better one."""
+        bits = self._bits(tokens)
+        if bits is None:
+            return dict.fromkeys(self.table.precisions, 1.0)
+        # The rest of the text is stored in what the protected tokens leave.
+        bits -= self.protected * self.shape.entry_bits(self._best_precision(tokens)) if self.protected else 0
+        fractions = self._fractions(max(0.0, bits) / max(1, tokens))
         kept, shares = 0.0, {}
-        for precision in precisions:
+        for precision in self.table.precisions:
             kept = min(1.0, kept + fractions.get(precision, 0.0))
             shares[precision] = kept
         return shares
+
+    def _bits(self, tokens: int) -> float | None:
+        """Bits of one head's entries, beside the basis of its k; None where all fit as the model computes them."""
+        shape, values = self.shape, self.shape.width + self.shape.value_width
+        full = 8 * shape.itemsize * values * max(1, tokens + self.protected)
+        share, nbytes = self.memory.share, self.memory.nbytes
+        total = share * full if share is not None else 8 * (nbytes or 0) / max(1, shape.heads)
+        return None if total >= full else max(0.0, total - BASIS_BITS * shape.width)
+
+    def _best_precision(self, tokens: int) -> Precision:
+        """The best precision of a text's entries."""
+        bits = self._bits(tokens)
+        fractions = {} if bits is None else self._fractions(bits / max(1, tokens + self.protected))
+        return next((each for each in self.table.precisions if fractions.get(each, 0) > 0), self.table.precisions[0])
+
+    def _fractions(self, bits: float) -> dict[Precision, float]:
+        """The fraction of a text in each precision, for `bits` a token and head."""
+        row = self.table.row(bits / (self.shape.width + self.shape.value_width))
+        fractions = {precision: part * bits / self.shape.entry_bits(precision) for precision, part in row}
+        if sum(fractions.values()) > 1:
+            fractions = _whole_text(bits, [precision for precision, _ in row], self.shape)
+        return fractions
 
     def __str__(self) -> str:
         return str(self.memory)

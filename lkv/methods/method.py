@@ -1,5 +1,6 @@
 """`Method`, what a cache evicts by, and `resolve_method`, which makes one of a name, a model and what to keep."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lkv.config import MemoryTarget
-from lkv.errors import BudgetError, CacheError, LkvError, PolicyFileError, RetentionError
+from lkv.errors import BudgetError, CacheError, LkvError, PolicyFileError, PromptError, RetentionError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
-from lkv.methods.budgets import Budget, GlobalTopKBudget, RetentionTarget, check_table
+from lkv.methods.budgets import ROUNDING, Budget, GlobalTopKBudget, RetentionTarget, check_table
 from lkv.methods.memory import (
     DEFAULT_TABLE,
     SCORE_BITS,
@@ -43,6 +44,7 @@ class Method:
         compensation: whether kept entries are compensated (`lkv.methods.compensation`); a tuple gives one value a row.
         tiers: the precisions that entries are stored in, best first, where a memory budget says so; the last one's
             budget is `budget`.
+        protected: positions of tokens that every head keeps, in order; `target` counts them.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Method:
     policy: Policy | None = None
     compensation: bool | tuple[bool, ...] = False
     tiers: tuple[TierBudget, ...] = ()
+    protected: tuple[int, ...] = ()
 
     def compensates(self, rows: int) -> tuple[bool, ...]:
         """Whether kept entries are compensated, for each row of a batch."""
@@ -68,6 +71,23 @@ class Method:
         needs_scores = isinstance(self.budget, GlobalTopKBudget) and self.budget.prompt_counts is None
         return self.selector.has_second_pass or needs_scores
 
+    def check_length(self, tokens: int) -> None:
+        """Raise PromptError for a prompt of so many tokens of which nothing would be kept beside protected ones."""
+        target, rest = self.target, tokens - len(self.protected)
+        if self.protected and self.protected[-1] >= tokens:
+            raise PromptError(f"token {self.protected[-1]} is protected, but the prompt has {tokens}; give less.")
+        if target is None or rest * target.share(rest) + ROUNDING >= 1:
+            return
+        fix = "a longer prompt, or more memory"
+        if not isinstance(target, TierTarget):
+            fix = f"at least {math.ceil(1 / target.retention)} tokens, or a higher retention"
+        if self.protected:
+            raise PromptError(
+                f"the protected spans have {len(self.protected)} of the text's {tokens} tokens, which is all that "
+                f"{target} keeps or more; protect less, or give more memory or a higher retention."
+            )
+        raise PromptError(f"the prompt has {tokens} tokens: at {target} nothing of it would be kept. Give {fix}.")
+
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Method":
         """The method for the one prompt `ids`, already read into `prompt`: itself, for most methods.
 
@@ -76,9 +96,11 @@ class Method:
         selector = self.selector.for_prompt(ids, prompt)
 
         def of_prompt(budget: Budget) -> Budget:
-            return budget.for_prompt(selector, prompt) if isinstance(budget, GlobalTopKBudget) else budget
+            if isinstance(budget, GlobalTopKBudget):
+                return budget.for_prompt(selector, prompt, self.protected)
+            return budget
 
-        tokens = prompt[0].key.shape[2]
+        tokens = prompt[0].key.shape[2] - len(self.protected)
         tiers = tuple(
             tier if tier.is_empty(tokens) else replace(tier, budget=of_prompt(tier.budget)) for tier in self.tiers
         )
@@ -129,6 +151,7 @@ def resolve_method(
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     tier_table: TierTable | None = None,
     stores_scores: bool = False,
+    protected: Sequence[int] = (),
 ) -> Method:
     """Resolve a method's name for a model.
 
@@ -144,6 +167,7 @@ def resolve_method(
         tokenizer: the model's tokenizer, for methods that read the text a second time.
         tier_table: how `memory` is spent on precisions; by default as `tier_table_of` the policy says.
         stores_scores: whether scores are stored with the entries, which takes memory, too.
+        protected: positions of tokens that every head keeps, within the budget.
 
     Returns:
         The method with its budget and selector built.
@@ -169,6 +193,11 @@ def resolve_method(
                 f"the method {method.name!r} has a budget of its own: leave retention, budget_tokens and memory out, "
                 "or give a method by its name."
             )
+        if protected:
+            raise CacheError(
+                f"the method {method.name!r} has a budget of its own, which counts no protected tokens: leave them "
+                "out, or give a method by its name."
+            )
         return method
     spec = parse_method(method)
     if pattern is not None and not spec.needs_pattern:
@@ -181,7 +210,8 @@ def resolve_method(
         )
     if memory is not None and model is None:
         raise LkvError(f"memory needs a model; give {_HOW['model']}.")
-    target = RetentionTarget.from_arguments(retention, budget_tokens)
+    protected = tuple(sorted(set(protected)))
+    target = RetentionTarget.from_arguments(retention, budget_tokens, len(protected))
     if model is None:
         learned = policy if isinstance(policy, Policy) and spec.needs_policy else None
         inputs = MethodInputs(target, learned, pattern=pattern, tokenizer=tokenizer)
@@ -199,7 +229,8 @@ def resolve_method(
         table = tier_table or tier_table_of(learned)
         tiers = build_tiers(spec, inputs, MemoryTarget.parse(memory), table, stores_scores)
         budget, target = tiers[-1].budget, tiers[-1].target or target
-    return Method(spec.name, budget, spec.build_selector(inputs), target, learned, spec.compensation, tiers)
+    selector = spec.build_selector(inputs)
+    return Method(spec.name, budget, selector, target, learned, spec.compensation, tiers, protected)
 
 
 def tier_table_of(policy: Policy | None) -> TierTable:
@@ -218,7 +249,10 @@ def build_tiers(
     patched, model = patch_attention(inputs.require("model")), inputs.model
     heads, width = len(range(patched.spec.kv_heads)[inputs.heads]), patched.spec.head_dim
     shape = KVShape(patched.spec.layers * heads, width, width, model.dtype.itemsize, SCORE_BITS * stores_scores)
-    targets = [TierTarget(memory=memory, shape=shape, table=table, precision=each) for each in table.precisions]
+    targets = [
+        TierTarget(memory=memory, shape=shape, table=table, precision=each, protected=inputs.target.protected)
+        for each in table.precisions
+    ]
     return tuple(TierBudget(each.precision, spec.build_budget(replace(inputs, target=each)), each) for each in targets)
 
 

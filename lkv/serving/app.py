@@ -101,7 +101,9 @@ def _add_contexts(app: FastAPI, service: Service) -> None:
     async def create(request: Request, response: Response) -> dict[str, Any]:
         kind = request.headers.get("content-type", "")
         body = await asyncio.to_thread(parse_context, await _read_body(request), kind)
-        made = await asyncio.to_thread(service.add, body.text, body.name, body.system, body.retention, body.memory)
+        made = await asyncio.to_thread(
+            service.add, body.text, body.name, body.system, body.retention, body.memory, body.protect
+        )
         response.status_code = 200 if isinstance(made, StoredContext) else 202
         return made.as_object()
 

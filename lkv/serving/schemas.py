@@ -18,6 +18,7 @@ _MAX_TOKENS = 2**31
 
 Name = Annotated[StrictStr, Field(max_length=300)]
 Role = Annotated[StrictStr, Field(pattern=r"^[a-z_]{1,32}$")]
+Words = Annotated[StrictStr, Field(max_length=100_000)]
 Stop = Annotated[StrictStr, Field(min_length=1, max_length=200)]
 # Validation stops at the first error of a list, however long that is.
 Parts = Annotated[list[dict[str, Any]], Field(max_length=1000, fail_fast=True)]
@@ -95,9 +96,10 @@ class ContextRequest(BaseModel):
 
     text: StrictStr
     name: Annotated[StrictStr, Field(max_length=200)] = ""
-    system: Annotated[StrictStr, Field(max_length=100_000)] | None = None
+    system: Words | None = None
     retention: Number | None = None
     memory: Annotated[StrictStr, Field(max_length=20)] | None = None
+    protect: Annotated[list[Words], Field(max_length=64, fail_fast=True)] = []
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -127,6 +129,8 @@ def parse_context(body: bytes, content_type: str) -> ContextRequest:
         if name == "file":
             fields["text"] = text
             fields.setdefault("name", (file or "")[:200])
+        elif name == "protect":
+            fields.setdefault("protect", []).append(text)
         else:
             fields[str(name)] = text
     return parse(ContextRequest, fields)

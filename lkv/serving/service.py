@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from lkv.config import MemoryTarget
 from lkv.context.context import Context, check_text, compress_ids
+from lkv.context.protection import protected_tokens
 from lkv.errors import BusyError, LkvError, PromptError, StoreError, UnknownContextError, check_retention
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import max_positions
@@ -116,7 +117,7 @@ class Service:
 
     def add(
         self, text: str, title: str = "", system: str | None = None, retention: float | None = None,
-        memory: str | None = None,
+        memory: str | None = None, protect: Sequence[str] = (),
     ) -> StoredContext | Job:  # fmt: skip
         """The stored context of `text`, or its job; PromptError, BusyError (too many texts wait), StoreError (full)."""
         check_text(text, "the text", "give some text to compress")
@@ -128,10 +129,12 @@ class Service:
         if memory is not None:  # one text for equal budgets, however they are written
             target = MemoryTarget.parse(memory)
             memory = str(target.nbytes if target.share is None else target.share)
-        settings = self._settings._replace(retention=share, system=system, memory=memory)
+        words = tuple(protect) or None
+        settings = self._settings._replace(retention=share, system=system, memory=memory, protect=words)
         self._check_characters(len(text) + len(system or ""), "the text")
         with self._tokenizing:
             tokens = len(encode_context(self.tokenizer, text, system))
+            protected_tokens(self.tokenizer, text, protect, system)  # refuses spans that are not there
         if tokens >= (limit := max_positions(self.model)):
             raise PromptError(
                 f"the text has {tokens} tokens, but the model reads at most {limit}, question and answer included; "
@@ -234,11 +237,12 @@ class Service:
         try:
             with self._tokenizing:
                 ids = encode_context(self.tokenizer, job.text, settings.system)
+                protected = protected_tokens(self.tokenizer, job.text, settings.protect or (), settings.system)
             # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
             context = compress_ids(
                 self.model, self.tokenizer, ids, method=settings.method,
                 retention=settings.retention if settings.memory is None else None, memory=settings.memory,
-                policy=self._policy, progress=progress, text=job.text,
+                policy=self._policy, progress=progress, text=job.text, protected=protected,
             )  # fmt: skip
             self._check_quota()
             if not job.is_cancelled:

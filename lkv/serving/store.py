@@ -37,12 +37,15 @@ class CompressionSettings(NamedTuple):
     tokenizer: str  # digest of its template and its behaviour
     system: str | None = None
     memory: str | None = None  # instead of the retention: a share of the full cache's bytes, or bytes
+    protect: tuple[str, ...] | None = None  # words that every head keeps
 
 
 def context_id(text: str, settings: CompressionSettings) -> str:
     """The id of a context: half of the text's SHA-256, a quarter of the settings'."""
-    # Without a memory as before there was one, so that texts stored then are found.
-    values = list(settings) if settings.memory is not None else list(settings)[:-1]
+    values = list(settings)
+    # Without what older versions had no field for, as they named them, so that texts stored then are found.
+    while values[-1] is None and len(values) > CompressionSettings._fields.index("memory"):
+        values.pop()
     digest = hashlib.sha256(json.dumps(values).encode()).hexdigest()
     return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{digest[:16]}"
 

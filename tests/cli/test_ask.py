@@ -50,6 +50,17 @@ def answer(folder, question: str, **amount) -> str:
     return read(folder, **amount)[1].ask(question, 4)
 
 
+def test_protected_words_are_kept(folder, asked, tmp_path):
+    words = ["--protect", "lighthouse", "--protect", "dusk"]
+    status, out, _ = asked(folder / "text.md", "When?", *words, "--retention", "0.5", "--save", tmp_path / "text.kv")
+    model, tokenizer = load_model(str(folder / "model"))
+    own = compress(model, tokenizer, TEXT, method="knorm", retention=0.5, protect=["lighthouse", "dusk"])
+    assert status == 0 and own.ask("When?", 4) in out
+    assert Context.load(tmp_path / "text.kv", model, tokenizer).metadata == own.metadata
+    assert asked(folder / "text.md", "When?", "--protect", "moon")[0] == 2
+    assert asked("--load", tmp_path / "text.kv", "When?", *words, method=None)[0] == 2
+
+
 def test_several_questions_are_answered_from_one_reading(folder, asked):
     status, out, said = asked(folder / "text.md", "When?", "--retention", "0.15", "Where?", "--chunk", "10000", "Who?")
     assert status == 0 and said.count("tokens read in") == 1

@@ -135,6 +135,26 @@ def test_a_context_within_a_memory(server, parts):
     assert server.answer("Who?", name) == own.ask("Who?", 8)
 
 
+def test_protected_words_are_kept_and_belong_to_the_settings(server, parts):
+    own = compress(*parts, TEXT, **KNORM, system="Be brief.", protect=["Be brief.", "41 boats"])
+    plain = server.compressed(TEXT, system="Be brief.")
+    name = server.compressed(TEXT, system="Be brief.", protect=["Be brief.", "41 boats"])
+    assert name != plain == server.compressed(TEXT, system="Be brief.", protect=[])
+    assert server.service.store.get(name).cache.kept_counts() == own.cache.kept_counts()
+    assert server.service.store.get(name).metadata["protected_tokens"] == len("Be brief.") + 6 * len("41 boats")
+    assert server.answer("Who?", name) == own.ask("Who?", 8)
+
+
+def test_a_form_may_name_several_protected_spans(server, parts):
+    fields = b"".join(
+        b'--b\r\nContent-Disposition: form-data; name="protect"\r\n\r\n' + words + b"\r\n"
+        for words in (b"harbour", b"41")
+    )
+    body, kind = fields + form(TEXT.encode()), {"Content-Type": "multipart/form-data; boundary=b"}
+    made = server.finished(server.ask("/v1/contexts", body, **kind)[1])
+    assert made["id"] == server.compressed(TEXT, protect=["harbour", "41"])
+
+
 def test_a_system_prompt_is_compressed_or_begins_the_question(server, parts):
     own = compress(*parts, TEXT, **KNORM, system="Be brief.")
     name = server.compressed(TEXT, system="Be brief.")
@@ -200,6 +220,8 @@ def test_bad_chats_get_one_sentence(server, body, status, says):
         ({"text": "x", "memory": "2 pounds"}, "memory is '2 pounds'; give a share"),
         ({"text": "x", "memory": "10%", "retention": 0.2}, "both say how much to keep"),
         ({"text": "x", "retention": 2}, "must lie in (0, 1]"), ({"text": "x", "system": " "}, "system prompt is empty"),
+        ({"text": "a b", "protect": ["c"]}, "does not contain 'c'"), ({"text": "x", "protect": [""]}, "span is empty"),
+        ({"text": "x", "protect": "x"}, "protect: Input should be a valid"),
         (b"{", "Invalid JSON"), ({"text": "x" * 10**5}, "the text has 100,000 characters, too many"),
     ],
 )  # fmt: skip

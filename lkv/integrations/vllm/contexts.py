@@ -152,7 +152,7 @@ class VllmContexts:
                 "included; shorten it."
             )
         method = self.method(check_retention(wanted.retention))
-        RaggedCache(self.model, method=method).config.check_length(tokens)
+        RaggedCache(self.model, method=method).config.method.check_length(tokens)
         if self.store.nbytes() >= self.settings.max_store * 2**20:
             raise StoreError(f"the store is full ({self.settings.max_store:g} MiB); delete contexts first.")
 

@@ -146,6 +146,8 @@ class ContextRoutes:
         contexts = await self.contexts()
         if body.memory is not None:
             raise PromptError("memory is not offered inside vLLM yet; give a retention instead.")
+        if body.protect:
+            raise PromptError("protect is not offered inside vLLM yet; leave it out.")
         if len(body.text) > 32 * contexts.max_positions:
             raise PromptError(f"the text is too long for a model that reads {contexts.max_positions} tokens.")
         wanted = await asyncio.to_thread(contexts.encode, body.text, body.retention, body.system)

@@ -1,6 +1,15 @@
 """Budgets: how many tokens each KV head keeps. Each class registers its own name."""
 
-from lkv.methods.budgets.base import ROUNDING, Budget, FixedBudget, PerHead, RetentionTarget, Uniform, as_target
+from lkv.methods.budgets.base import (
+    ROUNDING,
+    Budget,
+    FixedBudget,
+    PerHead,
+    RetentionTarget,
+    Uniform,
+    as_target,
+    drop_tokens,
+)
 from lkv.methods.budgets.competitive import Ada, GlobalTopKBudget
 from lkv.methods.budgets.duo import (
     Duo,
@@ -15,6 +24,6 @@ from lkv.methods.budgets.pyramid import Pyramid, PyramidOfKvpress
 
 __all__ = [
     "ROUNDING", "Ada", "Budget", "Duo", "DuoOfHeads", "FixedBudget", "GlobalTopKBudget", "LearnedBudget", "PerHead",
-    "Pyramid", "PyramidOfKvpress", "RetentionTarget", "Uniform", "as_target", "check_table", "estimate_mean_pattern",
-    "estimate_pattern", "read_pattern",
+    "Pyramid", "PyramidOfKvpress", "RetentionTarget", "Uniform", "as_target", "check_table", "drop_tokens",
+    "estimate_mean_pattern", "estimate_pattern", "read_pattern",
 ]  # fmt: skip

@@ -1,8 +1,10 @@
 """What every budget is, and the plain ones: one share for all heads, or one for each."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lkv.errors import CacheError, RetentionError, check_retention
@@ -19,10 +21,12 @@ class RetentionTarget:
     Attributes:
         retention: the share of its tokens, in (0, 1]; kvpress's `compression_ratio` is 1 - retention.
         tokens: instead of the share, how many tokens a head keeps on average.
+        protected: how many of the text's tokens every head keeps in any case. Budgets share out what they leave.
     """
 
     retention: float = 0.15
     tokens: int | None = None
+    protected: int = 0
 
     def __post_init__(self) -> None:
         # A float, whatever number it was given as, so that it can be saved.
@@ -31,17 +35,23 @@ class RetentionTarget:
             raise RetentionError(f"budget_tokens is {self.tokens!r}, but a head keeps a whole number of tokens >= 1.")
 
     @classmethod
-    def from_arguments(cls, retention: float | None, tokens: int | None) -> "RetentionTarget":
+    def from_arguments(cls, retention: float | None, tokens: int | None, protected: int = 0) -> "RetentionTarget":
         """The target of a caller who may give one of the two. Raises RetentionError for both, or for bad numbers."""
         if retention is not None and tokens is not None:
             raise RetentionError(
                 f"retention {retention!r} and budget_tokens {tokens!r} both say how much to keep; give one of them."
             )
-        return cls(cls.retention if retention is None else retention, tokens)
+        return cls(cls.retention if retention is None else retention, tokens, protected)
 
     def share(self, tokens: int) -> float:
-        """The fraction to keep of a text of `tokens` tokens, in (0, 1]."""
-        return self.retention if self.tokens is None else min(1.0, self.tokens / max(1, tokens))
+        """The fraction to keep of a text's `tokens` tokens that are not protected, in [0, 1]."""
+        whole = tokens + self.protected
+        share = self.retention if self.tokens is None else min(1.0, self.tokens / max(1, whole))
+        return max(0.0, share * whole - self.protected) / max(1, tokens) if self.protected else share
+
+    def protected_entries(self, tokens: int) -> int:
+        """How many protected entries a head has here, beside its share of `tokens` others."""
+        return self.protected
 
     def __str__(self) -> str:
         return f"retention {self.retention}" if self.tokens is None else f"budget_tokens {self.tokens}"
@@ -50,6 +60,15 @@ class RetentionTarget:
 def as_target(target: float | RetentionTarget) -> RetentionTarget:
     """A retention as an `RetentionTarget`. Raises RetentionError outside (0, 1]."""
     return target if isinstance(target, RetentionTarget) else RetentionTarget(check_retention(target))
+
+
+def drop_tokens(scores: Tensor, positions: Sequence[int]) -> Tensor:
+    """`scores` [B, H, T] of all tokens but those at `positions`."""
+    if not positions:
+        return scores
+    is_left = torch.ones(scores.shape[-1], dtype=torch.bool, device="cpu")
+    is_left[list(positions)] = False
+    return scores[..., is_left.nonzero()[:, 0].to(scores.device)]
 
 
 class Budget(Buildable, ABC):

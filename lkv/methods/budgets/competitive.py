@@ -1,5 +1,6 @@
 """Budgets for which heads compete by their scores: AdaKV within a layer, KVzip's over the whole model."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from lkv.errors import BudgetError, CacheError, check_retention
 from lkv.integrations.transformers.prefill import LayerKV
-from lkv.methods.budgets.base import ROUNDING, Budget, RetentionTarget, as_target
+from lkv.methods.budgets.base import ROUNDING, Budget, RetentionTarget, as_target, drop_tokens
 from lkv.methods.registry import register_budget
 
 if TYPE_CHECKING:
@@ -73,9 +74,11 @@ class GlobalTopKBudget(Budget):
         budget.prompt_counts = torch.stack(winners, 1)
         return budget
 
-    def for_prompt(self, selector: "Selector", prompt: list[LayerKV]) -> "GlobalTopKBudget":
-        """The budget for one prompt, read into `prompt`, by the scores of `selector`."""
-        scores = [selector.scores(index, layer) for index, layer in enumerate(prompt)]
+    def for_prompt(
+        self, selector: "Selector", prompt: list[LayerKV], protected: Sequence[int] = ()
+    ) -> "GlobalTopKBudget":
+        """The budget for one prompt, read into `prompt`, by the scores of `selector` of all but `protected` tokens."""
+        scores = [drop_tokens(selector.scores(index, layer), protected) for index, layer in enumerate(prompt)]
         table = torch.stack([part.to(scores[0].device) for part in scores])
         return self.from_scores(table, self._target.share(table.shape[-1]))
 

@@ -1,0 +1,76 @@
+"""`compress_prefill`: a block in which `model.generate` compresses its prompts, without a cache in sight."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.errors import CacheError
+
+_OWN = ("slack", "streaming", "decode_eviction", "bits")  # what a cache needs beside its method
+
+
+class PrefillCompression:
+    """What `compress_prefill` yields.
+
+    Attributes:
+        cache: The cache of the last call of `generate`; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.cache: RaggedCache | None = None
+
+
+@contextmanager
+def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]:
+    """Let `model.generate` compress every prompt that it reads in the block.
+
+    ```python
+    with lkv.compress_prefill(model, memory=0.1) as compression:
+        output = model.generate(**inputs, max_new_tokens=32)
+    print(compression.cache.nbytes(), compression.cache.full_nbytes())
+    ```
+
+    Each call gets a new `RaggedCache`, unless it brings `past_key_values`. After the block `generate` is as before.
+
+    Args:
+        model: The model whose `generate` is called, also by a pipeline.
+        **options: Those of `RaggedCache`: memory or retention, method, policy, ... `prompt_tokens` follows from the
+            prompt.
+
+    Yields:
+        An object whose `cache` is that of the last call.
+
+    Raises:
+        CacheError: For `prompt_tokens`, and in the block for `use_cache=False`.
+        LkvError: As RaggedCache raises for its arguments.
+    """
+    if "prompt_tokens" in options:
+        raise CacheError(
+            "prompt_tokens follows from each prompt here; leave it out, or pass a RaggedCache to generate."
+        )
+    # A policy is read once, and wrong options are refused before a prompt is.
+    method = RaggedCache(model, **options).config.method
+    own = {name: value for name, value in options.items() if name in _OWN}
+    compression, replaced, generate = PrefillCompression(), vars(model).get("generate"), model.generate
+
+    def generate_compressed(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is None:
+            if kwargs.get("use_cache") is False:
+                raise CacheError("use_cache=False leaves no cache to compress; leave it out, or end the block before.")
+            ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+            tokens = ids.shape[-1] if isinstance(ids, Tensor) else None
+            compression.cache = RaggedCache(model, method=method, prompt_tokens=tokens, **own)
+            kwargs["past_key_values"] = compression.cache
+        return generate(*args, **kwargs)
+
+    model.generate = generate_compressed
+    try:
+        yield compression
+    finally:
+        if replaced is None:
+            del model.generate
+        else:
+            model.generate = replaced

@@ -1,0 +1,88 @@
+"""Protected spans: parts of a text whose tokens every head keeps, whatever else is evicted."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from lkv.errors import PromptError
+from lkv.utils.prompts import bos_ids, chat_template_parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span = str | tuple[int, int]
+
+
+def protected_tokens(
+    tokenizer: "PreTrainedTokenizerBase", text: str, spans: Sequence[Span], system: str | None = None
+) -> list[int]:
+    """Find the tokens of protected spans.
+
+    Args:
+        tokenizer: The model's tokenizer; it must know the characters of its tokens (a "fast" one).
+        text: The text that is compressed.
+        spans: Words of the text or of the system prompt, protected wherever they occur, or (start, end) of characters
+            of the text.
+        system: The system prompt before the text.
+
+    Returns:
+        The positions of the tokens in what `encode_context` returns, in order.
+
+    Raises:
+        PromptError: For spans that are empty, absent or outside of the text, or overlap.
+    """
+    if isinstance(spans, str) or not isinstance(spans, Sequence):
+        raise PromptError(f"protect is {spans!r}; give a list of words of the text, or of (start, end) in characters.")
+    if not spans:
+        return []
+    before = chat_template_parts(tokenizer, system)[0]
+    parts = [(len(before), text)]
+    if system is not None:
+        parts.append((before.find(system.strip()), system.strip()))
+    found, whole = sorted(span for wanted in spans for span in _find(wanted, text, parts)), before + text
+    for (_, end), (start, _) in pairwise(found):
+        if start < end:
+            raise PromptError(f"protected spans overlap at {whole[start:end][:60]!r}; give each part of the text once.")
+    if not getattr(tokenizer, "is_fast", False):
+        raise PromptError(
+            f"protect needs to know the characters of each token, which {type(tokenizer).__name__} does not tell; load "
+            "the model's fast tokenizer (AutoTokenizer does by default), or leave protect out."
+        )
+    offsets = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    first = 0 if getattr(tokenizer, "chat_template", None) else len(bos_ids(tokenizer))
+    positions = set()
+    for start, end in found:
+        inside = {first + place for place, (low, high) in enumerate(offsets) if low < end and high > start}
+        if not inside:
+            raise PromptError(f"the protected span {whole[start:end]!r} has no token; give words of the text.")
+        positions |= inside
+    return sorted(positions)
+
+
+def _find(wanted: Any, text: str, parts: list[tuple[int, str]]) -> list[tuple[int, int]]:
+    """Where a span is, in characters; `parts` are texts to search, with where each starts."""
+    if isinstance(wanted, str):
+        if not wanted.strip():
+            raise PromptError("a protected span is empty; give words of the text, or leave it out.")
+        places = [start + place for start, part in parts for place in _occurrences(part, wanted)]
+        if not places:
+            raise PromptError(f"the text does not contain {wanted[:60]!r}, which protect names; copy it from there.")
+        return [(place, place + len(wanted)) for place in places]
+    if not (isinstance(wanted, tuple | list) and len(wanted) == 2 and all(type(end) is int for end in wanted)):
+        raise PromptError(f"the protected span {wanted!r} is neither words of the text nor (start, end) in characters.")
+    start, end = wanted
+    if not 0 <= start < end <= len(text):
+        raise PromptError(
+            f"the protected span {(start, end)} is empty or outside of the text, which has {len(text)} characters; "
+            "give 0 <= start < end up to that."
+        )
+    return [(parts[0][0] + start, parts[0][0] + end)]
+
+
+def _occurrences(text: str, words: str) -> list[int]:
+    """Where `words` occur in `text`, without overlaps."""
+    places, start = [], text.find(words)
+    while start >= 0:
+        places.append(start)
+        start = text.find(words, start + len(words))
+    return places

@@ -1,0 +1,95 @@
+"""As kvpress's users know it: a block around generate, and a pipeline of contexts and questions."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import pipeline as stock_pipeline
+
+import lkv
+from lkv.errors import CacheError, LkvError, PromptError
+from tests.cache.helpers import ids
+from tests.conftest import save_model, tiny_llama
+
+TEXT = "The lamp of the lighthouse was lit at dusk. " * 6
+
+
+def test_generate_compresses_in_the_block_and_nowhere_else(model, policy):
+    prompt, other = ids(1, 60), ids(2, 40, 1)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    whole = model.generate(prompt, **options)
+    cache = lkv.RaggedCache(model, retention=0.3, policy=policy)
+    expected = model.generate(prompt, past_key_values=cache, **options)
+    with lkv.compress_prefill(model, retention=0.3, policy=policy) as compression:
+        assert compression.cache is None
+        assert torch.equal(model.generate(prompt, **options), expected)
+        assert compression.cache.kept_counts() == cache.kept_counts()
+        assert torch.equal(model.generate(inputs=prompt, prefill_chunk_size=25, **options), expected)
+        assert compression.cache.kept_counts() == cache.kept_counts()
+        model.generate(input_ids=other, **options)
+        assert compression.cache.ragged_layers[0].row_count == 2
+        own = lkv.RaggedCache(model, method="knorm")
+        model.generate(prompt, past_key_values=own, **options)
+        assert own.prompt_length == 60 and compression.cache is not own
+        with pytest.raises(CacheError, match="use_cache=False leaves no cache to compress"):
+            model.generate(prompt, use_cache=False, **options)
+    assert "generate" not in vars(model) and torch.equal(model.generate(prompt, **options), whole)
+    assert not torch.equal(whole, expected)
+
+
+def test_a_block_gives_generate_back_after_an_error_and_in_another_block(model):
+    with pytest.raises(ZeroDivisionError), lkv.compress_prefill(model, method="knorm"):
+        raise ZeroDivisionError
+    assert "generate" not in vars(model)
+    with lkv.compress_prefill(model, method="knorm", retention=0.5) as outer:
+        with lkv.compress_prefill(model, method="knorm", retention=0.2) as inner:
+            model.generate(ids(1, 50), max_new_tokens=2)
+        model.generate(ids(1, 50), max_new_tokens=2)
+    assert inner.cache.realised_retention() == 0.2 and outer.cache.realised_retention() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"prompt_tokens": 5}, "prompt_tokens follows from each prompt"),
+        ({"method": "kvzip"}, "reads the text a second time"),
+        ({"memory": 0.1, "retention": 0.1}, "memory says how much"), ({"method": "lkv"}, "policy"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused_before_a_prompt_is_read(options, says):
+    with pytest.raises(LkvError, match=says), lkv.compress_prefill(tiny_llama(), **options):
+        raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+
+
+def test_a_pipeline_answers_as_a_context_does(folder):
+    pipe = lkv.pipeline(str(folder), method="knorm", retention=0.4, max_new_tokens=6)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    context = lkv.compress(model, tokenizer, TEXT, method="knorm", retention=0.4)
+    when, who = context.ask("When?", 6), context.ask("Who?", 6)
+    assert pipe(TEXT, question="When?") == {"answer": when}
+    assert pipe(TEXT, questions=["When?", "Who?"]) == {"answers": [when, who]}
+    other = lkv.compress(model, tokenizer, TEXT * 2, method="knorm", retention=0.4)
+    assert pipe([TEXT, TEXT * 2], question="Who?") == [{"answer": who}, {"answer": other.ask("Who?", 6)}]
+    # Options of a call win, and the task is one of transformers' own.
+    less = lkv.compress(model, tokenizer, TEXT, method="knorm", memory=0.5, protect=["lamp"]).ask("Who?", 3)
+    own = stock_pipeline("lkv-text-generation", model=model, tokenizer=tokenizer, method="knorm", max_new_tokens=6)
+    assert own(TEXT, question="Who?", memory=0.5, protect=["lamp"], max_new_tokens=3) == {"answer": less}
+
+
+def test_a_pipeline_says_what_is_missing(folder):
+    pipe = lkv.pipeline(str(folder), method="knorm")
+    for inputs, options, says in (
+        (TEXT, {}, "give question='...' for one answer"), (TEXT, {"questions": "Who?"}, "give question="),
+        (TEXT, {"question": "Who?", "questions": ["Who?"]}, "give question="), (5, {"question": "Who?"}, "is a int"),
+        (TEXT, {"question": ""}, "the question is empty"), (TEXT, {"question": "?", "nothing": 1}, "no option nothing"),
+    ):  # fmt: skip
+        with pytest.raises(LkvError, match=says):
+            pipe(inputs, **options)
+    with pytest.raises(PromptError, match=r"give one text, or a list of texts\."):
+        pipe([[TEXT]], question="Who?")
+    with pytest.raises(LkvError, match="no policy"):
+        lkv.pipeline(str(folder))(TEXT, question="Who?")
