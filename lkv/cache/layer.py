@@ -62,6 +62,16 @@ class RaggedLayer(AttentionCacheLayer):
         return torch.zeros(0, 0, dtype=torch.long, device="cpu") if self.store is None else self.store.lens
 
     @property
+    def is_traceable(self) -> bool:  # type: ignore[override]
+        """Whether compiled models may leave the layer to `lkv::extend`: it returns no gradients and no longer keys."""
+        return self._buffer is None and not self._context.config.streaming and not torch.is_grad_enabled()
+
+    @property
+    def is_reading_prompt(self) -> bool:  # type: ignore[override]
+        """Whether nothing was evicted from yet."""
+        return self.store is None
+
+    @property
     def row_count(self) -> int:
         """Rows of the batch, 0 before anything was read."""
         return len(self.kept_counts) if self._buffer is None else self._buffer.key.shape[0]
@@ -261,6 +271,12 @@ class RaggedLayer(AttentionCacheLayer):
                 f"there is no memory for {new} more tokens in layer {self._context.index} ({error}); free some, or "
                 "give decode_eviction=True, a smaller slack or a lower retention. rewind() goes back to the prompt."
             ) from error
+
+    def reserve(self, tokens: int) -> None:
+        """Make free slots for `tokens` more, where there are fewer."""
+        assert self.store is not None
+        if self.store.free_slots < tokens:
+            self.store = self.store.reallocate(tokens)
 
     def _limits(self) -> Tensor:
         """How many entries each head may keep in each tier and all better ones [tiers, B, H], of all tokens read.

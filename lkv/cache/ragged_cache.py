@@ -2,7 +2,8 @@
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lkv.cache.config import MAX_COUNT, CacheConfig, LayerContext, SharedState
+from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.quantization import check_width
 from lkv.config import ModelSpec
 from lkv.errors import CacheError, PromptError, RetentionError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
+from lkv.integrations.transformers.compiled import register_cache
 from lkv.integrations.transformers.fingerprint import read_adapters
 from lkv.integrations.transformers.masks import visible_keys
 from lkv.integrations.transformers.prefill import LayerKV, as_prompt_kv, query_rotations
@@ -131,7 +134,7 @@ class RaggedCache(BaseCache):
             check_width(self.spec.head_dim)
         self.on_layer_start: Callable[[int], None] | None = None
         self._history = TokenHistory()
-        shared = SharedState(self.spec.layers - 1)
+        self.shared = shared = SharedState(self.spec.layers - 1)
         contexts = [
             LayerContext(index, self.config, shared, rotation) for index, rotation in enumerate(patched.rotations)
         ]
@@ -172,10 +175,7 @@ class RaggedCache(BaseCache):
     def before_update(self, key_states: Tensor, layer_idx: int) -> None:
         """Raise CacheError or PromptError where a layer cannot take the new keys; in the first one, for all layers."""
         if layer_idx == 0:
-            self.is_assisted = False
-            length, new = self.get_seq_length(), key_states.shape[2]
-            self._check_pass(key_states.shape[0], length + new)
-            self._history.read(length, length + new)
+            self.begin_pass(key_states.shape[0], key_states.shape[2])
         # For the first layer it is the last one of the previous pass.
         previous = self.layers[layer_idx - 1]
         if isinstance(previous, RaggedLayer) and previous.pending_key is not None:
@@ -186,6 +186,13 @@ class RaggedCache(BaseCache):
             )
         if self.on_layer_start is not None:
             self.on_layer_start(layer_idx)
+
+    def begin_pass(self, rows: int, new: int) -> None:
+        """Note a forward pass of `new` tokens in each of `rows` rows. Raises as `before_update`."""
+        self.is_assisted = False
+        length = self.get_seq_length()
+        self._check_pass(rows, length + new)
+        self._history.read(length, length + new)
 
     def _check_pass(self, rows: int, tokens: int) -> None:
         """Check a forward pass with `rows` rows, after which the text has `tokens` tokens."""
@@ -282,8 +289,9 @@ class RaggedCache(BaseCache):
     def fork(self) -> "RaggedCache":
         """Return a copy that continues independently; `copy.deepcopy` does the same."""
         twin = copy.copy(self)
+        twin.name = register_cache(twin)
         twin._history = copy.copy(self._history)
-        shared = SharedState(self.spec.layers - 1)
+        twin.shared = shared = SharedState(self.spec.layers - 1)
         layers: Any = self.layers
         twin.layers = [layer.fork(shared) if isinstance(layer, RaggedLayer) else layer.fork() for layer in layers]
         twin.ragged_layers = [layer for layer in twin.layers if isinstance(layer, RaggedLayer)]
@@ -304,6 +312,44 @@ class RaggedCache(BaseCache):
             raise CacheError("sliding layers cannot be cut back to the prompt; continue from a fork() made before.")
         for layer in self.ragged_layers:
             layer.crop(layer.prompt_length - layer.get_seq_length())
+
+    @contextmanager
+    def graphed(self, model: PreTrainedModel, max_new_tokens: int = 512) -> Iterator[None]:
+        """Replay the decode steps of a `with` block as one CUDA graph.
+
+        ```python
+        with cache.graphed(model):
+            output = model.generate(**inputs, past_key_values=cache, max_new_tokens=500)
+        ```
+
+        The first step after the prompt is captured, and each head gets free slots for `max_new_tokens` tokens. What
+        cannot be replayed (the prompt, a step with more tokens or other arguments, all steps where there is no CUDA
+        device, and those for which there is no captured slot left) runs as without the block; the reason is logged.
+
+        Args:
+            model: The model that the cache was made for.
+            max_new_tokens: How many tokens can be appended by replays.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            CacheError: If `max_new_tokens` is no such number.
+        """
+        if type(max_new_tokens) is not int or not 1 <= max_new_tokens <= MAX_COUNT:
+            raise CacheError(
+                f"max_new_tokens is {max_new_tokens!r}, but it is a number of tokens: give one from 1 to {MAX_COUNT}."
+            )
+        owner = unwrap_model(model)
+        before = vars(owner).get("forward")
+        owner.forward = graphed_forward(owner, self, max_new_tokens)
+        try:
+            yield
+        finally:
+            if before is None:
+                del owner.forward
+            else:
+                owner.forward = before
 
     def kept_counts(self) -> list[list[int]]:
         """Return how many entries eviction left to each head, `[L][H]`, summed over the batch."""

@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from lkv.utils.extras import optional_import
 if TYPE_CHECKING:
     from accelerate import PartialState
 
+STEPS_OF_CAPTURE = 3  # how often `capture` calls what it captures
 _DTYPE_PROBE = 384  # rows of the matrices that are timed
 
 
@@ -31,6 +33,32 @@ def runtime(device: torch.device) -> Any:
 def device_guard(device: torch.device) -> AbstractContextManager[Any]:
     """Make a GPU `device` the current one for the block: kernels are launched there, wherever their tensors lie."""
     return runtime(device).device(device) if is_gpu(device) else nullcontext()
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether work on `device` can be captured and replayed as a graph."""
+    return device.type == "cuda"
+
+
+def capture(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+    """Capture what `step` launches: a function that launches it again, and what `step` returned.
+
+    The tensors of that are written anew by every replay. `step` is called a few times before, and once more for the
+    capture, which computes nothing.
+    """
+    cuda = runtime(device)
+    with device_guard(device):
+        # Libraries initialise and kernels compile first, on a stream of their own, as PyTorch's documentation says.
+        stream = cuda.Stream()
+        stream.wait_stream(cuda.current_stream())
+        with cuda.stream(stream):
+            for _ in range(STEPS_OF_CAPTURE - 1):
+                step()
+        cuda.current_stream().wait_stream(stream)
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph, capture_error_mode="thread_local"):
+            output = step()
+    return graph.replay, output
 
 
 def stack_to_device(device: torch.device, *counts: torch.Tensor) -> torch.Tensor:

@@ -122,12 +122,12 @@ class Log:
 
 
 def _place() -> str:
-    """The innermost line of the package, unless a module of the model was called from there."""
+    """The innermost line of the package, unless a module of the model, or its mask, was called from there."""
     for frame, line in traceback.walk_stack(sys._getframe(2)):
         name = frame.f_code.co_filename
         if name.startswith(str(PACKAGE)):
             return f"{Path(name).relative_to(PACKAGE)}:{line}"
-        if "/transformers/models/" in name or "/torch/nn/modules/" in name:
+        if any(part in name for part in ("/transformers/models/", "/transformers/masking_utils", "/torch/nn/modules/")):
             return ""
     return ""
 

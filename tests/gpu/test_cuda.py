@@ -95,6 +95,16 @@ def test_a_captured_step_replayed_twice_is_two_steps():
     assert torch.equal(layers[0].attention_view()[3], before + 2)
 
 
+@pytest.mark.parametrize("options", [{}, {"bits": 3}], ids=["16 bits", "3 bits"])
+def test_graphed_steps_equal_eager_ones(options):
+    model, text = tiny_llama(dtype=torch.float32, head_dim=64).to(DEVICE), ids(2, 90).to(DEVICE)
+    how = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(text)}
+    caches = [RaggedCache(model, method=METHOD, slack=4, **options) for _ in range(2)]
+    expected = model.generate(text, past_key_values=caches[0], **how)
+    with caches[1].graphed(model, max_new_tokens=30):  # the last ones go beyond the captured slots
+        assert torch.equal(model.generate(text, past_key_values=caches[1], **how), expected)
+
+
 @torch.no_grad()
 def test_compiled_models_decode_alike():
     base = tiny_llama(dtype=torch.float32, head_dim=64).to(DEVICE)

@@ -20,7 +20,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.config import ModelSpec
 from lkv.errors import CacheError, UnsupportedModelError
-from lkv.integrations.transformers.cache_layers import has_pending_layer, take_pending_layer
+from lkv.integrations.transformers.cache_layers import (
+    NO_MASK,
+    AttentionCacheLayer,
+    has_pending_layer,
+    take_pending_layer,
+)
+from lkv.integrations.transformers.compiled import extend, take_traced
 from lkv.integrations.transformers.generation import unwrap_generation, wrap_generation
 from lkv.integrations.transformers.rotation import Rotation, layer_rotations
 from lkv.integrations.transformers.spec import (
@@ -150,7 +156,7 @@ def _register_attention(model: Any, patched: PatchedModel) -> None:
             if own in _BASES:
                 AttentionInterface.register(_PREFIX + own, partial(_attention, own))
                 # Without a mask function of the same name transformers would drop the padding.
-                AttentionMaskInterface.register(_PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])
+                AttentionMaskInterface.register(_PREFIX + own, partial(_mask, ALL_MASK_ATTENTION_FUNCTIONS[own]))
                 config._attn_implementation_internal = _PREFIX + own
                 patched._configs[id(config)] = config
     # Models with attention code of their own never call a registered function: every token would be lost.
@@ -183,9 +189,20 @@ def _attention(
     eager = base == "eager"
     own = sys.modules[type(module).__module__].eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS[base]
     stock = partial(own, module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+    if torch.compiler.is_dynamo_compiling() and (traced := take_traced()) is not None:
+        cache, index = traced
+        _check_owner(cache.layers[index], module)
+        scale, prompt = kwargs.get("scaling"), stock()[0] if cache.layers[index].is_reading_prompt else None
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return extend(cache.name, query, key, value, attention_mask, prompt, scale, index), None
     if has_pending_layer():
         return _attend(module, query, key, value, attention_mask, kwargs.get("scaling"), stock)
     return stock()
+
+
+def _mask(base: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's own mask, unless a cache needs none."""
+    return None if kwargs.get("kv_offset", 0) is NO_MASK else base(*args, **kwargs)
 
 
 # Outside compiled graphs: the stored keys change shape with every token, and would be compiled each time.
@@ -197,7 +214,12 @@ def _attend(
     layer = take_pending_layer(key)
     if layer is None:
         return stock()
+    _check_owner(layer, module)
+    return layer.attend(query, key, value, mask, scale or query.shape[-1] ** -0.5, lambda: stock()[0]), None
+
+
+def _check_owner(layer: AttentionCacheLayer, module: Any) -> None:
+    """Raise CacheError where `layer` stores k and v of another model than that of `module`."""
     owner = layer.model_config
     if owner is not None and getattr(module, "config", owner) is not owner:
         raise CacheError("this cache was made for another model; make one with RaggedCache(model, ...) for this model.")
-    return layer.attend(query, key, value, mask, scale or query.shape[-1] ** -0.5, lambda: stock()[0]), None

@@ -17,6 +17,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from lkv.errors import CacheError
+from lkv.integrations.transformers.compiled import count_tokens, note_traced, register_cache
+
+# In place of a mask's offset: the tokens of the pass need no mask.
+NO_MASK: Any = None
 
 
 class _Pending(threading.local):
@@ -51,6 +55,9 @@ class AttentionCacheLayer(CacheLayerMixin):
     model_config: Any = None
     # What `update` returned last, until attention over it is computed.
     pending_key: Tensor | None = None
+    # Whether compiled models may leave the layer to `lkv::extend`, and whether it then reads a prompt.
+    is_traceable = False
+    is_reading_prompt = True
 
     @abstractmethod
     def attend(
@@ -101,11 +108,23 @@ class BaseCache(Cache):
 
     is_assisted = False  # whether assisted decoding has just begun
 
-    @torch.compiler.disable
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.name = register_cache(self)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Give new k and v [B, Hkv, T, d] to a layer; the attention call that follows goes to the same layer."""
+        if torch.compiler.is_dynamo_compiling() and self._is_traceable(layer_idx):
+            note_traced(self, layer_idx)
+            return key_states, value_states
+        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @torch.compiler.disable
+    def _update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self.before_update(key_states, layer_idx)
         key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
@@ -113,6 +132,31 @@ class BaseCache(Cache):
             layer.pending_key = key
             _pending.layer = weakref.ref(layer)
         return key, value
+
+    def compute_layer(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        stock: Callable[[], Any],
+    ) -> Tensor:
+        """`update`, and the attention over the layer; arguments and outputs are those of `AttentionCacheLayer`."""
+        key, value = self.update(key, value, layer_idx)
+        layer = take_pending_layer(key)
+        assert layer is not None
+        return layer.attend(query, key, value, mask, scale, stock)
+
+    def _is_traceable(self, layer_idx: int) -> bool:
+        layer = self.layers[layer_idx]
+        return isinstance(layer, AttentionCacheLayer) and layer.is_traceable
+
+    def _hides_length(self, layer_idx: int) -> bool:
+        """Whether the length of the text must be no constant of what is traced."""
+        layer: Any = self.layers[layer_idx]
+        return self._is_traceable(layer_idx) and not layer.is_reading_prompt
 
     def before_update(self, key_states: Tensor, layer_idx: int) -> None:
         """Raise CacheError or PromptError where a layer cannot take the new keys; called first in `update`."""
@@ -131,7 +175,15 @@ class BaseCache(Cache):
         """(length, offset) of the keys that the layer's mask covers."""
         if isinstance(query_length, Tensor):  # before transformers 5.4: the positions of the queries
             query_length = query_length.shape[0]
+        if torch.compiler.is_dynamo_compiling() and query_length == 1 and self._hides_length(layer_idx):
+            return 1, NO_MASK
         return super().get_mask_sizes(query_length, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Tokens read so far; a tensor where a decode step is traced."""
+        if torch.compiler.is_dynamo_compiling() and self._hides_length(layer_idx):
+            return count_tokens(self.name, layer_idx)
+        return super().get_seq_length(layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Cut `-tokens_to_remove` (<= 0) tokens off the end of every layer.

@@ -177,6 +177,11 @@ def can_attend_quantized(
     return _choose("auto", q, k_pool, v_pool, starts, lens, *new, quantized=quantized) in _FUSED
 
 
+def can_replay(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether what `append_and_attend` launches there can be captured, and replayed as further steps."""
+    return _chosen("auto", device, dtype, dim, dim) in _FUSED
+
+
 def append(
     key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor,
     basis: Basis | None = None,

@@ -1,0 +1,169 @@
+"""Decode steps as one CUDA graph, captured once and replayed for each token (`RaggedCache.graphed`).
+
+Lengths, positions and pools are on the device, and the kernels count there what they append. So a step captured is a
+step of any length, and a replay spares the host what a step otherwise costs it: a launch of every kernel of the model.
+"""
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lkv.cache.tiered_store import KVStore
+from lkv.kernels.ragged_attention import can_replay
+from lkv.utils import devices
+
+if TYPE_CHECKING:
+    from lkv.cache.ragged_cache import RaggedCache
+
+# What a captured step was not told of; other arguments are left to the model.
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "use_cache": (True,),
+    "return_dict": (True,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "logits_to_keep": (0, 1),
+}
+_READ = ("input_ids", "position_ids", "attention_mask", "past_key_values", "cache_position")
+
+
+def graphed_forward(model: PreTrainedModel, cache: "RaggedCache", tokens: int) -> Callable[..., Any]:
+    """`model.forward`, but that decode steps of `cache` are replayed: of at most `tokens` tokens after the prompt."""
+    step, plain = GraphedStep(model, cache, tokens), model.forward
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is not cache:
+            return plain(*args, **kwargs)
+        if len(args) == 1:
+            return forward(input_ids=args[0], **kwargs)
+        reason = step.refusal(args, kwargs) or step.capture(plain, kwargs)
+        if reason is None:
+            return step.replay(kwargs)
+        step.report(reason)
+        return plain(*args, **kwargs)
+
+    return forward
+
+
+class GraphedStep:
+    """One decode step of a cache, captured when it is first asked for.
+
+    It keeps the stores and the buffers that the graph points to: their memory is not given to anything else meanwhile.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: "RaggedCache", tokens: int):
+        """`tokens`: for how many tokens each head gets free slots when the step is captured."""
+        self._cache, self._tokens = cache, tokens
+        self._refusal = _lasting_refusal(model, cache)
+        self._reported: set[str] = set()
+        self._stores: list[KVStore] | None = None
+
+    def refusal(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+        """Why this call of the model is no step that can be replayed, in one sentence; None where it is one."""
+        cache, ids = self._cache, kwargs.get("input_ids")
+        if self._refusal is not None:
+            return self._refusal
+        if not cache.prompt_length:
+            return "a prompt is being read."
+        if args or ids is None or ids.shape[1] != 1:
+            return "more than one token is read, or no token id is given."
+        if torch.is_grad_enabled():
+            return "gradients are recorded: use torch.no_grad() or model.generate."
+        if cache.on_layer_start is not None:
+            return "on_layer_start is set, which a replay does not call."
+        mask, places = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if (mask is not None and mask.ndim != 2) or (places is not None and places.ndim != 2):
+            return "the call has a mask or positions of a form of its own."
+        others = [name for name in kwargs if name not in _READ and not _is_default(name, kwargs[name])]
+        if others:
+            return f"the call has the argument {others[0]!r}, which the captured step does not know."
+        if self._stores is None:
+            return None
+        if any(layer.store is not own for layer, own in zip(cache.ragged_layers, self._stores, strict=True)):
+            return "the entries have moved since the step was captured: open a new graphed() block."
+        if self._stores[0].free_slots < 1:
+            return f"no slot that was captured is free: give more than {self._tokens} as max_new_tokens."
+        return None
+
+    def report(self, reason: str) -> None:
+        """Log, once a reason, why the model runs without a graph."""
+        if reason not in self._reported:
+            self._reported.add(reason)
+            logging.getLogger(__name__).info("A step runs without a CUDA graph: %s", reason)
+
+    def capture(self, plain: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:
+        """Capture the step if it was not yet; returns why that is not possible, in one sentence."""
+        if self._stores is not None:
+            return None
+        cache, ids = self._cache, kwargs["input_ids"]
+        shared, history = cache.shared, copy.copy(cache._history)
+        kept_buffers, shared.buffers = shared.buffers, {}
+        with torch.inference_mode(False):
+            self._ids, self._positions = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.long)
+        self._positions.fill_(cache.get_seq_length())
+
+        def step() -> Any:
+            return plain(input_ids=self._ids, position_ids=self._positions, past_key_values=cache, use_cache=True)
+
+        appended = _stores(cache)[0].appended_tokens
+        try:
+            for layer in cache.ragged_layers:
+                layer.reserve(max(self._tokens, devices.STEPS_OF_CAPTURE))
+            stores = _stores(cache)
+            self._replay, self._output = devices.capture(step, ids.device)
+            self._stores = stores
+        except Exception as error:
+            self._refusal = f"it could not be captured ({type(error).__name__}: {str(error).splitlines()[0][:200]})."
+        finally:
+            # The steps that prepared the capture were no tokens of the text.
+            for layer, store in zip(cache.ragged_layers, _stores(cache), strict=True):
+                layer.pending_key = None
+                store.crop(store.appended_tokens - appended)
+            cache._history = history
+            self._buffers, shared.buffers = shared.buffers, kept_buffers
+        return self._refusal
+
+    def replay(self, kwargs: dict[str, Any]) -> Any:
+        """One more token: what the model returns for it."""
+        cache, ids, positions = self._cache, kwargs["input_ids"], kwargs.get("position_ids")
+        self._ids.copy_(ids)
+        if positions is None:
+            self._positions.fill_(cache.get_seq_length())
+        else:
+            self._positions.copy_(positions)
+        cache.begin_pass(*ids.shape)
+        self._replay()
+        for store in self._stores or ():
+            store.count_appended(1)
+        output = self._output
+        return type(output)(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in output.items()})
+
+
+def _stores(cache: "RaggedCache") -> list[KVStore]:
+    return [layer.store for layer in cache.ragged_layers if layer.store is not None]
+
+
+def _is_default(name: str, value: Any) -> bool:
+    return value is None or (isinstance(value, int) and value in _DEFAULTS.get(name, ()))
+
+
+def _lasting_refusal(model: PreTrainedModel, cache: "RaggedCache") -> str | None:
+    """Why no step of `cache` can be captured, in one sentence; None where nothing speaks against it."""
+    weights = next(model.parameters())
+    if not devices.can_capture(weights.device):
+        return f"the model is on {weights.device.type!r}, but CUDA graphs need a CUDA device."
+    if len({weight.device for weight in model.parameters()}) > 1:
+        return "the model is spread over several devices."
+    if cache.sliding_layers:
+        return "the model has sliding-window layers, which lie elsewhere after every token."
+    if cache.config.decode_eviction:
+        return "decode_eviction chooses among the entries while tokens are generated."
+    if not can_replay(weights.device, weights.dtype, cache.spec.head_dim):
+        return "attention over the entries runs without Triton here, and waits for the host."
+    return None

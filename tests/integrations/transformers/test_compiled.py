@@ -1,0 +1,51 @@
+"""LKV caches in compiled models: how many graphs there are, and that they give what the model gives without."""
+
+import pytest
+import torch
+
+from lkv.cache.ragged_cache import RaggedCache
+from tests.cache.helpers import ids
+from tests.conftest import tiny_llama
+
+
+class Graphs(list):
+    """A backend that keeps the graphs it was given and runs them as they are."""
+
+    def __call__(self, graph, inputs):
+        self.append(graph)
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def logits(model, owner, text, prompt, **options):
+    """Logits of each token after a compressed prompt of `prompt` tokens, read one by one."""
+    cache = RaggedCache(owner, method="knorm", retention=0.3, **options)
+    first = model(text[:, :prompt], past_key_values=cache).logits[:, -1:]
+    steps = [model(token, past_key_values=cache).logits for token in text[:, prompt:].split(1, 1)]
+    return torch.cat([first, *steps], 1)
+
+
+@pytest.mark.parametrize("layers", [2, pytest.param(32, marks=pytest.mark.slow)])
+def test_a_prompt_and_its_steps_are_two_graphs_whatever_the_layers(layers):
+    """And stay two while free slots are made; another cache adds none but that of a prompt of another length."""
+    model, text = tiny_llama(dtype=torch.float32, num_hidden_layers=layers), ids(1, 154)
+    graphs = Graphs()
+    compiled = torch.compile(model, backend=graphs)
+    torch.testing.assert_close(logits(compiled, model, text, 90), logits(model, model, text, 90))
+    assert len(graphs) == 2
+    logits(compiled, model, text[:, :80], 70)
+    assert len(graphs) == 3
+
+
+@pytest.mark.parametrize("options", [{"slack": 1}, {"bits": 4}], ids=["growing", "4 bits"])
+def test_compiled_steps_of_a_batch_equal_those_of_the_model(options):
+    model, text = tiny_llama(dtype=torch.float32), ids(2, 40)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(logits(compiled, model, text, 30, **options), logits(model, model, text, 30, **options))
