@@ -1,4 +1,4 @@
-"""The README's section of results and the pages results, more-results and claims, from the result files alone.
+"""The README's section of results and the pages results and claims, written from the result files alone.
 
 python -m benchmarks.readme [--check]
 """
@@ -12,16 +12,16 @@ from typing import Any
 from benchmarks.claims import claims_page
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
-from benchmarks.memory import COMPARED, best_precisions
+from benchmarks.memory import best_precisions
 from lkv.evaluation.report.names import FULL, method_label, part_label
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
 from lkv.training.fit import RECIPE
 
 ROOT = RESULTS.parents[1]
-README, RESULTS_PAGE, MORE = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "more-results.md"
+README, RESULTS_PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 CLAIMS_PAGE = ROOT / "docs" / "claims.md"
-TITLE = "## What it keeps of the model\n\n"
+TITLE = "## Results\n\n"
 COMPENSATED = "lkv+refit"
 LONGER = ("longer", "longest")  # results by length of fewer methods or tasks
 AT_4096: Mapping[str, Any] = {"method": "lkv", "tokens": 4096}
@@ -34,8 +34,9 @@ def main() -> None:
     text = README.read_text(encoding="utf-8")
     start = text.index(TITLE) + len(TITLE)
     end = text.index("\n## ", start)
-    pages = {README: text[:start] + readme_section() + "\n" + text[end:]}
-    pages |= {MORE: more_results_page(), RESULTS_PAGE: results_page(), CLAIMS_PAGE: claims_page()}
+    first, last = text.index("\n\n") + 2, text.index("\n\n![")
+    pages = {README: text[:first] + headline() + text[last:start] + readme_section() + "\n" + text[end:]}
+    pages |= {RESULTS_PAGE: results_page(), CLAIMS_PAGE: claims_page()}
     stale = [path for path, page in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != page]
     if "--check" in sys.argv and stale:
         names = ", ".join(path.name for path in stale)
@@ -146,39 +147,75 @@ def page(parts: Iterable[str]) -> str:
 # README
 
 
+def headline() -> str:
+    """One sentence with the figures at 5% of the bytes, at the greatest length."""
+    rows = best_precisions(read("memory", memory=0.05))
+    kl = {row["method"]: row["value"] for row in rows if row["tokens"] == max(each["tokens"] for each in rows)}
+    length = max(row["tokens"] for row in rows)
+    return (
+        "**LKV answers from 5% of the KV cache's bytes**: its KL divergence to the full cache is "
+        f"{kl['lkv']:.3f} nats a token, that of KVzip\n{kl['kvzip']:.3f} and that of SnapKV {kl['snapkv']:.3f} in the "
+        f"same bytes (SmolLM2-135M-Instruct, {tokens(length)})."
+    )
+
+
 def readme_section() -> str:
-    """Fidelity by memory, what the demo answered, and what it costs."""
-    lead = (
-        "All figures come from `benchmarks/results/`, whose files name command, machine and seed; intervals are 95%. "
-        "Texts by length, RULER, needles, LongBench and a second model: [results](docs/results.md). The policy was "
-        "trained on other texts of the same kinds; the baselines are untrained."
+    """One table of what each method keeps of the model, and what LKV costs."""
+    memory = read("memory", memory=0.05)
+    length = max(row["tokens"] for row in memory)
+    by_bytes = {row["method"]: row for row in best_precisions([row for row in memory if row["tokens"] == length])}
+    by_entries = {_COMPARED.get(row["method"], row["method"]): row for row in read("grid", task="all")}
+    ruler = {row["method"]: row for row in read("ruler", task=ABLE)}
+    lines = []
+    for method in (FULL, "lkv", "kvzip", "lkv-h+expected", "expected", "adakv-snapkv", "snapkv"):
+        whole = "0" if method == FULL else "not measured"
+        lines.append(
+            [
+                name_of(method),
+                interval(by_bytes[method]) if method in by_bytes else whole,
+                interval(by_entries[method]) if method in by_entries and method != FULL else whole,
+                score(ruler[method]) if method in ruler else "not measured",
+            ]
+        )
+    grid = read("grid", task="all", method=FULL)[0]
+    head = ["KL, 5% of the bytes", "KL, 15% of the entries", "RULER, 15% of the entries"]
+    notes = (
+        "SmolLM2-135M-Instruct, the question unknown at compression; 95% intervals. "
+        f"{KL} in nats a token: at equal bytes of a 16-bit cache, {tokens(length)}, each method in the precision that "
+        f"suits it best ({by_bytes['lkv']['contexts']} contexts, `memory.json`); at 15% of the entries in float32, "
+        f"1k to 2k tokens ({grid['contexts']} contexts, `grid.json`). RULER at 2,048 tokens: mean score where the full "
+        f"cache reaches 50 ({ruler[FULL]['n']} samples, `ruler.json`). LKV was trained on other texts of the same "
+        "kinds, invented facts among them; the baselines are untrained."
     )
-    return "\n\n".join([lead, *readme_memory(), *readme_demo(), *readme_costs()])
+    links = (
+        "All figures come from `benchmarks/results/`, whose files name command, machine and seed. "
+        "[Results](docs/results.md) has other lengths, needles, LongBench and a second model; [claims](docs/claims.md) "
+        "lists what held of the paper."
+    )
+    return "\n\n".join([table(head, lines), notes, _cost_sentence(), links])
 
 
-def readme_memory() -> list[str]:
-    """KL at equal bytes, each method in the precision that suits it best, and in 16 bits."""
-    rows = read("memory")
-    if not rows:
-        return []
-    lengths = sorted({row["tokens"] for row in rows})
-    best = best_precisions(rows)
-    cells = {}
-    for method in dict.fromkeys(["lkv", *(row["method"].split(" (")[0] for row in rows)]):
-        for label, own in ((method, best), (f"{method} (16 bits)", rows)):
-            for row in own:
-                if row["method"] == label and row["memory"] in COMPARED:
-                    cells[label, (row["tokens"], row["memory"])] = interval(row)
-    contexts = ", ".join(f"{n} at {tokens(t)}" for t, n in sorted({(r["tokens"], r["contexts"]) for r in rows}))
-    lead = (
-        f"**Fidelity by memory**: {KL} in nats a token at equal bytes of a 16-bit cache, each method in the precision "
-        f"that suits it best and with its entries in 16 bits. SmolLM2-135M-Instruct, the question unknown at "
-        f"compression; contexts: {contexts} (`python -m benchmarks.memory`)."
+_COMPARED = {
+    "lkv-h+lkv-t": "lkv", "uniform+snapkv": "snapkv", "uniform+expected": "expected", "ada+snapkv": "adakv-snapkv",
+}  # fmt: skip
+
+
+def _cost_sentence() -> str:
+    """Bytes and times of LKV at 4,096 tokens, by those of the full cache."""
+    (size,), (time,) = read("cache_bytes", **AT_4096), read("prefill", **AT_4096)
+    (token,), (half,) = (
+        read("decode", dtype=dtype, what="token", threads=1, **AT_4096) for dtype in ("float32", "bfloat16")
     )
-    columns = sorted({key for _, key in cells}, key=lambda key: (lengths.index(key[0]), -key[1]))
-    names = dict.fromkeys(method for method, _ in cells)
-    lines = ([memory_name(m), *(cells.get((m, column), "not measured") for column in columns)] for m in names)
-    return [lead, table((f"{tokens(t)}, {share:.0%}" for t, share in columns), lines)]
+    machines = [json.loads((RESULTS / f"{name}.json").read_text())["machine"] for name in ("prefill", "decode")]
+    return (
+        f"At 15% of the entries and 4,096 tokens LKV holds {size['value']:.3f} of the full cache's bytes. Prefill "
+        f"takes {interval(time, digits=2)} of the full cache's time ({machines[0]}), and decoding a token "
+        f"{interval(token, digits=2)} in float32 and {interval(half, digits=2)} in bfloat16 (one thread, "
+        f"{machines[1]})."
+    )
+
+
+# docs/results.md
 
 
 def memory_name(label: str) -> str:
@@ -187,54 +224,14 @@ def memory_name(label: str) -> str:
     return name_of(method) + (f", {precision[:-1]}" if precision else "")
 
 
-def readme_demo() -> list[str]:
-    """The answers of `make demo`, and the bytes behind them."""
-    rows = read("demo")
-    if not rows:
-        return []
-    sizes = {row["method"]: row["value"] for row in rows if row.get("name") == "cache"}
-    answers: dict[str, list[str]] = {}
-    for row in rows:
-        if "question" in row:
-            text = " ".join(row["answer"].split()).replace("|", "\\|")
-            answers.setdefault(row["method"], []).append(f"{text} ({'right' if row['correct'] else 'wrong'})")
-    questions = [row["question"] for row in rows if row["method"] == FULL and "question" in row]
-    labels = {FULL: "Full cache", "lkv": "**LKV**, `memory=0.1`", "snapkv": "SnapKV, as many bytes"}
-    lines = ([labels[m], f"{sizes[m] / 1e6:.1f} MB", *answers[m]] for m in answers)
-    length = next(row["tokens"] for row in rows if "tokens" in row)
-    lead = (
-        f"**The demo**: three notes hidden in a licence of {tokens(length)}, the model in float32, SnapKV with "
-        "its entries in that dtype (`make demo`)."
-    )
-    return [lead, table(["k and v", *questions], lines)]
-
-
-def readme_costs() -> list[str]:
-    """Bytes and times of LKV at 4,096 tokens, by those of the full cache."""
-    prefill, decode = "`python -m benchmarks.prefill`", "`python -m benchmarks.decode`"
-    (size,), (time,) = read("cache_bytes", **AT_4096), read("prefill", **AT_4096)
-    lines = [["bytes of k and v held, slack included", f"{size['value']:.3f}", prefill]]
-    lines += [["prefill with eviction", interval(time), prefill]]
-    for part, name in (("attention", "decoding, attention alone"), ("token", "decoding, a whole token")):
-        for row in read("decode", dtype="float32", what=part, threads=1, **AT_4096):
-            lines.append([f"{name}, 1 thread", interval(row), decode])
-    for row in read("decode", dtype="float32", what="token", threads=1, tokens=4096, method="lkv, tiers"):
-        lines.append([f"the same over {row['memory']:.0%} of a 16-bit cache's bytes, in tiers", interval(row), decode])
-    lead = "**Memory and speed** of R = 0.15 in the model's dtype, on a CPU at 4,096 tokens, by the full cache's."
-    return [lead, table(["of the full cache's", "command"], lines)]
-
-
-# docs/results.md
-
-
 def results_page() -> str:
     """The shipped policies by length, by needles, and in serving."""
     lead = (
         "SmolLM2-135M-Instruct with the shipped policy, the question unknown at compression; intervals are 95%. Each "
         "figure comes from a file under `benchmarks/results/`, which names its command, machine and seed. "
         "LKV's training data held invented facts hidden in text, not unlike needles, and 137 of its 22,869 items "
-        "overlap with evaluated texts (`overlap.json`); the baselines are untrained. [More results](more-results.md) "
-        "has all of RULER's tasks with more methods, RULER over R, and LongBench."
+        "overlap with evaluated texts (`overlap.json`); the baselines are untrained. More methods and "
+        "retentions on fewer samples are [below](#more-methods-and-retentions)."
     )
     refit = (
         "`METHOD+refit` adjusts the kept keys and values by least squares, in the same bytes, so that they answer as "
@@ -255,7 +252,7 @@ def results_page() -> str:
     ]
     parts += ["## Compensation", refit, *lengths("refit"), *needles("refit_needles")]
     parts += [part for name in other_models() for part in other_model(name)]
-    return page([*parts, *serving(), "## Memory and speed", costs()])
+    return page([*parts, *more_methods(), *serving(), "## Memory and speed", costs()])
 
 
 def memory() -> list[str]:
@@ -479,18 +476,11 @@ def costs() -> str:
     return " ".join(parts)
 
 
-# docs/more-results.md
-
-
-def more_results_page() -> str:
+def more_methods() -> list[str]:
     """RULER with every kind of method and over R, LongBench."""
-    lead = (
-        "SmolLM2-135M-Instruct with the shipped policy, the question unknown at compression; intervals are 95%. Many "
-        "methods and\nretentions on few samples; [Results](results.md) has more samples of fewer."
-    )
     budgets = "What each method leaves to the 90 heads of the model at the same R:"
-    parts = ["# More results", lead, *ruler_tasks(), *ruler_sweep(), *longbench()]
-    return page([*parts, budgets, picture("budget_policies")])
+    parts = ["## More methods and retentions", *ruler_tasks(), *ruler_sweep(), *longbench()]
+    return [*parts, budgets, picture("budget_policies")]
 
 
 def ruler_tasks() -> list[str]:

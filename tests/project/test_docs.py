@@ -59,7 +59,8 @@ def reader(tmp_path_factory):
     torch.manual_seed(1)
     policy = Policy(patch_attention(model).spec, {"trained_tokens": 4096}, ScorerInputs(key="unrotated"))
     policy.save_pretrained(path / "policies" / lkv.models.loading.DEFAULT)
-    for name in ("book.txt", "README.md"):
+    (path / "examples").mkdir()
+    for name in ("book.txt", "README.md", "examples/lighthouse.txt"):
         (path / name).write_text("The harbour of Old Quay was built by Ada Brooks in the year of the great storm. " * 8)
     return path
 

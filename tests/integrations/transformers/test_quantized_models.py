@@ -1,4 +1,4 @@
-"""Models whose weights are quantised: what docs/quantised-models.md says of each kind, on models that are tiny."""
+"""Models whose weights are quantised: what docs/models.md says of each kind, on models that are tiny."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.context.test_compression import TEXT, Words
 from tests.integrations.transformers.test_fingerprint import Params4bit
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "dtype": torch.float32}
-PAGE = Path(__file__).parents[3] / "docs" / "quantised-models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
 
 class Packed(nn.Module):
