@@ -160,7 +160,7 @@ def rotation(width: int) -> Tensor:
 
 
 def in_bits(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Rotated `values` [n, d] rounded to the nearest levels times one norm an entry, the best one for these levels.
+    """Rotated `values` [n, d] at the nearest levels times one norm an entry, whose error is orthogonal to the entry.
 
     Returns them in float64, the codes, the norms, and how near any value came to the middle between two levels, in
     root mean squares of its entry.
@@ -172,7 +172,7 @@ def in_bits(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, float]:
     distances = (scaled[..., None] - levels).abs()
     codes = distances.argmin(-1)
     near = levels[codes]
-    norms = ((values * near).sum(-1) / near.square().sum(-1)).bfloat16()
+    norms = (values.square().sum(-1) / (values * near).sum(-1).clamp(min=1e-300)).bfloat16()
     closest = distances.topk(2, largest=False).values
     gap = float((closest[..., 1] - closest[..., 0]).amin()) / 2 if values.numel() else math.inf
     return near * norms.double()[:, None], codes, norms, gap
