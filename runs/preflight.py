@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=Path, help="as the variable of this name in runs/common.sh")
     parser.add_argument("--launch", nargs="*", default=[], help="programs that start training and measurements")
     parser.add_argument("--tokens", type=int, default=32768, help="of the longest prompt")
+    parser.add_argument("--processes", type=int, default=1, help="that load the model at once")
     options = parser.parse_args(arguments)
     missing = list(problems(options))
     for problem in missing:
@@ -157,8 +158,11 @@ def _model(options: argparse.Namespace, api: Any) -> Iterator[str]:
     elif os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1"):
         yield "no GPU is seen (`lkv doctor` says why); set ACCELERATE_USE_CPU=true to go on without one."
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    if memory < weights:
-        yield f"the machine has {memory:.0f} GiB of memory, less than the {weights:.0f} of the weights."
+    if memory < weights * options.processes:
+        yield (
+            f"the machine has {memory:.0f} GiB of memory, but {options.processes} processes load {weights:.0f} GiB of "
+            "weights through it, each its own; use fewer processes."
+        )
     space = _SCRATCH_GIB + _DATA_GIB + (0.0 if is_local else weights)
     existing = next(path for path in (options.out.absolute(), *options.out.absolute().parents) if path.exists())
     if not os.access(existing, os.W_OK):

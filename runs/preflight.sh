@@ -7,9 +7,11 @@ given=()
 for name in TEXT PATTERN RULER LONGBENCH DATA; do
     if [[ -n ${!name:-} ]]; then given+=("--$(tr A-Z a-z <<<"$name")" "${!name}"); fi
 done
+processes=$(sed -n 's/.*--num_processes[ =]*\([0-9]*\).*/\1/p' <<<"${LAUNCH:-}")
 read -r -a lengths <<<"${LENGTHS:-32768}"
 "$python" -m runs.preflight --model "$model" --out "$out" ${given[@]+"${given[@]}"} \
-    --launch "$python" "${launch[0]}" "${train[0]}" --tokens "${lengths[-1]}"
+    --launch "$python" "${launch[0]}" "${train[0]}" --tokens "${lengths[-1]}" \
+    --processes "${processes:-1}"
 if [[ -f $out/preflight/passed ]]; then exit 0; fi
 mkdir -p "$out/preflight/texts"
 cp "$TEXT" "$out/preflight/texts/text.txt"

@@ -39,7 +39,7 @@ def given(folder, tmp_path, monkeypatch):
     paths = {name: folder / name for name in ("ruler", "longbench", "data")}
     return argparse.Namespace(
         model=str(folder / "llama"), out=tmp_path / "out", text=book, pattern=book, launch=["python"], tokens=4096,
-        **paths,
+        processes=1, **paths,
     )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_all_that_is_missing_is_named_at_once(given, monkeypatch, capsys):
     ):  # fmt: skip
         assert sum(part in problem for problem in found) == 1, (part, found)
     monkeypatch.setattr(preflight, "HfApi", lambda: Hub(is_down=True))
-    words = ["--model", given.model, "--out", str(given.out), "--text", str(given.text)]
+    words = ["--model", given.model, "--out", str(given.out), "--longbench", str(given.longbench)]
     assert preflight.main(words) == 1
     said = capsys.readouterr().err
     assert "HotpotQA train is not in the folder" in said and said.endswith("put right first; nothing was started.\n")
@@ -80,6 +80,8 @@ def test_a_model_that_may_not_be_read_and_a_machine_that_is_too_small_are_named(
     small, disk, pattern = sorted(preflight.problems(given, Hub()))
     assert "GPU 0 has 0 GiB, but about 0 are needed" in small and "1 GiB free, but about 7 are needed" in disk
     assert "heads.tsv" in pattern and "layers" in pattern
+    given.processes, given.pattern = 10**9, given.text
+    assert any("1000000000 processes load 0 GiB" in problem for problem in preflight.problems(given, Hub()))
     given.model = "meta-llama/some"
     (refused,) = preflight.problems(given, Hub(["meta-llama/some"]))
     assert refused.startswith("MODEL: meta-llama/some cannot be read (its terms must be accepted")
