@@ -170,6 +170,12 @@ class RaggedStore:
         new.copy_from(self, slot_indices(self.starts[rows], new.counts, self.k.device))
         return new
 
+    def select_heads(self, heads: slice) -> "RaggedStore":
+        """A new store of the entries of some heads, without free slots."""
+        new = self._resized(self.lens[:, heads], 0, self._padding)
+        new.copy_from(self, slot_indices(self.starts[:, heads], new.counts, self.k.device))
+        return new
+
     def _resized(self, lens: Tensor, free_slots: int, padding: Tensor | None) -> "RaggedStore":
         return RaggedStore(lens, free_slots, self.k, self.v, self.scores is not None, self.appended_tokens, padding)
 

@@ -1,6 +1,7 @@
 """What a tier of precision is, which entries belong to it, and the coordinates in which its k is quantised."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,10 +40,10 @@ class Tier:
         """The first entry of each row and head, [B, H]."""
         return packed_starts(self.lens)
 
-    def select(self, rows: Tensor) -> "Tier":
-        """The entries of the batch rows `rows` [n]."""
-        lens = self.lens[rows]
-        entries = slot_indices(self.starts[rows], lens, self.tensors[0].device)
+    def select(self, part: Any) -> "Tier":
+        """The entries of those rows and heads that `part` indexes in `lens`."""
+        lens = self.lens[part]
+        entries = slot_indices(self.starts[part], lens, self.tensors[0].device)
         return self._take(entries, lens)
 
     def _take(self, entries: Tensor, lens: Tensor) -> "Tier":
@@ -86,6 +87,10 @@ class KeyBasis:
     def select(self, rows: Tensor) -> "KeyBasis":
         """That of the batch rows `rows` [n]."""
         return KeyBasis(self.tensor[:, rows.to(self.tensor.device)])
+
+    def select_heads(self, heads: slice) -> "KeyBasis":
+        """That of some heads."""
+        return KeyBasis(self.tensor[:, :, heads].contiguous())
 
     def enter(self, key: Tensor, heads: Tensor) -> Tensor:
         """k' of entries [N, d] of the rows and heads `heads` [N]."""

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -30,6 +29,7 @@ from lkv.errors import (
 )
 from lkv.serving.answers import Answer
 from lkv.serving.middleware import RequestGuard
+from lkv.serving.page import page_response
 from lkv.serving.schemas import ChatRequest, error_object, parse_chat, parse_context
 from lkv.serving.service import Job, Service
 from lkv.serving.store import StoredContext, unknown_context
@@ -287,11 +287,6 @@ def _event(content: dict[str, Any]) -> str:
 def _add_others(app: FastAPI, service: Service) -> None:
     registry = CollectorRegistry()  # of this service alone: several may run in one process
     registry.register(service)
-    page = (files("lkv.serving") / "page.html").read_text(encoding="utf-8")
-    policy = (
-        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
-        "img-src data:; frame-ancestors 'none'"
-    )
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -312,4 +307,4 @@ def _add_others(app: FastAPI, service: Service) -> None:
 
     @app.get("/")
     async def root() -> HTMLResponse:
-        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+        return page_response()

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
@@ -12,6 +13,7 @@ import openai
 import psutil
 import pytest
 
+from lkv.context.context import compress
 from lkv.utils.prompts import encode, render_messages
 
 KEY = "sesame"
@@ -118,6 +120,32 @@ def test_a_stock_client_asks_a_context_in_three_ways(server, lab):
     assert squash(completion.choices[0].text) == squash(lab.tokenizer.decode(lab.answer(context, ids, 8)))
 
 
+def test_a_context_within_a_memory(server, lab):
+    text, question = lab.text(37, 300), "how much is it?"
+    context = compress(lab.model, lab.tokenizer, text, memory=0.25, policy=lab.policy)
+    name = server.create(text, memory="25%")
+    about = server.http.get(f"/v1/contexts/{name}").json()
+    assert (about["memory"], about["retention"], about["bytes"]) == ("0.25", None, context.nbytes())
+    assert server.ask(question, f"tiny:{name}") == expected(lab, context, question)
+
+
+def test_other_pages_and_hosts_get_no_context(server, lab):
+    """vLLM itself answers under every host name, by which any page in a browser could ask it."""
+    name = server.create(lab.text(30))
+    chat = {"model": f"tiny:{name}", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    for headers, status in (({"Origin": "http://evil.example"}, 403), ({"Host": "evil.example"}, 421)):
+        for path in ("/v1/contexts", f"/v1/contexts/{name}"):
+            assert server.http.get(path, headers=headers).status_code == status
+            assert server.http.delete(path, headers=headers).status_code == status
+        assert server.http.post("/v1/contexts", json={"text": "a b c"}, headers=headers).status_code == status
+        assert server.http.post("/v1/chat/completions", json=chat, headers=headers).status_code == status
+        plain = {"model": "tiny", "prompt": "abc", "max_tokens": 2}
+        assert server.http.post("/v1/completions", json=plain, headers=headers).status_code == 200
+    own = {"Origin": str(server.http.base_url).rstrip("/")}
+    assert server.http.post("/v1/chat/completions", json=chat, headers=own).status_code == 200
+    assert "frame-ancestors 'none'" in server.http.get("/").headers["content-security-policy"]
+
+
 def test_contexts_are_listed_described_and_deleted(server, lab):
     text = lab.text(31)
     name = server.create(text, name="second")
@@ -158,9 +186,15 @@ def test_a_context_deleted_during_an_answer_goes_afterwards(server, lab):
 
 
 def test_texts_created_at_once_are_compressed_once(server, lab):
-    made = [server.http.post("/v1/contexts", json={"text": lab.text(34)}) for _ in range(4)]
-    assert len({answer.json()["id"] for answer in made}) == 1
-    server.create(lab.text(34))
+    def create(number):
+        body = {"text": lab.text(34), "name": f"of client {number}"}
+        return httpx.post(server.http.base_url.join("/v1/contexts"), json=body, headers=server.http.headers)
+
+    with ThreadPoolExecutor(6) as pool:
+        made = list(pool.map(create, range(6)))
+    assert {answer.status_code for answer in made} <= {200, 202} and len({x.json()["id"] for x in made}) == 1
+    name = server.create(lab.text(34))
+    assert server.ask("what?", f"tiny:{name}") == expected(lab, lab.context(lab.text(34)), "what?")
 
 
 @pytest.mark.parametrize(
@@ -170,6 +204,8 @@ def test_texts_created_at_once_are_compressed_once(server, lab):
         ({"model": "other:none"}, 404, "does not exist"),
         ({"model": "tiny:a", "context": "b"}, 400, "two contexts"),
         ({"context": 3}, 400, "give its id"),
+        ({"context": ["a"]}, 400, "give its id"),
+        ({"vllm_xargs": {"lkv_context": {}}}, 400, "give its id"),
     ],
 )
 def test_errors_have_the_form_of_openai(server, body, status, match):

@@ -20,7 +20,7 @@ def case():
     key[11], value[11] = torch.nan, torch.nan  # a page that nobody may look at
     tables = torch.tensor([[3, 5, 11], [11, 11, 11], [0, 11, 11], [7, 2, 9]], dtype=torch.int32)
     # (place, first and last new token of the pass, tokens in pages); the request in place 1 has no context.
-    batch = Batch(slice(0, HEADS), HEADS)
+    batch = Batch(HEADS)
     followers = {1: (None, [Row(3, 15, 35, 90), Row(0, 0, 1, 40)]), 2: (None, [Row(2, 14, 15, 7)])}
     batch._add(followers, torch.device("cpu"))
     query = torch.randn(35, HEADS * GROUP, DIM)

@@ -5,6 +5,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from lkv.context.context import compress
+
 _SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -14,10 +18,11 @@ def main():
     job = json.loads(sys.argv[1])
     llm = LLM(job["model"], dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8,
               tensor_parallel_size=2, additional_config={"lkv": job["settings"]})
-    names = [compress(llm, text) for text in job["texts"]]
+    names = [compress(llm, text) for text in job["texts"]] + [compress(llm, job["texts"][0], memory="20%")]
     params = [SamplingParams(temperature=0, max_tokens=12, extra_args={"lkv_context": name}) for name in names]
     outputs = llm.generate([{"prompt_token_ids": job["ids"]}] * len(names), params, use_tqdm=False)
-    print("RESULT", json.dumps([names, [list(output.outputs[0].token_ids) for output in outputs]]))
+    residents = llm.collective_rpc("lkv_resident")
+    print("RESULT", json.dumps([names, [list(output.outputs[0].token_ids) for output in outputs], residents]))
 
 if __name__ == "__main__":
     main()
@@ -36,9 +41,13 @@ def test_two_ranks_answer_as_one(lab, tmp_path):
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, done.stderr[-3000:]
-    names, answers = json.loads(lines[0].removeprefix("RESULT"))
+    names, answers, residents = json.loads(lines[0].removeprefix("RESULT"))
     contexts = [lab.context(text) for text in texts]
+    contexts.append(compress(lab.model, lab.tokenizer, texts[0], memory=0.2, policy=lab.policy))
     assert answers == [lab.answer(context, ids, 12) for context in contexts]
     for name, context in zip(names, contexts, strict=True):
         about = json.loads((lab.store / f"{name}.json").read_text())
         assert about["realised_retention"] == round(context.realised_retention(), 6)
+        # Each rank holds the entries of its own heads.
+        shares = [resident[name] / about["nbytes"] for resident in residents]
+        assert all(0 < share < 1 for share in shares) and sum(shares) == pytest.approx(1, abs=1e-3), shares

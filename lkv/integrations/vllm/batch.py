@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lkv.context.context import Context
-from lkv.errors import LkvError
+from lkv.errors import ContextFileError, LkvError
 from lkv.integrations.vllm.contexts import Compression, NewContext, VllmContexts, open_contexts
-from lkv.kernels.ragged_attention import merge_attention, ragged_attention
+from lkv.kernels.ragged_attention import merge_attention
 
 CONTEXT, COMPRESS = "lkv_context", "lkv_compress"  # keys of SamplingParams.extra_args
 _WORK = "_lkv_work"
@@ -56,10 +56,9 @@ class Batch:
         groups: For each context its tokens, and which of `tokens` they are: all queries of a context attend at once.
         compressions: Texts whose last token is read in this pass.
         lost: New tokens of requests whose context cannot be loaded any more.
-        heads: The KV heads that this rank computes, of `total_heads`.
+        total_heads: KV heads of all ranks of tensor parallelism.
     """
 
-    heads: slice
     total_heads: int
     rows: list[Row] = field(default_factory=list)
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
@@ -90,7 +89,7 @@ class Batch:
         if not followers and not compressions and not lost:
             return None
         total_heads = runner.model_config.get_total_num_kv_heads()
-        planned = cls(local_heads(runner), total_heads, compressions=compressions, lost=lost)
+        planned = cls(total_heads, compressions=compressions, lost=lost)
         for _, work, _ in compressions:
             work.compression = _begin(runner, work.wanted)
         planned._add(followers, runner.device)
@@ -123,15 +122,9 @@ class Batch:
         rows, parts = query[self.tokens].transpose(0, 1)[None], []
         for context, _, columns in self.groups:
             cache: Any = context.cache
-            store = cache.ragged_layers[layer].store
             # One call for all requests that ask a context: its entries are read once.
             part = rows[:, :, columns].contiguous()
-            if self.heads.stop - self.heads.start == self.total_heads:
-                parts.append(store.attend_compressed(part, scale))
-                continue
-            k, v, starts, lens = store.compressed_view()
-            starts, lens = (x[:, self.heads].contiguous() for x in (starts, lens))
-            parts.append(ragged_attention(part, k, v, starts, lens, scale, causal=False, lse=True))
+            parts.append(cache.ragged_layers[layer].store.attend_compressed(part, scale))
         over_contexts, context_lse = (torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
         over_pages = output[self.tokens].transpose(0, 1)[None]
         merged, _ = merge_attention(over_pages, lse[None], over_contexts, context_lse)
@@ -195,13 +188,24 @@ def _request_work(runner: Any, state: Any) -> RequestWork | None:
         work = RequestWork()
         try:
             if CONTEXT in args:
-                work.context = worker_contexts(runner).store.get(args[CONTEXT])
+                work.context = _context(runner, state, args[CONTEXT])
             else:
                 work.wanted = NewContext.parse(args[COMPRESS])
         except LkvError as error:  # checked by the front end; since then its file was damaged or deleted
             _LOG.error("request %s gets no answer: %s", state.req_id, error)
         setattr(state, _WORK, work)
     return work
+
+
+def _context(runner: Any, state: Any, name: str) -> Context:
+    """The context of a request. Raises LkvError for one that is lost, or not the one that was checked."""
+    contexts = worker_contexts(runner)
+    context = contexts.store.get(name)
+    # Rotary embeddings are looked up without a check.
+    if context.tokens + state.num_prompt_tokens + state.sampling_params.max_tokens > contexts.max_positions + 1:
+        raise ContextFileError(f"the context {name!r} has become longer; ask it again.")
+    keep_heads(context, local_heads(runner))
+    return context
 
 
 def _begin(runner: Any, wanted: NewContext | None) -> Compression | None:
@@ -222,6 +226,14 @@ def local_heads(runner: Any) -> slice:
     config = runner.model_config
     first = get_tensor_model_parallel_rank() * config.get_total_num_kv_heads() // get_tensor_model_parallel_world_size()
     return slice(first, first + config.get_num_kv_heads(runner.parallel_config))
+
+
+def keep_heads(context: Context, heads: slice) -> None:
+    """Drop the entries of all other KV heads, which other ranks have, unless they were dropped before."""
+    cache: Any = context.cache
+    for layer in cache.ragged_layers:
+        if layer.store.lens.shape[1] > heads.stop - heads.start:
+            layer.store = layer.store.select_heads(heads)
 
 
 def is_first_rank() -> bool:

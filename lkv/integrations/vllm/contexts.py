@@ -17,10 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context, check_text
-from lkv.errors import IntegrationError, PromptError, StoreError, check_retention
+from lkv.errors import ContextFileError, IntegrationError, PromptError, StoreError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.integrations.transformers.spec import inspect_model
+from lkv.methods.memory import TierTarget
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import FULL, parse_method
 from lkv.models.loading import cache_folder
@@ -96,7 +97,7 @@ class VllmContexts:
         self.compression = CompressionSettings(
             settings.method, settings.retention, digest, patched.spec.digest(), tokenizer_digest(self.tokenizer)
         )
-        self.method(settings.retention)  # refuses methods that do not fit, before any text is read
+        self.method(self.compression)  # refuses methods that do not fit, before any text is read
         memory = int(settings.memory * 2**20) if memory_bytes is None else memory_bytes
         store = settings.store or str(cache_folder() / "contexts")
         self._open_store = partial(ContextStore, store, self.model, self.tokenizer, digest)
@@ -105,11 +106,12 @@ class VllmContexts:
         self._announced: dict[str, NewContext] = {}
         self._checked: dict[str, tuple[float, ...]] = {}
 
-    def method(self, retention: float) -> Method:
-        """The method that compresses at this retention. Raises LkvError for one that cannot work inside vLLM."""
+    def method(self, settings: "CompressionSettings | NewContext") -> Method:
+        """The method that keeps as much as `settings` say. Raises LkvError for one that cannot work inside vLLM."""
         method = resolve_method(
-            self.settings.method, self.model, retention=retention, policy=self.policy, tokenizer=self.tokenizer
-        )
+            self.settings.method, self.model, retention=None if settings.memory else settings.retention,
+            memory=settings.memory, policy=self.policy, tokenizer=self.tokenizer,
+        )  # fmt: skip
         if method.reads_queries or method.needs_whole_prompt:
             raise IntegrationError(
                 f"lkv.method is {method.name!r}, which reads queries or the whole text, but vLLM's pages hold keys and "
@@ -117,16 +119,19 @@ class VllmContexts:
             )
         return method
 
-    def encode(self, text: str, retention: float | None = None, system: str | None = None) -> "NewContext":
+    def encode(
+        self, text: str, retention: float | None = None, system: str | None = None, memory: str | None = None
+    ) -> "NewContext":  # fmt: skip
         """What the engine needs to compress `text`. Raises LkvError for a text that cannot be."""
         check_text(text, "the text", "give some text to compress")
         if system is not None:
             check_text(system, "the system prompt", "give some text, or leave it out")
-        share = check_retention(self.settings.retention if retention is None else retention)
+        settings = self.compression.for_text(retention, memory, system)
         ids = encode_context(self.tokenizer, text, system)
-        settings = self.compression._replace(retention=share, system=system)
-        sha256 = hashlib.sha256(text.encode()).hexdigest()
-        wanted = NewContext(id=context_id(text, settings), retention=share, sha256=sha256, ids=ids)
+        wanted = NewContext(
+            id=context_id(text, settings), retention=settings.retention, memory=settings.memory,
+            sha256=hashlib.sha256(text.encode()).hexdigest(), ids=ids,
+        )  # fmt: skip
         self._check_text(wanted, len(ids))
         while len(self._announced) >= _MAX_ANNOUNCED:
             self._announced.pop(next(iter(self._announced)), None)
@@ -139,7 +144,9 @@ class VllmContexts:
         Raises PromptError otherwise, and as `encode` does.
         """
         announced = self._announced.get(wanted.id)
-        if announced is None or announced.ids != ids or announced.model_dump() != wanted.model_dump():
+        # Another client may have announced the same text under another name.
+        same = announced is not None and announced.model_copy(update={"name": wanted.name}).model_dump()
+        if announced is None or announced.ids != ids or same != wanted.model_dump():
             raise PromptError("lkv_compress is set by POST /v1/contexts alone; create the context there.")
         del self._announced[wanted.id]
         self._check_text(wanted, len(ids))
@@ -151,8 +158,7 @@ class VllmContexts:
                 f"the text has {tokens} tokens, but the model reads at most {self.max_positions}, question and answer "
                 "included; shorten it."
             )
-        method = self.method(check_retention(wanted.retention))
-        RaggedCache(self.model, method=method).config.method.check_length(tokens)
+        RaggedCache(self.model, method=self.method(wanted)).config.method.check_length(tokens)
         if self.store.nbytes() >= self.settings.max_store * 2**20:
             raise StoreError(f"the store is full ({self.settings.max_store:g} MiB); delete contexts first.")
 
@@ -164,9 +170,11 @@ class VllmContexts:
         stored = self.store.describe(name)
         if stored is None:
             raise unknown_context(name)
-        state = (stored.created, *self._file_state(name))
+        state = (stored.created, stored.tokens, *self._file_state(name))
         if self._checked.get(name) != state:
-            self._open_store(0).get(name)  # read whole, and kept in the memory of workers alone
+            # Read whole, and kept in the memory of workers alone.
+            if self._open_store(0).get(name).tokens != stored.tokens:
+                raise ContextFileError(f"the context {name!r} is not the one described; compress its text again.")
             self._checked[name] = state
         return stored.tokens
 
@@ -188,6 +196,7 @@ class NewContext(BaseModel):
 
     id: str
     retention: float
+    memory: str | None = None  # instead of the retention
     sha256: str
     name: str = Field(default="", max_length=200)
     ids: list[int] = Field(default_factory=list, exclude=True)
@@ -210,7 +219,7 @@ class Compression:
 
     def __init__(self, contexts: VllmContexts, wanted: NewContext):
         self._contexts, self._wanted = contexts, wanted
-        self._cache = RaggedCache(contexts.model, method=contexts.method(wanted.retention), slack=0)
+        self._cache = RaggedCache(contexts.model, method=contexts.method(wanted), slack=0)
 
     def add_layer(self, layer: int, key: torch.Tensor, value: torch.Tensor, scale: float) -> None:
         """Evict from the whole k and v [1, H, T, d] of one layer."""
@@ -221,12 +230,15 @@ class Compression:
         """Write the context of the text `ids`. Raises StoreError if that fails, LkvError if layers are missing."""
         contexts, wanted, cache = self._contexts, self._wanted, self._cache
         cache.ids = torch.tensor([ids], device=contexts.model.device)
+        target = cache.target
         metadata = {
-            "method": cache.config.method.name, "retention": wanted.retention, "budget_tokens": None, "bits": None,
+            "method": cache.config.method.name,
+            "memory": str(target.memory) if isinstance(target, TierTarget) else None,
+            "retention": None if wanted.memory else wanted.retention, "budget_tokens": None, "bits": None,
             "policy": None if contexts.policy is None else contexts.policy.digest(), "text_sha256": wanted.sha256,
         }  # fmt: skip
         context = Context(contexts.model, contexts.tokenizer, ids, cache, metadata)
-        settings = contexts.compression._replace(retention=wanted.retention)
+        settings = contexts.compression._replace(retention=wanted.retention, memory=wanted.memory)
         contexts.store.put(StoredContext.describe(wanted.id, wanted.name, context, settings), context)
 
 

@@ -8,15 +8,18 @@ it: a chat's messages become the tokens that follow the context.
 import asyncio
 import json
 import logging
+import sys
 import time
 import uuid
 from collections import Counter
-from importlib.resources import files
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import Gauge
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lkv.errors import (
@@ -32,6 +35,8 @@ from lkv.errors import (
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.contexts import PluginSettings, VllmContexts
 from lkv.integrations.vllm.requests import front_contexts
+from lkv.serving.middleware import LOOPBACK, refuse
+from lkv.serving.page import page_response
 from lkv.serving.schemas import Message as ChatMessage
 from lkv.serving.schemas import error_object, parse_context
 from lkv.serving.service import Job
@@ -72,8 +77,10 @@ class ContextRoutes:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and the middleware that rewrites requests about contexts."""
-        app.add_middleware(ContextMiddleware, routes=self)
-        page = (files("lkv.serving") / "page.html").read_text(encoding="utf-8")
+        arguments: Any = getattr(app.state, "args", None)
+        # Else pages in a browser on this machine could reach contexts, by a name of their own for its address.
+        local = getattr(arguments, "host", None) in LOOPBACK and arguments.allowed_origins in ([], ["*"])
+        app.add_middleware(ContextMiddleware, routes=self, local=local)
 
         @app.exception_handler(LkvError)
         async def lkv_error(_: Request, error: Exception) -> JSONResponse:
@@ -113,7 +120,7 @@ class ContextRoutes:
 
         @app.get("/")
         async def root() -> HTMLResponse:
-            return HTMLResponse(page)
+            return page_response()
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Take the engine, and the settings."""
@@ -144,33 +151,32 @@ class ContextRoutes:
     async def _create(self, body: Any) -> StoredContext | Job:
         """The stored context of a text, or the job that makes it."""
         contexts = await self.contexts()
-        if body.memory is not None:
-            raise PromptError("memory is not offered inside vLLM yet; give a retention instead.")
         if body.protect:
             raise PromptError("protect is not offered inside vLLM yet; leave it out.")
         if len(body.text) > 32 * contexts.max_positions:
             raise PromptError(f"the text is too long for a model that reads {contexts.max_positions} tokens.")
-        wanted = await asyncio.to_thread(contexts.encode, body.text, body.retention, body.system)
+        wanted = await asyncio.to_thread(contexts.encode, body.text, body.retention, body.system, body.memory)
         if len(wanted.ids) >= self._length:
             raise PromptError(
                 f"the text has {len(wanted.ids)} tokens, but vLLM was started with --max-model-len {self._length}."
             )
         wanted.name = body.name
-        job = self._jobs.get(wanted.id)
-        if job is not None and job.error is None:
-            return job
         try:
             await asyncio.to_thread(contexts.tokens, wanted.id)
             if wanted.id not in self._deleted:
                 return await self._stored(wanted.id)
         except LkvError:  # none yet, or a damaged one, which is made anew
             pass
+        # Nothing is waited for from here on: two requests for one text make one job.
+        job = self._jobs.get(wanted.id)
+        if job is not None and job.error is None:
+            return job
         while len(self._jobs) >= _MAX_JOBS:
             failed = next((name for name, other in self._jobs.items() if other.error is not None), None)
             if failed is None:
                 raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
             del self._jobs[failed]
-        settings = contexts.compression._replace(retention=wanted.retention, system=body.system)
+        settings = contexts.compression.for_text(body.retention, body.memory, body.system)
         job = self._jobs[wanted.id] = Job(wanted.id, body.name, "", settings, time.time())
         task = asyncio.create_task(self._compress(contexts, wanted, job))
         self._tasks.add(task)
@@ -206,16 +212,17 @@ class ContextRoutes:
             await asyncio.to_thread(contexts.store.delete, name)
             self._deleted.discard(name)
 
-    async def use(self, name: str) -> None:
-        """Count a request about a context, until `release`."""
+    @asynccontextmanager
+    async def using(self, name: str) -> AsyncIterator[None]:
+        """Count a request about a context, which is not deleted in the block."""
         self._users[name] += 1
-
-    async def release(self, name: str) -> None:
-        """End a request about a context."""
-        self._users[name] -= 1
-        if not self._users[name]:
-            del self._users[name]
-            await self._delete_unused(name)
+        try:
+            yield
+        finally:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name]
+                await self._delete_unused(name)
 
     async def refresh_metrics(self) -> None:
         """Ask the workers what they have in memory."""
@@ -230,18 +237,18 @@ class ContextRoutes:
     def split_name(self, body: dict[str, Any]) -> str | None:
         """The context that a request names, and its model's own name put into `body`; None for no context."""
         extra = body.get("vllm_xargs")
-        names = {body.pop("context", None), extra.get(CONTEXT) if isinstance(extra, dict) else None}
+        names = [body.pop("context", None), extra.get(CONTEXT) if isinstance(extra, dict) else None]
         model = body.get("model")
         if isinstance(model, str) and model not in self._models and model.rpartition(":")[0] in self._models:
             body["model"], _, suffix = model.rpartition(":")
-            names.add(suffix)
-        names -= {None, ""}
-        if len(names) > 1:
+            names.append(suffix)
+        for name in names:
+            if not isinstance(name, str | None):
+                raise PromptError(f"the context is {str(name)[:80]!r}; give its id.")
+        given = {name for name in names if name}
+        if len(given) > 1:
             raise PromptError("the request names two contexts; give one.")
-        name = next(iter(names), None)
-        if name is not None and not isinstance(name, str):
-            raise PromptError(f"the context is {name!r}; give its id.")
-        return name
+        return next(iter(given), None)
 
     async def rewrite(self, path: str, body: dict[str, Any], name: str) -> None:
         """Turn a request about a context into one that vLLM answers with the plugin. Raises LkvError for bad ones."""
@@ -270,33 +277,46 @@ class ContextRoutes:
 class ContextMiddleware:
     """Rewrites requests about contexts before vLLM parses them."""
 
-    def __init__(self, app: ASGIApp, routes: ContextRoutes):
-        self._app, self._routes = app, routes
+    def __init__(self, app: ASGIApp, routes: ContextRoutes, local: bool):
+        """`local`: contexts are for clients and pages of this machine alone."""
+        self._app, self._routes, self._local = app, routes, local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        is_question = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in (_CHAT, _COMPLETIONS)
-        if scope["type"] == "http" and scope["path"] == "/metrics":
-            await self._routes.refresh_metrics()
-        if not is_question:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        data, name = await _read_body(receive, None), None
+        path, refusal = scope["path"], self._refusal(scope)
+        if path == "/metrics":
+            await self._routes.refresh_metrics()
+        if refusal is not None and path.startswith("/v1/contexts"):
+            await refusal(scope, receive, send)
+        elif scope["method"] == "POST" and path in (_CHAT, _COMPLETIONS):
+            await self._ask(scope, receive, send, refusal)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _ask(self, scope: Scope, receive: Receive, send: Send, refusal: JSONResponse | None) -> None:
+        """Pass a question on, rewritten where it names a context; `refusal` is the answer to such ones."""
         try:
-            body = json.loads(data)
-            if isinstance(body, dict) and (name := self._routes.split_name(body)) is not None:
-                await self._routes.use(name)
-                await self._routes.rewrite(scope["path"], body, name)
-                data = json.dumps(body).encode()
-        except ValueError:  # vLLM says what is wrong with it
-            pass
+            data = await _read_body(receive, None)
+            body = _parse(data)
+            name = None if body is None else self._routes.split_name(body)
+            if body is None or name is None:
+                await self._pass_on(data, scope, receive, send)
+            elif refusal is not None:
+                await refusal(scope, receive, send)
+            else:
+                async with self._routes.using(name):
+                    await self._routes.rewrite(scope["path"], body, name)
+                    await self._pass_on(json.dumps(body).encode(), scope, receive, send)
         except LkvError as error:
             await error_response(error)(scope, receive, send)
-            if name is not None:
-                await self._routes.release(name)
-            return
-        scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != b"content-length"]}
-        scope["headers"].append((b"content-length", str(len(data)).encode()))
+
+    async def _pass_on(self, data: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on with the body `data`."""
+        headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
+        scope = {**scope, "headers": [*headers, (b"content-length", str(len(data)).encode())]}
         sent = False
 
         async def replay() -> Message:
@@ -306,11 +326,11 @@ class ContextMiddleware:
             sent = True
             return {"type": "http.request", "body": data, "more_body": False}
 
-        try:
-            await self._app(scope, replay, send)
-        finally:
-            if name is not None:
-                await self._routes.release(name)
+        await self._app(scope, replay, send)
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        """The answer to clients and pages from elsewhere; None for others."""
+        return refuse(scope["path"], Headers(scope=scope), None, True, sys.maxsize) if self._local else None
 
 
 async def _read_body(receive: Receive, limit: int | None) -> bytes:
@@ -325,6 +345,15 @@ async def _read_body(receive: Receive, limit: int | None) -> bytes:
         if limit is not None and size > limit:
             raise PromptError(f"the request is larger than {limit:,} bytes; send a shorter text.")
     return b"".join(parts)
+
+
+def _parse(data: bytes) -> dict[str, Any] | None:
+    """The object that a body is; None for others, of which vLLM says what is wrong with them."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
 
 
 def _question_ids(contexts: VllmContexts, messages: Any) -> list[int]:

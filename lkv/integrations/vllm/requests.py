@@ -81,7 +81,8 @@ def _check(processor: Any, request: Any, extra: dict[str, Any], max_tokens: int 
 
 
 def compress(
-    llm: Any, text: str, retention: float | None = None, name: str = "", system: str | None = None
+    llm: Any, text: str, retention: float | None = None, name: str = "", system: str | None = None,
+    memory: str | None = None,
 ) -> str:  # fmt: skip
     """Compress a text inside a `vllm.LLM`, unless it is stored already.
 
@@ -91,6 +92,7 @@ def compress(
         retention: The share of its KV entries to keep; by default as the plugin's settings say.
         name: A title for lists.
         system: A system prompt before the text.
+        memory: Instead of `retention`, the share of the full cache's bytes ("10%"), or bytes ("2MB"), that it may take.
 
     Returns:
         The context's id, for `extra_args={"lkv_context": id}`.
@@ -101,7 +103,7 @@ def compress(
     from vllm import SamplingParams
 
     contexts = front_contexts(llm.llm_engine.input_processor)
-    wanted = contexts.encode(text, retention, system)
+    wanted = contexts.encode(text, retention, system, memory)
     wanted.name = name
     try:
         contexts.tokens(wanted.id)
