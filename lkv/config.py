@@ -4,6 +4,7 @@ Range, choices, description and default of each setting are stated once, in its 
 validation are derived from them.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -11,7 +12,15 @@ from dataclasses import asdict, fields, replace
 from dataclasses import dataclass as plain_dataclass
 from typing import Any, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, model_validator
+from pydantic import (
+    AliasChoices,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
@@ -43,6 +52,9 @@ class ModelSpec:
     weights: tuple[float, ...]
     directions: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        rope_text(self.rope)  # raises for settings that are none
+
     def digest(self) -> str:
         """Return 32 hexadecimal digits, equal for equal weights in one dtype on any machine."""
         exact = {name: value for name, value in asdict(self).items() if name != "directions"}  # computed, so inexact
@@ -71,7 +83,7 @@ class MemoryTarget:
         number: float | None = None if isinstance(value, bool | str) or not isinstance(value, int | float) else value
         unit = None
         if isinstance(value, str) and (
-            match := re.fullmatch(r"\s*([0-9.]+)\s*(?:(%)|([kmg]i?)?(b?))\s*", value.lower())
+            match := re.fullmatch(r"\s*([0-9.]+(?:e-[0-9]+)?)\s*(?:(%)|([kmg]i?)?(b?))\s*", value.lower())
         ):
             try:
                 number = float(match[1]) * (0.01 if match[2] else _BYTE_UNITS[match[3] or ""])
@@ -110,7 +122,8 @@ class ScorerInputs:
     def __post_init__(self) -> None:
         for name, choices in (("key", SCORER_KEYS), ("attention", SCORER_ATTENTION)):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but this version reads {', '.join(choices)}")
+                given = str(getattr(self, name))[:80]
+                raise ValueError(f"{name} is {given!r}, but this version reads {', '.join(choices)}")
         if not isinstance(self.knots, int) or not 0 <= self.knots <= MAX_KNOTS:
             raise ValueError(f"knots is {self.knots!r}, but must be a whole number from 0 to {MAX_KNOTS}")
 
@@ -306,10 +319,25 @@ PRESETS: dict[str, TrainingConfig] = {
 
 
 def from_dict(cls: type, values: dict[str, Any]) -> Any:
-    """Build the dataclass `cls` from JSON values, lists becoming tuples; TypeError for unknown or missing fields."""
-    if unknown := sorted(set(values) - {field.name for field in fields(cls)}):
+    """Build the dataclass `cls` from JSON values, lists becoming tuples.
+
+    Raises TypeError for unknown or missing fields, and for values of another type.
+    """
+    types: dict[str, Any] = {field.name: field.type for field in fields(cls)}
+    if unknown := sorted(set(values) - set(types)):
         raise TypeError(f"unknown fields {unknown} for {cls.__name__}")
-    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    built = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    for name, value in built.items():
+        try:
+            _type_adapter(types[name]).validate_python(value)
+        except ValidationError:
+            raise TypeError(f"{name} is {str(value)[:80]!r}, not {types[name]}") from None
+    return cls(**built)
+
+
+@functools.cache
+def _type_adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(strict=True))
 
 
 def fit_to_positions(config: TrainingConfig, positions: int) -> TrainingConfig:

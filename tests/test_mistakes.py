@@ -210,8 +210,9 @@ JOURNALS = [
     ),
     *(
         (json.dumps(HEADER | change), "", f"samples of other settings .{next(iter(change))}")
-        for change in ({"methods": 3}, {"retentions": None}, {"policies": ["lkv"]})
+        for change in ({"methods": 3}, {"retentions": None}, {"policies": ["lkv"]}, {"seed": 1, "methods": [["lkv"]]})
     ),
+    ("{}", '{"key": "a", "answer": 1e999}', "hold numbers that JSON does not have"),
 ]
 
 

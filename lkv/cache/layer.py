@@ -404,6 +404,6 @@ def check_state(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
         raise ValueError("its counts are no whole numbers")
     if kept.shape != (1, spec.kv_heads) or int(kept.min()) < 0 or int(kept.max()) > tokens:
         raise ValueError(f"its counts of kept entries are {tuple(kept.shape)}, or more than {tokens} tokens")
-    if real.tolist() != [tokens] or length.tolist() != [tokens]:
+    if any(count.shape != (1,) or int(count) != tokens for count in (real, length)):
         raise ValueError(f"its lengths are not the {tokens} of its text")
     check_store(state, kept, spec.head_dim)

@@ -48,7 +48,10 @@ def restore_store(state: dict[str, Tensor], lens: Tensor, free_slots: int, like:
 def _check_old_codes(state: dict[str, Tensor], lens: Tensor, width: int) -> None:
     entries = int(lens.sum())
     for side in "kv":
-        bits, group, channels, _ = state[f"{side}_layout"].tolist()
+        layout = state[f"{side}_layout"]
+        if layout.dtype != torch.long or layout.shape != (4,):
+            raise ValueError(f"the layout of its {side} is no four whole numbers")
+        bits, group, channels, _ = layout.tolist()
         if bits not in _OLD_BITS or not 1 < group <= _LARGEST_OLD_GROUP or channels != width:
             raise ValueError(f"the layout of its {side} is {bits, group, channels}")
         groups = (sum(-(-n // group) for n in lens.flatten().tolist()), width)
@@ -59,7 +62,8 @@ def _check_old_codes(state: dict[str, Tensor], lens: Tensor, width: int) -> None
             raise ValueError(f"the codes of its {side} are {tuple(codes.shape)} {codes.dtype}")
         if step.shape != shape or least.shape != shape:
             raise ValueError(f"the steps of its {side} are {tuple(step.shape)}, not {shape}")
-    if state["k_lens"].tolist() != lens.flatten().tolist():
+    pool_lens = state["k_lens"]
+    if pool_lens.numel() != lens.numel() or pool_lens.flatten().tolist() != lens.flatten().tolist():
         raise ValueError("its quantised pools have other heads than its counts")
 
 

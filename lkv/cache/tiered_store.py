@@ -162,10 +162,6 @@ class TieredStore:
         """As `RaggedStore.attention_view`, over pools restored for this call."""
         return self.restore().attention_view()
 
-    def compressed_view(self) -> StoreView:
-        """As `RaggedStore.compressed_view`, over pools restored for this call."""
-        return self.restore(with_appended=False).compressed_view()
-
     def restore(self, with_appended: bool = True) -> RaggedStore:
         """All entries as the model computes them; in each head those of the first tier come first.
 
@@ -253,6 +249,11 @@ class TieredStore:
         tiers = tuple(tier.select(rows) for tier in self.tiers)
         return TieredStore(self.basis.select(rows), tiers, self._rest.select(rows, free_slots))
 
+    def select_heads(self, heads: slice) -> "TieredStore":
+        """As `RaggedStore.select_heads`."""
+        tiers = tuple(tier.select((slice(None), heads)) for tier in self.tiers)
+        return TieredStore(self.basis.select_heads(heads), tiers, self._rest.select_heads(heads))
+
     def reallocate(self, free_slots: int) -> "TieredStore":
         """As `RaggedStore.reallocate`; the quantised entries are shared."""
         return TieredStore(self.basis, self.tiers, self._rest.reallocate(free_slots))
@@ -274,7 +275,7 @@ class TieredStore:
         Raises KeyError, ValueError or CacheError otherwise.
         """
         check_width(width)
-        counts = state["kept_unquantized"].clone()
+        counts = _check_counts(state["kept_unquantized"], lens, "unquantised entries")
         shapes: dict[str, tuple[tuple[int, ...], bool]] = {}
         shape: tuple[int, ...]
         for name, shape in (("k", (int(counts.sum()), width)), ("v", (int(counts.sum()), width))):
@@ -283,17 +284,17 @@ class TieredStore:
         for number in range(MAX_QUANTIZED):
             if f"tier{number}_bits" not in state:
                 break
-            bits, kept = state[f"tier{number}_bits"].tolist(), state[f"tier{number}_kept"]
-            if len(bits) != 2 or not all(type(number) is int and number in QUANTIZED_BITS for number in bits):
-                raise ValueError(f"its tier {number} has the bits {bits}")
-            if kept.dtype != torch.long or kept.shape != lens.shape or int(kept.min()) < 0:
-                raise ValueError(f"its counts of tier {number} are no whole numbers, one a head")
+            stored = state[f"tier{number}_bits"]
+            bits = stored.tolist() if stored.dtype == torch.long and stored.shape == (2,) else []
+            if not bits or not set(bits) <= set(QUANTIZED_BITS):
+                raise ValueError(f"the bits of its tier {number} are none of {QUANTIZED_BITS}, for k and for v")
+            kept = _check_counts(state[f"tier{number}_kept"], lens, f"tier {number}")
             entries, counts = int(kept.sum()), counts + kept
             for name, bit in zip(("key", "value"), bits, strict=True):
                 codes, norms = (state[f"tier{number}_{name}_{part}"].dtype for part in ("codes", "norms"))
                 shapes[f"tier{number}_{name}_codes"] = (entries, code_width(bit, width)), codes == torch.uint8
                 shapes[f"tier{number}_{name}_norms"] = (entries,), norms == torch.bfloat16
-        if counts.dtype != torch.long or counts.shape != lens.shape or not torch.equal(counts, lens):
+        if not torch.equal(counts, lens):
             raise ValueError("its tiers have other numbers of entries than its heads")
         for name, (shape, has_dtype) in shapes.items():
             if state[name].shape != shape or not has_dtype:
@@ -325,6 +326,13 @@ class TieredStore:
     def _pools(self) -> StoreView:
         """The pools in the coordinates of `_basis`, for attention that takes `_quantized` beside them."""
         return self._rest.k, self._rest.v, self._device_starts, self._device_lens
+
+
+def _check_counts(counts: Tensor, lens: Tensor, what: str) -> Tensor:
+    """`counts`, which belong to `what`; ValueError unless each of the heads of `lens` has 0 or more, up to its lens."""
+    if counts.dtype != torch.long or counts.shape != lens.shape or bool(((counts < 0) | (counts > lens)).any()):
+        raise ValueError(f"its counts of {what} are no whole numbers, one a head, or more than the head has")
+    return counts
 
 
 def _head_numbers(lens: Tensor, device: torch.device) -> Tensor:

@@ -106,7 +106,7 @@ def _describe_card(policy: "Policy") -> list[str]:
     """Return the card's lines, or its JSON where `lkv train` did not write it."""
     try:
         return describe_card(policy.spec, policy.card)
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return [f"model     {policy.spec.architecture}", "card      " + json.dumps(policy.card)]
 
 

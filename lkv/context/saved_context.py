@@ -67,7 +67,7 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
         metadata: dict[str, Any] = {name: header.get(name) if name in _ADDED else header[name] for name in _METADATA}
         for name, value in metadata.items():
             if type(value) not in _METADATA[name]:
-                raise ValueError(f"its {name} is {value!r}")
+                raise ValueError(f"its {name} is {str(value)[:80]!r}")
         ids, vocabulary = tensors.pop("ids"), model.get_input_embeddings().weight.shape[0]
         if ids.ndim != 1 or ids.dtype != torch.int32 or not len(ids) or ids.min() < 0 or ids.max() >= vocabulary:
             raise ValueError("its ids are not of this model's vocabulary")

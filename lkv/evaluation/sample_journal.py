@@ -116,7 +116,7 @@ def _merge_setting(name: str, written: Record, header: Record) -> Any:
     if (name in _MERGED and name not in written) or (name in _SET_ONCE and old is None):
         return new
     if name in _LISTS and isinstance(old, list):
-        return list(dict.fromkeys([*old, *new]))
+        return [*old, *(value for value in new if value not in old)]
     if name == "planned" and isinstance(old, int):
         return max(old, new)
     if name == "policies" and isinstance(old, dict) and all(old[key] == new[key] for key in old.keys() & new.keys()):

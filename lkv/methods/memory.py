@@ -117,12 +117,12 @@ class TierTable:
             table = cls(tuple((float(b), tuple((Precision(k, v), float(s)) for k, v, s in row)) for b, row in rows))
             starts = [least for least, _ in table.rows]
             fits = starts[0] == 0 and starts == sorted(starts) and all(_is_row(row) for _, row in table.rows)
-        except (TypeError, ValueError, IndexError):
+        except (TypeError, ValueError, IndexError, OverflowError):
             fits = False
         if not fits:
             raise PolicyFileError(
-                f"the policy's table of precisions is {rows!r}, which this version does not know; update lkv-cache, or "
-                "give a retention instead of memory."
+                f"the policy's table of precisions is {str(rows)[:200]}, which this version does not know; update "
+                "lkv-cache, or give a retention instead of memory."
             )
         return table
 
@@ -130,7 +130,7 @@ class TierTable:
 def _is_row(row: tuple[tuple[Precision, float], ...]) -> bool:
     """Whether a row has one or two different precisions, best first, that can be stored, and spends all bytes."""
     bits = [(each.key_bits, each.value_bits) for each, _ in row]
-    known = all(key in QUANTIZED_BITS and value in QUANTIZED_BITS for key, value in bits)
+    known = all(type(number) is int and number in QUANTIZED_BITS for pair in bits for number in pair)
     return (
         known and 0 < len(bits) <= 2 and bits == sorted(set(bits), reverse=True)
         and all(share > 0 for _, share in row) and abs(sum(share for _, share in row) - 1) < 1e-6

@@ -25,7 +25,7 @@ _VALUE_TOLERANCE = 2.0**-7
 def agreement(expected: Sequence[str], other: Sequence[str]) -> float | None:
     """Mean cosine in [-1, 1] of the stretches that both have, None where too few of `expected` are in `other`."""
     mine, theirs = _decode(expected), _decode(other)
-    shared = [position for position in mine if len(mine[position]) == len(theirs.get(position, ()))]
+    shared = [position for position in mine if len(mine[position]) == len(theirs.get(position, ())) > 0]
     if not shared or len(shared) < _SHARED * len(expected):
         return None
     cosines = []
@@ -40,9 +40,9 @@ def model_difference(expected: ModelSpec, given: ModelSpec) -> str | None:
     for name in ("architecture", "layers", "heads", "kv_heads", "head_dim"):
         mine, theirs = getattr(expected, name), getattr(given, name)
         if mine != theirs:
-            return f"{name} {mine!r}, but the model given has {theirs!r}"
+            return f"{name} {repr(mine)[:80]}, but the model given has {theirs!r}"
     if _rope_settings(expected.rope) != _rope_settings(given.rope):
-        return f"rope {expected.rope!r}, but the model given has {given.rope!r}"
+        return f"rope {expected.rope[:400]!r}, but the model given has {given.rope!r}"
     if not (expected.directions and given.directions):
         # Descriptions saved before directions were, and models that none can be read from.
         if not given.directions and not given.weights:

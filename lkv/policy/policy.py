@@ -70,7 +70,7 @@ class Policy(nn.Module):
     def trained_tokens(self) -> int | None:
         """Tokens of the longest texts that it was trained on, where its card tells."""
         tokens = self.card.get("trained_tokens")
-        return tokens if isinstance(tokens, int) else None
+        return tokens if type(tokens) is int and 0 < tokens < 2**60 else None
 
     def ratios(self, retention: float | Tensor) -> Tensor:
         """Each head's share of the tokens, r [L, H] in (0, 1) with mean `retention` over all heads (Sec. 3.3).
@@ -159,6 +159,8 @@ class Policy(nn.Module):
         try:
             inputs = from_dict(ScorerInputs, about.get("inputs", {}))
             # Without memory of its own: the file's tensors take the places, if they are the ones that belong there.
+            if not isinstance(about.get("card"), dict | None):
+                raise TypeError("its card is no JSON object")
             with torch.device("meta"):
                 policy = cls(from_dict(ModelSpec, about["model"]), about.get("card"), inputs)
             state = {key: value.float() for key, value in tensors.items()}

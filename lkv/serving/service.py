@@ -12,7 +12,6 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from lkv.config import MemoryTarget
 from lkv.context.context import Context, check_text, compress_ids
 from lkv.context.protection import protected_tokens
 from lkv.errors import BusyError, LkvError, PromptError, StoreError, UnknownContextError, check_retention
@@ -123,14 +122,7 @@ class Service:
         check_text(text, "the text", "give some text to compress")
         if system is not None:
             check_text(system, "the system prompt", "give some text, or leave it out")
-        share = self._settings.retention if retention is None else check_retention(retention)
-        if memory is not None and retention is not None:
-            raise PromptError("memory and retention both say how much to keep; give one of them.")
-        if memory is not None:  # one text for equal budgets, however they are written
-            target = MemoryTarget.parse(memory)
-            memory = str(target.nbytes if target.share is None else target.share)
-        words = tuple(protect) or None
-        settings = self._settings._replace(retention=share, system=system, memory=memory, protect=words)
+        settings = self._settings.for_text(retention, memory, system)._replace(protect=tuple(protect) or None)
         self._check_characters(len(text) + len(system or ""), "the text")
         with self._tokenizing:
             tokens = len(encode_context(self.tokenizer, text, system))

@@ -17,8 +17,9 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ConfigDict
 
+from lkv.config import MemoryTarget
 from lkv.context.context import Context
-from lkv.errors import ContextFileError, StoreError, UnknownContextError
+from lkv.errors import ContextFileError, PromptError, StoreError, UnknownContextError, check_retention
 from lkv.utils.files import error_reason, write_text
 
 _CONTEXT, _DESCRIPTION, _TEMPORARY = ".kv", ".json", ".tmp"
@@ -38,6 +39,19 @@ class CompressionSettings(NamedTuple):
     system: str | None = None
     memory: str | None = None  # instead of the retention: a share of the full cache's bytes, or bytes
     protect: tuple[str, ...] | None = None  # words that every head keeps
+
+    def for_text(self, retention: float | None, memory: str | None, system: str | None) -> "CompressionSettings":
+        """Those of one text, which keeps as much as one of `retention` and `memory` says, by default as much as these.
+
+        Raises PromptError for both of them, and RetentionError for one that cannot be.
+        """
+        if memory is not None and retention is not None:
+            raise PromptError("memory and retention both say how much to keep; give one of them.")
+        share = self.retention if retention is None else check_retention(retention)
+        if memory is not None:  # one text for equal budgets, however they are written
+            target = MemoryTarget.parse(memory)
+            memory = f"{target.nbytes}B" if target.share is None else str(target.share)
+        return self._replace(retention=share, system=system, memory=memory)
 
 
 def context_id(text: str, settings: CompressionSettings) -> str:

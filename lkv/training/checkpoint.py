@@ -76,7 +76,7 @@ class Checkpoint(NamedTuple):
     def check_run(self, config: TrainingConfig, data_digest: str | None = None) -> None:
         """Raise TrainingError unless the run had the settings `config` and, if given, data of this digest."""
         # A setting that the checkpoint lacks had its default at the time.
-        saved, current = asdict(TrainingConfig()) | json.loads(self.metadata["config"]), asdict(config)
+        saved, current = asdict(TrainingConfig()) | self.config, asdict(config)
         saved["warmup_contexts"] = saved.pop("imitated", saved["warmup_contexts"])  # its name in older checkpoints
         names = [name for name in current if saved.get(name) != current[name]]
         if changes := [f"{name} {saved.get(name)!r} instead of {current[name]!r}" for name in names]:
@@ -91,22 +91,34 @@ class Checkpoint(NamedTuple):
             )
 
     @property
+    def config(self) -> dict[str, Any]:
+        """The settings of the run."""
+        return json.loads(self.metadata["config"])
+
+    @property
+    def spec(self) -> ModelSpec | None:
+        """The run's model; None in checkpoints of early versions."""
+        return from_dict(ModelSpec, json.loads(self.metadata["model"])) if "model" in self.metadata else None
+
+    @property
     def card(self) -> dict[str, Any]:
         """The policy's card; empty in checkpoints of early versions."""
         return json.loads(self.metadata.get("card", "{}"))
 
     def load_policy(self, policy: Policy) -> None:
         """Load the parameters into `policy`. Raises TrainingError for those of another model or other inputs."""
-        spec = from_dict(ModelSpec, json.loads(self.metadata["model"])) if "model" in self.metadata else None
         state = {n.removeprefix("policy."): tensor for n, tensor in self.tensors.items() if n.startswith("policy.")}
-        _load_state(policy, state, spec, self.path.parent)
+        _load_state(policy, state, self.spec, self.path.parent)
 
     def load_optimizer(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-        """Load the state of AdamW for the parameters of `policy`."""
+        """Load the state of AdamW for the parameters of `policy`. Raises TrainingError for that of others."""
         for name, parameter in policy.named_parameters():
             for key in ("step", "exp_avg", "exp_avg_sq"):
-                if (value := self.tensors.get(f"optimizer.{key}.{name}")) is not None:
-                    optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+                if (value := self.tensors.get(f"optimizer.{key}.{name}")) is None:
+                    continue
+                if value.shape != (() if key == "step" else parameter.shape) or not value.is_floating_point():
+                    raise TrainingError(f"{self.path} holds no state of these parameters; give another folder.")
+                optimizer.state[parameter][key] = value.float() if key == "step" else value.to(parameter)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -116,9 +128,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         # Not memory-mapped: a file that is cut short while its tensors are in use would end the process (SIGBUS).
         data = path.read_bytes()
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        if not metadata["step"].isdecimal() or not isinstance(json.loads(metadata["config"]), dict):
+        checkpoint = Checkpoint(path, parse_tensors(data), metadata)
+        is_run = isinstance(checkpoint.config, dict) and isinstance(checkpoint.card, dict)
+        if not is_run or checkpoint.step < 0 or not isinstance(checkpoint.spec, ModelSpec | None):
             raise ValueError("its metadata is not that of a run")
-        return Checkpoint(path, parse_tensors(data), metadata)
+        return checkpoint
     except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise TrainingError(f"{path} cannot be read ({error}); give the folder of a training run.") from error
 
@@ -128,7 +142,7 @@ def initialize_from(policy: Policy, folder: Path) -> dict[str, Any]:
     if not is_policy(folder):
         checkpoint = read_checkpoint(folder)
         checkpoint.load_policy(policy)
-        return {"step": checkpoint.step, "training": json.loads(checkpoint.metadata["config"])}
+        return {"step": checkpoint.step, "training": checkpoint.config}
     earlier = Policy.from_pretrained(folder)
     saved, inputs = (replace(each.inputs, knots=min(each.inputs.knots, 1)) for each in (earlier, policy))
     if saved != inputs:

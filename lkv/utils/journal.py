@@ -70,7 +70,11 @@ def read_samples(path: Path) -> tuple[Record | None, list[Record]]:
 
 def write_journal(path: Path, rows: Iterable[Record]) -> None:
     """Write header and samples to `path` in one atomic step. Raises DataError."""
-    write_text(path, "".join(map(_json_line, rows)), DataError, "the samples")
+    try:
+        text = "".join(map(_json_line, rows))
+    except ValueError as error:
+        raise DataError(f"the samples of {path} hold numbers that JSON does not have ({error}); {_ADVICE}.") from error
+    write_text(path, text, DataError, "the samples")
 
 
 def append_sample(path: Path, row: Record) -> None:

@@ -89,6 +89,7 @@ FORGED = {
     "another length": set_to("length.0", lambda t: t + 1),
     "no length": drop("length.2"),
     "real tokens": set_to("real.0", lambda t: t * 0),
+    "real tokens of two rows": set_to("real.1", lambda t: t.repeat(2)),
     "ids as fractions": set_to("ids", lambda t: t.double()),
     "ids as a table": set_to("ids", lambda t: t[None].clone()),
     "ids beyond the vocabulary": set_to("ids", lambda t: t + 1000),
@@ -120,6 +121,7 @@ QUANTISED = {
     "fewer bits": set_to("tier0_bits.1", torch.tensor([4, 8])),
     "fractions of bits": set_to("tier0_bits.1", torch.tensor([8.5, 8.0])),
     "no bits": drop("tier0_bits.1"),
+    "a table of bits": set_to("tier0_bits.0", lambda t: t.repeat(1000, 1)),
     "negative counts of a tier": set_to("tier0_kept.0", lambda t: t - 1000),
     "other counts of a tier": set_to("tier0_kept.2", lambda t: t + 1),
     "counts that cancel": set_to("tier0_kept.2", lambda t: t + torch.tensor([[1, -1]])),
@@ -156,6 +158,22 @@ def test_pools_that_do_not_fit_are_refused(model, tmp_path, how, options):
     compress(model, Words(), TEXT, method="knorm", **({"retention": 0.4} if how in POOLS else options)).save(path)
     forge(path, (QUANTISED | POOLS)[how])
     with pytest.raises(ContextFileError, match="does not hold a whole context"):
+        Context.load(path, model, Words())
+
+
+@pytest.mark.parametrize("moved", [3, 50, 10**6])
+def test_counts_below_zero_are_refused_before_they_are_used(model, tmp_path, moved):
+    """All sums are right; what they say would be written before and behind the pools."""
+    path = tmp_path / "context.kv"
+    compress(model, Words(), TEXT, method="knorm", memory=0.2).save(path)
+
+    def change(tensors):
+        shift = torch.tensor([[moved, -moved]])
+        tensors["kept_unquantized.1"] = tensors["kept_unquantized.1"] + shift
+        tensors["tier0_kept.1"] = tensors["tier0_kept.1"] - shift
+
+    forge(path, change)
+    with pytest.raises(ContextFileError, match="its counts of unquantised entries are no whole numbers"):
         Context.load(path, model, Words())
 
 
@@ -340,6 +358,7 @@ OLD = {
     "bits": set_to("k_layout.0", torch.tensor([3, 32, 8, 2])),
     "no width": set_to("v_layout.0", torch.tensor([8, 32, 0, 2])),
     "fractions": set_to("v_layout.0", torch.tensor([8.0, 32.0, 8.0, 2.0])),
+    "groups of fractions": set_to("k_layout.0", lambda t: t.double()),
     "short layout": set_to("v_layout.0", torch.tensor([8, 32])),
     "codes": set_to("k_codes.1", lambda t: t[1:].clone()),
     "spans": set_to("k_lens.1", lambda t: t.flip(0) + torch.tensor([1, -1])),

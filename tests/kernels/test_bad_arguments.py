@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lkv.kernels.ragged_attention import (
+    Basis,
     QuantizedKV,
     append,
     append_and_attend,
@@ -44,6 +45,13 @@ def tiers_of(dim=16, bits=((8, 4), (4, 3))):
         tables = torch.tensor([[[20 // len(bits), 30 // len(bits)]], [[0, 20]]], dtype=torch.int32)
         tiers.append(QuantizedKV(codes[0], norms[0], codes[1], norms[1], tables, *pair))
     return tiers
+
+
+def basis_of(dim=16, dtype=torch.bfloat16):
+    """Coordinates for the heads of `good`."""
+    return Basis(
+        torch.randn(1, 2, dim).to(dtype), torch.rand(1, 2, dim).to(dtype) + 0.5, torch.eye(dim), torch.eye(dim)
+    )
 
 
 def freed(x):
@@ -112,6 +120,29 @@ def test_tiers_that_do_not_fit(place, change):
     query, _, _, *pools = arguments.values()
     with pytest.raises(ValueError, match=r"\w+ "):
         ragged_attention(query, *pools, 0.3, quantized=tiers, causal=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, change) for name in Basis._fields
+          for change in (freed, torch._neg_view, lambda x: x.to("meta"), lambda x: x.to_sparse(),
+                         lambda x: x.as_strided(x.shape, [0] * x.ndim))),
+        ("mean", lambda x: x.float()), ("scale", lambda x: x.half()), ("key_rotation", lambda x: x.bfloat16()),
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_a_basis_that_cannot_be_read(name, change):
+    arguments, basis = good(), basis_of()
+    append_and_attend(*(x.clone() for x in arguments.values()), 0.3, basis=basis)
+    basis = basis._replace(**{name: change(getattr(basis, name))})
+    with pytest.raises(ValueError, match=r"\w+ "):
+        append_and_attend(*arguments.values(), 0.3, basis=basis)
+    query, key, value, *pools = arguments.values()
+    with pytest.raises(ValueError, match=r"\w+ "):
+        ragged_attention(query, *pools, 0.3, basis=basis, causal=False)
+    with pytest.raises(ValueError, match=r"\w+ "):
+        append(key, value, *pools, basis)
 
 
 @torch.no_grad()
@@ -194,7 +225,7 @@ def test_soft_topk_of_tensors_that_do_not_fit(x):
 
 HOSTILE = """
 import random, sys, torch
-from tests.kernels.test_bad_arguments import freed, good, tiers_of
+from tests.kernels.test_bad_arguments import basis_of, freed, good, tiers_of
 from lkv.kernels.ragged_attention import append, append_and_attend, masked_attention, merge_attention, ragged_attention
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
@@ -250,15 +281,17 @@ for call in range(int(sys.argv[1])):
             arguments[5] = torch.tensor([[-20, 10]], dtype=torch.int32)
             pairs = [(random.choice([8, 4, 3]), random.choice([8, 4, 3])) for _ in range(random.choice([1, 2]))]
             tiers = tiers_of(dim, pairs)
-            tensors = [*arguments, *(x for tier in tiers for x in tier[:5])]
+            basis = basis_of(dim, random.choice([torch.float32, torch.bfloat16]))
+            tensors = [*arguments, *(x for tier in tiers for x in tier[:5]), *basis]
             tensors = distorted(tensors) if call % 5 else tensors
+            basis = type(basis)(*tensors[-4:]) if call % 3 else None
             if call % 7 == 0:
                 pairs[0] = random.choice([(8, 8), (4, 3), (5, 8), (0, -1)])
             tiers = [type(tiers[0])(*tensors[7 + 5 * at : 12 + 5 * at], *pair) for at, pair in enumerate(pairs)]
             if call % 2:
-                append_and_attend(*tensors[:7], 0.3, quantized=tiers)
+                append_and_attend(*tensors[:7], 0.3, quantized=tiers, basis=basis)
             else:
-                ragged_attention(tensors[0], *tensors[3:7], 0.3, causal=bool(call % 3), quantized=tiers)
+                ragged_attention(tensors[0], *tensors[3:7], 0.3, causal=bool(call % 2), quantized=tiers, basis=basis)
         elif kind == 4:
             q, key, value = arguments[:3]
             masked_attention(*distorted([q, key, value, torch.ones(1, 2, q.shape[2], q.shape[2]) > 0]), 0.3)

@@ -16,6 +16,7 @@ from lkv.config import ModelSpec, ScorerInputs
 from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.integrations.transformers.spec import inspect_model
+from lkv.methods.memory import DEFAULT_TABLE, TierTable
 from lkv.policy import policy_file
 from lkv.policy.policy import HeadScores, Policy
 from lkv.policy.token_scores import TokenScores
@@ -115,6 +116,66 @@ def test_hostile_headers_are_refused_in_one_sentence(tmp_path, header, message):
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
     with pytest.raises(PolicyFileError, match=message):
         tensor_file.read(path, policy_file._KIND)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"card": ["tiers"]}, "card"),
+        ({"model": {"weights": ["a"]}}, "weights"),
+        ({"model": {"directions": [3]}}, "directions"),
+        ({"model": {"rope": None}}, "rope"),
+        ({"model": {"rope": "{"}}, "property name"),
+        ({"model": {"rope": '{"a": ' + "[" * 100_000}}, "recursion"),
+        ({"model": {"layers": 3.0}}, "layers"),
+        ({"inputs": {"knots": True}}, "knots"),
+        ({"inputs": [3]}, "unknown fields"),
+    ],
+)
+def test_a_description_of_other_types_is_refused_in_one_sentence(tmp_path, policy, change, names):
+    policy.save_pretrained(tmp_path)
+    path = tmp_path / "policy.safetensors"
+    tensors, about = tensor_file.read(path, policy_file._KIND)
+    about.pop("format")
+    for name, value in change.items():
+        about[name] = {**about[name], **value} if isinstance(value, dict) else value
+    tensor_file.write(path, policy_file._KIND, tensors, about)
+    with pytest.raises(PolicyFileError, match=f"does not hold a policy .*{names}"):
+        Policy.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"card": {"trained_tokens": 10**400}}, {"model": {"directions": [""] * 50}}, {"model": {"rope": "x" * 10**5}}],
+)
+def test_a_description_that_says_nothing_is_used_or_refused_in_one_sentence(tmp_path, policy, change):
+    policy.save_pretrained(tmp_path)
+    path = tmp_path / "policy.safetensors"
+    tensors, about = tensor_file.read(path, policy_file._KIND)
+    about = {name: {**value, **change.get(name, {})} for name, value in about.items() if name != "format"}
+    tensor_file.write(path, policy_file._KIND, tensors, about)
+    loaded = Policy.from_pretrained(tmp_path)
+    assert loaded.trained_tokens is None
+    if "model" in change:
+        with pytest.raises(PolicyMismatchError) as error:
+            loaded.check_model(policy.spec)
+        assert len(str(error.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        3, [], [[0.0]], [[0.0, []]], [[0.0, [[8, 4]]]], [[0.0, [[8.0, 4.0, 1.0]]]], [[0.0, [[5, 4, 1.0]]]],
+        [[1.0, [[8, 4, 1.0]]]], [[10**400, [[8, 4, 1.0]]]], [[0.0, [[8, 4, 10**400]]]], [[0.0, [[8, 4, 0.5]]]],
+        [[0.0, [[4, 3, 0.5], [8, 4, 0.5]]]], [[0.0, [[[], {}, 1.0]]]], ["ab"], [[0.0, "abc"]] * 1000,
+        [[0.0, [[8, 4, 2.0], [4, 4, -1.0]]]], [[0.0, [[8, 4, float("nan")]]]],
+    ],
+)  # fmt: skip
+def test_a_table_of_precisions_that_is_none_is_refused_in_one_sentence(rows):
+    with pytest.raises(PolicyFileError, match="the policy's table of precisions is") as error:
+        TierTable.from_json(rows)
+    assert len(str(error.value)) < 400
+    assert TierTable.from_json(DEFAULT_TABLE.to_json()) == DEFAULT_TABLE
 
 
 def as_format_1(folder, policy, **changes):

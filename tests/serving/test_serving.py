@@ -155,6 +155,16 @@ def test_a_form_may_name_several_protected_spans(server, parts):
     assert made["id"] == server.compressed(TEXT, protect=["harbour", "41"])
 
 
+def test_a_memory_that_is_written_in_other_ways_is_the_same(server):
+    """However small: a byte is no share, and neither is a share too small for decimals."""
+    for least in ("1B", "0.001kb", "0.001%"):
+        status, made = server.ask("/v1/contexts", {"text": TEXT, "memory": least})
+        assert status == 202
+        until(lambda made=made: server.ask(f"/v1/contexts/{made['id']}")[1]["status"] != "compressing")
+        described = server.ask(f"/v1/contexts/{made['id']}")[1]
+        assert described["status"] == "failed" and "nothing of it would be kept" in described["error"], least
+
+
 def test_a_system_prompt_is_compressed_or_begins_the_question(server, parts):
     own = compress(*parts, TEXT, **KNORM, system="Be brief.")
     name = server.compressed(TEXT, system="Be brief.")

@@ -95,7 +95,8 @@ def test_damaged_curves_are_noticed_before_the_first_step(tmp_path):
 def test_checkpoints_that_are_none_are_named(tmp_path):
     path = tmp_path / "checkpoint.safetensors"
     good = {"step": "1", "config": json.dumps({})}
-    for metadata in (None, {}, {"step": "1"}, {**good, "step": "x"}, {**good, "config": "["}, {**good, "config": "3"}):
+    changes = ({"step": "x"}, {"step": "9" * 5000}, {"config": "["}, {"config": "3"}, {"card": "[]"}, {"model": "{}"})
+    for metadata in (None, {}, {"step": "1"}, *(good | change for change in changes)):
         path.write_bytes(save({"policy.x": torch.zeros(1)}, metadata))
         with pytest.raises(TrainingError, match=r"cannot be read .*; give the folder of a training run"):
             read_checkpoint(tmp_path)
@@ -104,6 +105,17 @@ def test_checkpoints_that_are_none_are_named(tmp_path):
     path.unlink()
     path.mkdir()
     with pytest.raises(TrainingError, match="cannot be read"):
+        trainer(tmp_path)[0].run()
+
+
+@pytest.mark.parametrize("change", [lambda x: x.flatten()[:0], lambda x: x.long(), lambda x: x[None]])
+@pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq"])
+def test_an_optimizer_of_other_parameters_is_named(tmp_path, key, change):
+    train_for(trainer(tmp_path)[0], 2)
+    path, tensors, metadata = read_checkpoint(tmp_path)
+    name = next(name for name in tensors if name.startswith(f"optimizer.{key}."))
+    path.write_bytes(save(tensors | {name: change(tensors[name])}, metadata))
+    with pytest.raises(TrainingError, match="holds no state of these parameters; give another folder"):
         trainer(tmp_path)[0].run()
 
 
