@@ -252,6 +252,7 @@ def results_page() -> str:
     ]
     parts += ["## Compensation", refit, *lengths("refit"), *needles("refit_needles")]
     parts += [part for name in other_models() for part in other_model(name)]
+    parts += [part for name in other_models() for part in instructions(f"instructions-{name}")]
     return page([*parts, *more_methods(), *serving(), "## Memory and speed", costs()])
 
 
@@ -416,6 +417,26 @@ def other_model(name: str) -> list[str]:
     for kind, tasks in (("ruler", "of the five retrieval tasks"), ("ruler_other", "of the other eight")):
         parts += ruler_by_retention(read(f"{kind}-{name}", task=ABLE), f"{lead}, {tasks}", f"{kind}-{name}")
     return [*parts, *needles(f"needles-{name}"), *needles(f"longer_needles-{name}"), *lengths(f"refit-{name}")]
+
+
+def instructions(name: str) -> list[str]:
+    """The share of instructions that are still followed, by method and budget, with and without protection."""
+    rows = read(name)
+    if not rows:
+        return []
+    full = next(row for row in rows if row["method"] == FULL)
+    control = next(row for row in rows if row["method"] == "none")
+    compressed = [row for row in rows if row["method"] not in (FULL, "none")]
+    cells = {(row["method"], (row["memory"], row["protect"])): interval(row, digits=2) for row in compressed}
+    lead = (
+        f"{full['model'].rpartition('/')[2]}: {full['instructions']} checkable instructions, two before each text of "
+        f"{tokens(full['tokens'])}, the question after compression. The full cache follows {full['followed']:.2f} of "
+        f"them ({control['followed']:.2f} are met without being asked for). The share of these that is still followed, "
+        f"by the share of a 16-bit cache's bytes, without and with `protect`, which keeps {full['protected']} tokens "
+        f"({full['n']} instructions, {source(name)})."
+    )
+    head = {False: "", True: ", protected"}
+    return ["## Instructions", lead, cross(cells, lambda column: f"{column[0]:.0%}{head[column[1]]}")]
 
 
 def serving() -> list[str]:

@@ -64,11 +64,14 @@ def test_a_hub_that_refuses_is_one_sentence(policy, monkeypatch):
         lkv.push_to_hub(policy, "owner/mine")
 
 
-def test_the_custom_generate_folder_is_the_cache_in_one_argument():
+@pytest.mark.parametrize("budget", [{"retention": 0.3}, {"memory": 0.3}], ids=["retention", "memory"])
+def test_the_custom_generate_folder_is_the_cache_in_one_argument(budget):
     model, ids = tiny_llama(), torch.arange(3, 63)[None]
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
     folder = {"custom_generate": str(ROOT / "examples" / "custom_generate"), "trust_remote_code": True}
-    out = model.generate(ids, **folder, retention=0.3, method="knorm", **given)
-    cache = RaggedCache(model, retention=0.3, method="knorm")
+    out = model.generate(ids, **folder, **budget, method="knorm", **given)
+    cache = RaggedCache(model, **budget, method="knorm")
     assert torch.equal(out, model.generate(ids, past_key_values=cache, **given))
-    assert 0 < cache.realised_retention() <= 0.3
+    assert cache.config.is_tiered == ("memory" in budget) and (
+        cache.config.is_tiered or 0 < cache.realised_retention() <= 0.3
+    )

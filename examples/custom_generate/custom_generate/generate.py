@@ -5,8 +5,15 @@ from typing import Any
 from lkv import RaggedCache
 
 
-def generate(model: Any, retention: float = 0.15, policy: Any = None, method: str = "lkv", **kwargs: Any) -> Any:
-    """model.generate with a cache that keeps `retention` of the prompt; other arguments are those of generate."""
+def generate(
+    model: Any,
+    memory: Any = None,
+    retention: float | None = None,
+    policy: Any = None,
+    method: str = "lkv",
+    **kwargs: Any,
+) -> Any:
+    """Run model.generate with a cache within `memory`, or of `retention`; other arguments are those of generate."""
     if kwargs.get("past_key_values") is None:
-        kwargs["past_key_values"] = RaggedCache(model, policy=policy, retention=retention, method=method)
+        kwargs["past_key_values"] = RaggedCache(model, memory=memory, retention=retention, policy=policy, method=method)
     return model.generate(**kwargs)
