@@ -145,7 +145,7 @@ def test_instructions_are_checked_with_and_without_protection(tmp_path, monkeypa
         fill(cache, prompt)
 
     monkeypatch.setattr(RaggedCache, "fill", filled)
-    arguments = shlex.split("--prompts 1 --sentences 12 --methods lkv knorm --memory 0.4")
+    arguments = shlex.split("--prompts 1 --sentences 3 --methods lkv knorm --memory 0.4")
     monkeypatch.setattr(sys, "argv", ["instructions", *arguments, "--out", str(tmp_path / "instructions-x.json")])
     with pytest.raises(LkvError, match="follows none of the instructions"):
         instructions.main()
