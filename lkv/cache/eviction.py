@@ -2,18 +2,18 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from lkv.cache.config import LayerContext
 from lkv.cache.store import RaggedStore, slot_indices
 from lkv.cache.tiered_store import KVStore, TieredStore
 from lkv.errors import CacheError
 from lkv.integrations.transformers.prefill import LayerKV, to_fp32
+from lkv.kernels.selection import kernels_for, ranking_for
 from lkv.methods.budgets import Budget, drop_tokens
 from lkv.methods.compensation import compensate, reference_queries
 from lkv.methods.memory import tier_counts
@@ -71,7 +71,7 @@ def evict_entries(
     store: KVStore,
     limits: Tensor,
     free_slots: int,
-    final_scores: Callable[[RaggedStore, int, int, slice], Tensor],
+    score: Callable[[RaggedStore], Tensor],
 ) -> KVStore:
     """A new store of the best entries of `store`, appended ones included.
 
@@ -80,22 +80,22 @@ def evict_entries(
         store: The entries.
         limits: How many each row and head may keep in each tier and all better ones, [tiers, B, H].
         free_slots: As in `gather_best`.
-        final_scores: `final_scores(entries, row, head, slots)` returns the present scores of the entries in these slots
-            of a store that has them as the model computes them.
+        score: `score(entries)` returns the present scores [B * H, n] of a store that has the entries as the model
+            computes them, -inf beyond a head's last; it may store scores and positions there.
     """
     entries = store if isinstance(store, RaggedStore) else store.restore()
     counts, device = entries.counts, entries.k.device
     lens = torch.minimum(limits, counts)
-    places = zip(entries.starts.flatten().tolist(), counts.flatten().tolist(), strict=True)
-    scores = [
-        final_scores(entries, *divmod(number, counts.shape[1]), slice(start, start + count))
-        for number, (start, count) in enumerate(places)
-    ]
-    table = pad_sequence(scores, batch_first=True, padding_value=-math.inf)
+    table = score(entries)
+    is_tiered = context.config.is_tiered
+    if not is_tiered and (kernels := kernels_for(entries.k, entries.v)) is not None:
+        kept = RaggedStore(lens[-1], free_slots, entries.k, entries.v, has_scores=True)
+        every = kernels.Entries.of_pools(*entries.attention_view(), table.shape[1])
+        _move_best(kernels, every, table, kept, entries.scores, entries.positions)
+        return kept
     (present,) = stack_to_device(device, counts.flatten())
     is_best, numbers = _rank(table, lens)
     is_entry = torch.arange(table.shape[1], device=device) < present[:, None]
-    is_tiered = context.config.is_tiered
     kept = RaggedStore(lens[-1], 0 if is_tiered else free_slots, entries.k, entries.v, has_scores=True)
     origin = is_best[is_entry].nonzero()[:, 0]
     kept.copy_from(entries, slot_indices(entries.starts, counts, device)[origin])
@@ -123,6 +123,11 @@ def gather_best(
     Returns:
         The store, and int8 [sum of lens]; None for one tier.
     """
+    if len(lens) == 1 and (kernels := kernels_for(key, value)) is not None:
+        store = RaggedStore(lens[0], free_slots, key, value, arrival_scores is not None)
+        arrived = None if arrival_scores is None else arrival_scores.float().contiguous()
+        _move_best(kernels, kernels.Entries.of_prompt(key, value), scores, store, arrived)
+        return store, None
     # Ranked first: what that takes is freed before the pools are allocated.
     chosen, numbers = _rank(scores.flatten(0, 1), lens)
     counted = chosen.flatten().cumsum(0, dtype=torch.int32)
@@ -138,6 +143,17 @@ def gather_best(
         store.scores.copy_(sources[2].matrix[rows[2], 0])
         torch.remainder(rows[2], scores.shape[-1], out=store.positions)
     return store, None if numbers is None else sources[-1].matrix[rows[-1], 0]
+
+
+def _move_best(
+    kernels: Any, entries: Any, scores: Tensor, store: RaggedStore, arrived: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill `store` with the best of `entries` by `scores`, in two launches; `arrived` and `positions` go with them."""
+    *pools, keep = store.compressed_view()
+    places = kernels.rank(scores.float().view(entries.shape), keep, entries.counts)
+    extra = None if store.scores is None or store.positions is None else (store.scores, store.positions)
+    kernels.move(entries, places, pools, arrived, positions, extra)
 
 
 def _rank(scores: Tensor, lens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -180,6 +196,8 @@ def best_mask(scores: Tensor, counts: Tensor, max_count: int) -> Tensor:
     """
     if not scores.shape[1]:
         return scores.bool()
+    if (kernels := ranking_for(scores)) is not None:
+        return kernels.rank(scores.float(), counts) >= 0
     places = (counts - 1).clamp(min=0).long()
     least = scores.topk(max(1, max_count)).values.gather(1, places[:, None])
     above, equal = scores > least, scores == least

@@ -21,7 +21,7 @@ from lkv.integrations.transformers.cache_layers import AttentionCacheLayer
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.budgets import Budget, FixedBudget
 from lkv.methods.memory import tier_counts
-from lkv.methods.selectors import ArrivedEntries, check_shape, not_numbers
+from lkv.methods.selectors import StoredEntries, not_numbers
 from lkv.utils.devices import is_out_of_memory
 
 
@@ -193,15 +193,6 @@ class RaggedLayer(AttentionCacheLayer):
         dtype, new = value.dtype, key.shape[2]
         if padding is not None:
             padding = self._drop_padding(padding, new)
-        scores = None
-        if self.store.scores is not None:
-            scores = self._arrival_scores(key, value, scale)
-            # A decode step does not wait for the device; the same selector was checked on the prompt.
-            if new > 1:
-                shared, selector = self._context.shared, self._context.config.method.selector
-                check_shape(selector, scores, key)
-                shared.pending_nan_checks.append(not_numbers(scores))
-                shared.check_scores(self._context.index, selector, key.device)
         if new > self.store.free_slots:
             self._make_space(new, scale, key.device)
         store = self.store
@@ -213,7 +204,7 @@ class RaggedLayer(AttentionCacheLayer):
                 out = extend_padded(store, query, key, value, scale, padding)
             else:
                 buffers = self._context.shared.buffers
-                out = store.extend(query, key, value, scale, scores, self.get_seq_length(), buffers)
+                out = store.extend(query, key, value, scale, buffers)
         except BaseException:
             # They were appended, and perhaps counted, before attention failed: the pass may be tried again.
             store.crop(store.appended_tokens - appended)
@@ -233,22 +224,6 @@ class RaggedLayer(AttentionCacheLayer):
         if bool(earlier.any()):
             self.store = self.store.drop_padding(pad(earlier, (appended - earlier.shape[1], 0)))
         return fresh if bool(fresh.any()) else None
-
-    def _arrival_scores(self, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """The part of the scores [B, H, T] of new tokens that is final now.
-
-        Rows without padding are scored together, others one by one.
-        """
-        index, length = self._context.index, self.get_seq_length()
-        selector = self._context.config.method.selector
-        whole = LayerKV(key, value, scale, rotation=self._context.rotation)
-        if not any(self._padding):
-            return selector.score_on_arrival(index, replace(whole, start=length))
-        rows = [
-            replace(whole.select(slice(row, row + 1), slice(None)), start=length - padding)
-            for row, padding in enumerate(self._padding)
-        ]
-        return torch.cat([selector.score_on_arrival(index, row) for row in rows])
 
     def _make_space(self, new: int, scale: float, device: torch.device) -> None:
         """Reallocate the store for `new` tokens, after an eviction where decoding evicts."""
@@ -298,21 +273,27 @@ class RaggedLayer(AttentionCacheLayer):
         """Keep the best `limits` [tiers, B, H] entries of each head, by their stored scores completed."""
         assert self.store is not None
         appended = self.store.appended_tokens
-        store = evict_entries(self._context, self.store, limits, free_slots, partial(self._final_scores, scale))
+        score = partial(self._score_entries, scale)
+        store = evict_entries(self._context, self.store, limits, free_slots, score)
         self.real_tokens = [real + appended for real in self.real_tokens]
         self.base_length += appended
         self.store = store
         return store
 
-    def _final_scores(self, scale: float, entries: RaggedStore, row: int, head: int, slots: slice) -> Tensor:
-        """The scores of the `entries` in `slots`, completed by what depends on where the text ends now."""
-        assert entries.scores is not None and entries.positions is not None
-        context, (key, value) = self._context, (entries.k[None, None, slots], entries.v[None, None, slots])
-        # As if the row had been read alone, without its padding: keys are rotated so.
-        padding = self._padding[row]
-        prompt = LayerKV(key, value, scale, length=self.get_seq_length() - padding, rotation=context.rotation)
-        arrived = ArrivedEntries(prompt, entries.positions[slots] - padding, entries.scores[slots])
-        return context.config.method.selector.score_at_eviction(context.index, head, arrived)
+    def _score_entries(self, scale: float, entries: RaggedStore) -> Tensor:
+        """The scores [B * H, n] of all `entries` now; those appended since the last eviction get theirs here."""
+        assert self.store is not None and entries.scores is not None and entries.positions is not None
+        context, selector = self._context, self._context.config.method.selector
+        key, value, starts, counts = entries.attention_view()
+        places = zip(entries.starts.flatten().tolist(), entries.counts.flatten().tolist(), strict=True)
+        stored = StoredEntries(
+            key, value, entries.scores, entries.positions, starts, counts, list(places), self.store.appended_tokens,
+            self.base_length, self._padding, scale, context.rotation,
+        )  # fmt: skip
+        scores = selector.score_stored(context.index, stored)
+        context.shared.pending_nan_checks.append(not_numbers(scores))
+        context.shared.check_scores(context.index, selector, key.device)
+        return scores
 
     def fill(self, prompt: LayerKV) -> None:
         """Evict from a prompt that was read before."""

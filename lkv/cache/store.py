@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lkv.kernels.ragged_attention import append, append_and_attend, ragged_attention
+from lkv.kernels.selection import kernels_for
 from lkv.utils import devices
 
 # Pools of k [P, d] and v [P, dv], and for each row and head where its entries begin and how many there are (int32
@@ -83,29 +84,16 @@ class RaggedStore:
         key: Tensor,
         value: Tensor,
         scale: float,
-        scores: Tensor | None = None,
-        position: int = 0,
         buffers: dict[Any, Any] | None = None,
     ) -> Tensor:
         """Append new k and v to the free slots, then attend over everything stored.
 
-        `query` [B, Hq, T, d], `key` [B, H, T, d] and `value` [B, H, T, dv] give [B, Hq, T, dv]. `scores` [B, H, T] and
-        the `position` of the first new token are stored where `self.scores` are. `buffers`: see `append_and_attend`.
+        `query` [B, Hq, T, d], `key` [B, H, T, d] and `value` [B, H, T, dv] give [B, Hq, T, dv]. `buffers`: see
+        `append_and_attend`. What `scores` there are of the new tokens are not stored here.
         """
-        new = key.shape[2]
-        if scores is not None:
-            self.store_scores(scores, position, self._device_starts + self._device_lens)
         out = append_and_attend(query, key, value, *self.attention_view(), scale, buffers=buffers)
-        self.count_appended(new)
+        self.count_appended(key.shape[2])
         return out
-
-    def store_scores(self, scores: Tensor, position: int, slots: Tensor) -> None:
-        """Store `scores` [B, H, n] and positions of n new tokens from `slots` [B, H] on, where any are stored."""
-        if self.scores is not None and self.positions is not None:
-            steps = torch.arange(scores.shape[2], device=scores.device)
-            slots = slots[..., None] + steps
-            self.scores[slots] = scores.float()
-            self.positions[slots] = (position + steps).int()
 
     def drop_scores(self) -> None:
         """Forget scores and positions: nothing is evicted any more."""
@@ -181,7 +169,14 @@ class RaggedStore:
 
     def reallocate(self, free_slots: int) -> "RaggedStore":
         """A copy with other free slots."""
-        return self.select(torch.arange(len(self.lens), device="cpu"), free_slots)
+        kernels = kernels_for(self.k, self.v)
+        if kernels is None or not len(self.k):
+            return self.select(torch.arange(len(self.lens), device="cpu"), free_slots)
+        new = self._resized(self.lens, free_slots, self._padding)
+        entries = kernels.Entries.of_pools(*self.attention_view(), int(self.counts.max()))
+        extra = None if new.scores is None else (new.scores, new.positions)
+        kernels.move(entries, None, (new.k, new.v, new._device_starts), self.scores, self.positions, extra)
+        return new
 
     def drop_padding(self, padding: Tensor) -> "RaggedStore":
         """A store without those appended tokens that are `padding` [B, appended]; itself if there are none."""

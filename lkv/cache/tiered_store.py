@@ -128,13 +128,9 @@ class TieredStore:
         key: Tensor,
         value: Tensor,
         scale: float,
-        scores: Tensor | None = None,
-        position: int = 0,
         buffers: dict[Any, Any] | None = None,
     ) -> Tensor:
         """As `RaggedStore.extend`."""
-        if scores is not None:
-            self._rest.store_scores(scores, position, self._device_starts + self._device_lens)
         view, quantized, basis = self._pools(), self._quantized, self._basis
         if can_attend_quantized(query, *view, key, value, quantized=quantized):
             out = append_and_attend(query, key, value, *view, scale, buffers=buffers, quantized=quantized, basis=basis)

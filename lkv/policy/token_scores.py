@@ -15,7 +15,7 @@ Shapes: B rows, H KV heads, G query heads per KV head, T tokens, d the head's si
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from torch.nn.functional import silu
 
 from lkv.config import ScorerInputs
 from lkv.integrations.transformers.prefill import LayerKV, to_fp32
+from lkv.integrations.transformers.rotation import Rotation
+from lkv.kernels.selection import LARGEST_SCORED_DIM, ScoreWeights, kernels_for
 from lkv.utils.devices import full_precision
 
 SPREAD = 16  # columns of the learned queries' covariance: measured as good as the whole of it
@@ -209,6 +211,23 @@ def scores_in_blocks(
     return scores
 
 
+@torch.no_grad()
+def fold_weights(weights: TokenScoreWeights, like: torch.dtype) -> ScoreWeights:
+    """`weights` of one layer as the kernel takes them, for k and v in the dtype `like`; see `_content_of_blocks`."""
+    dtype = torch.bfloat16 if like == torch.bfloat16 else torch.float32
+    mean, std, hidden, bias, output = (x.float() for x in weights.content)
+    weight = (hidden / std[..., None]).to(dtype)
+    bias = bias - (mean[..., None, :] @ weight.float()).squeeze(-2)
+    folded = ScoreWeights(weight.contiguous(), bias.contiguous(), output.contiguous())
+    if (attention := weights.attention) is not None:
+        queries = torch.cat([attention.mean, attention.spread.transpose(-1, -2)], -2).float().contiguous()
+        normaliser, factor = attention.normaliser.float().contiguous(), attention.weight.float().contiguous()
+        folded = folded._replace(queries=queries, normaliser=normaliser, attention=factor)
+    if (position := weights.position) is not None:
+        folded = folded._replace(start=position.start.float().contiguous(), end=position.end.float().contiguous())
+    return folded
+
+
 def split_blocks(tokens: int, device: torch.device) -> Iterator[slice]:
     """The blocks of `tokens` tokens; larger where every product has to be launched."""
     size = 2048 if device.type == "cpu" else 16_384
@@ -264,6 +283,8 @@ class TokenScores(nn.Module):
     def __init__(self, layers: int, heads: int, kv_heads: int, head_dim: int, inputs: ScorerInputs | None = None):
         super().__init__()
         self.inputs = inputs or ScorerInputs()
+        self._folded: dict[Any, ScoreWeights] = {}
+        self._folded_from: Any = None
         shape = (layers, kv_heads)
         self.register_buffer("mean", torch.zeros(*shape, 2 * head_dim))
         self.register_buffer("std", torch.ones(*shape, 2 * head_dim))
@@ -300,6 +321,8 @@ class TokenScores(nn.Module):
 
         Raises UnsupportedModelError where the model's rotation is needed and cannot be undone.
         """
+        if (scores := self._score_by_kernel(prompt, layer, heads)) is not None:
+            return scores
         positions = self._positions(prompt)
         if torch.is_grad_enabled():
             final = self.score_on_arrival(prompt, layer, heads)
@@ -313,6 +336,8 @@ class TokenScores(nn.Module):
 
     def score_on_arrival(self, prompt: LayerKV, layer: int, heads: slice = slice(None)) -> Tensor:
         """The part of `forward` that does not depend on where the text ends."""
+        if (scores := self._score_by_kernel(prompt, layer, heads, eviction=False)) is not None:
+            return scores
         weights = self.weights(layer, heads, prompt.key.device)
         return scores_on_arrival(weights, self.read_key(prompt), prompt.value, self._positions(prompt))
 
@@ -320,6 +345,52 @@ class TokenScores(nn.Module):
         """The rest of `forward` for entries that were read at `positions` [T]; None where there is none."""
         weights, rotation = self.weights(layer, heads, prompt.key.device), self._future_rotation(prompt)
         return scores_at_eviction(weights, prompt.key, prompt.value, positions, prompt.end, rotation, prompt.scale)
+
+    def _score_by_kernel(self, prompt: LayerKV, layer: int, heads: slice, eviction: bool = True) -> Tensor | None:
+        """`forward` (or, without `eviction`, `score_on_arrival`) in one launch; None where the kernel cannot do it."""
+        key, kernels = prompt.key, kernels_for(prompt.key, prompt.value)
+        if kernels is None or torch.is_grad_enabled():
+            return None
+        tables = self.kernel_tables(prompt.rotation, key, prompt.start, key.shape[2], prompt.end)
+        if tables is None or key.shape != prompt.value.shape:
+            return None
+        entries, weights = kernels.Entries.of_prompt(key, prompt.value), self.folded_weights(layer, heads, key)
+        return kernels.score(
+            entries, weights, *tables, prompt.start, prompt.end, prompt.scale, eviction=eviction
+        )  # fmt: skip
+
+    def kernel_tables(
+        self, rotation: Rotation | None, like: Tensor, start: int, tokens: int, end: int
+    ) -> tuple[Any, Any] | None:
+        """What the kernel of scores needs of the rotation of `like` [., d]; None where that is not enough.
+
+        Tables to rotate k back at `tokens` positions from `start` on, and those of the mean rotation after `end`; None
+        each where no component reads them.
+        """
+        back = ahead = None
+        if like.shape[-1] % 2 or like.shape[-1] > LARGEST_SCORED_DIM:
+            return None
+        if self.inputs.key != "cached":
+            back = rotation and rotation.half_tables(like, start, start + tokens)
+            if back is None:
+                return None
+        if self.inputs.attention != "none":
+            wide = like.new_empty((0, like.shape[-1]), dtype=torch.promote_types(like.dtype, torch.float32))
+            ahead = rotation and rotation.mean_half_tables(wide, end, end + FUTURE)
+            if ahead is None:
+                return None
+        return back, ahead
+
+    def folded_weights(self, layer: int, heads: slice, like: Tensor) -> ScoreWeights:
+        """The weights of one layer as the kernel takes them, for k and v as `like`; kept until they change."""
+        tensors = (*self.parameters(), *self.buffers())
+        versions = tuple((x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors)
+        if self._folded_from != versions:
+            self._folded, self._folded_from = {}, versions
+        place = layer, heads.start, heads.stop, like.device, like.dtype
+        if place not in self._folded:
+            self._folded[place] = fold_weights(self.weights(layer, heads, like.device), like.dtype)
+        return self._folded[place]
 
     def _positions(self, prompt: LayerKV) -> Tensor:
         """The positions [T] of the tokens, where a component reads them."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
 
 from lkv.cache.config import CacheConfig, LayerContext, SharedState
 from lkv.cache.eviction import EntryRows, best_mask, evict_entries, gather_best
@@ -89,7 +90,8 @@ def test_entries_are_evicted_by_their_scores(data, batch, heads, appended):
     score = st.sampled_from([-torch.inf, -1.0, 0.0, 2.0])
     table = {at: data.draw(st.lists(score, min_size=n, max_size=n)) for at, n in numbered(store.counts)}
     context = LayerContext(0, CacheConfig(Method("mine", Uniform(0.5), Knorm())), SharedState(0), None)
-    new = evict_entries(context, store, limits[None], 1, lambda _, row, head, slots: torch.tensor(table[row, head]))
+    rows = pad_sequence([torch.tensor(row) for row in table.values()], batch_first=True, padding_value=-torch.inf)
+    new = evict_entries(context, store, limits[None], 1, lambda entries: rows)
     assert torch.equal(new.lens, torch.minimum(limits, store.counts)) and new.appended_tokens == 0
     for (row, head), scores in table.items():
         start = int(store.starts[row, head])

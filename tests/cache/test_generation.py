@@ -305,17 +305,6 @@ def test_no_step_of_decoding_copies_the_cache():
     assert peaks[1600] - peaks[400] <= 600 * 4 * 4 < 600 * entry_bytes
 
 
-def test_a_compiled_model_gives_the_same(policy):
-    model, outs = tiny_llama(dtype=torch.float32), []
-    for compiled in (False, True):
-        if compiled:
-            torch._dynamo.reset()
-            model.forward = torch.compile(model.forward, backend="eager")
-        cache = RaggedCache(model, policy=policy, retention=0.5)
-        outs.append(model.generate(ids(1, 30), past_key_values=cache, max_new_tokens=3, do_sample=False))
-    assert torch.equal(*outs)
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_an_answer_before_the_end_of_an_announced_prompt_is_refused(streaming):
     model, prompt = tiny_llama(), torch.arange(3, 53)[None]

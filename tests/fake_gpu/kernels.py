@@ -9,6 +9,8 @@ from torch import Tensor
 
 import lkv.kernels.ragged_attention.api as ragged_api
 import lkv.kernels.ragged_attention.triton as ragged
+import lkv.kernels.selection as selection_api
+import lkv.kernels.selection.triton as selection
 import lkv.kernels.soft_mask_attention.api as soft_api
 import lkv.kernels.soft_mask_attention.triton as soft
 from lkv.utils import devices
@@ -17,9 +19,10 @@ from tests.fake_gpu.device import NAME, load, logs, watched
 _GRID = (2**31 - 1, 65_535, 65_535)
 _KERNELS = (
     (ragged.kernels, ("slice_kernel", "join_kernel", "append_kernel")),
+    (selection.kernels, ("rank_kernel", "move_kernel", "score_kernel")),
     (soft.kernels, ("forward", "query_gradient", "key_gradient")),
 )
-_CACHED = (ragged_api._chosen, soft_api._chosen, ragged._launch, soft.tiles_on)
+_CACHED = (ragged_api._chosen, selection_api._kernels_for, soft_api._chosen, ragged._launch, soft.tiles_on)
 
 
 class Launches:
@@ -78,6 +81,7 @@ def fake_gpus(stubbed: bool = False) -> Iterator[list[Launch]]:
             for name in names:
                 patch.setattr(module, name, Launches(getattr(module, name), name, made, stubbed))
         patch.setattr(ragged, "interpreted", lambda: True)
+        patch.setattr(selection, "interpreted", lambda: True)
         patch.setattr(soft, "interpreted", lambda: True)
         _forget()
         yield made

@@ -91,7 +91,8 @@ def test_the_kernels_run_where_the_tensors_are(base):
     expected = logits(base, "cpu")
     with fake_gpus() as launches:
         found = logits(copy.deepcopy(base).to("fake:1"), "fake:1")
-    assert {launch.name for launch in launches} == {"append_kernel", "slice_kernel", "join_kernel"}
+    kernels = {"rank_kernel", "move_kernel", "append_kernel", "slice_kernel", "join_kernel"}
+    assert {launch.name for launch in launches} == kernels
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
@@ -379,8 +380,10 @@ def test_memory_that_runs_out_in_any_layer_of_a_step_means_fewer_rows(on_fake, t
 
 @torch.no_grad()
 @pytest.mark.parametrize(("learned", "waits"), [(False, 1), (True, 3)])
-def test_reading_a_prompt_waits_once_for_all_layers(on_fake, learned, waits):
+def test_reading_a_prompt_waits_once_for_all_layers(on_fake, monkeypatch, learned, waits):
     """For whether scores are numbers, and for a learned policy's budgets (twice); reallocating waits for nothing."""
+    numbers = torch.zeros((), dtype=torch.bool, device="fake")
+    monkeypatch.setattr("lkv.cache.eviction.not_numbers", lambda scores: numbers)  # stubs compute no scores
     options = {"policy": policy_of(on_fake).to("fake:0"), "retention": 0.4} if learned else {"method": KNORM}
     with fake_gpus(stubbed=True):
         cache, text = RaggedCache(on_fake, slack=0, **options), ids(61, 2).to("fake")
@@ -390,6 +393,63 @@ def test_reading_a_prompt_waits_once_for_all_layers(on_fake, learned, waits):
         with watched() as log:
             on_fake(text[:, 60:], past_key_values=cache)
         assert log.count("wait") == 0, log.summary("wait")
+
+
+WAYS = {
+    "decode eviction": {"decode_eviction": True, "slack": 1},
+    "streaming": {"streaming": True, "prompt_tokens": 26},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options", [WAYS["decode eviction"], pytest.param(WAYS["streaming"], marks=pytest.mark.slow)], ids=WAYS
+)
+def test_eviction_by_kernels_keeps_what_a_cpu_keeps(base, on_fake, options):
+    """In two parts where the prompt streams in; then tokens one by one."""
+    policy, text, found = policy_of(base), ids(29), []
+    for model, device, gpus in ((base, "cpu", nullcontext), (on_fake, "fake", fake_gpus)):
+        with gpus():
+            cache = RaggedCache(model, policy=policy, retention=0.4, **options)
+            sizes = [15, 11] if "streaming" in options else [26]
+            parts = [model(x.to(device), past_key_values=cache).logits.cpu() for x in text.split(sizes + [1] * 3, 1)]
+        found.append((torch.cat(parts[len(sizes) :], 1), cache.kept_counts()))
+    assert found[0][1] == found[1][1]
+    torch.testing.assert_close(found[1][0], found[0][0], atol=2e-3, rtol=2e-3)
+
+
+@torch.no_grad()
+def test_launches_of_eviction_a_layer(on_fake, monkeypatch):
+    """Tables of the rotation are made once for all layers, and the weights of a policy folded once."""
+    monkeypatch.setattr("lkv.cache.config.check_numbers", lambda *given: None)  # stubs compute no scores
+    policy, text = policy_of(on_fake).to("fake"), ids(400).to("fake")
+
+    def launches(cache, tokens):
+        """A layer, and all layers' tables; without the budgets and the model's own attention."""
+        with watched() as log:
+            on_fake(tokens, past_key_values=cache)
+        own = [event.place for event in log.ours("launch")]
+        tables = sum(place.startswith("integrations/transformers/rotation") for place in own)
+        others = ("integrations/", "policy/policy", "kernels/soft_topk", "methods/budgets")
+        return sum(not place.startswith(others) for place in own) / LAYERS, tables
+
+    def cache(**options):
+        return RaggedCache(on_fake, policy=policy, retention=0.4, **options)
+
+    with fake_gpus(stubbed=True):
+        launches(cache(), text[:, :100])
+        prompt, tables = launches(cache(), text[:, :100])
+        # Scores, whether they are numbers (2), ranks, the move, and the table of the new pools.
+        assert prompt == 6 and tables <= 20
+        streamed = cache(streaming=True, prompt_tokens=300)
+        launches(streamed, text[:, :100])
+        chunk, tables = launches(streamed, text[:, 100:200])
+        # Space, which is a move and a table; attention (3); scores on arrival; then as above.
+        assert chunk == 12 and tables <= 20
+        decoding = cache(decode_eviction=True, slack=16)
+        launches(decoding, text[:, :100])
+        steps = [launches(decoding, token)[0] for token in text[:, 100:168].split(1, 1)]
+    assert set(steps) == {2, 9} and sum(steps) / len(steps) < 2.5
 
 
 @torch.no_grad()

@@ -27,8 +27,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 import lkv.kernels.ragged_attention.triton as ragged
+import lkv.kernels.selection.triton as selection
 import lkv.kernels.soft_mask_attention.triton as soft
 from lkv.kernels.ragged_attention import QuantizedKV
+from lkv.kernels.selection import ScoreWeights
 from lkv.utils import devices
 
 # Bytes of shared memory that one block may use, and multiprocessors.
@@ -148,6 +150,26 @@ def tier_rows(dim: int, dtype: torch.dtype, tiers: tuple[tuple[int, int], ...]) 
     ragged.append_and_attend(q, new, new, pool, pool, starts, lens, dim**-0.5, quantized=quantized)
 
 
+def eviction_rows(dim: int, dtype: torch.dtype) -> None:
+    """A prompt of 8 heads in groups of 4: its scores, ranks and move. Then the scores of entries in pools."""
+    key = on_gpu(1, 8, 4100, dim, dtype=dtype)
+    starts, keep = (on_gpu(1, 8, dtype=torch.int32) for _ in range(2))
+    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    by_head = [on_gpu(8, *shape) for shape in ((dim,), (dim,), (20, dim), (4,), (), (13,), (13,))]
+    weights, back = ScoreWeights(on_gpu(8, 2 * dim, dim, dtype=wide), *by_head), on_gpu(4100, dim, dtype=dtype)
+    prompt, ahead = selection.Entries.of_prompt(key, key), on_gpu(dim)
+    scores = selection.score(prompt, weights, (back, back), (ahead, ahead), 0, 4100, dim**-0.5)
+    places = selection.rank(scores, keep)
+    pool, extra = on_gpu(999, dim, dtype=dtype), (on_gpu(999), on_gpu(999, dtype=torch.int32))
+    selection.move(prompt, places, (pool, pool, starts))
+    stored = selection.Entries.of_pools(pool, pool, starts, keep, 100)
+    options = {"scores": extra[0], "positions": extra[1]}
+    selection.score(stored, weights, (back, back), None, 7, 107, dim**-0.5, eviction=False, **options)
+    scores = selection.score(stored, weights, None, (ahead, ahead), 0, 107, dim**-0.5, arrival=False, **options)
+    selection.rank(scores, keep, keep)
+    selection.move(stored, places, (pool, pool, starts), *extra, extra)
+
+
 def soft_rows(dim: int, dtype: torch.dtype) -> int:
     """Forward and backward of 512 rows over 2,048 columns; returns the shared memory that their tiles state."""
     q, k, mask = on_gpu(1, 8, 512, dim, dtype=dtype), on_gpu(1, 2, 2048, dim, dtype=dtype), on_gpu(1, 2, 2048)
@@ -160,8 +182,12 @@ def soft_rows(dim: int, dtype: torch.dtype) -> int:
     return tiles.shared
 
 
-def compiled(arch: int, dim: int, dtype: str) -> list[dict[str, Any]]:
+def compiled(arch: int, dim: int, dtype: str, eviction: bool = False) -> list[dict[str, Any]]:
     """A row a kernel; a length that is no multiple of the tiles is the harder one to compile."""
+    if eviction:
+        with Compiler(arch) as compiler, torch.no_grad():
+            eviction_rows(dim, getattr(torch, dtype))
+        return [{"arch": arch, "dim": dim, "dtype": dtype} | row for row in compiler.rows]
     with Compiler(arch) as compiler, torch.no_grad():
         decode_rows(dim, getattr(torch, dtype))
         decode_rows(dim, getattr(torch, dtype), 64)
@@ -219,6 +245,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 100], choices=GPUS)
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 80, 96, 128, 256])
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--eviction", action="store_true", help="the kernels of eviction instead of attention's")
     options = parser.parse_args()
     if options.table:
         return print(table(read(options.table)))
@@ -227,7 +254,7 @@ def main() -> None:
     for given in itertools.product(options.arch, options.dim, options.dtype):
         if given in done:
             continue
-        lines = [json.dumps(row | {"problems": problems(row)}) for row in compiled(*given)]
+        lines = [json.dumps(row | {"problems": problems(row)}) for row in compiled(*given, options.eviction)]
         print(*lines, sep="\n", flush=True)
         if options.out:
             with options.out.open("a") as file:

@@ -64,8 +64,21 @@ class Rotation:
 
     def mean_rotation(self, like: Tensor, start: int, end: int) -> Tensor:
         """The mean of the rotations at positions `start` to `end` - 1: a matrix [d, d] that rows are multiplied by."""
-        cos, sin = (table.mean(1, keepdim=True) for table in self._cos_sin(like, start, end))
+        cos, sin = self._mean_cos_sin(like, start, end)
         return self._turn(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)[None, None], cos, sin)[0, 0]
+
+    def half_tables(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin [n, d] by which `rotate_halves` undoes the rotation of x [., d], in its dtype.
+
+        None where the model rotates otherwise, or a part of each head alone.
+        """
+        cos, sin = self._cos_sin(like, start, end, inverse=True)
+        return (cos[0], sin[0]) if cos.shape[-1] == like.shape[-1] and self._turns_halves(cos) else None
+
+    def mean_half_tables(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin [d] by which `rotate_halves` multiplies by `mean_rotation`; None as in `half_tables`."""
+        cos, sin = self._mean_cos_sin(like, start, end)
+        return (cos[0, 0], sin[0, 0]) if cos.shape[-1] == like.shape[-1] and self._turns_halves(cos) else None
 
     def future_start(self, end: int, count: int) -> int:
         """The first of `count` positions that follow a text of `end` tokens.
@@ -76,12 +89,26 @@ class Rotation:
         return end if change is None or end > change else min(end, max(0, change - count))
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate_halves(x, cos, sin) if self._turns_halves(cos, x.shape[-1]) else self._turn_by_model(x, cos, sin)
+
+    def _turns_halves(self, cos: Tensor, width: int | None = None) -> bool:
+        """Whether `rotate_halves` is the model's rotation of heads of `width` channels, by default those of `cos`."""
         if self._rotates_halves is None:
-            probe = torch.linspace(-1, 1, 2 * x.shape[-1], dtype=torch.float64, device="cpu").view(1, 1, 2, -1)
+            size = 2 * (width or cos.shape[-1])
+            probe = torch.linspace(-1, 1, size, dtype=torch.float64, device="cpu").view(1, 1, 2, -1)
             table = probe[0, ..., : cos.shape[-1]]
             own = self._turn_by_model(probe, table, table)
             self._rotates_halves = torch.allclose(own, rotate_halves(probe, table, table))
-        return rotate_halves(x, cos, sin) if self._rotates_halves else self._turn_by_model(x, cos, sin)
+        return self._rotates_halves
+
+    def _mean_cos_sin(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """The means [1, 1, d] of the tables; all layers of a prompt need the same."""
+        key = ("mean", start, end, like.dtype, like.device)
+        tables = self._tables.get(key)
+        if tables is None:
+            cos, sin = self._cos_sin(like, start, end)
+            tables = self._tables[key] = cos.mean(1, keepdim=True), sin.mean(1, keepdim=True)
+        return tables
 
     def _turn_by_model(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if not self._is_split_outside:
@@ -121,6 +148,12 @@ class NoRotation(Rotation):
     def unrotate(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
         """The tokens `part` of x."""
         return x[:, :, part]
+
+    def half_tables(self, like: Tensor, start: int, end: int) -> None:
+        """None: there is nothing to undo."""
+
+    def mean_half_tables(self, like: Tensor, start: int, end: int) -> None:
+        """None, as in `half_tables`."""
 
     def rerotate(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
         """`x` itself."""

@@ -5,6 +5,7 @@ from lkv.methods.selectors.base import (
     ArrivedEntries,
     PrecomputedScores,
     Selector,
+    StoredEntries,
     check_numbers,
     check_shape,
     not_numbers,
@@ -17,6 +18,6 @@ from lkv.methods.selectors.without_queries import DuoWindow, KeyDiff, Knorm, Ran
 
 __all__ = [
     "H2O", "TOVA", "ArrivedEntries", "CriticalKV", "DuoWindow", "ExpectedAttention", "KVzip", "KeyDiff", "Knorm",
-    "LearnedScores", "PrecomputedScores", "Random", "Selector", "SnapKV", "StreamingLLM", "check_numbers",
-    "check_shape", "not_numbers",
+    "LearnedScores", "PrecomputedScores", "Random", "Selector", "SnapKV", "StoredEntries", "StreamingLLM",
+    "check_numbers", "check_shape", "not_numbers",
 ]  # fmt: skip

@@ -1,14 +1,17 @@
 """What every selector is: scores for the tokens of a prompt."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.prefill import LayerKV
+from lkv.integrations.transformers.rotation import Rotation
 from lkv.methods.registry import Buildable
 
 
@@ -18,6 +21,67 @@ class ArrivedEntries(NamedTuple):
     prompt: LayerKV  # their k and v [1, 1, n, d]; its `end` is where the text ends now
     positions: Tensor  # [n], that they were read at
     scores: Tensor  # [n], that they got on arrival
+
+
+class StoredEntries(NamedTuple):
+    """The entries of one layer's pools, of which the last ones of each head have no scores yet.
+
+    Attributes:
+        key: [P, d].
+        value: [P, dv].
+        scores: float32 [P], that entries got on arrival.
+        positions: int32 [P], that they were read at, padding of their row included.
+        starts: int32 [B, H], the first entry of each head.
+        counts: int32 [B, H], how many it has.
+        places: (start, count) of each row and head, in order.
+        new: How many of these have neither score nor position yet.
+        start: The position of the first of them.
+        padding: How many tokens of padding each row began with.
+        scale: What products of queries and keys are multiplied by.
+        rotation: The layer's RoPE; None where LKV cannot undo it.
+    """
+
+    key: Tensor
+    value: Tensor
+    scores: Tensor
+    positions: Tensor
+    starts: Tensor
+    counts: Tensor
+    places: list[tuple[int, int]]
+    new: int
+    start: int
+    padding: list[int]
+    scale: float
+    rotation: Rotation | None
+
+    @property
+    def end(self) -> int:
+        """The position after the text."""
+        return self.start + self.new
+
+    def arrive(self, score: Callable[[LayerKV], Tensor]) -> None:
+        """Store the positions of the new entries, and the scores [B, H, n] that `score` gives them.
+
+        Rows without padding are scored together, others one by one.
+        """
+        steps = torch.arange(self.new, device=self.key.device)
+        slots = (self.starts + self.counts - self.new)[..., None] + steps
+        rows = [slice(row, row + 1) for row in range(len(slots))] if any(self.padding) else [slice(0, len(slots))]
+        for part in rows:
+            place = slots[part]
+            # As if the row had been read alone, without its padding: keys are rotated so.
+            start, kv = self.start - self.padding[part.start], (self.key[place], self.value[place])
+            self.scores[place] = score(LayerKV(*kv, self.scale, start=start, rotation=self.rotation)).float()
+        self.positions[slots] = (self.start + steps).int()
+
+    def heads(self) -> Iterator[tuple[int, ArrivedEntries]]:
+        """The number of each head and its entries, of all rows in order."""
+        heads = self.starts.shape[1]
+        for number, (start, count) in enumerate(self.places):
+            row, slots = number // heads, slice(start, start + count)
+            padding, kv = self.padding[row], (self.key[None, None, slots], self.value[None, None, slots])
+            prompt = LayerKV(*kv, self.scale, length=self.end - padding, rotation=self.rotation)
+            yield number % heads, ArrivedEntries(prompt, self.positions[slots] - padding, self.scores[slots])
 
 
 class Selector(Buildable, ABC):
@@ -68,6 +132,16 @@ class Selector(Buildable, ABC):
     def score_at_eviction(self, layer: int, head: int, entries: ArrivedEntries) -> Tensor:
         """The completed scores [n] of the `entries` of head number `head`, counted within this process."""
         return entries.scores
+
+    def score_stored(self, layer: int, entries: StoredEntries) -> Tensor:
+        """The completed scores [B * H, n] of all `entries` of a layer, -inf beyond a head's last.
+
+        New ones get their scores on arrival first.
+        """
+        if entries.new:
+            entries.arrive(lambda kv: check_shape(self, self.score_on_arrival(layer, kv), kv.key))
+        scores = [self.score_at_eviction(layer, head, arrived) for head, arrived in entries.heads()]
+        return pad_sequence(scores, batch_first=True, padding_value=-math.inf)
 
 
 class PrecomputedScores(Selector):

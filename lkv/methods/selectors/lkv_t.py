@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from lkv.integrations.transformers.prefill import LayerKV
+from lkv.kernels.selection import kernels_for
 from lkv.methods.registry import register_selector
-from lkv.methods.selectors.base import ArrivedEntries, Selector
+from lkv.methods.selectors.base import ArrivedEntries, Selector, StoredEntries
 from lkv.policy.policy import Policy
 
 _LENGTH_FACTOR = 1.2  # over the lengths of the training: up to there the paper's scorer chooses as well, as measured
@@ -54,3 +55,22 @@ class LearnedScores(Selector):
         own = slice(first, first + 1)
         rest = self._tokens.score_at_eviction(entries.prompt, layer, own, entries.positions)
         return entries.scores if rest is None else entries.scores + rest.flatten()
+
+    @torch.no_grad()
+    def score_stored(self, layer: int, entries: StoredEntries) -> Tensor:
+        """As in `Selector`; on a GPU in two launches for all heads."""
+        key, value = entries.key, entries.value
+        kernels, tables = kernels_for(key, value), None
+        if kernels is not None and key.shape == value.shape and not any(entries.padding):
+            tables = self._tokens.kernel_tables(entries.rotation, key, entries.start, entries.new, entries.end)
+        if tables is None:
+            return super().score_stored(layer, entries)
+        pools = key, value, entries.starts, entries.counts
+        stored = {"scores": entries.scores, "positions": entries.positions}
+        weights, (back, ahead), end = self._tokens.folded_weights(layer, self._heads, key), tables, entries.end
+        if entries.new:
+            late = kernels.Entries.of_pools(*pools, entries.new)
+            kernels.score(late, weights, back, None, entries.start, end, entries.scale, eviction=False, **stored)
+        every = kernels.Entries.of_pools(*pools, max(count for _, count in entries.places))
+        scores: Tensor = kernels.score(every, weights, None, ahead, 0, end, entries.scale, arrival=False, **stored)
+        return scores.flatten(0, 1)

@@ -1,0 +1,65 @@
+"""Eviction on a GPU in three launches (Triton): scores of the entries, which of them are kept, and their move.
+
+`triton` launches the kernels of `triton_kernels`. Elsewhere `lkv.policy.token_scores` and `lkv.cache.eviction` do the
+same with PyTorch's operators.
+"""
+
+import functools
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lkv.utils import devices
+
+LARGEST_SCORED_DIM = 128  # larger heads would take more shared memory than some GPUs have
+
+
+class ScoreWeights(NamedTuple):
+    """The weights of LKV-T in the heads of one layer, with everything folded that no token changes.
+
+    Attributes:
+        weight: [H, 2 d, d] in the dtype of the products: the MLP's first matrix over the deviations.
+        bias: float32 [H, d], without the means.
+        output: float32 [H, d].
+        queries: float32 [H, G + r, d], means and columns of the spread of the queries to come; None for no expected
+            attention, as the next two.
+        normaliser: float32 [H, G].
+        attention: float32 [H], what the expected attention is multiplied by.
+        start: float32 [H, K], the knots of the position; None for none, as `end`.
+        end: float32 [H, K].
+    """
+
+    weight: Tensor
+    bias: Tensor
+    output: Tensor
+    queries: Tensor | None = None
+    normaliser: Tensor | None = None
+    attention: Tensor | None = None
+    start: Tensor | None = None
+    end: Tensor | None = None
+
+
+def kernels_for(key: Tensor, value: Tensor) -> Any:
+    """The module `triton` where its kernels can run on k and v [..., d], None elsewhere."""
+    if not devices.is_gpu(key.device) or value.dtype != key.dtype:
+        return None
+    return _kernels_for(key.device, key.dtype, key.shape[-1], value.shape[-1])
+
+
+def ranking_for(scores: Tensor) -> Any:
+    """The module `triton` where its `rank` can take `scores` [N, T], None elsewhere."""
+    if not devices.is_gpu(scores.device) or scores.dtype == torch.float64:
+        return None
+    return _kernels_for(scores.device, torch.float32, 1, 1)
+
+
+@functools.cache
+def _kernels_for(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> Any:
+    # Without Triton, or with one that is broken, the operators serve; attention logs why.
+    try:
+        module = import_module("lkv.kernels.selection.triton")
+    except Exception:
+        return None
+    return None if module.refusal(device, dtype, dim, value_dim) else module

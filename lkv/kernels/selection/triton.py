@@ -1,0 +1,160 @@
+"""Launches of the kernels of eviction. Shapes: B rows, H KV heads, T tokens, d channels, P entries of the pools."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+import lkv.kernels.selection.triton_kernels as kernels
+from lkv.kernels.selection import ScoreWeights
+from lkv.utils import devices
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST_DIM = 256
+_RANKED_AT_ONCE = 2048
+_MOVED_AT_ONCE = 64
+
+
+class Entries(NamedTuple):
+    """Where entries lie: k and v [B, H, T, d] in any layout; or pools [P, d], their `starts` and `counts` [B, H].
+
+    `counts` (int32, as `starts`) are at most `width`.
+    """
+
+    key: Tensor
+    value: Tensor
+    heads: int
+    spans: int
+    width: int
+    starts: Tensor | None = None
+    counts: Tensor | None = None
+
+    @classmethod
+    def of_prompt(cls, key: Tensor, value: Tensor) -> "Entries":
+        """All entries of k and v [B, H, T, d]."""
+        key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+        batch, heads, tokens, _ = key.shape
+        return cls(key, value, heads, batch * heads, tokens)
+
+    @classmethod
+    def of_pools(cls, key: Tensor, value: Tensor, starts: Tensor, counts: Tensor, width: int) -> "Entries":
+        """The entries of pools [P, d]."""
+        return cls(key, value, starts.shape[1], starts.numel(), width, starts, counts)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """That of a table with a number for each entry."""
+        return self.spans // self.heads, self.heads, self.width
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The strides of k and v, as all kernels take them; 0 for pools."""
+        return (0,) * 6 if self.starts is not None else (*self.key.stride()[:3], *self.value.stride()[:3])
+
+
+def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
+    """Why the kernels cannot run, in one sentence; None where they can."""
+    if not devices.is_gpu(device):
+        return f"the entries are on {device.type!r}, but Triton needs a CUDA device."
+    if dtype not in DTYPES or not 0 < max(dim, value_dim) <= LARGEST_DIM:
+        return f"{dtype} heads of {dim} and {value_dim} were given, but the kernels take {DTYPES} up to {LARGEST_DIM}."
+    if not interpreted() and (gpu := devices.runtime(device).get_device_properties(device)).major < 8:
+        return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, but the Triton kernels need 8.0."
+    return None
+
+
+def interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), on any device."""
+    return not isinstance(kernels.rank_kernel, triton.JITFunction)
+
+
+def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Which kept entry of its span each entry is, in order, int32 [B, H, T]; -1 for those that are evicted.
+
+    Of the `counts` [B, H] first of `scores` [B, H, T] (float32; all by default) the `keep` [B, H] highest are kept, of
+    equal ones the earlier; both int32 on the device of the scores.
+    """
+    scores = scores.contiguous()
+    places = torch.empty_like(scores, dtype=torch.int32)
+    with devices.device_guard(scores.device):
+        kernels.rank_kernel[(keep.numel(), 1)](
+            scores, counts, keep, places, scores.shape[-1], BLOCK=_RANKED_AT_ONCE, num_warps=8
+        )
+    return places
+
+
+def move(
+    entries: Entries, places: Tensor | None, pools: tuple[Tensor, Tensor, Tensor],
+    scores: Tensor | None = None, positions: Tensor | None = None, extra: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Copy the entries that `rank` gave a place to the pools of k and v, from the `starts` of each span on.
+
+    All are copied, in order, where `places` is None.
+    `pools`: k, v and starts. With `extra`, pools of scores and positions, `scores` go along, in the layout of the
+    entries, and `positions` (their numbers by default).
+    """
+    key, value = entries.key, entries.value
+    new_key, new_value, new_starts = pools
+    new_scores, new_positions = extra or (None, None)
+    dim, value_dim = key.shape[-1], value.shape[-1]
+    with devices.device_guard(key.device):
+        kernels.move_kernel[(-(-entries.width // _MOVED_AT_ONCE), entries.spans)](
+            key, value, scores, positions, entries.starts, *entries.arguments, entries.counts, places, entries.width,
+            new_key, new_value, new_scores, new_positions, new_starts, entries.heads, DIM=dim, VALUE_DIM=value_dim,
+            BLOCK=_MOVED_AT_ONCE, BLOCK_D=triton.next_power_of_2(dim), BLOCK_V=triton.next_power_of_2(value_dim),
+        )  # fmt: skip
+
+
+def score(
+    entries: Entries, weights: ScoreWeights, tables: tuple[Tensor, Tensor] | None,
+    mean_tables: tuple[Tensor, Tensor] | None, start: int, end: int, scale: float, arrival: bool = True,
+    eviction: bool = True, scores: Tensor | None = None, positions: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """LKV-T in one launch, see `score_kernel`; nothing waits for the device.
+
+    Args:
+        entries: k and v of d channels, an even number up to `LARGEST_SCORED_DIM`. In pools, with `arrival`, the last
+            `width` entries of each span are meant.
+        weights: Those of the layer.
+        tables: cos and sin [T, d] by which k is rotated back; None for k as it is.
+        mean_tables: cos and sin [d] of the mean rotation of the positions to come; None for no expected attention.
+        start: The position of the first entry.
+        end: The position after the text.
+        scale: Attention's.
+        arrival: Whether to compute the part that is final when tokens arrive.
+        eviction: Whether to compute the part that depends on the end of the text.
+        scores: Pools of scores, float32 [P], for entries in pools: written with `arrival`, else added to.
+        positions: Pools of positions, int32 [P]: written with `arrival`, else read.
+
+    Returns:
+        float32 [B, H, T]; None where `scores` were written.
+    """
+    key = entries.key
+    dim = key.shape[-1]
+    in_place = entries.starts is not None and arrival
+    out = None if in_place else key.new_empty(entries.shape, dtype=torch.float32)
+    cos, sin = tables or (None, None)
+    mean_cos, mean_sin = mean_tables or (None, None)
+    queries = None if mean_tables is None else weights.queries
+    group = 0 if weights.normaliser is None else weights.normaliser.shape[1]
+    rows = 0 if weights.queries is None else weights.queries.shape[1]
+    knots = 0 if weights.start is None else weights.start.shape[1]
+    # Products in float32 take registers, and larger tiles spill them.
+    block = 16 if weights.weight.dtype == torch.float32 else 64
+    with devices.device_guard(key.device):
+        kernels.score_kernel[(-(-entries.width // block), entries.spans)](
+            key, entries.value, entries.starts, entries.counts, *entries.arguments, scores, positions, out, cos, sin,
+            weights.weight, weights.bias, weights.output, queries, mean_cos, mean_sin, weights.normaliser,
+            weights.attention, weights.start, weights.end, entries.heads, entries.width, start, end, scale,
+            ARRIVAL=arrival, EVICTION=eviction, GROUP=group, ROWS=rows, KNOTS=knots, DIM=dim,
+            # The interpreter knows bfloat16 as bits, and would multiply those.
+            WIDEN=interpreted(), BLOCK=block, BLOCK_H=_padded(dim // 2), BLOCK_U=_padded(dim), BLOCK_R=_padded(rows),
+            BLOCK_K=_padded(knots), num_warps=8 if dim > 64 else 4,
+        )  # fmt: skip
+    return out
+
+
+def _padded(size: int) -> int:
+    """The size of a block for `size` numbers; a dot product takes at least 16 of everything."""
+    return max(16, triton.next_power_of_2(size))

@@ -1,0 +1,186 @@
+"""The kernels of eviction in Triton's interpreter, against float64 and against PyTorch's sort."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+pytest.importorskip("triton")
+import lkv.kernels.selection.triton as selection
+from lkv.kernels.selection import ScoreWeights
+from lkv.kernels.selection.triton import Entries
+
+
+def ranked(scores: torch.Tensor, keep: int, count: int) -> list[int]:
+    """The numbers of the `keep` highest of the first `count` of `scores` [T], of equal ones the earlier, in order."""
+    order = sorted(range(count), key=lambda entry: (-float(scores[entry]), entry))
+    return sorted(order[:keep])
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "infinities", "tiny", "large"])
+def test_the_highest_are_kept_and_of_equal_ones_the_earlier(kind):
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(2, 3, 2500, generator=generator)
+    if kind == "ties":
+        scores = (scores * 2).round().where(scores > 0, -0.0)
+        scores[0, 0, ::3] = 0.0
+    elif kind == "infinities":
+        scores[..., :900], scores[..., 900:905] = -math.inf, math.inf
+    elif kind in ("tiny", "large"):
+        scores *= 1e-39 if kind == "tiny" else 1e37
+    counts = torch.tensor([[2500, 0, 1], [2049, 2048, 700]], dtype=torch.int32)
+    keep = torch.tensor([[2500, 0, 1], [0, 1023, 699]], dtype=torch.int32)
+    places = selection.rank(scores, keep, counts)
+    for row in range(2):
+        for head in range(3):
+            count = int(counts[row, head])
+            own = places[row, head, :count]
+            kept = (own >= 0).nonzero()[:, 0].tolist()
+            assert kept == ranked(scores[row, head], int(keep[row, head]), count)
+            assert own[own >= 0].tolist() == list(range(len(kept)))
+    full = selection.rank(scores, keep.clamp(max=9))
+    assert [int((row >= 0).sum()) for row in full.flatten(0, 1)] == [9, 0, 1, 0, 9, 9]
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(8, 8), (80, 96)])
+@pytest.mark.parametrize("layout", ["heads first", "tokens first", "pools"])
+def test_entries_move_to_their_places_and_nowhere_else(dim, value_dim, layout):
+    torch.manual_seed(2)
+    tokens = 130
+    if layout == "heads first":
+        key, value = torch.randn(2, 3, tokens, dim), torch.randn(2, 3, tokens, value_dim)
+    else:
+        key, value = (torch.randn(2, tokens, 3, d).transpose(1, 2) for d in (dim, value_dim))
+    scores, positions = torch.randn(2, 3, tokens), torch.randint(0, 999, (2, 3, tokens), dtype=torch.int32)
+    places = torch.full((2, 3, tokens), -1, dtype=torch.int32)
+    lens = [[0, 5, 130], [77, 1, 2]]
+    for row in range(2):
+        for head in range(3):
+            chosen = torch.randperm(tokens)[: lens[row][head]].sort().values
+            places[row, head, chosen] = torch.arange(len(chosen), dtype=torch.int32)
+    sizes = torch.tensor(lens).flatten() + 4
+    starts = (sizes.cumsum(0) - sizes).int().view(2, 3)
+    pools = [torch.full((int(sizes.sum()), d), math.nan) for d in (dim, value_dim)]
+    extra = torch.full((len(pools[0]),), math.nan), torch.full((len(pools[0]),), -7, dtype=torch.int32)
+    given = {"scores": scores, "positions": positions}
+    entries = Entries.of_prompt(key, value)
+    if layout == "pools":
+        flat = [x.flatten(0, 2) for x in (key, value)]
+        begins = torch.arange(0, 6 * tokens, tokens, dtype=torch.int32).view(2, 3)
+        counts = torch.full((2, 3), tokens, dtype=torch.int32)
+        entries = Entries.of_pools(*flat, begins, counts, tokens)
+        given = {name: x.flatten() for name, x in given.items()}
+    selection.move(entries, places, (*pools, starts), extra=extra, **given)
+    written = 0
+    for row in range(2):
+        for head in range(3):
+            own, start = places[row, head] >= 0, int(starts[row, head])
+            end = start + int(own.sum())
+            for pool, source in zip((*pools, *extra), (key, value, scores, positions), strict=True):
+                assert torch.equal(pool[start:end], source[row, head, own])
+            written += int(own.sum())
+    assert int(pools[0][:, 0].isfinite().sum()) == int(pools[1][:, -1].isfinite().sum()) == written
+    assert int((extra[1] != -7).sum()) == written
+
+
+def random_weights(heads, dim, group, knots, dtype):
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    rows = group + 5
+    return ScoreWeights(
+        (normal(heads, 2 * dim, dim) / math.sqrt(2 * dim)).to(dtype), normal(heads, dim), normal(heads, dim),
+        normal(heads, rows, dim), normal(heads, group), normal(heads), normal(heads, knots), normal(heads, knots),
+    )  # fmt: skip
+
+
+def turned(x, cos, sin):
+    """Halves of the channels, rotated as Llama's are."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def knots_at(table, places):
+    """[H, K] at [..., T] places: [..., H, T] by linear interpolation in float64."""
+    x = places.double().log2().clamp(max=table.shape[1] - 1)
+    low = x.floor().long().clamp(max=table.shape[1] - 2)
+    share = x - low
+    return table.double()[:, low] * (1 - share) + table.double()[:, low + 1] * share
+
+
+def reference(key, value, weights, tables, mean_tables, positions, end, scale):
+    """The two parts of the scores [H, T] of one row in float64: on arrival, and at eviction."""
+    k, v = key.double(), value.double()
+    w = weights._replace(**{name: x.double() for name, x in weights._asdict().items()})
+    read = turned(k, *(x.double() for x in tables)) if tables else k
+    units = torch.cat([read, v], -1) @ w.weight + w.bias[:, None]
+    arrival = (silu(units) * w.output[:, None]).sum(-1) + knots_at(weights.start, positions + 1)
+    queries = turned(w.queries, *(x.double() for x in mean_tables)) * scale
+    products, group = k @ queries.mT, w.normaliser.shape[1]
+    logits = products[..., :group] + products[..., group:].square().sum(-1, keepdim=True) / 2
+    expected = (logits - w.normaliser[:, None]).logsumexp(-1) + v.norm(dim=-1).clamp(min=1e-12).log()
+    return arrival, w.attention[:, None] * expected + knots_at(weights.end, end - positions)
+
+
+SHAPES = [(8, 2, torch.float32), (64, 4, torch.bfloat16), (80, 3, torch.float16)]
+
+
+def tables_for(tokens, dim):
+    angle = torch.randn(tokens, dim // 2, generator=torch.Generator().manual_seed(4)).repeat(1, 2)
+    return angle.cos(), angle.sin()
+
+
+@pytest.mark.parametrize(("dim", "group", "dtype"), SHAPES, ids=["float32", "bfloat16", "float16"])
+def test_scores_of_a_prompt_equal_those_in_float64(dim, group, dtype):
+    torch.manual_seed(5)
+    key, value = (torch.randn(2, 90, 3, dim, dtype=dtype).transpose(1, 2) for _ in range(2))
+    weights = random_weights(3, dim, group, 7, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    tables, mean_tables = tables_for(90, dim), tuple(x[0] for x in tables_for(1, dim))
+    found = selection.score(Entries.of_prompt(key, value), weights, tables, mean_tables, 11, 150, 0.3)
+    places = torch.arange(11, 101)
+    for row in range(2):
+        exact = sum(reference(key[row], value[row], weights, tables, mean_tables, places, 150, 0.3))
+        allowed = 0.1 if dtype == torch.bfloat16 else 1e-3
+        torch.testing.assert_close(found[row].double(), exact, atol=allowed, rtol=1e-3)
+
+
+def test_scores_in_pools_are_written_on_arrival_and_completed_at_eviction():
+    torch.manual_seed(6)
+    dim, counts = 16, torch.tensor([[70, 9], [33, 150]], dtype=torch.int32)
+    starts = torch.tensor([[5, 80], [95, 130]], dtype=torch.int32)
+    key, value = torch.full((290, dim), math.nan), torch.full((290, dim), math.nan)
+    scores, positions = torch.full((290,), math.nan), torch.full((290,), -1, dtype=torch.int32)
+    new, begin, end = 9, 400, 409
+    for start, count in zip(starts.flatten().tolist(), counts.flatten().tolist(), strict=True):
+        spans = slice(start, start + count)
+        key[spans], value[spans] = torch.randn(count, dim), torch.randn(count, dim)
+        old = slice(start, start + count - new)
+        scores[old] = torch.randn(count - new)
+        positions[old] = torch.randperm(400)[: count - new].int().sort().values
+    before, weights = scores.clone(), random_weights(2, dim, 2, 7, torch.float32)
+    tables, mean_tables = tables_for(new, dim), tuple(x[0] for x in tables_for(1, dim))
+    options = {"scores": scores, "positions": positions}
+    late = Entries.of_pools(key, value, starts, counts, new)
+    assert selection.score(late, weights, tables, None, begin, end, 0.3, eviction=False, **options) is None
+    everything = Entries.of_pools(key, value, starts, counts, 150)
+    found = selection.score(everything, weights, None, mean_tables, 0, end, 0.3, arrival=False, **options)
+    for row in range(2):
+        for head in range(2):
+            start, count = int(starts[row, head]), int(counts[row, head])
+            own, old = slice(start, start + count), slice(start, start + count - new)
+            late = slice(start + count - new, start + count)
+            assert positions[late].tolist() == list(range(begin, end)) and torch.equal(scores[old], before[old])
+            one = weights._replace(**{name: x[head : head + 1] for name, x in weights._asdict().items()})
+            arrival, _ = reference(
+                key[None, late], value[None, late], one, tables, mean_tables, positions[late], end, 0.3
+            )
+            torch.testing.assert_close(scores[late].double(), arrival[0], atol=1e-4, rtol=1e-4)
+            _, rest = reference(key[None, own], value[None, own], one, None, mean_tables, positions[own], end, 0.3)
+            torch.testing.assert_close(
+                found[row, head, :count].double(), scores[own].double() + rest[0], atol=1e-4, rtol=1e-4
+            )
+            assert bool((found[row, head, count:] == -math.inf).all())
+    assert int(scores.isfinite().sum()) == int(counts.sum())
