@@ -20,7 +20,10 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class HeaderTimeoutProtocol(H11Protocol):
-    """Closes connections whose headers are incomplete after `header_seconds`; uvicorn's own protocol waits for ever."""
+    """Closes connections whose headers are incomplete after `header_seconds`; uvicorn's own protocol waits for ever.
+
+    A body that is no HTTP is answered once, by uvicorn itself, where that would let the application answer too, and fail.
+    """
 
     header_seconds = 10.0
     _timer: asyncio.TimerHandle | None = None
@@ -39,6 +42,16 @@ class HeaderTimeoutProtocol(H11Protocol):
             self._timer = None
         elif self._timer is None and is_incomplete:
             self._timer = self.loop.call_later(self.header_seconds, self.transport.close)
+
+    @override
+    def send_400_response(self, msg: str) -> None:
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # an answer has begun
+            self.transport.close()
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:

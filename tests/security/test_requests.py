@@ -1,10 +1,12 @@
 """Requests and files made to break a server: each is refused, and the next request is answered."""
 
 import json
+import logging
 import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -277,6 +279,25 @@ def test_half_sent_bodies_are_not_waited_for(server, monkeypatch, headers, path)
         assert client.recv(100).startswith(b"HTTP/1.1 408")
         client.close()
     assert server.ask("/healthz") == (200, "ok\n")
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("first", ["GET /healthz", "POST /v1/models", "GET /v1/contexts", "POST /v1/contexts"])
+def test_a_body_that_is_no_http_leaves_no_traceback(server, first, pieces):
+    records, handler = [], logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("uvicorn.error").addHandler(handler)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            head = f"{first} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{{".encode()
+            for data in [head + b"mes\r\nzz\r\n"] if pieces == 1 else [head, b"mes\r\nzz\r\n"]:
+                client.sendall(data)
+                time.sleep(0.05)
+            assert client.recv(100).startswith((b"HTTP/1.1 400", b"HTTP/1.1 200", b"HTTP/1.1 405"))
+        assert server.ask("/healthz") == (200, "ok\n")
+    finally:
+        logging.getLogger("uvicorn.error").removeHandler(handler)
+    assert [record.getMessage() for record in records if record.levelno > logging.WARNING] == []
 
 
 def test_a_body_that_trickles_is_ended(server, monkeypatch):
