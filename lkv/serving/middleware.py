@@ -22,7 +22,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 class HeaderTimeoutProtocol(H11Protocol):
     """Closes connections whose headers are incomplete after `header_seconds`; uvicorn's own protocol waits for ever.
 
-    A body that is no HTTP is answered once, by uvicorn itself, where that would let the application answer too, and fail.
+    A body that is no HTTP is answered once, by uvicorn itself; the application, which would answer too, is cut off.
     """
 
     header_seconds = 10.0
