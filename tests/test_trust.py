@@ -141,6 +141,7 @@ def test_a_context_knows_its_ids(model, policy, tmp_path):
     contexts = [
         Context.load(path, model, Words()),
         compress(model, Words(), TEXT, policy=policy, chunk=9),
+        compress(model, Words(), TEXT, policy=policy, chunk=10**30),
         compress(model, Words(), TEXT, method="kvzip"),
     ]
     for context in contexts:

@@ -496,7 +496,7 @@ def _prefill(
     model: Any, cache: Cache, ids: Tensor, chunk: int | None, progress: Callable[[float], None] | None = None
 ) -> None:
     """Read `ids` [1, T] into `cache`, in parts of `chunk` tokens; `progress` as in `compress`."""
-    parts = ids.split(chunk or ids.shape[1], 1)
+    parts = ids.split(min(chunk or ids.shape[1], ids.shape[1]), 1)
     for number, part in enumerate(parts):
         if progress is not None and isinstance(cache, RaggedCache):
             cache.on_layer_start = lambda layer, done=number: progress((done + layer / len(cache.layers)) / len(parts))
