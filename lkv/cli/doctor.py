@@ -170,12 +170,12 @@ def _check_disk() -> Iterator[Finding]:
     from lkv.utils.files import cache_folder
 
     folder = cache_folder()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     free = shutil.disk_usage(existing).free
     fits = os.access(existing, os.W_OK) and free > _MIN_FREE_BYTES
     fix = "" if fits else "set LKV_CACHE to a folder that is writable and has 2 GB free"
     yield Finding("cache folder", OK if fits else BAD, f"{folder}, {free / 1e9:.0f} GB free", fix)
-    if (folder / DEFAULT / "config.json").is_file():
+    if os.path.isfile(folder / DEFAULT / "config.json"):
         yield Finding("default model", OK, "converted")
     else:
         yield Finding("default model", OFF, "not downloaded yet", "`lkv ask` downloads it at its first use")

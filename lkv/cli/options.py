@@ -1,7 +1,7 @@
 """Options that several commands share, and checks that need no torch."""
 
 from collections.abc import Iterable
-from os.path import exists
+from os.path import exists, isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -126,7 +126,7 @@ def check_pattern(methods: Iterable[str], pattern: Path | None = None, takes_pat
     """Raise LkvError if a method lacks DuoAttention's pattern of retrieval heads; imports torch."""
     from lkv.methods.registry import PATTERN
 
-    if pattern and not pattern.is_file():
+    if pattern and not isfile(pattern):
         raise LkvError(f"{pattern} does not exist; give --pattern a .tsv file or a UTF-8 text file.")
     name = next((method for method in methods if PATTERN in find_needs(method)), None)
     if name and not takes_pattern:

@@ -207,6 +207,7 @@ def test_the_retention_reached_is_reported(folder, asked):
         (("text", "why?", "--save", "text"), "knorm", "is a folder"),
         (("text", "why?"), "duo", "'duo' needs the retrieval heads of the model; give --pattern with"),
         (("text", "why?", "--pattern", "nowhere.tsv"), "duo", "nowhere.tsv does not exist"),
+        (("text", "why?", "--pattern", "x" * 300), "duo", "xxx does not exist; give --pattern"),
         (("text", "why?", "--pattern", "nowhere.tsv"), "knorm", "takes no --pattern"),
         (("text", "why?"), None, "there is no policy for this model (LlamaForCausalLM, 3 layers of 2 KV heads)"),
         (("binary", "why?"), "knorm", "cannot be read as text"),

@@ -54,6 +54,12 @@ def basis_of(dim=16, dtype=torch.bfloat16):
     )
 
 
+def shrunk(x):
+    x = x.clone()
+    x.untyped_storage().resize_(x.untyped_storage().nbytes() // 2)
+    return x
+
+
 def freed(x):
     x = x.clone()
     x.untyped_storage().resize_(0)
@@ -126,14 +132,15 @@ def test_tiers_that_do_not_fit(place, change):
     ("name", "change"),
     [
         *((name, change) for name in Basis._fields
-          for change in (freed, torch._neg_view, lambda x: x.to("meta"), lambda x: x.to_sparse(),
+          for change in (freed, shrunk, torch._neg_view, lambda x: x.to("meta"), lambda x: x.to_sparse(),
                          lambda x: x.as_strided(x.shape, [0] * x.ndim))),
         ("mean", lambda x: x.float()), ("scale", lambda x: x.half()), ("key_rotation", lambda x: x.bfloat16()),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # read by "cpp", and by plain PyTorch
 @torch.no_grad()
-def test_a_basis_that_cannot_be_read(name, change):
-    arguments, basis = good(), basis_of()
+def test_a_basis_that_cannot_be_read(dtype, name, change):
+    arguments, basis = good(dtype=dtype), basis_of()
     append_and_attend(*(x.clone() for x in arguments.values()), 0.3, basis=basis)
     basis = basis._replace(**{name: change(getattr(basis, name))})
     with pytest.raises(ValueError, match=r"\w+ "):
@@ -143,6 +150,22 @@ def test_a_basis_that_cannot_be_read(name, change):
         ragged_attention(query, *pools, 0.3, basis=basis, causal=False)
     with pytest.raises(ValueError, match=r"\w+ "):
         append(key, value, *pools, basis)
+
+
+@pytest.mark.parametrize("name", ["q", "key", "value"])
+@torch.no_grad()
+def test_storages_are_looked_at_before_a_basis_is_entered(name):
+    arguments = good(dtype=torch.float64)
+    arguments[name] = shrunk(arguments[name])
+    with pytest.raises(ValueError, match="freed or shrunk"):
+        append_and_attend(*arguments.values(), 0.3, basis=basis_of())
+    query, key, value, *pools = arguments.values()
+    if name != "q":
+        with pytest.raises(ValueError, match="freed or shrunk"):
+            append(key, value, *pools, basis_of())
+    else:
+        with pytest.raises(ValueError, match="freed or shrunk"):
+            ragged_attention(query, *pools, 0.3, basis=basis_of())
 
 
 @torch.no_grad()
@@ -225,7 +248,7 @@ def test_soft_topk_of_tensors_that_do_not_fit(x):
 
 HOSTILE = """
 import random, sys, torch
-from tests.kernels.test_bad_arguments import basis_of, freed, good, tiers_of
+from tests.kernels.test_bad_arguments import basis_of, freed, good, shrunk, tiers_of
 from lkv.kernels.ragged_attention import append, append_and_attend, masked_attention, merge_attention, ragged_attention
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
@@ -233,11 +256,6 @@ from lkv.kernels.soft_topk import soft_topk
 torch.manual_seed(0)
 random.seed(0)
 torch.set_grad_enabled(False)
-
-def shrunk(x):
-    x = x.clone()
-    x.untyped_storage().resize_(x.untyped_storage().nbytes() // 2)
-    return x
 
 CHANGES = (
     torch._neg_view, lambda x: x[..., : random.randrange(4)], lambda x: x[: random.randrange(3)],

@@ -113,7 +113,10 @@ def ragged_attention(
     options: dict[str, Any] = {"quantized": quantized} if quantized else {}
     if chosen in _IN_BASIS:
         options["basis"] = basis
-    entered = q if basis is None or chosen in _IN_BASIS else basis.enter_queries(q)
+    entered = q
+    if basis is not None and chosen not in _IN_BASIS:
+        _check_entering(basis, q=q)
+        entered = basis.enter_queries(q)
     out, log_sum_exp = _module(chosen).attend(entered, k_pool, v_pool, starts, lens, scale, causal, lse, **options)
     if basis is not None and chosen not in _IN_BASIS:
         out, log_sum_exp = basis.leave_outputs(out), basis.leave_lse(log_sum_exp, q, scale) if lse else None
@@ -159,6 +162,7 @@ def append_and_attend(
     if chosen in _IN_BASIS:
         return module.append_and_attend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, quantized, basis)
     if basis is not None:
+        _check_entering(basis, q=q, key=key, value=value)
         q, (key, value) = basis.enter_queries(q), basis.enter_entries(key, value)
     if chosen in _FUSED:
         out = module.append_and_attend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, quantized)
@@ -192,6 +196,7 @@ def append(
     """
     _check(None, k_pool, v_pool, starts, lens, key, value, basis=basis)
     if basis is not None:
+        _check_entering(basis, key=key, value=value)
         key, value = basis.enter_entries(key, value)
     _append(key, value, k_pool, v_pool, starts, lens)
 
@@ -347,6 +352,13 @@ def _check_basis(basis: Basis, starts: Tensor, dim: int, value_dim: int) -> None
     _check_fields("tensors of the basis", basis._fields, basis, shapes, dtypes)
     if not all(x.is_contiguous() for x in basis):
         raise ValueError("The tensors of the basis must be contiguous: call .contiguous() on each.")
+
+
+def _check_entering(basis: Basis, **tensors: Tensor) -> None:
+    """Raise ValueError where PyTorch's own operators would read beyond a storage; on a CPU alone, as `_check_spans`."""
+    if basis.mean.device.type == "cpu":
+        for name, x in (*tensors.items(), *basis._asdict().items()):
+            check_storage(name, x)
 
 
 def _check_fields(
