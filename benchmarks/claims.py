@@ -141,15 +141,14 @@ def training() -> list[str]:
         steps = [row for row in results["rows"] if row["what"] == "curve" and row["run"] == name]
         falls = ", ".join(f"{row['validation_kl']:.3f} after {row['step']:,}" for row in steps)
         own = {key: f"{value:,g}" if isinstance(value, int | float) else value for key, value in settings.items()}
-        parts.append(
+        text = (
             "`{0}`: preset `paper` in {steps} steps, contexts a step {batch}, of {min_tokens} to {max_tokens} tokens "
             "(the paper: 1,000 steps, 64 of 2,000 to 16,000), k {key}, R {retention_start} to {retention_end}, "
             "temperature {tau_start} to {tau_end}, no warm start; Loom-like data, {1} items that overlap with "
-            "evaluated texts left out. Held-out KL at R = {retention_end} by steps: {2}. {3:,} contexts in all, "
-            "where the paper reads 64,000: this shows the schedule at work, not what it reaches. The policy is not shipped.".format(
-                name, dropped, falls, read, **own
-            )
+            "evaluated texts left out. Held-out KL at R = {retention_end} by steps: {2}. {3:,} contexts in all, where "
+            "the paper reads 64,000: this shows the schedule at work, not what it reaches. The policy is not shipped."
         )
+        parts.append(text.format(name, dropped, falls, read, **own))
     head = [f"{texts}, {tokens:,} tokens, R = {retention:g}" for texts, tokens, retention in columns]
     counts = " or ".join(map(str, sorted({row["n"] for row in held_out})))
     lead = (
