@@ -5,7 +5,7 @@ python -m benchmarks.memory --data FOLDER --model NAME
 
 A budget is a share of the bytes of a 16-bit cache, whatever dtype the model computes in. Every method is measured in
 tiers, and with all its entries in 16, 8 and 4 bits. --full-table has all budgets and precisions for every method, else
-only LKV has.
+only LKV has (and LKV refitted all budgets in tiers).
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ from lkv.evaluation.report.names import method_label
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.memory import DEFAULT_TABLE, Precision, TierTable
 
-METHODS = ["lkv", "kvzip", "snapkv", "lkv-h+expected"]
+METHODS = ["lkv", "lkv+refit", "kvzip", "snapkv", "lkv-h+expected"]
 TABLES = {"": DEFAULT_TABLE} | {f"{bits} bits": TierTable.single(Precision(bits, bits)) for bits in (16, 8, 4)}
 COMPARED = (0.15, 0.05)  # the budgets of methods other than LKV
 Sample = dict[str, Any]
@@ -44,13 +44,11 @@ def main() -> None:
     )  # fmt: skip
     if not options.full_table:
         compared = {share * scale for share in COMPARED}
-        grid = grid.select(
-            frozenset(
-                (name, share)
-                for name, share in grid.pairs
-                if name.split(" ")[0] == "lkv" or (share in compared and "(8 " not in name)
-            )
-        )
+
+        def is_measured(name: str, share: float) -> bool:
+            return name.split(" ")[0] == "lkv" or name == "lkv+refit" or (share in compared and "(8 " not in name)
+
+        grid = grid.select(frozenset(pair for pair in grid.pairs if is_measured(*pair)))
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
     cases = cases_by_length(options.tasks, contexts)
 
