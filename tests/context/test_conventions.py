@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import pipeline as stock_pipeline
 
 import lkv
@@ -23,8 +23,7 @@ def test_generate_compresses_in_the_block_and_nowhere_else(model, policy):
         assert compression.cache is None
         assert torch.equal(model.generate(prompt, **options), expected)
         assert compression.cache.kept_counts() == cache.kept_counts()
-        assert torch.equal(model.generate(inputs=prompt, prefill_chunk_size=25, **options), expected)
-        assert compression.cache.kept_counts() == cache.kept_counts()
+        assert torch.equal(model.generate(inputs=prompt, **options), expected)
         model.generate(input_ids=other, **options)
         assert compression.cache.ragged_layers[0].row_count == 2
         own = lkv.RaggedCache(model, method="knorm")
@@ -34,6 +33,19 @@ def test_generate_compresses_in_the_block_and_nowhere_else(model, policy):
             model.generate(prompt, use_cache=False, **options)
     assert "generate" not in vars(model) and torch.equal(model.generate(prompt, **options), whole)
     assert not torch.equal(whole, expected)
+
+
+def test_generate_reads_in_chunks_in_the_block(model, policy):
+    prompt = ids(1, 60)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    chunked = {**options, "prefill_chunk_size": 25}
+    stock = model.generate(prompt, past_key_values=DynamicCache(), **chunked)
+    if not torch.equal(stock, model.generate(prompt, **options)):
+        pytest.skip("transformers' own chunked prefill is wrong in this version")
+    with lkv.compress_prefill(model, retention=0.3, policy=policy) as compression:
+        expected, counts = model.generate(prompt, **options), compression.cache.kept_counts()
+        assert torch.equal(model.generate(prompt, **chunked), expected)
+        assert compression.cache.kept_counts() == counts
 
 
 def test_a_block_gives_generate_back_after_an_error_and_in_another_block(model):

@@ -1,8 +1,7 @@
 """A policy for any model in minutes: stages, time, resuming, and what is refused."""
 
-import os
 import shutil
-import signal
+import subprocess
 import sys
 import time
 
@@ -32,6 +31,19 @@ from lkv.training.warm_start import _scores_of_all_heads, calibrate, kvzip_targe
 from tests.conftest import save_model
 
 TEXT = "The old mill by the river was sold in spring. Nobody knew who had bought it, but the lights came back. " * 40
+
+
+# A run that is killed: of the model in argv[1], and if argv[2] is "statistics", before the regression.
+INTERRUPTED = """
+import sys, time, torch
+from lkv.models.loading import load_model
+from lkv.training import fit as fitting
+torch.set_num_threads(1)
+fitting.clock = time.process_time
+if sys.argv[2] == "statistics":
+    fitting.fit_to_targets = lambda *_: time.sleep(60)
+fitting.fit(*load_model(sys.argv[1], torch.float32), minutes=0.5, name=sys.argv[1])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -167,20 +179,16 @@ def test_the_command_fits_and_asks(folder, tmp_path, capsys):
 def test_a_killed_run_continues(folder, cache, stage, capfd):
     model, tokenizer = load_model(str(folder), torch.float32)
     state = fitted_folder(str(folder), patch_attention(model).spec) / ".fit" / "state"
-    child = os.fork()
-    if not child:
-        if stage == "statistics":
-            fitting.fit_to_targets = lambda *_: time.sleep(60)
-        fit(model, tokenizer, minutes=0.5, name=str(folder))
-        os._exit(0)
+    # A process of its own: threads of earlier backward passes would not survive a fork.
+    child = subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(folder), stage])
     end, wanted = time.monotonic() + 50, "statistics: held-out" if stage == "statistics" else " contexts: held-out"
     seen = ""
     while wanted not in seen and time.monotonic() < end:
         time.sleep(0.1)
         seen += capfd.readouterr().err
     time.sleep(0.5)  # the state is written after the line
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    child.kill()
+    child.wait()
     assert (state / "checkpoint.safetensors").exists()
     policy = fit(model, tokenizer, minutes=0.35 if stage == "contexts" else 0.1, name=str(folder))
     said = capfd.readouterr().err
