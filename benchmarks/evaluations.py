@@ -76,7 +76,8 @@ def _row(scores: Scores, pair: Pair, task: str, length: int | None, units: Seque
 
 def _command(results: Results) -> str:
     header = results.header
-    words = ["lkv", "eval", header["suite"], "--data", "EVAL_FOLDER", "--methods", *header["methods"], "--retention"]
+    budget = "--memory" if header.get("budget") == "memory" else "--retention"
+    words = ["lkv", "eval", header["suite"], "--data", "EVAL_FOLDER", "--methods", *header["methods"], budget]
     words += [*map(str, header["retentions"]), "--protocol", header["protocol"], "--dtype", header["dtype"]]
     if header["model"] != DEFAULT:
         words += ["--model", header["model"]]

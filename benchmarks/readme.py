@@ -287,7 +287,12 @@ def memory() -> list[str]:
                 f"16-bit cache's bytes; {here[0]['contexts']} contexts ({source(name)}). Without a precision: tiers."
             )
             parts += [lead, table((f"{share:.0%}" for share in columns), lines)]
-    return [*parts, "![memory](benchmarks/results/small/memory.png)", "## By length"]
+    parts.append("![memory](benchmarks/results/small/memory.png)")
+    ruler = read("ruler_memory", task="all")
+    if ruler:
+        lead, budget = "RULER's five retrieval tasks", "{:.0%} of a 16-bit cache's bytes, in tiers"
+        parts += ruler_by_retention(ruler, lead, "ruler_memory", budget)
+    return [*parts, "## By length"]
 
 
 def lengths(name: str) -> list[str]:
@@ -323,7 +328,7 @@ def needles(name: str) -> list[str]:
     return parts
 
 
-def ruler_by_retention(rows: Sequence[Row], lead: str, name: str) -> list[str]:
+def ruler_by_retention(rows: Sequence[Row], lead: str, name: str, budget: str = "R = {:g}") -> list[str]:
     """RULER's mean score, the paired difference to LKV and the share kept by length, a table a retention."""
     parts = []
     for retention in sorted({row["retention"] for row in rows if row["method"] != FULL}, reverse=True):
@@ -340,7 +345,7 @@ def ruler_by_retention(rows: Sequence[Row], lead: str, name: str) -> list[str]:
                 ("kept", f"{row['realised']:.3f}"),
             ):
                 cells[row["method"], f"{row['tokens']:,} {title}"] = text
-        parts += [f"{lead}, R = {retention:g} ({samples}; {source(name)}).", cross(cells, str, "")]
+        parts += [f"{lead}, {budget.format(retention)} ({samples}; {source(name)}).", cross(cells, str, "")]
     return parts
 
 
