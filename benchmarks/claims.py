@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import RESULTS
+from benchmarks.tables import interval, read, table
 from lkv.config import TrainingConfig
 from lkv.training.cost import CALIBRATION_SAMPLES
 from lkv.training.data.public_datasets import PUBLIC_DATASETS
@@ -42,13 +43,12 @@ class Figure(NamedTuple):
 def read_figure(file: str, wanted: Mapping[str, Any], key: str = "value", digits: int | None = None) -> Figure:
     """The figure `key` of the one row of a result file that has the values `wanted`. Raises ValueError for another
     number of rows."""
-    rows = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["rows"]
-    found = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} rows of {file}.json have {dict(wanted)}; name one.")
-    (row,) = found
+    rows = read(file, **wanted)
+    if len(rows) != 1:
+        raise ValueError(f"{len(rows)} rows of {file}.json have {dict(wanted)}; name one.")
+    (row,) = rows
     bounds = ("low", "high") if key == "value" else (f"{key}_low", f"{key}_high")
-    low, high = (row.get(bound, row[key]) for bound in bounds)
+    low, high = (row[bound if bound in row else key] for bound in bounds)
     if digits is None:
         digits = 1 if "score" in row.get("unit", "") and key == "value" else 3
     return Figure(file, row, row[key], low, high, digits)
@@ -99,12 +99,12 @@ def claims_page() -> str:
             "has more inputs than the paper's, unless it says otherwise.",
             f"Of {len(claims)} claims: {summary}. A verdict follows from the figures by the comparisons in "
             "`benchmarks/claims.json`; \"not beyond the intervals\": the means are so, but the intervals overlap.",
-            _table(["claim", "where", "verdict", "figures", "files"], _claim_lines(claims)),
+            table(["where", "verdict", "figures", "files"], _claim_lines(claims), "claim"),
             *training(),
             "## What is the paper's and what is ours",
             "The preset `paper`, the recipe `loom` and what stands beside them, where the paper leaves something open "
             "or this package differs. What is not in this table is as the paper has it.",
-            _table(["", "the paper", "here"], deviations()),
+            table(["the paper", "here"], deviations()),
         ]
     ) + "\n"  # fmt: skip
 
@@ -131,9 +131,7 @@ def training() -> list[str]:
     columns = list(dict.fromkeys((row["texts"], row["tokens"], row["retention"]) for row in held_out))
     lines: dict[str, list[str]] = {}
     for row in held_out:
-        lines.setdefault(row["method"], [row["method"]]).append(
-            f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
-        )
+        lines.setdefault(row["method"], [row["method"]]).append(interval(row))
     parts = ["## The paper's training, scaled down"]
     for name, about in results["runs"].items():
         settings, dropped = about["training"], sum((about["dropped"] or {}).values())
@@ -155,7 +153,7 @@ def training() -> list[str]:
         f"KL to the full cache on {counts} held-out contexts of the training sets (`paper_training.json`): "
         "`loom`, as these runs were trained; `mixture`, as the shipped policies were."
     )
-    return [*parts, lead, _table(["policy", *head], list(lines.values()))]
+    return [*parts, lead, table(head, lines.values(), "policy")]
 
 
 def deviations() -> list[list[str]]:
@@ -170,8 +168,3 @@ def deviations() -> list[list[str]]:
     }
     rows = json.loads(CLAIMS.read_text(encoding="utf-8"))["deviations"]
     return [[what, theirs, ours.format_map(named)] for what, theirs, ours in rows]
-
-
-def _table(head: Sequence[str], lines: Iterator[list[str]] | list[list[str]]) -> str:
-    rows = [[*head], ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

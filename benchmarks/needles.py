@@ -62,12 +62,8 @@ def main() -> None:
             kept += comparison.realised_retentions()
             answers = comparison.generate(question, 24, last=True)
             found += [item.answer in tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
-        budgets = [round(row[1] / scale, 4) if row[0] != FULL else 1.0 for row in rows]
-        return {
-            "rows": [[row[0], budget] for row, budget in zip(rows, budgets, strict=True)],
-            "found": found,
-            "realised": kept,
-        }
+        named = [(name, round(budget / scale, 4) if name != FULL else budget) for name, budget, _ in rows]
+        return {"rows": named, "found": found, "realised": kept}
 
     def summarise(samples: dict[str, dict]) -> list[dict]:
         groups: dict[tuple[str, float, int, int], list[tuple[bool, float]]] = {}
@@ -86,16 +82,7 @@ def main() -> None:
         return rows
 
     growing = ("samples", "tokens")
-    run_cases(
-        "benchmarks.needles",
-        options,
-        options.out.stem.split("-")[0],
-        cases,
-        measure,
-        summarise,
-        subject.policy,
-        growing,
-    )
+    run_cases("benchmarks.needles", options, options.name, cases, measure, summarise, subject.policy, growing)
 
 
 if __name__ == "__main__":

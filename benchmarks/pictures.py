@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import length
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
-from benchmarks.readme import read
+from benchmarks.tables import read
 from lkv.evaluation.report.builders import read_profile
 from lkv.evaluation.report.figures import plot_memory, plot_table, save_figure
 from lkv.evaluation.report.names import AVERAGE, FULL, method_label, sort_methods

@@ -21,7 +21,8 @@ from benchmarks import (
     memory,
     overlap,
     quantised_decode,
-    readme,
+    results_page,
+    tables,
 )
 from benchmarks.common import RESULTS, Subject, per_length
 from lkv.cache.ragged_cache import RaggedCache
@@ -118,13 +119,13 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
     assert "--model owner/Tiny-Model" in document["command"] and str(tmp_path / "conv") not in document["command"]
     assert (tmp_path / "small" / "length-tiny-model.png").is_file()
 
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    assert readme.other_models() == ["tiny-model"]
-    lead, numbers, _ = readme.lengths("length-tiny-model")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.other_models() == ["tiny-model"]
+    lead, numbers, _ = results_page.lengths("length-tiny-model")
     measured = next(row for row in rows if (row["method"], row["tokens"], row["retention"]) == ("lkv", 40, 0.15))
     assert "5 to 10 contexts a length" in lead
     assert "40 tokens" in numbers and f"{measured['value']:.3f}" in numbers
-    assert readme.lengths("longer-tiny-model") == []
+    assert results_page.lengths("longer-tiny-model") == []
 
 
 def test_instructions_are_checked_with_and_without_protection(tmp_path, monkeypatch, capsys):
@@ -184,7 +185,7 @@ def test_methods_are_compared_at_equal_bytes(tmp_path, monkeypatch, capsys):
 
 
 def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     known = Policy.from_pretrained(shipped_policies()[0].folder).digest()
     for policy, told in (
         (known, "`some.json`"),
@@ -192,15 +193,15 @@ def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
         (None, "`some.json`"),  # of no policy, or of files that did not tell
     ):
         (tmp_path / "some.json").write_text(json.dumps({"policy": policy} if policy else {}))
-        assert readme.source("some") == told
+        assert tables.source("some") == told
 
 
 def test_rows_of_an_earlier_run_are_named_and_have_no_difference(tmp_path, monkeypatch):
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     rows = [{"method": "kvzip", "value": 60.0}, {"method": "lkv+refit", "value": 70.0, "difference": 1.0}]
     (tmp_path / "some.json").write_text(json.dumps({"kept": {"methods": ["kvzip"]}, "rows": rows}))
-    assert readme.source("some").endswith("methods without a policy in an earlier run on the same samples")
-    assert readme.minus_lkv(rows[0]) == ""
+    assert tables.source("some").endswith("methods without a policy in an earlier run on the same samples")
+    assert tables.minus_lkv(rows[0]) == ""
 
 
 def test_the_command_of_an_evaluation_counts_the_samples_of_each_length():

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import claims
+from benchmarks import claims, tables
 from benchmarks.claims import CLAIMS, claims_page, deviations, figures_of, read_figure, verdict
 from benchmarks.readme import CLAIMS_PAGE, ROOT
 
@@ -43,7 +43,7 @@ def test_a_verdict_follows_from_values_and_intervals(tmp_path, monkeypatch, hold
         {"method": "wide", "value": 2.0, "low": 0.5, "high": 6.0, "kl": 0.25, "unit": "nats"},
     ]
     (tmp_path / "some.json").write_text(json.dumps({"rows": rows}))
-    monkeypatch.setattr(claims, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     figures = {name: ["some", {"method": name}] for name in ("low", "high", "wide")}
     assert verdict({"holds": holds, "figures": figures}) == expected
     assert str(read_figure("some", {"method": "low"})) == "1.0 [0.9, 1.1]"

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from benchmarks.readme import README, RESULTS_PAGE, headline, readme_section, results_page
+from benchmarks.readme import README, RESULTS_PAGE, headline, readme_section
+from benchmarks.results_page import results_page
 from lkv.methods.registry import METHODS, budgets, selectors
 
 ROOT = README.parent

@@ -1,0 +1,93 @@
+"""Result files as Markdown: rows by their keys, figures with their intervals, tables."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+from benchmarks.common import RESULTS
+from lkv.evaluation.report.names import method_label
+from lkv.policy.policy import Policy
+from lkv.policy.shipped import shipped_policies
+
+AT_4096: Mapping[str, Any] = {"method": "lkv", "tokens": 4096}
+KL = "KL(full \\|\\| compressed)"
+
+Row = dict[str, Any]
+
+
+def read(name: str, /, **wanted: Any) -> list[Row]:
+    """The rows of a result file with these values; none where the file is not there."""
+    path = RESULTS / f"{name}.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def source(name: str) -> str:
+    """A result file's name, with a remark where its policy is not shipped or some rows are of an earlier run."""
+    document = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    is_other = document.get("policy") is not None and document["policy"] not in _shipped_digests()
+    has_earlier = "kept" in document and any("difference" in row for row in document["rows"])
+    return (
+        f"`{name}.json`"
+        + ", with a policy that is not shipped" * is_other
+        + ", methods without a policy in an earlier run on the same samples" * has_earlier
+    )
+
+
+@cache
+def _shipped_digests() -> list[str]:
+    return [Policy.from_pretrained(entry.folder).digest() for entry in shipped_policies()]
+
+
+def other_models() -> list[str]:
+    """The models other than the embedded one that result files are of."""
+    return sorted(path.stem.removeprefix("length-") for path in RESULTS.glob("length-*.json"))
+
+
+def name_of(method: str) -> str:
+    if method == "lkv-paper":
+        return "LKV, the paper's scorer"
+    return f"**{method_label(method)}**" if method == "lkv" else method_label(method)
+
+
+def interval(row: Row, key: str = "", digits: int = 3) -> str:
+    """value [low, high] of a row, or of the figure `key` in it."""
+    value, low, high = (row[part] for part in ((key, f"{key}_low", f"{key}_high") if key else ("value", "low", "high")))
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def score(row: Row) -> str:
+    return interval(row, digits=1)
+
+
+def minus_lkv(row: Row) -> str:
+    """The paired difference to LKV, where there is one."""
+    return interval(row, "difference", 1) if "difference" in row and row["method"] != "lkv" else ""
+
+
+def kl_and_agreement(row: Row) -> str:
+    return f"{interval(row)} / {row['agreement']:.3f}"
+
+
+def counted(counts: Iterable[int]) -> str:
+    low, high = min(counts := list(counts)), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def table(head: Iterable[str], body: Iterable[Iterable[str]], corner: str = "") -> str:
+    """A Markdown table; `corner` is the head of its first column."""
+    lines = [[corner, *head]]
+    lines += [["---"] * len(lines[0]), *([*line] for line in body)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def cross(cells: Mapping[tuple[Any, Any], str], head: Callable[[Any], str], missing: str = "cannot run") -> str:
+    """A table of `cells` by (method, column), both in the order of their first cell."""
+    methods, columns = (dict.fromkeys(key[i] for key in cells) for i in (0, 1))
+    lines = ([name_of(m), *(cells.get((m, column), missing) for column in columns)] for m in methods)
+    return table(map(head, columns), lines)
+
+
+def tokens(length: int) -> str:
+    return f"{length:,} tokens"
