@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from lkv.errors import LkvError, PolicyMismatchError
+from lkv.errors import DataError, LkvError, PolicyMismatchError
 from lkv.evaluation.comparison import MethodGrid
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.method import Method
@@ -20,6 +20,7 @@ from lkv.methods.registry import FULL
 from lkv.models.loading import DEFAULT, load_model
 from lkv.policy.lookup import default_policy, load_policy
 from lkv.policy.policy import Policy
+from lkv.utils.files import check_writable_file
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
@@ -73,8 +74,11 @@ def parse_options(
                 nargs="+" if values else None, choices=default if isinstance(default, tuple) else choices,
             )  # fmt: skip
     options = parser.parse_args(arguments)
-    if options.out is not None and options.out.is_dir():
-        parser.error(f"--out is the folder {options.out}; name a file, such as {options.out / name}.json")
+    if options.out is not None:
+        try:
+            check_writable_file(options.out, DataError, "the results")
+        except DataError as error:
+            parser.error(str(error))
     return options
 
 

@@ -122,8 +122,8 @@ class ScorerInputs:
     def __post_init__(self) -> None:
         for name, choices in (("key", SCORER_KEYS), ("attention", SCORER_ATTENTION)):
             if getattr(self, name) not in choices:
-                given = str(getattr(self, name))[:80]
-                raise ValueError(f"{name} is {given!r}, but this version reads {', '.join(choices)}")
+                value = str(getattr(self, name))[:80]
+                raise ValueError(f"{name} is {value!r}, but this version reads {', '.join(choices)}")
         if not isinstance(self.knots, int) or not 0 <= self.knots <= MAX_KNOTS:
             raise ValueError(f"knots is {self.knots!r}, but must be a whole number from 0 to {MAX_KNOTS}")
 

@@ -29,6 +29,7 @@ from lkv.models.shapes import Shape
 from lkv.training.data.public_datasets import PUBLIC_DATASETS, index_folder
 from lkv.training.data.recipes import LOOM_RATIOS
 from lkv.utils.extras import EXTRAS, require
+from lkv.utils.files import nearest_folder
 
 _EXTRAS = ("train", "data", "evals", "plots")
 _DATA_GIB, _SCRATCH_GIB = 5.0, 2.0  # rows of the sets with what is built of them; checkpoints and results
@@ -164,7 +165,7 @@ def _model(options: argparse.Namespace, api: Any) -> Iterator[str]:
             "weights through it, each its own; use fewer processes."
         )
     space = _SCRATCH_GIB + _DATA_GIB + (0.0 if is_local else weights)
-    existing = next(path for path in (options.out.absolute(), *options.out.absolute().parents) if path.exists())
+    existing = nearest_folder(options.out)
     if not os.access(existing, os.W_OK):
         yield f"OUT: {options.out} cannot be written to; set OUT to a folder that can."
     if (free := shutil.disk_usage(existing).free / 2**30) < space:

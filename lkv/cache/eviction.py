@@ -125,8 +125,8 @@ def gather_best(
     """
     if len(lens) == 1 and (kernels := kernels_for(key, value)) is not None:
         store = RaggedStore(lens[0], free_slots, key, value, arrival_scores is not None)
-        arrived = None if arrival_scores is None else arrival_scores.float().contiguous()
-        _move_best(kernels, kernels.Entries.of_prompt(key, value), scores, store, arrived)
+        arrivals = None if arrival_scores is None else arrival_scores.float().contiguous()
+        _move_best(kernels, kernels.Entries.of_prompt(key, value), scores, store, arrivals)
         return store, None
     # Ranked first: what that takes is freed before the pools are allocated.
     chosen, numbers = _rank(scores.flatten(0, 1), lens)
@@ -146,14 +146,14 @@ def gather_best(
 
 
 def _move_best(
-    kernels: Any, entries: Any, scores: Tensor, store: RaggedStore, arrived: Tensor | None = None,
+    kernels: Any, entries: Any, scores: Tensor, store: RaggedStore, arrival_scores: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill `store` with the best of `entries` by `scores`, in two launches; `arrived` and `positions` go with them."""
+    """Fill `store` with the best of `entries` by `scores`, arrival scores and positions included, in two launches."""
     *pools, keep = store.compressed_view()
     places = kernels.rank(scores.float().view(entries.shape), keep, entries.counts)
     extra = None if store.scores is None or store.positions is None else (store.scores, store.positions)
-    kernels.move(entries, places, pools, arrived, positions, extra)
+    kernels.move(entries, places, pools, arrival_scores, positions, extra)
 
 
 def _rank(scores: Tensor, lens: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -28,6 +28,7 @@ from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import REFIT
 from lkv.policy.policy import Policy
 from lkv.utils.deprecation import positional_keywords
+from lkv.utils.overrides import override_method
 
 
 class RaggedCache(BaseCache):
@@ -341,15 +342,8 @@ class RaggedCache(BaseCache):
                 f"max_new_tokens is {max_new_tokens!r}, but it is a number of tokens: give one from 1 to {MAX_COUNT}."
             )
         owner = unwrap_model(model)
-        before = vars(owner).get("forward")
-        owner.forward = graphed_forward(owner, self, max_new_tokens)
-        try:
+        with override_method(owner, "forward", graphed_forward(owner, self, max_new_tokens)):
             yield
-        finally:
-            if before is None:
-                del owner.forward
-            else:
-                owner.forward = before
 
     def kept_counts(self) -> list[list[int]]:
         """Return how many entries eviction left to each head, `[L][H]`, summed over the batch."""

@@ -167,10 +167,10 @@ def _distance(computed: "Tensor", wanted: "Tensor") -> float:
 
 def _check_disk() -> Iterator[Finding]:
     from lkv.models.loading import DEFAULT
-    from lkv.utils.files import cache_folder
+    from lkv.utils.files import cache_folder, nearest_folder
 
     folder = cache_folder()
-    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    existing = nearest_folder(folder)
     free = shutil.disk_usage(existing).free
     fits = os.access(existing, os.W_OK) and free > _MIN_FREE_BYTES
     fix = "" if fits else "set LKV_CACHE to a folder that is writable and has 2 GB free"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
+from lkv.utils.overrides import override_method
 
 _OWN = ("slack", "streaming", "decode_eviction", "bits")  # what a cache needs beside its method
 
@@ -54,7 +55,7 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
     # A policy is read once, and wrong options are refused before a prompt is.
     method = RaggedCache(model, **options).config.method
     own = {name: value for name, value in options.items() if name in _OWN}
-    compression, replaced, generate = PrefillCompression(), vars(model).get("generate"), model.generate
+    compression, generate = PrefillCompression(), model.generate
 
     def generate_compressed(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is None:
@@ -66,11 +67,5 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
             kwargs["past_key_values"] = compression.cache
         return generate(*args, **kwargs)
 
-    model.generate = generate_compressed
-    try:
+    with override_method(model, "generate", generate_compressed):
         yield compression
-    finally:
-        if replaced is None:
-            del model.generate
-        else:
-            model.generate = replaced

@@ -39,8 +39,8 @@ def protected_tokens(
     parts = [(len(before), text)]
     if system is not None:
         parts.append((before.find(system.strip()), system.strip()))
-    found, whole = sorted(span for wanted in spans for span in _find(wanted, text, parts)), before + text
-    for (_, end), (start, _) in pairwise(found):
+    intervals, whole = sorted(interval for span in spans for interval in _find(span, text, parts)), before + text
+    for (_, end), (start, _) in pairwise(intervals):
         if start < end:
             raise PromptError(f"protected spans overlap at {whole[start:end][:60]!r}; give each part of the text once.")
     if not getattr(tokenizer, "is_fast", False):
@@ -51,7 +51,7 @@ def protected_tokens(
     offsets = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     first = 0 if getattr(tokenizer, "chat_template", None) else len(bos_ids(tokenizer))
     positions = set()
-    for start, end in found:
+    for start, end in intervals:
         inside = {first + place for place, (low, high) in enumerate(offsets) if low < end and high > start}
         if not inside:
             raise PromptError(f"the protected span {whole[start:end]!r} has no token; give words of the text.")
@@ -59,18 +59,18 @@ def protected_tokens(
     return sorted(positions)
 
 
-def _find(wanted: Any, text: str, parts: list[tuple[int, str]]) -> list[tuple[int, int]]:
+def _find(span: Any, text: str, parts: list[tuple[int, str]]) -> list[tuple[int, int]]:
     """Where a span is, in characters; `parts` are texts to search, with where each starts."""
-    if isinstance(wanted, str):
-        if not wanted.strip():
+    if isinstance(span, str):
+        if not span.strip():
             raise PromptError("a protected span is empty; give words of the text, or leave it out.")
-        places = [start + place for start, part in parts for place in _occurrences(part, wanted)]
+        places = [start + place for start, part in parts for place in _occurrences(part, span)]
         if not places:
-            raise PromptError(f"the text does not contain {wanted[:60]!r}, which protect names; copy it from there.")
-        return [(place, place + len(wanted)) for place in places]
-    if not (isinstance(wanted, tuple | list) and len(wanted) == 2 and all(type(end) is int for end in wanted)):
-        raise PromptError(f"the protected span {wanted!r} is neither words of the text nor (start, end) in characters.")
-    start, end = wanted
+            raise PromptError(f"the text does not contain {span[:60]!r}, which protect names; copy it from there.")
+        return [(place, place + len(span)) for place in places]
+    if not (isinstance(span, tuple | list) and len(span) == 2 and all(type(end) is int for end in span)):
+        raise PromptError(f"the protected span {span!r} is neither words of the text nor (start, end) in characters.")
+    start, end = span
     if not 0 <= start < end <= len(text):
         raise PromptError(
             f"the protected span {(start, end)} is empty or outside of the text, which has {len(text)} characters; "

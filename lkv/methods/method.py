@@ -78,14 +78,14 @@ class Method:
             raise PromptError(f"token {self.protected[-1]} is protected, but the prompt has {tokens}; give less.")
         if target is None or rest * target.share(rest) + ROUNDING >= 1:
             return
-        fix = "a longer prompt, or more memory"
-        if not isinstance(target, TierTarget):
-            fix = f"at least {math.ceil(1 / target.retention)} tokens, or a higher retention"
         if self.protected:
             raise PromptError(
                 f"the protected spans have {len(self.protected)} of the text's {tokens} tokens, which is all that "
                 f"{target} keeps or more; protect less, or give more memory or a higher retention."
             )
+        fix = "a longer prompt, or more memory"
+        if not isinstance(target, TierTarget):
+            fix = f"at least {math.ceil(1 / target.retention)} tokens, or a higher retention"
         raise PromptError(f"the prompt has {tokens} tokens: at {target} nothing of it would be kept. Give {fix}.")
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Method":

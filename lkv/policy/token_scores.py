@@ -355,9 +355,7 @@ class TokenScores(nn.Module):
         if tables is None or key.shape != prompt.value.shape:
             return None
         entries, weights = kernels.Entries.of_prompt(key, prompt.value), self.folded_weights(layer, heads, key)
-        return kernels.score(
-            entries, weights, *tables, prompt.start, prompt.end, prompt.scale, eviction=eviction
-        )  # fmt: skip
+        return kernels.score(entries, weights, *tables, prompt.start, prompt.end, prompt.scale, eviction=eviction)
 
     def kernel_tables(
         self, rotation: Rotation | None, like: Tensor, start: int, tokens: int, end: int
@@ -367,19 +365,19 @@ class TokenScores(nn.Module):
         Tables to rotate k back at `tokens` positions from `start` on, and those of the mean rotation after `end`; None
         each where no component reads them.
         """
-        back = ahead = None
+        key_tables = mean_tables = None
         if like.shape[-1] % 2 or like.shape[-1] > LARGEST_SCORED_DIM:
             return None
         if self.inputs.key != "cached":
-            back = rotation and rotation.half_tables(like, start, start + tokens)
-            if back is None:
+            key_tables = rotation and rotation.half_tables(like, start, start + tokens)
+            if key_tables is None:
                 return None
         if self.inputs.attention != "none":
             wide = like.new_empty((0, like.shape[-1]), dtype=torch.promote_types(like.dtype, torch.float32))
-            ahead = rotation and rotation.mean_half_tables(wide, end, end + FUTURE)
-            if ahead is None:
+            mean_tables = rotation and rotation.mean_half_tables(wide, end, end + FUTURE)
+            if mean_tables is None:
                 return None
-        return back, ahead
+        return key_tables, mean_tables
 
     def folded_weights(self, layer: int, heads: slice, like: Tensor) -> ScoreWeights:
         """The weights of one layer as the kernel takes them, for k and v as `like`; kept until they change."""

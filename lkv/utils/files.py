@@ -103,6 +103,12 @@ def check_writable_file(path: Path, error: type[LkvError], subject: str) -> None
         raise error(f"{subject} cannot be written to {path} ({error_reason(problem)}); give another name.") from problem
 
 
+def nearest_folder(path: Path) -> Path:
+    """`path` if it is there, else the nearest folder above it that is."""
+    # os.path tells names that cannot be, such as too long ones, by False, where Path.exists raises.
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
+
+
 def error_reason(problem: Exception) -> str:
     """The system's message of an error, without the name of a temporary file."""
     return getattr(problem, "strerror", None) or str(problem)

@@ -189,14 +189,14 @@ def _attention(
     eager = base == "eager"
     own = sys.modules[type(module).__module__].eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS[base]
     stock = partial(own, module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     if torch.compiler.is_dynamo_compiling() and (traced := take_traced()) is not None:
         cache, index = traced
         _check_owner(cache.layers[index], module)
-        scale, prompt = kwargs.get("scaling"), stock()[0] if cache.layers[index].is_reading_prompt else None
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        prompt = stock()[0] if cache.layers[index].is_reading_prompt else None
         return extend(cache.name, query, key, value, attention_mask, prompt, scale, index), None
     if has_pending_layer():
-        return _attend(module, query, key, value, attention_mask, kwargs.get("scaling"), stock)
+        return _attend(module, query, key, value, attention_mask, scale, stock)
     return stock()
 
 
@@ -208,14 +208,14 @@ def _mask(base: Any, *args: Any, **kwargs: Any) -> Any:
 # Outside compiled graphs: the stored keys change shape with every token, and would be compiled each time.
 @torch.compiler.disable
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None, stock: partial[Any]
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: partial[Any]
 ) -> tuple[Tensor, Any]:
     """Attention by the cache layer that returned `key`, or the model's own where no LKV layer did."""
     layer = take_pending_layer(key)
     if layer is None:
         return stock()
     _check_owner(layer, module)
-    return layer.attend(query, key, value, mask, scale or query.shape[-1] ** -0.5, lambda: stock()[0]), None
+    return layer.attend(query, key, value, mask, scale, lambda: stock()[0]), None
 
 
 def _check_owner(layer: AttentionCacheLayer, module: Any) -> None:

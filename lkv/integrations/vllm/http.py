@@ -245,10 +245,10 @@ class ContextRoutes:
         for name in names:
             if not isinstance(name, str | None):
                 raise PromptError(f"the context is {str(name)[:80]!r}; give its id.")
-        given = {name for name in names if name}
-        if len(given) > 1:
+        contexts = {name for name in names if name}
+        if len(contexts) > 1:
             raise PromptError("the request names two contexts; give one.")
-        return next(iter(given), None)
+        return next(iter(contexts), None)
 
     async def rewrite(self, path: str, body: dict[str, Any], name: str) -> None:
         """Turn a request about a context into one that vLLM answers with the plugin. Raises LkvError for bad ones."""

@@ -67,10 +67,11 @@ class LearnedScores(Selector):
             return super().score_stored(layer, entries)
         pools = key, value, entries.starts, entries.counts
         stored = {"scores": entries.scores, "positions": entries.positions}
-        weights, (back, ahead), end = self._tokens.folded_weights(layer, self._heads, key), tables, entries.end
+        weights, (key_tables, mean_tables) = self._tokens.folded_weights(layer, self._heads, key), tables
+        end, scale = entries.end, entries.scale
         if entries.new:
             late = kernels.Entries.of_pools(*pools, entries.new)
-            kernels.score(late, weights, back, None, entries.start, end, entries.scale, eviction=False, **stored)
+            kernels.score(late, weights, key_tables, None, entries.start, end, scale, eviction=False, **stored)
         every = kernels.Entries.of_pools(*pools, max(count for _, count in entries.places))
-        scores: Tensor = kernels.score(every, weights, None, ahead, 0, end, entries.scale, arrival=False, **stored)
+        scores: Tensor = kernels.score(every, weights, None, mean_tables, 0, end, scale, arrival=False, **stored)
         return scores.flatten(0, 1)

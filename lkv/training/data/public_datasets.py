@@ -313,8 +313,8 @@ def _spread(stream: Any, files: int, count: int) -> Iterable[Row]:
     shards = getattr(stream, "num_shards", 1)
     if not files or shards <= files:
         return stream
-    chosen = (stream.shard(num_shards=shards, index=number * shards // files) for number in range(files))
-    return chain.from_iterable(islice(shard, -(-count // files)) for shard in chosen)
+    beginnings = (stream.shard(num_shards=shards, index=number * shards // files) for number in range(files))
+    return chain.from_iterable(islice(shard, -(-count // files)) for shard in beginnings)
 
 
 def _draw_lines(name: str, rows: Iterable[Row], count: int) -> list[bytes]:
