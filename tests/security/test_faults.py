@@ -202,7 +202,7 @@ def cancelled_call(app, path, body, place, at):
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", {"messages": TURN, "max_tokens": 1000}),
+        pytest.param("/v1/chat/completions", {"messages": TURN, "max_tokens": 1000}, marks=pytest.mark.slow),
         ("/v1/chat/completions", {"messages": TURN, "max_tokens": 1000, "stream": True}),
         ("/v1/contexts", {"text": TEXT}),
     ],

@@ -175,7 +175,8 @@ def test_the_command_fits_and_asks(folder, tmp_path, capsys):
     assert "fitted    here in" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("stage", ["statistics", pytest.param("contexts", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["statistics", "contexts"])
 def test_a_killed_run_continues(folder, cache, stage, capfd):
     model, tokenizer = load_model(str(folder), torch.float32)
     state = fitted_folder(str(folder), patch_attention(model).spec) / ".fit" / "state"
