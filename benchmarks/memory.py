@@ -5,7 +5,7 @@ python -m benchmarks.memory --data FOLDER --model NAME
 
 A budget is a share of the bytes of a 16-bit cache, whatever dtype the model computes in. Every method is measured in
 tiers, and with all its entries in 16, 8 and 4 bits. --full-table has all budgets and precisions for every method, else
-only LKV has.
+only LKV has, and LKV with compensation in tiers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,7 +46,8 @@ def main() -> None:
         compared = {share * scale for share in COMPARED}
 
         def is_measured(name: str, share: float) -> bool:
-            return name.split(" ")[0] == "lkv" or (share in compared and "(8 " not in name)
+            in_full = name.split(" ")[0] == "lkv" or name == "lkv+refit"
+            return in_full or (share in compared and "(8 " not in name)
 
         grid = grid.select(frozenset(pair for pair in grid.pairs if is_measured(*pair)))
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
