@@ -20,7 +20,8 @@ import torch
 
 from benchmarks.common import SUBJECT, Subject, parse_options, run_cases, subject_of
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.context.context import Context, compress_ids
+from lkv.context.compression import compress_ids
+from lkv.context.context import Context
 from lkv.context.protection import protected_tokens
 from lkv.errors import LkvError
 from lkv.integrations.transformers.prefill import read_prompt

@@ -18,7 +18,8 @@ from operator import truediv
 from typing import Any
 
 from benchmarks.common import interleaved, parse_options, save_rows, wall_clock
-from lkv.context.context import Context, compress
+from lkv.context.compression import compress
+from lkv.context.context import Context
 from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.serving.answers import Answer, AnswerWorker

@@ -12,7 +12,8 @@ from lkv.version import __version__
 if TYPE_CHECKING:
     from lkv.cache.ragged_cache import RaggedCache
     from lkv.context.chat import Chat
-    from lkv.context.context import Context, compress
+    from lkv.context.compression import compress
+    from lkv.context.context import Context
     from lkv.context.documents import read_document
     from lkv.context.pipeline import pipeline
     from lkv.context.prefill import compress_prefill
@@ -36,7 +37,7 @@ _HOMES = {
     "RaggedCache": "lkv.cache.ragged_cache",
     "Selector": "lkv.methods.selectors",
     "attention_patched": "lkv.integrations.transformers.attention",
-    "compress": "lkv.context.context",
+    "compress": "lkv.context.compression",
     "compress_prefill": "lkv.context.prefill",
     "default_policy": "lkv.policy.lookup",
     "fit": "lkv.training.fit",

@@ -24,7 +24,8 @@ import torch
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.config import TrainingConfig
-from lkv.context.context import Context, compress
+from lkv.context.compression import compress
+from lkv.context.context import Context
 from lkv.errors import LkvError
 from lkv.evaluation.report.results import read_results
 from lkv.evaluation.sample_journal import SampleJournal

@@ -21,7 +21,8 @@ import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from lkv.context.context import Context, compress
+from lkv.context.compression import compress
+from lkv.context.context import Context
 from lkv.errors import UnknownContextError
 from lkv.evaluation.runner import EvaluationConfig, evaluate
 from lkv.integrations.transformers.spec import inspect_model

@@ -10,7 +10,7 @@ import torch
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
-from lkv.context.context import compress
+from lkv.context.compression import compress
 from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, RetentionError
 from lkv.evaluation.longbench import load_examples
 from lkv.evaluation.sample_journal import SampleJournal

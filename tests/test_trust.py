@@ -11,7 +11,8 @@ from transformers import GenerationConfig, TextStreamer
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.chat import Chat
-from lkv.context.context import Context, compress
+from lkv.context.compression import compress
+from lkv.context.context import Context
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.methods.budgets import Uniform

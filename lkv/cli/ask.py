@@ -58,7 +58,7 @@ class Ask(PolicyOptions, RunOptions):
     def run(self) -> None:
         """Read and compress the document, or load it, then answer."""
         self._check()
-        from lkv.context.context import check_text
+        from lkv.context.checks import check_text
         from lkv.utils.files import check_writable_file
 
         questions = self.words[0 if self.load else 1 :]
@@ -118,7 +118,7 @@ class Ask(PolicyOptions, RunOptions):
         from lkv.context.documents import read_document
 
         text = read_document(self.words[0])
-        from lkv.context.context import compress
+        from lkv.context.compression import compress
         from lkv.methods.registry import FULL, POLICY
         from lkv.policy.lookup import policy_for
         from lkv.utils.prompts import encode_context

@@ -148,7 +148,7 @@ def _answer(
     policy: "Policy | None",
 ) -> "dict[str, list[MethodAnswer]]":
     """Answer each question with the full cache, the inspected method and the baselines."""
-    from lkv.context.context import compress
+    from lkv.context.compression import compress
     from lkv.context.inspection import MethodAnswer
     from lkv.methods.registry import FULL, POLICY, method_label
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from lkv.context.context import Context, check_text
+from lkv.context.checks import check_text
+from lkv.context.context import Context
 from lkv.context.generation import answer_length, check_options, end_tokens, generate, is_truncated, stream_text
 from lkv.errors import CacheError
 from lkv.integrations.transformers.cache_layers import crop_to

@@ -6,7 +6,7 @@ import transformers
 from transformers import AutoModelForCausalLM, Pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from lkv.context.context import compress
+from lkv.context.compression import compress
 from lkv.errors import PromptError
 from lkv.models.loading import DEFAULT, load_model
 

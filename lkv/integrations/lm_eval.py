@@ -17,7 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.context.context import Context, compress_ids
+from lkv.context.compression import compress_ids
+from lkv.context.context import Context
 from lkv.errors import IntegrationError
 from lkv.integrations.splitting import ContextSplit, common_prefix_length
 from lkv.integrations.transformers.attention import patch_attention

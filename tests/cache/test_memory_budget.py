@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.tiered_store import TieredStore
 from lkv.config import MemoryTarget
-from lkv.context.context import Context, compress, compress_ids
+from lkv.context.compression import compress, compress_ids
+from lkv.context.context import Context
 from lkv.errors import LkvError, PromptError, RetentionError
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.integrations.transformers.spec import inspect_model

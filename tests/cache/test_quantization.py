@@ -13,7 +13,8 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.store import RaggedStore, slot_indices
 from lkv.cache.tiered_store import TieredStore
 from lkv.cache.tiers import KeyBasis, TierSplit
-from lkv.context.context import Context, compress
+from lkv.context.compression import compress
+from lkv.context.context import Context
 from lkv.errors import CacheError
 from lkv.methods.budgets import PerHead
 from lkv.methods.memory import UNQUANTIZED, Precision, TierBudget

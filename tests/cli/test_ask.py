@@ -10,7 +10,8 @@ from transformers import GenerationConfig
 
 from lkv.cli.main import main
 from lkv.context.chat import Chat
-from lkv.context.context import Context, compress
+from lkv.context.compression import compress
+from lkv.context.context import Context
 from lkv.integrations.transformers.progress import report_progress
 from lkv.models.loading import load_model
 from tests.conftest import save_model, tiny_llama

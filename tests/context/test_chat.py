@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lkv.context.chat import Chat
-from lkv.context.context import compress
+from lkv.context.compression import compress
 from lkv.errors import CacheError, PromptError
 from lkv.utils.prompts import chat_template_parts, encode_context, encode_next_question, encode_question
 from tests.conftest import save_model, tiny_llama

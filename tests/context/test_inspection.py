@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
-from lkv.context.context import compress
+from lkv.context.compression import compress
 from lkv.context.inspection import inspect_text, token_texts
 from lkv.errors import LkvError
 from lkv.integrations.transformers.attention import patch_attention

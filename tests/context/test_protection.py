@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lkv.context.chat import Chat
-from lkv.context.context import Context, compress, compress_ids
+from lkv.context.compression import compress, compress_ids
+from lkv.context.context import Context
 from lkv.context.protection import protected_tokens
 from lkv.errors import CacheError, LkvError, PromptError
 from lkv.integrations.transformers.prefill import read_prompt

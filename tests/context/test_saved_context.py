@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from lkv.context.context import Context, compress
+from lkv.context.compression import compress
+from lkv.context.context import Context
 from lkv.context.saved_context import CONTEXT_FILE
 from lkv.errors import ContextFileError
 from lkv.utils import tensor_file

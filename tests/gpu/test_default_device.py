@@ -6,7 +6,8 @@ from transformers import DynamicCache
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ScorerInputs
-from lkv.context.context import Context, compress
+from lkv.context.compression import compress
+from lkv.context.context import Context
 from lkv.evaluation.profiling.measure import Profiler, ProfileSettings
 from lkv.evaluation.profiling.random_models import random_policy
 from lkv.integrations.transformers.spec import inspect_model

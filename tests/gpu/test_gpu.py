@@ -12,7 +12,7 @@ import torch
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ScorerInputs
-from lkv.context.context import compress
+from lkv.context.compression import compress
 from lkv.errors import UnsupportedModelError
 from lkv.evaluation import runner
 from lkv.evaluation.runner import EvaluationConfig, evaluate

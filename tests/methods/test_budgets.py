@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.context.context import compress
+from lkv.context.compression import compress
 from lkv.errors import BudgetError, DataError, LkvError, PromptError, RetentionError
 from lkv.methods.budgets import (
     Ada,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.context.context import compress
+from lkv.context.compression import compress
 from lkv.errors import LkvError
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.integrations.transformers.spec import inspect_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lkv.cli.main import main
-from lkv.context.context import compress
+from lkv.context.compression import compress
 from lkv.errors import ModelLoadError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import DEFAULT, load_default, load_model

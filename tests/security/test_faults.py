@@ -14,7 +14,7 @@ from itertools import product
 import pytest
 
 pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
-from lkv.context.context import compress
+from lkv.context.compression import compress
 from lkv.errors import UnknownContextError
 from lkv.serving.answers import SamplingParams
 from lkv.serving.app import make_app

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from lkv.context.context import Context, compress
+from lkv.context.compression import compress
+from lkv.context.context import Context
 from lkv.errors import BusyError, PromptError
 from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama

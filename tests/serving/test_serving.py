@@ -12,7 +12,7 @@ import pytest
 
 from lkv.cli.main import main
 from lkv.cli.serve import check_port, read_api_key
-from lkv.context.context import compress
+from lkv.context.compression import compress
 from lkv.errors import ServerError
 from lkv.serving.answers import IncrementalDetokenizer
 from lkv.serving.service import Limits, Service

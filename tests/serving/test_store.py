@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lkv.context.context import Context, compress
+from lkv.context.compression import compress
+from lkv.context.context import Context
 from lkv.errors import ContextFileError, StoreError, UnknownContextError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.policy.policy import Policy

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm import LLM, EngineArgs, SamplingParams
 
+from lkv.context.compression import compress as compress_with_transformers
 from lkv.context.context import Context
-from lkv.context.context import compress as compress_with_transformers
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.policy.policy import Policy
 from tests import families

@@ -10,8 +10,8 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from lkv.cache.tiered_store import TieredStore
+from lkv.context.compression import compress as compress_with_transformers
 from lkv.context.context import Context
-from lkv.context.context import compress as compress_with_transformers
 from lkv.errors import LkvError, StoreError
 from lkv.integrations.vllm.contexts import VllmContexts
 from lkv.integrations.vllm.requests import compress

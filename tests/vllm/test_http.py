@@ -13,7 +13,7 @@ import openai
 import psutil
 import pytest
 
-from lkv.context.context import compress
+from lkv.context.compression import compress
 from lkv.utils.prompts import encode, render_messages
 
 KEY = "sesame"

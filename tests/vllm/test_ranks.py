@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lkv.context.context import compress
+from lkv.context.compression import compress
 
 _SCRIPT = """
 import json, sys

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.context.context import Context, check_text
+from lkv.context.checks import check_text
+from lkv.context.context import Context
 from lkv.errors import ContextFileError, IntegrationError, PromptError, StoreError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV

@@ -24,7 +24,8 @@ from transformers import (
 
 import lkv
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.context.context import Context, compress
+from lkv.context.compression import compress
+from lkv.context.context import Context
 from lkv.errors import CacheError, ContextFileError, UnsupportedModelError
 from lkv.integrations.transformers.attention import attention_patched, patch_attention, unpatch_attention
 from lkv.integrations.transformers.cache_layers import has_pending_layer

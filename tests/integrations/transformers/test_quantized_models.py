@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.context.context import compress
+from lkv.context.compression import compress
 from lkv.errors import PolicyMismatchError, UnsupportedModelError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.policy.model_match import agreement

@@ -5,7 +5,8 @@ import torch
 from transformers import DynamicCache
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.context.context import Context, compress
+from lkv.context.compression import compress
+from lkv.context.context import Context
 from lkv.context.saved_context import CONTEXT_FILE
 from lkv.errors import CacheError, ContextFileError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid

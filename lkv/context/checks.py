@@ -1,0 +1,29 @@
+"""What the arguments of every use of a context must be."""
+
+from typing import Any
+
+import torch
+
+from lkv.errors import PromptError
+
+
+def check_model_and_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Raise PromptError for what cannot be a model and its tokenizer."""
+    if not isinstance(model, torch.nn.Module):
+        raise PromptError(f"the model is a {type(model).__name__}; give one as AutoModelForCausalLM loads it.")
+    if isinstance(tokenizer, torch.nn.Module) or not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise PromptError(
+            f"the tokenizer is a {type(tokenizer).__name__}; give the model's own, as AutoTokenizer loads it."
+        )
+
+
+def check_text(text: Any, name: str, advice: str) -> None:
+    """Raise PromptError, naming `text` by `name`, unless it is a str with something to read that can be encoded."""
+    if not isinstance(text, str):
+        raise PromptError(f"{name} is a {type(text).__name__}, but it must be one text (str); {advice}.")
+    if not text.strip():
+        raise PromptError(f"{name} is empty; {advice}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{name} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error

@@ -1,0 +1,213 @@
+"""Reading a text into a compressed context."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.context.checks import check_model_and_tokenizer, check_text
+from lkv.context.context import Context
+from lkv.context.protection import Span, protected_tokens
+from lkv.errors import CacheError, PromptError
+from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.prefill import read_prompt
+from lkv.integrations.transformers.progress import report_progress
+from lkv.methods.budgets import RetentionTarget
+from lkv.methods.memory import TierTarget
+from lkv.methods.method import Method, resolve_method
+from lkv.methods.registry import FULL
+from lkv.policy.policy import Policy
+from lkv.utils.deprecation import positional_keywords
+from lkv.utils.prompts import encode_context
+
+_LONGEST_PATH = 1000  # characters of a text that could be the name of a file
+
+
+@positional_keywords("method", "retention", "policy")
+@torch.no_grad()
+def compress(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    memory: float | int | str | None = None,
+    retention: float | None = None,
+    method: str | Method = "lkv",
+    policy: Policy | str | os.PathLike[str] | None = None,
+    chunk: int | None = None,
+    system: str | None = None,
+    protect: Sequence[Span] = (),
+    progress: Callable[[float], None] | None = None,
+    **options: Any,
+) -> Context:
+    """Read a text as the context of a chat and keep a share of its KV entries, before any question is known.
+
+    Args:
+        model: A decoder model of transformers.
+        tokenizer: Its tokenizer.
+        text: The text itself; `lkv.read_document` reads a file's.
+        memory: What k and v of the text may take: a share of the full cache in the model's dtype (0.1 or "10%"), or
+            bytes (200_000_000 or "200MB"). The best entries are stored in more bits, others in fewer, the rest are
+            evicted.
+        retention: Instead of `memory`, the share of the KV entries to keep, in (0, 1], all in the model's dtype; 0.15
+            if neither is given. It is 1 - compression_ratio of kvpress.
+        method: A name that `lkv methods` lists, a `Method` of your own, or "full" for the uncompressed cache.
+        policy: A Policy, its folder or its hub id; by default the one shipped for the model. Only learned methods read
+            it.
+        chunk: Read the text in parts of that many tokens (chunked prefill).
+        system: A system prompt before the text, compressed with it.
+        protect: Parts of the text that every head keeps, within the budget and in its best precision: words, wherever
+            they occur in the text or the system prompt, or (start, end) of characters of the text.
+        progress: Called with the share of the text's layers that are read; an exception from it ends the reading.
+        **options: Options of RaggedCache: budget_tokens, streaming, bits, slack, decode_eviction, pattern.
+
+    Returns:
+        The compressed context.
+
+    Raises:
+        PromptError: For a text that is empty, too short to keep anything of, or longer than the model reads; for
+            protected spans that are absent, empty, overlapping, or more than the budget keeps.
+        LkvError: As RaggedCache raises for its arguments.
+    """
+    check_model_and_tokenizer(model, tokenizer)
+    check_text(text, "the text", "give some text to compress, or a file's with lkv.read_document")
+    if len(text) < _LONGEST_PATH and os.path.isfile(text):
+        raise PromptError(
+            f"the text is {text!r}, the name of a file, and would itself be compressed; read the file first: "
+            f"lkv.compress(model, tokenizer, lkv.read_document({text!r}), ...)."
+        )
+    if system is not None:
+        check_text(system, "the system prompt", "give some text, or leave it out")
+    ids = encode_context(tokenizer, text, system)
+    protected = protected_tokens(tokenizer, text, protect, system)
+    return compress_ids(
+        model, tokenizer, ids, memory=memory, retention=retention, method=method, policy=policy, chunk=chunk,
+        progress=progress, text=text, protected=protected, **options,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def compress_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], *, text: str | None = None,
+    memory: float | int | str | None = None, retention: float | None = None, method: str | Method = "lkv",
+    policy: Policy | str | os.PathLike[str] | None = None, chunk: int | None = None,
+    progress: Callable[[float], None] | None = None, protected: Sequence[int] = (), **options: Any,
+) -> Context:  # fmt: skip
+    """Like `compress`, but for token ids: no chat template is put around them.
+
+    `text` is what they encode, for the digest that is saved with the context; by default they are decoded. `protected`
+    are the positions of protected tokens.
+    """
+    _check_arguments(method, memory, retention, chunk, protected, options)
+    limit = patch_attention(model).spec.max_positions
+    if len(ids) >= limit:
+        raise PromptError(
+            f"the text has {len(ids)} tokens, but the model reads at most {limit}, question and answer included; "
+            "shorten it."
+        )
+    tensor = torch.tensor([ids], device=input_device(model))
+    if method == FULL:
+        full = DynamicCache()
+        with _report_layers(model, progress, len(ids)):
+            _prefill(model, full, tensor, chunk)
+        return Context(model, tokenizer, ids, full)
+    if chunk is not None:
+        options["prompt_tokens"] = len(ids)
+    own_options = {name: options.pop(name, None) for name in ("budget_tokens", "pattern")}
+    chosen = resolve_method(
+        method, model, memory=memory, retention=retention, policy=policy, tokenizer=tokenizer,
+        stores_scores=bool(options.get("decode_eviction")), protected=protected, **own_options,
+    )  # fmt: skip
+    chosen.check_length(len(ids))
+    if chosen.needs_whole_prompt:
+        if chunk is not None:
+            raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another method.")
+        # A second pass reads the text again.
+        with _report_layers(model, progress, len(ids) * (1 + chosen.selector.has_second_pass)):
+            prompt = read_prompt(model, tensor, chosen.reads_queries)
+            cache = RaggedCache(model, method=chosen.for_prompt(ids, prompt), **options)
+        cache.fill(prompt)
+    else:
+        cache = RaggedCache(model, method=chosen, **options)
+        _prefill(model, cache, tensor, chunk, progress)
+    cache.ids = tensor
+    target = cache.target
+    metadata = {
+        "method": cache.config.method.name,
+        "memory": str(target.memory) if isinstance(target, TierTarget) else None,
+        "retention": target.retention if type(target) is RetentionTarget and target.tokens is None else None,
+        "budget_tokens": None if target is None else target.tokens,
+        "bits": options.get("bits"),
+        "protected_tokens": len(protected) or None,
+        "policy": cache.policy.digest() if cache.policy is not None else None,
+        "text_sha256": hashlib.sha256((str(tokenizer.decode(ids)) if text is None else text).encode()).hexdigest(),
+    }
+    return Context(model, tokenizer, ids, cache, metadata)
+
+
+def _check_arguments(
+    method: Any, memory: Any, retention: Any, chunk: Any, protected: Sequence[int], options: dict[str, Any]
+) -> None:
+    """Raise PromptError or CacheError for wrong arguments of `compress`, before anything is read."""
+    if not isinstance(method, str | Method):
+        raise CacheError(
+            f"method is {method!r}; give a name that `lkv methods` lists or a Method of your own, and the share to "
+            "keep as retention=0.15."
+        )
+    if "prompt_tokens" in options:
+        raise PromptError("the whole text is the prompt here: leave prompt_tokens out, or use RaggedCache itself.")
+    if "compression_ratio" in options:
+        raise CacheError(
+            "compress has no option compression_ratio, the share to remove; give the share to keep: instead of "
+            "compression_ratio=0.85 give retention=0.15."
+        )
+    named = ("model", "memory", "retention", "method", "policy", "prompt_tokens")
+    names = [name for name in signature(RaggedCache).parameters if name not in named]
+    if unknown := sorted(set(options) - set(names)):
+        raise CacheError(f"compress has no option {', '.join(unknown)}; it takes {', '.join(names)}, chunk, protect.")
+    if method == FULL and options:
+        raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
+    if method == FULL and retention not in (None, 1):
+        raise CacheError(f"{FULL!r} keeps everything, not {retention!r}; leave retention out, or use another method.")
+    if method == FULL and protected:
+        raise CacheError(f"{FULL!r} keeps everything; leave protect out, or use another method.")
+    if method == FULL and memory is not None:
+        raise CacheError(f"{FULL!r} keeps everything; leave memory out, or use another method.")
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise PromptError(f"chunk is {chunk!r}, but a part of the text has at least one token.")
+    if options.get("streaming") and chunk is None:
+        raise PromptError("streaming reads the text in parts; give their size in tokens as chunk, for example 1024.")
+
+
+def _prefill(
+    model: Any, cache: Cache, ids: Tensor, chunk: int | None, progress: Callable[[float], None] | None = None
+) -> None:
+    """Read `ids` [1, T] into `cache`, in parts of `chunk` tokens; `progress` as in `compress`."""
+    parts = ids.split(min(chunk or ids.shape[1], ids.shape[1]), 1)
+    for number, part in enumerate(parts):
+        if progress is not None and isinstance(cache, RaggedCache):
+            cache.on_layer_start = lambda layer, done=number: progress((done + layer / len(cache.layers)) / len(parts))
+        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+    if isinstance(cache, RaggedCache):
+        cache.on_layer_start = None
+
+
+def _report_layers(model: Any, progress: Callable[[float], None] | None, tokens: int) -> AbstractContextManager[None]:
+    """In the block, call `progress` after each decoder layer; `tokens` are read in all."""
+    if progress is None:
+        return nullcontext()
+    read = 0.0
+
+    def on_tokens(more: float) -> None:
+        nonlocal read
+        read += more
+        progress(min(1.0, read / tokens))
+
+    return report_progress(model, on_tokens)
