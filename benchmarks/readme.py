@@ -41,9 +41,10 @@ def headline() -> str:
     kl = {row["method"]: row["value"] for row in rows if row["tokens"] == max(each["tokens"] for each in rows)}
     length = max(row["tokens"] for row in rows)
     return (
-        "**LKV answers from 5% of the KV cache's bytes**: its KL divergence to the full cache is "
-        f"{kl['lkv']:.3f} nats a token, that of KVzip\n{kl['kvzip']:.3f} and that of SnapKV {kl['snapkv']:.3f} in the "
-        f"same bytes (SmolLM2-135M-Instruct, {tokens(length)})."
+        "**LKV compresses the KV cache to 5% of its bytes, and the model answers nearly as before.** Its next-token\n"
+        f"predictions differ from those with the full cache by a KL divergence of {kl['lkv']:.3f} nats per token (0: "
+        f"no difference).\nAt the same bytes KVzip differs by {kl['kvzip']:.3f} and SnapKV by {kl['snapkv']:.3f} "
+        f"(SmolLM2-135M-Instruct, {tokens(length)})."
     )
 
 
@@ -68,12 +69,14 @@ def readme_section() -> str:
     grid = read("grid", task="all", method=FULL)[0]
     head = ["KL, 5% of the bytes", "KL, 15% of the entries", "RULER, 15% of the entries"]
     notes = (
-        "SmolLM2-135M-Instruct, the question unknown at compression; 95% intervals. "
-        f"{KL} in nats a token: at equal bytes of a 16-bit cache, {tokens(length)}, each method in the precision that "
-        f"suits it best ({by_bytes['lkv']['contexts']} contexts, `memory.json`); at 15% of the entries in float32, "
-        f"1k to 2k tokens ({grid['contexts']} contexts, `grid.json`). RULER at 2,048 tokens: mean score where the full "
-        f"cache reaches 50 ({ruler[FULL]['n']} samples, `ruler.json`). LKV was trained on other texts of the same "
-        "kinds, invented facts among them; the baselines are untrained."
+        "SmolLM2-135M-Instruct; texts are compressed before the question is known; brackets are 95% intervals. "
+        f"{KL} of next-token predictions, in nats per token: 0 is no difference. "
+        f"First column: equal bytes, 5% of a 16-bit cache's, each method in its best precision ({tokens(length)}, "
+        f"{by_bytes['lkv']['contexts']} contexts, `memory.json`). Second: equal entries (an entry is the key and value "
+        f"of one token in one head) in float32 (1k to 2k tokens, {grid['contexts']} contexts, `grid.json`). RULER: "
+        f"score of 100, over the tasks where the full cache reaches 50 (2,048 tokens, {ruler[FULL]['n']} samples, "
+        "`ruler.json`). LKV was trained on other texts of the same kinds, invented facts among them; the baselines are "
+        "untrained."
     )
     links = (
         "All figures come from `benchmarks/results/`, whose files name command, machine and seed. "
@@ -96,8 +99,8 @@ def _cost_sentence() -> str:
     )
     machines = [json.loads((RESULTS / f"{name}.json").read_text())["machine"] for name in ("prefill", "decode")]
     return (
-        f"At 15% of the entries and 4,096 tokens LKV holds {size['value']:.3f} of the full cache's bytes. Prefill "
-        f"takes {interval(time, digits=2)} of the full cache's time ({machines[0]}), and decoding a token "
+        f"**Cost**, at 15% of the entries and 4,096 tokens, as a fraction of the full cache's: memory "
+        f"{size['value']:.3f}, prefill time {interval(time, digits=2)} ({machines[0]}), time per decoded token "
         f"{interval(token, digits=2)} in float32 and {interval(half, digits=2)} in bfloat16 (one thread, "
         f"{machines[1]}). {_vllm_sentence()}"
     )
@@ -108,9 +111,9 @@ def _vllm_sentence() -> str:
     rates = {row["memory"]: row for row in read("vllm", what="throughput", concurrency=16)}
     about = rates["equal"]
     return (
-        f"Inside vLLM (CPU) 16 requests at once over {about['contexts']} contexts of {tokens(about['tokens'])} get "
-        f"{rates['unlimited']['value']:.1f} times the tokens a second of full contexts in its prefix cache, and "
-        f"{about['value']:.0f} times where both have the same memory."
+        f"In vLLM on a CPU, 16 concurrent requests over {about['contexts']} contexts of {tokens(about['tokens'])} "
+        f"produce {rates['unlimited']['value']:.1f} times the tokens per second of full contexts in the prefix cache, "
+        f"and {about['value']:.0f} times with equal memory for both."
     )
 
 

@@ -61,9 +61,9 @@ def results_page() -> str:
         "retentions on fewer samples are [below](#more-methods-and-retentions)."
     )
     refit = (
-        "`METHOD+refit` adjusts the kept keys and values by least squares, in the same bytes, so that they answer as "
-        "all entries did ([methods](methods.md#refitted)). It lowers average KL, but does not help single facts (RULER "
-        "above, needles below), and at R = 0.05 it is worse. The same contexts as above."
+        "`METHOD+refit` adjusts the kept keys and values by least squares, at no extra memory, so that attention "
+        "output stays close to the full cache's ([methods](methods.md#compensation)). It lowers average KL, but does not "
+        "help single facts (RULER above, needles below), and at R = 0.05 it is worse. The same contexts as above."
     )
     ruler = ruler_by_retention(read("ruler_retrieval", task="all"), "RULER's five retrieval tasks", "ruler_retrieval")
     parts = [

@@ -17,8 +17,6 @@ from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import DEFAULT, load_default, load_model
 from lkv.policy.lookup import default_policy
 
-README = Path(__file__).parents[2] / "README.md"
-
 
 @pytest.fixture(scope="module")
 def loaded():
@@ -69,15 +67,6 @@ def test_compressed_context_answers_where_snapkv_fails(loaded):
         answers[method] = compress(model, tokenizer, text, method=method).ask(question, 24)
     assert "Fergus" in answers["full"] and "Fergus" in answers["lkv"]
     assert "Fergus" not in answers["snapkv"]
-
-
-@pytest.mark.slow
-def test_the_readme_prints_what_it_shows(monkeypatch, capsys):
-    readme = README.read_text(encoding="utf-8")
-    code, output = re.search(r"```python\n(import lkv\n.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL).groups()
-    monkeypatch.chdir(README.parent)
-    exec(compile(code, str(README), "exec"), {})
-    assert capsys.readouterr().out == output
 
 
 def test_its_weights_go_where_they_are_asked_to(loaded):

@@ -60,7 +60,7 @@ def reader(tmp_path_factory):
     policy = Policy(patch_attention(model).spec, {"trained_tokens": 4096}, ScorerInputs(key="unrotated"))
     policy.save_pretrained(path / "policies" / lkv.models.loading.DEFAULT)
     (path / "examples").mkdir()
-    for name in ("book.txt", "README.md", "examples/lighthouse.txt"):
+    for name in ("README.md", "examples/lighthouse.txt"):
         (path / name).write_text("The harbour of Old Quay was built by Ada Brooks in the year of the great storm. " * 8)
     return path
 
