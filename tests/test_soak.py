@@ -51,8 +51,7 @@ def test_counts_add_up_over_several_runs(tmp_path):
 
 
 def test_the_committed_counts_tell_of_no_difference():
-    files = [OUT, OUT.with_name("soak_server.json")]  # counted on different machines
-    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+    rows = json.loads(OUT.read_text(encoding="utf-8"))["rows"]
     first = {row["part"]: row["value"] for row in reversed(rows)}
     assert first.keys() == PARTS.keys() and all(row["differences"] == 0 for row in rows)
-    assert all(first[part] >= PARTS[part][2] for part in ("inputs", "kills", "fuzz"))
+    assert all(first[part] >= PARTS[part][2] for part in PARTS)
