@@ -124,7 +124,7 @@ class Service:
         check_text(text, "the text", "give some text to compress")
         if system is not None:
             check_text(system, "the system prompt", "give some text, or leave it out")
-        settings = self._settings.for_text(retention, memory, system)._replace(protect=tuple(protect) or None)
+        settings = self._settings.for_text(retention, memory, system, protect)
         self._check_characters(len(text) + len(system or ""), "the text")
         with self._tokenizing:
             tokens = len(encode_context(self.tokenizer, text, system))

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from lkv.config import MemoryTarget
 from lkv.context.context import Context
+from lkv.context.protection import Span
 from lkv.errors import ContextFileError, PromptError, StoreError, UnknownContextError, check_retention
 from lkv.utils.files import error_reason, write_text
 
@@ -38,9 +39,11 @@ class CompressionSettings(NamedTuple):
     tokenizer: str  # digest of its template and its behaviour
     system: str | None = None
     memory: str | None = None  # instead of the retention: a share of the full cache's bytes, or bytes
-    protect: tuple[str, ...] | None = None  # words that every head keeps
+    protect: tuple[Span, ...] | None = None  # what every head keeps
 
-    def for_text(self, retention: float | None, memory: str | None, system: str | None) -> "CompressionSettings":
+    def for_text(
+        self, retention: float | None, memory: str | None, system: str | None, protect: Sequence[Span] = ()
+    ) -> "CompressionSettings":
         """Those of one text, which keeps as much as one of `retention` and `memory` says, by default as much as these.
 
         Raises PromptError for both of them, and RetentionError for one that cannot be.
@@ -51,7 +54,7 @@ class CompressionSettings(NamedTuple):
         if memory is not None:  # one text for equal budgets, however they are written
             target = MemoryTarget.parse(memory)
             memory = f"{target.nbytes}B" if target.share is None else str(target.share)
-        return self._replace(retention=share, system=system, memory=memory)
+        return self._replace(retention=share, system=system, memory=memory, protect=tuple(protect) or None)
 
 
 def context_id(text: str, settings: CompressionSettings) -> str:

@@ -106,6 +106,19 @@ class Lab:
         out = self.model.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False)
         return out[0, len(ids) :].tolist()
 
+    def beams(self, context: Context | None, ids: list[int], width: int, tokens: int) -> tuple[list[list[int]], Any]:
+        """The oracle's beams of `tokens` tokens, whatever they are, and their log-probabilities."""
+        row, cache = ids, None
+        if context is not None:
+            row, cache = context.ids + ids, context.cache.fork()
+            cache.batch_repeat_interleave(width)
+        out = self.model.generate(
+            torch.tensor([row]), past_key_values=cache, num_beams=width, num_return_sequences=width,
+            max_new_tokens=tokens, do_sample=False, eos_token_id=-1, length_penalty=0.0, return_dict_in_generate=True,
+            output_scores=True,
+        )  # fmt: skip
+        return out.sequences[:, len(row) :].tolist(), out.sequences_scores
+
 
 def ask(llm: LLM, ids: list[int], context: str | None, tokens: int = 16, **options: Any) -> list[int]:
     """The greedy answer of an engine."""

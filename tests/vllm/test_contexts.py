@@ -7,14 +7,14 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 from lkv.cache.tiered_store import TieredStore
 from lkv.context.compression import compress as compress_with_transformers
 from lkv.context.context import Context
 from lkv.errors import LkvError, StoreError
 from lkv.integrations.vllm.contexts import VllmContexts
-from lkv.integrations.vllm.requests import compress
+from lkv.integrations.vllm.requests import compress, question_prompt
 from lkv.serving.store import ContextStore
 from lkv.utils.prompts import encode_question
 from tests.vllm.lab import Lab, ask, asked
@@ -115,6 +115,60 @@ def test_contexts_within_a_memory_are_made_and_answered_in_one_batch(lab):
     context.save(lab.store / f"{name}.kv")
     forget(llm)
     assert ask(llm, pairs[0][1], name) == lab.answer(context, pairs[0][1], 16)
+
+
+def test_protected_spans_are_kept_as_lkv_compress_keeps_them(lab):
+    llm, text, protect = lab.shared, f"{lab.text(50, 150)} PIN 5308. {lab.text(51, 150)}", ["PIN 5308", (0, 4)]
+    ids = encode_question(lab.tokenizer, "PIN?")
+    for budget in ({"retention": 0.2}, {"memory": "20%"}):
+        context, plain = (
+            compress_with_transformers(lab.model, lab.tokenizer, text, policy=lab.policy, protect=spans, **budget)
+            for spans in (protect, ())
+        )
+        pairs = zip(context.cache.ragged_layers, plain.cache.ragged_layers, strict=True)
+        assert not any(torch.equal(packed(own.store)[0], packed(other.store)[0]) for own, other in pairs)
+        name = compress(llm, text, protect=protect, **budget)
+        assert name != compress(llm, text, **budget)
+        same_entries(lab, name, context)
+        assert ask(llm, ids, name) == lab.answer(context, ids, 16)
+    with pytest.raises(LkvError, match="does not contain 'no such words'"):
+        compress(llm, text, protect=["no such words"])
+    with pytest.raises(LkvError, match="the protected spans have 200 of"):
+        compress(llm, text, retention=0.05, protect=[(0, 200)])
+
+
+def test_beams_over_contexts_are_those_of_transformers(lab):
+    """Two contexts and none in one search: a prompt names its context by its cache salt."""
+    llm, texts = lab.shared, [lab.text(52), lab.text(53)]
+    contexts = {compress(llm, text): lab.context(text) for text in texts} | {None: None}
+    prompts = [question_prompt(llm, "what?", name) for name in contexts]
+    found = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True))
+    ids, best = prompts[0]["prompt_token_ids"], set()
+    for context, output in zip(contexts.values(), found, strict=True):
+        beams, scores = lab.beams(context, ids, 3, 6)
+        assert [beam.tokens[len(ids) :] for beam in output.sequences] == beams
+        found_scores = torch.tensor([beam.cum_logprob for beam in output.sequences])
+        torch.testing.assert_close(found_scores, scores, atol=1e-3, rtol=1e-3)
+        best.add(tuple(beams[0]))
+    assert len(best) == 3  # the contexts matter
+
+
+def test_a_salt_names_the_context_of_any_request(lab):
+    """Else a request without its context could share pages with those that have it."""
+    llm, text, ids = lab.shared, lab.text(52), encode_question(lab.tokenizer, "a" * 300)
+    name, context = compress(llm, text), lab.context(text)
+    salted = {"prompt_token_ids": ids, "cache_salt": f"lkv_context:{name}:"}
+    (output,) = llm.generate(salted, asked(None), use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == lab.answer(context, ids, 16) != lab.answer(None, ids, 16)
+    for salt, extra, match in (
+        ("lkv_context:none", None, "no context 'none'"),
+        ("lkv_context", None, "no context ''"),
+        ("lkv_context:none:x", {"lkv_context": name}, "two contexts"),
+        (f"lkv_context:{name}", {"lkv_compress": "{}"}, "one of them"),
+    ):
+        params = SamplingParams(max_tokens=1, extra_args=extra)
+        with pytest.raises((VLLMNotFoundError, VLLMValidationError), match=match):
+            llm.generate({"prompt_token_ids": ids, "cache_salt": salt}, params, use_tqdm=False)
 
 
 def test_two_hundred_requests_with_aborts_and_preemption(lab):

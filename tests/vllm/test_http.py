@@ -129,6 +129,36 @@ def test_a_context_within_a_memory(server, lab):
     assert server.ask(question, f"tiny:{name}") == expected(lab, context, question)
 
 
+def test_a_context_with_protected_words(server, lab):
+    text = f"{lab.text(38, 150)} PIN 5308. {lab.text(39, 150)}"
+    context = compress(lab.model, lab.tokenizer, text, retention=0.2, policy=lab.policy, protect=["PIN 5308"])
+    name = server.create(text, retention=0.2, protect=["PIN 5308"])
+    assert name != server.create(text, retention=0.2)
+    assert server.ask("PIN?", f"tiny:{name}") == expected(lab, context, "PIN?")
+    answer = server.http.post("/v1/contexts", json={"text": text, "protect": ["no such words"]})
+    assert answer.status_code == 400 and "does not contain" in answer.json()["error"]["message"]
+
+
+def test_beam_search_over_a_context(server, lab):
+    name, context, question = server.create(lab.text(30)), lab.context(lab.text(30)), "how much is it?"
+    beams = {"use_beam_search": True, "ignore_eos": True, "length_penalty": 0.0}
+    answer = server.client.chat.completions.create(
+        model=f"tiny:{name}", messages=[{"role": "user", "content": question}], n=3, max_tokens=6, temperature=0,
+        extra_body=beams,
+    )  # fmt: skip
+    ids = encode(
+        lab.tokenizer, render_messages(lab.tokenizer, [{"role": "user", "content": question}], after_context=True)
+    )
+    want = [squash(lab.tokenizer.decode(beam, skip_special_tokens=True)) for beam in lab.beams(context, ids, 3, 6)[0]]
+    assert [squash(choice.message.content) for choice in answer.choices] == want and len(set(want)) > 1
+    prompt = {"prompt": "abc def", "n": 2, "max_tokens": 4, "temperature": 0, "cache_salt": "mine", **beams}
+    completion = server.http.post("/v1/completions", json={"model": f"tiny:{name}", **prompt}).json()
+    want = lab.beams(context, lab.tokenizer("abc def")["input_ids"], 2, 4)[0]
+    assert [squash(choice["text"]) for choice in completion["choices"]] == [
+        squash(lab.tokenizer.decode(beam, skip_special_tokens=True)) for beam in want
+    ]
+
+
 def test_other_pages_and_hosts_get_no_context(server, lab):
     """vLLM itself answers under every host name, by which any page in a browser could ask it."""
     name = server.create(lab.text(30))
@@ -139,6 +169,10 @@ def test_other_pages_and_hosts_get_no_context(server, lab):
             assert server.http.delete(path, headers=headers).status_code == status
         assert server.http.post("/v1/contexts", json={"text": "a b c"}, headers=headers).status_code == status
         assert server.http.post("/v1/chat/completions", json=chat, headers=headers).status_code == status
+        for named in ({"vllm_xargs": {"lkv_context": name}}, {"cache_salt": f"lkv_context:{name}"}):
+            other = {"model": "tiny", "input": "a", "max_output_tokens": 2, **named}
+            assert server.http.post("/v1/responses", json=other, headers=headers).status_code == status
+            assert server.http.post("/v1/completions", json=other, headers=headers).status_code == status
         plain = {"model": "tiny", "prompt": "abc", "max_tokens": 2}
         assert server.http.post("/v1/completions", json=plain, headers=headers).status_code == 200
     own = {"Origin": str(server.http.base_url).rstrip("/")}
@@ -221,7 +255,7 @@ def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
         ({"messages": [{"role": "user", "content": " "}]}, "question is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
         ({"messages": [{"role": "user", "content": "a" * 1100}]}, "maximum context length"),
-        ({"use_beam_search": True, "n": 2}, "use_beam_search"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools does not go with a context"),
     ):
         request = {"model": f"tiny:{name}", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4, **body}
         answer = server.http.post("/v1/chat/completions", json=request)

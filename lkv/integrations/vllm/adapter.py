@@ -69,13 +69,13 @@ def _wrap(owner: type, name: str, around: Any) -> None:
 
 def _process_inputs(method: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
     request = method(processor, *args, **kwargs)
-    # Those that name no context are not LKV's.
-    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
-    if extra and any(name.startswith("lkv_") for name in extra):
+    extra = request.sampling_params and request.sampling_params.extra_args
+    # Others name no context, and are not LKV's.
+    if any(name.startswith("lkv_") for name in (*(extra or ()), request.cache_salt or "")):
         from lkv.integrations.vllm.requests import check_request
 
         asked = args[2] if len(args) > 2 else kwargs["params"]
-        check_request(processor, request, extra, asked.max_tokens)
+        check_request(processor, request, asked.max_tokens)
     return request
 
 

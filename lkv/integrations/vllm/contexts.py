@@ -3,6 +3,7 @@
 import hashlib
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.checks import check_text
 from lkv.context.context import Context
+from lkv.context.protection import Span, protected_tokens
 from lkv.errors import ContextFileError, IntegrationError, PromptError, StoreError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
@@ -112,6 +114,7 @@ class VllmContexts:
         method = resolve_method(
             self.settings.method, self.model, retention=None if settings.memory else settings.retention,
             memory=settings.memory, policy=self.policy, tokenizer=self.tokenizer,
+            protected=settings.protected if isinstance(settings, NewContext) else (),
         )  # fmt: skip
         if method.reads_queries or method.needs_whole_prompt:
             raise IntegrationError(
@@ -121,17 +124,20 @@ class VllmContexts:
         return method
 
     def encode(
-        self, text: str, retention: float | None = None, system: str | None = None, memory: str | None = None
+        self, text: str, retention: float | None = None, system: str | None = None, memory: str | None = None,
+        protect: Sequence[Span] = (),
     ) -> "NewContext":  # fmt: skip
         """What the engine needs to compress `text`. Raises LkvError for a text that cannot be."""
         check_text(text, "the text", "give some text to compress")
         if system is not None:
             check_text(system, "the system prompt", "give some text, or leave it out")
-        settings = self.compression.for_text(retention, memory, system)
+        protected = protected_tokens(self.tokenizer, text, protect, system)
+        settings = self.compression.for_text(retention, memory, system, protect)
         ids = encode_context(self.tokenizer, text, system)
         wanted = NewContext(
             id=context_id(text, settings), retention=settings.retention, memory=settings.memory,
             sha256=hashlib.sha256(text.encode()).hexdigest(), ids=ids,
+            protected=protected,
         )  # fmt: skip
         self._check_text(wanted, len(ids))
         while len(self._announced) >= _MAX_ANNOUNCED:
@@ -199,6 +205,7 @@ class NewContext(BaseModel):
     retention: float
     memory: str | None = None  # instead of the retention
     sha256: str
+    protected: list[int] = Field(default_factory=list)  # positions of tokens that every head keeps
     name: str = Field(default="", max_length=200)
     ids: list[int] = Field(default_factory=list, exclude=True)
 
@@ -236,7 +243,8 @@ class Compression:
             "method": cache.config.method.name,
             "memory": str(target.memory) if isinstance(target, TierTarget) else None,
             "retention": None if wanted.memory else wanted.retention, "budget_tokens": None, "bits": None,
-            "policy": None if contexts.policy is None else contexts.policy.digest(), "text_sha256": wanted.sha256,
+            "protected_tokens": len(wanted.protected) or None, "policy": contexts.compression.policy,
+            "text_sha256": wanted.sha256,
         }  # fmt: skip
         context = Context(contexts.model, contexts.tokenizer, ids, cache, metadata)
         settings = contexts.compression._replace(retention=wanted.retention, memory=wanted.memory)

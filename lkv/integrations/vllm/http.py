@@ -34,7 +34,7 @@ from lkv.errors import (
 )
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.contexts import PluginSettings, VllmContexts
-from lkv.integrations.vllm.requests import front_contexts
+from lkv.integrations.vllm.requests import front_contexts, salt_of, split_salt
 from lkv.serving.middleware import LOOPBACK, refuse
 from lkv.serving.page import page_response
 from lkv.serving.schemas import Message as ChatMessage
@@ -43,6 +43,7 @@ from lkv.serving.service import Job
 from lkv.serving.store import StoredContext, unknown_context
 from lkv.utils.prompts import encode, render_messages
 
+_PREFIX = "lkv_"  # of all that names contexts
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _MAX_JOBS = 256  # texts that are being compressed or could not be
 _STATUS: dict[type[LkvError], tuple[int, str]] = {
@@ -151,11 +152,11 @@ class ContextRoutes:
     async def _create(self, body: Any) -> StoredContext | Job:
         """The stored context of a text, or the job that makes it."""
         contexts = await self.contexts()
-        if body.protect:
-            raise PromptError("protect is not offered inside vLLM yet; leave it out.")
         if len(body.text) > 32 * contexts.max_positions:
             raise PromptError(f"the text is too long for a model that reads {contexts.max_positions} tokens.")
-        wanted = await asyncio.to_thread(contexts.encode, body.text, body.retention, body.system, body.memory)
+        wanted = await asyncio.to_thread(
+            contexts.encode, body.text, body.retention, body.system, body.memory, body.protect
+        )
         if len(wanted.ids) >= self._length:
             raise PromptError(
                 f"the text has {len(wanted.ids)} tokens, but vLLM was started with --max-model-len {self._length}."
@@ -176,7 +177,7 @@ class ContextRoutes:
             if failed is None:
                 raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
             del self._jobs[failed]
-        settings = contexts.compression.for_text(body.retention, body.memory, body.system)
+        settings = contexts.compression._replace(retention=wanted.retention, memory=wanted.memory)
         job = self._jobs[wanted.id] = Job(wanted.id, body.name, "", settings, time.time())
         task = asyncio.create_task(self._compress(contexts, wanted, job))
         self._tasks.add(task)
@@ -238,6 +239,7 @@ class ContextRoutes:
         """The context that a request names, and its model's own name put into `body`; None for no context."""
         extra = body.get("vllm_xargs")
         names = [body.pop("context", None), extra.get(CONTEXT) if isinstance(extra, dict) else None]
+        names.append(split_salt(body.get("cache_salt"))[0])
         model = body.get("model")
         if isinstance(model, str) and model not in self._models and model.rpartition(":")[0] in self._models:
             body["model"], _, suffix = model.rpartition(":")
@@ -259,10 +261,11 @@ class ContextRoutes:
             raise UnknownContextError(f"the context {name!r} {reason}")
         await self._stored(name)
         tokens = await asyncio.to_thread(contexts.tokens, name)
-        for field in ("use_beam_search", "tools", "functions", "prompt_embeds", "echo"):
+        for field in ("tools", "functions", "prompt_embeds", "echo"):
             if body.get(field):
                 raise PromptError(f"{field} does not go with a context; leave it out.")
-        body["vllm_xargs"] = {**(body.get("vllm_xargs") or {}), CONTEXT: name}
+        # Not by vllm_xargs, which beam search drops.
+        body["cache_salt"] = salt_of(name, split_salt(body.get("cache_salt"))[1])
         if path == _COMPLETIONS:
             body.setdefault("add_special_tokens", False)
             return
@@ -291,7 +294,7 @@ class ContextMiddleware:
             await self._routes.refresh_metrics()
         if refusal is not None and path.startswith("/v1/contexts"):
             await refusal(scope, receive, send)
-        elif scope["method"] == "POST" and path in (_CHAT, _COMPLETIONS):
+        elif scope["method"] == "POST" and (path in (_CHAT, _COMPLETIONS) or refusal is not None):
             await self._ask(scope, receive, send, refusal)
         else:
             await self._app(scope, receive, send)
@@ -300,12 +303,14 @@ class ContextMiddleware:
         """Pass a question on, rewritten where it names a context; `refusal` is the answer to such ones."""
         try:
             data = await _read_body(receive, None)
-            body = _parse(data)
-            name = None if body is None else self._routes.split_name(body)
-            if body is None or name is None:
-                await self._pass_on(data, scope, receive, send)
-            elif refusal is not None:
+            body, name = _parse(data), None
+            if body is not None and scope["path"] in (_CHAT, _COMPLETIONS):
+                name = self._routes.split_name(body)
+            # Other routes of vLLM read vllm_xargs and cache_salt as well.
+            if refusal is not None and (name is not None or _PREFIX in json.dumps(body)):
                 await refusal(scope, receive, send)
+            elif body is None or name is None:
+                await self._pass_on(data, scope, receive, send)
             else:
                 async with self._routes.using(name):
                     await self._routes.rewrite(scope["path"], body, name)

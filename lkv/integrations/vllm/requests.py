@@ -1,13 +1,18 @@
 """Requests about contexts: checked in vLLM's front end, and made for `vllm.LLM`.
 
 context = compress(llm, text)
-llm.generate(question_prompt(llm, "What is the code?"), SamplingParams(extra_args={"lkv_context": context}))
+llm.generate(question_prompt(llm, "What is the code?", context), SamplingParams(temperature=0))
+
+A request names its context by `extra_args` of its sampling parameters, or its prompt does by its cache salt,
+"lkv_context:ID": beam search, which has sampling parameters of its own, passes that on from beam to beam.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from lkv.context.protection import Span
 from lkv.errors import IntegrationError, LkvError, PromptError, StoreError, UnknownContextError
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.contexts import NewContext, VllmContexts, open_contexts
@@ -29,13 +34,27 @@ def front_contexts(processor: Any) -> VllmContexts:
     return open_contexts(processor, config, torch.device("cpu"), 0)
 
 
-def check_request(processor: Any, request: Any, extra: dict[str, Any], max_tokens: int | None) -> None:
+def split_salt(salt: Any) -> tuple[str | None, str]:
+    """The context that a cache salt names, or None, and the rest of the salt."""
+    salt = salt if isinstance(salt, str) else ""
+    prefix, _, rest = salt.partition(":")
+    if prefix != CONTEXT:
+        return None, salt
+    name, _, rest = rest.partition(":")
+    return name, rest
+
+
+def salt_of(context: str, rest: str = "") -> str:
+    """The cache salt that names a context."""
+    return f"{CONTEXT}:{context}:{rest}"
+
+
+def check_request(processor: Any, request: Any, max_tokens: int | None) -> None:
     """Check a request that names a context, or whose prompt is to be compressed, and salt its pages.
 
     Args:
         processor: vLLM's input processor.
         request: What it made of the request.
-        extra: Its `SamplingParams.extra_args`.
         max_tokens: What the caller asked for; None for as many as fit.
 
     Raises:
@@ -44,18 +63,23 @@ def check_request(processor: Any, request: Any, extra: dict[str, Any], max_token
     from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
     try:
-        _check(processor, request, extra, max_tokens)
+        _check(processor, request, max_tokens)
     except UnknownContextError as error:
         raise VLLMNotFoundError(str(error)) from error
     except LkvError as error:
         raise VLLMValidationError(str(error)) from error
 
 
-def _check(processor: Any, request: Any, extra: dict[str, Any], max_tokens: int | None) -> None:
+def _check(processor: Any, request: Any, max_tokens: int | None) -> None:
+    params = request.sampling_params
+    if params is None:
+        raise PromptError("contexts are asked questions; a pooled request has none.")
+    salted, salt = split_salt(request.cache_salt)
+    extra = ({} if salted is None else {CONTEXT: salted}) | (params.extra_args or {})
     unknown = {name for name in extra if name.startswith("lkv_")} - {CONTEXT, COMPRESS}
     if unknown or (CONTEXT in extra and COMPRESS in extra):
         raise PromptError(f"give {CONTEXT} or {COMPRESS}, one of them, and not {', '.join(sorted(unknown)) or 'both'}.")
-    contexts, ids, params = front_contexts(processor), request.prompt_token_ids, request.sampling_params
+    contexts, ids = front_contexts(processor), request.prompt_token_ids
     if ids is None or request.prompt_embeds is not None or request.mm_features:
         raise PromptError("questions about contexts are text; leave embeddings, images and sound out.")
     if COMPRESS in extra:
@@ -67,6 +91,8 @@ def _check(processor: Any, request: Any, extra: dict[str, Any], max_tokens: int 
     name = extra[CONTEXT]
     if not isinstance(name, str):
         raise PromptError(f"{CONTEXT} is {name!r}; give the id of a context.")
+    if salted not in (None, name):
+        raise PromptError("the request names two contexts; give one.")
     # The last token of an answer is never read.
     free = contexts.max_positions + 1 - contexts.tokens(name) - len(ids)
     if free < (max_tokens or 1):
@@ -75,14 +101,14 @@ def _check(processor: Any, request: Any, extra: dict[str, Any], max_tokens: int 
             f"context, question and {max_tokens or 1} new tokens are more than the {contexts.max_positions} that the "
             f"model reads; {advice}."
         )
-    params.max_tokens = min(params.max_tokens, free)
+    params.max_tokens, params.extra_args = min(params.max_tokens, free), extra
     # Pages hold k and v that depend on the context: only questions about one context share them.
-    request.cache_salt = f"{CONTEXT}:{name}:{request.cache_salt or ''}"
+    request.cache_salt = salt_of(name, salt)
 
 
 def compress(
     llm: Any, text: str, retention: float | None = None, name: str = "", system: str | None = None,
-    memory: str | None = None,
+    memory: str | None = None, protect: Sequence[Span] = (),
 ) -> str:  # fmt: skip
     """Compress a text inside a `vllm.LLM`, unless it is stored already.
 
@@ -93,9 +119,10 @@ def compress(
         name: A title for lists.
         system: A system prompt before the text.
         memory: Instead of `retention`, the share of the full cache's bytes ("10%"), or bytes ("2MB"), that it may take.
+        protect: Parts of the text that every head keeps, as in `lkv.compress`.
 
     Returns:
-        The context's id, for `extra_args={"lkv_context": id}`.
+        The context's id, for `question_prompt` or `extra_args={"lkv_context": id}`.
 
     Raises:
         LkvError: If it cannot be compressed or stored.
@@ -103,7 +130,7 @@ def compress(
     from vllm import SamplingParams
 
     contexts = front_contexts(llm.llm_engine.input_processor)
-    wanted = contexts.encode(text, retention, system, memory)
+    wanted = contexts.encode(text, retention, system, memory, protect)
     wanted.name = name
     try:
         contexts.tokens(wanted.id)
@@ -119,6 +146,7 @@ def compress(
     return wanted.id
 
 
-def question_prompt(llm: Any, question: str) -> dict[str, list[int]]:
-    """The prompt of a question about a context, as `Context.ask` puts it."""
-    return {"prompt_token_ids": encode_question(llm.get_tokenizer(), question)}
+def question_prompt(llm: Any, question: str, context: str | None = None) -> dict[str, Any]:
+    """The prompt of a question about a context, as `Context.ask` puts it; without `context`, sampling names it."""
+    prompt: dict[str, Any] = {"prompt_token_ids": encode_question(llm.get_tokenizer(), question)}
+    return prompt if context is None else prompt | {"cache_salt": salt_of(context)}
