@@ -55,7 +55,7 @@ class Serve(PolicyOptions, RunOptions):
         import uvicorn
 
         from lkv.serving.app import make_app
-        from lkv.serving.middleware import LOOPBACK, HeaderTimeoutProtocol
+        from lkv.serving.middleware import LOOPBACK, BoundedProtocol
         from lkv.serving.service import make_service
 
         service = make_service(self.model_dump())
@@ -65,7 +65,7 @@ class Serve(PolicyOptions, RunOptions):
             app,
             host=self.host,
             port=self.port,
-            http=HeaderTimeoutProtocol,
+            http=BoundedProtocol,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=int(self.grace) + 1,

@@ -1,5 +1,6 @@
 """Protected spans: parts of a text whose tokens every head keeps, whatever else is evicted."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -50,12 +51,14 @@ def protected_tokens(
         )
     offsets = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     first = 0 if getattr(tokenizer, "chat_template", None) else len(bos_ids(tokenizer))
+    # Both are in order, and a token may belong to two intervals that touch.
+    starts, ends = [low for low, _ in offsets], [high for _, high in offsets]
     positions = set()
     for start, end in intervals:
-        inside = {first + place for place, (low, high) in enumerate(offsets) if low < end and high > start}
+        inside = range(bisect_right(ends, start), bisect_left(starts, end))
         if not inside:
-            raise PromptError(f"the protected span {whole[start:end]!r} has no token; give words of the text.")
-        positions |= inside
+            raise PromptError(f"the protected span {whole[start:end][:60]!r} has no token; give words of the text.")
+        positions.update(first + place for place in inside)
     return sorted(positions)
 
 

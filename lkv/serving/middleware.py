@@ -1,4 +1,4 @@
-"""Checks before every request: complete headers in time, host and origin, the key, the size."""
+"""Checks before every request: connections that make progress, host and origin, the key, the size."""
 
 import asyncio
 import hmac
@@ -11,32 +11,59 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import DEFAULT_MAX_INCOMPLETE_EVENT_SIZE, H11Protocol
 
 from lkv.serving.schemas import error_object
 
 _PUBLIC = ("/", "/healthz")  # without a key: the page has none, and asks for it
+_FREE_CHUNKS, _LEAST_CHUNK = 1000, 1024  # chunks of any size; bytes of further ones, on average
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class HeaderTimeoutProtocol(H11Protocol):
-    """Closes connections whose headers are incomplete after `header_seconds`; uvicorn's own protocol waits for ever.
+class BoundedConnection(h11.Connection):
+    """Refuses bodies in many small chunks: each takes the event loop as long as a large one."""
 
-    A body that is no HTTP is answered once, by uvicorn itself; the application, which would answer too, is cut off.
+    _chunks = _size = 0  # of the body that is being received
+
+    @override
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._size = 0
+        elif isinstance(event, h11.Data):
+            self._chunks, self._size = self._chunks + event.chunk_start, self._size + len(event.data)
+            if self._chunks > _FREE_CHUNKS + self._size // _LEAST_CHUNK:
+                raise h11.RemoteProtocolError("the chunks of the body are too small")
+        return event
+
+
+class BoundedProtocol(H11Protocol):
+    """Closes connections whose clients make no progress; uvicorn's own protocol waits for ever.
+
+    That is after `header_seconds` of incomplete headers, or of a body that goes on after its answer, and after
+    `unread_seconds` in which nothing of an answer is read. A body that is no HTTP is answered once, by uvicorn itself;
+    the application, which would answer too, is cut off.
     """
 
-    header_seconds = 10.0
+    header_seconds, unread_seconds = 10.0, 60.0
     _timer: asyncio.TimerHandle | None = None
+    _watch: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.conn = BoundedConnection(h11.SERVER, DEFAULT_MAX_INCOMPLETE_EVENT_SIZE)
 
     @override
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._timer = self.loop.call_later(self.header_seconds, transport.close)
+        self._watch = self.loop.call_later(self.unread_seconds, self._abort_unread, 0)
 
     @override
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        is_incomplete = self.conn.their_state is h11.IDLE
+        is_answered = self.conn.our_state in (h11.DONE, h11.MUST_CLOSE)
+        is_incomplete = self.conn.their_state is (h11.SEND_BODY if is_answered else h11.IDLE)
         if self._timer is not None and not is_incomplete:
             self._timer.cancel()
             self._timer = None
@@ -56,8 +83,17 @@ class HeaderTimeoutProtocol(H11Protocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._watch):
+            if timer is not None:
+                timer.cancel()
+
+    def _abort_unread(self, before: int) -> None:
+        """Abort where as many bytes wait to be sent as `before`, also when the connection is being closed."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent and unsent == before:
+            self.transport.abort()
+        else:
+            self._watch = self.loop.call_later(self.unread_seconds, self._abort_unread, unsent)
 
 
 class RequestGuard:

@@ -128,12 +128,12 @@ class Service:
         self._check_characters(len(text) + len(system or ""), "the text")
         with self._tokenizing:
             tokens = len(encode_context(self.tokenizer, text, system))
+            if tokens >= (limit := max_positions(self.model)):
+                raise PromptError(
+                    f"the text has {tokens} tokens, but the model reads at most {limit}, question and answer included; "
+                    "shorten it."
+                )
             protected_tokens(self.tokenizer, text, protect, system)  # refuses spans that are not there
-        if tokens >= (limit := max_positions(self.model)):
-            raise PromptError(
-                f"the text has {tokens} tokens, but the model reads at most {limit}, question and answer included; "
-                "shorten it."
-            )
         name = context_id(text, settings)
         job = self._jobs.get(name)
         if job is not None and job.error is None:

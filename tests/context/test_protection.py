@@ -1,5 +1,7 @@
 """Protected spans: every head keeps them, within the budget, in the best precision; what remains is as ever."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -193,3 +195,14 @@ def test_what_cannot_keep_them_says_so(parts):
         compress(model, Words(), TEXT, method="knorm", protect=[RULE])
     with pytest.raises(LkvError, match=r"token 500 is protected, but the prompt has 90; give less\."):
         compress_ids(model, tokenizer, list(range(3, 93)), method="knorm", protected=[500])
+
+
+def test_a_word_that_is_everywhere_is_found_without_comparing_all_tokens_with_all_places(parts):
+    _, tokenizer, _ = parts
+    text = "a " * 20_000
+    began = time.process_time()
+    found = protected_tokens(tokenizer, text, ["a"])
+    assert time.process_time() - began < 5  # comparing all takes minutes
+    encoded = encode_context(tokenizer, text)
+    start = len(encoded) - len(text)
+    assert found == list(range(start, start + len(text), 2))

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from pydantic import ValidationError
@@ -16,7 +17,7 @@ from lkv.errors import PromptError, StoreError, UnknownContextError
 
 pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
 from lkv.serving import service as service_module
-from lkv.serving.middleware import HeaderTimeoutProtocol, RequestGuard
+from lkv.serving.middleware import BoundedProtocol, RequestGuard
 from lkv.serving.schemas import ChatRequest
 from lkv.serving.service import Limits, Service
 from lkv.serving.store import StoredContext, context_id
@@ -249,7 +250,7 @@ def test_ids_do_not_depend_on_the_server(make):
 
 @pytest.mark.parametrize("before", [b"", b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"])
 def test_half_sent_headers_are_not_waited_for(server, monkeypatch, before):
-    monkeypatch.setattr(HeaderTimeoutProtocol, "header_seconds", 0.3)
+    monkeypatch.setattr(BoundedProtocol, "header_seconds", 0.3)
     clients = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(20)]
     for client in clients:
         client.sendall(before)
@@ -298,6 +299,59 @@ def test_a_body_that_is_no_http_leaves_no_traceback(server, first, pieces):
     finally:
         logging.getLogger("uvicorn.error").removeHandler(handler)
     assert [record.getMessage() for record in records if record.levelno > logging.WARNING] == []
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_bodies_in_many_small_chunks_are_refused(parts, tmp_path, key):
+    with serving(*parts, tmp_path, key=key) as server:
+        body = b"1\r\n{\r\n" * 100_000 + b"0\r\n\r\n"
+        began = time.process_time()  # of the server, too: a second for all of the chunks
+        with connect(server, "/v1/contexts", "Transfer-Encoding: chunked") as client, suppress(OSError):
+            client.sendall(body)
+            assert b" 400 " in client.recv(1000)
+        assert time.process_time() - began < 0.3
+        with connect(server, "/v1/contexts", f"Transfer-Encoding: chunked\r\nAuthorization: Bearer {key}") as client:
+            client.sendall(b"".join(b"800\r\n" + b" " * 2048 + b"\r\n" for _ in range(90)) + b"0\r\n\r\n")
+            assert b"application/json" in client.recv(1000)  # chunks of a usual size are read
+        assert server.ask("/healthz") == (200, "ok\n")
+
+
+def test_bodies_that_go_on_after_their_answer_are_not_waited_for(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(BoundedProtocol, "header_seconds", 0.3)
+    with serving(*parts, tmp_path, key="secret") as server:
+        with connect(server, "/v1/contexts", "Content-Length: 1000") as client, pytest.raises(ConnectionError):
+            assert client.recv(1000).startswith(b"HTTP/1.1 401")
+            for _ in range(200):
+                client.sendall(b"x")
+                time.sleep(0.02)
+        assert server.ask("/healthz") == (200, "ok\n")
+
+
+@pytest.mark.parametrize("pages", [5, 100])  # few wait to be sent while the connection is being closed
+def test_answers_that_nobody_reads_are_not_kept(server, monkeypatch, pages):
+    made, lost = BoundedProtocol.connection_made, BoundedProtocol.connection_lost
+    ports, gone = [], threading.Event()
+
+    def connection_made(self, transport):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    def connection_lost(self, error):
+        lost(self, error)
+        if self.client[1] in ports:
+            gone.set()
+
+    monkeypatch.setattr(BoundedProtocol, "unread_seconds", 0.3)
+    monkeypatch.setattr(BoundedProtocol, "connection_made", connection_made)
+    monkeypatch.setattr(BoundedProtocol, "connection_lost", connection_lost)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(("127.0.0.1", server.port))
+        ports.append(client.getsockname()[1])
+        page = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        client.sendall((page + b"\r\n") * (pages - 1) + page + b"Connection: close\r\n\r\n")
+        assert gone.wait(10)
+    assert server.ask("/healthz") == (200, "ok\n")
 
 
 def test_a_body_that_trickles_is_ended(server, monkeypatch):

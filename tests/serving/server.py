@@ -11,7 +11,7 @@ import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lkv.serving.app import make_app
-from lkv.serving.middleware import HeaderTimeoutProtocol
+from lkv.serving.middleware import BoundedProtocol
 from lkv.serving.service import Service
 from tests.conftest import save_model
 from tests.context.test_chat import TEMPLATE
@@ -50,7 +50,7 @@ class Server:
         self.service, self.key = service, key
         app = make_app(service, key, local, grace)
         self._uvicorn = uvicorn.Server(
-            uvicorn.Config(app, port=0, http=HeaderTimeoutProtocol, log_level="error", access_log=False)
+            uvicorn.Config(app, port=0, http=BoundedProtocol, log_level="error", access_log=False)
         )
         self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
         self._thread.start()
