@@ -19,7 +19,7 @@ from lkv.errors import CacheError, PromptError, RetentionError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
 from lkv.integrations.transformers.compiled import register_cache
-from lkv.integrations.transformers.fingerprint import read_adapters
+from lkv.integrations.transformers.fingerprint import check_same_adapters, read_adapters
 from lkv.integrations.transformers.masks import visible_keys
 from lkv.integrations.transformers.prefill import LayerKV, as_prompt_kv, query_rotations
 from lkv.integrations.transformers.spec import unwrap_model
@@ -228,6 +228,12 @@ class RaggedCache(BaseCache):
         elif length and not (is_first_step or is_chunk or self.prompt_length):
             self.config.check_prompt_ended(length)
         self._history.announce(ids, length, is_full, is_first_step)
+
+    def announce_adapters(self, adapters: str) -> None:
+        """Note the adapters that a text is read with. Raises CacheError where it was read with others."""
+        if self.get_seq_length():
+            check_same_adapters(self.adapters, adapters)
+        self.adapters = adapters
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Make row i a copy of the row `beam_idx[i]`."""

@@ -28,7 +28,7 @@ from lkv.context.generation import (
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.integrations.transformers.attention import input_device
 from lkv.integrations.transformers.cache_layers import crop_to, kv_nbytes
-from lkv.integrations.transformers.fingerprint import read_adapters
+from lkv.integrations.transformers.fingerprint import check_same_adapters, read_adapters
 from lkv.integrations.transformers.spec import max_positions, unwrap_model
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
@@ -67,6 +67,7 @@ class Context:
         self.answer_tokens = 0
         self.is_truncated = False
         self._lock, self._is_answering = threading.RLock(), False
+        self._adapters = cache.adapters if isinstance(cache, RaggedCache) else read_adapters(unwrap_model(model))
 
     @property
     def tokens(self) -> int:
@@ -292,11 +293,7 @@ class Context:
         with self._lock:
             if self._is_answering:
                 raise CacheError("this context is answering already; ask a fork() of it from within an answer.")
-            if isinstance(self.cache, RaggedCache) and read_adapters(unwrap_model(self.model)) != self.cache.adapters:
-                raise CacheError(
-                    "the text was compressed with other adapters than those active in the model; activate the same "
-                    "ones, or compress the text again."
-                )
+            check_same_adapters(self._adapters, read_adapters(unwrap_model(self.model)))
             self._is_answering = True
             try:
                 yield

@@ -74,7 +74,7 @@ def _pdf(data: bytes, name: str) -> str:
     """The pages' text, a blank line between them."""
     require("documents", "reading PDF")
     from pypdf import PdfReader
-    from pypdf.errors import DependencyError, PyPdfError
+    from pypdf.errors import DependencyError
 
     try:
         reader = PdfReader(io.BytesIO(data))
@@ -86,6 +86,7 @@ def _pdf(data: bytes, name: str) -> str:
             f"{name} is encrypted, which takes one more package to read; run `pip install 'pypdf[crypto]'`, or print "
             "it to a new PDF."
         ) from error
-    # A damaged file makes the reader raise anything from KeyError to its own errors.
-    except (PyPdfError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError, OSError) as error:
+    except DocumentError:
+        raise
+    except Exception as error:  # of any type, from KeyError to AssertionError
         raise DocumentError(f"{name} is a damaged PDF ({error}); print it to a new PDF, or give its text.") from error

@@ -1,6 +1,7 @@
 """What clients send, checked once, and what they get, in the forms of OpenAI's API."""
 
 from email.message import Message as Headers
+from email.utils import collapse_rfc2231_value
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
@@ -115,12 +116,10 @@ def parse_context(body: bytes, content_type: str) -> ContextRequest:
     headers["content-type"] = content_type[:_MAX_PART_HEADERS]
     if headers.get_content_type() != "multipart/form-data":
         return parse(ContextRequest, body)
-    # Other charsets decode slowly, or not what was sent.
-    if headers.get_content_charset("utf-8") not in ("utf-8", "us-ascii"):
-        raise PromptError("the form has another charset than UTF-8; send it as UTF-8.")
+    _parameter(headers, "charset", is_charset=True)
     fields: dict[str, Any] = {}
-    for part, data in _form_parts(body, headers.get_boundary("")):
-        name, file = part.get_param("name", header="content-disposition"), part.get_filename()
+    for part, data in _form_parts(body, _parameter(headers, "boundary") or ""):
+        name, file = (_parameter(part, each, "content-disposition") for each in ("name", "filename"))
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -134,6 +133,17 @@ def parse_context(body: bytes, content_type: str) -> ContextRequest:
         else:
             fields[str(name)] = text
     return parse(ContextRequest, fields)
+
+
+def _parameter(headers: Headers, name: str, header: str = "content-type", is_charset: bool = False) -> str | None:
+    """A parameter of a header; None where it is missing. Raises PromptError for any charset but UTF-8."""
+    value = headers.get_param(name, header=header)
+    text, charset = (value[2], value[0]) if isinstance(value, tuple) else (value, None)  # RFC 2231
+    # Other charsets decode slowly, or not what was sent.
+    for used in (charset, text if is_charset else None):
+        if (used or "utf-8").lower() not in ("utf-8", "us-ascii"):
+            raise PromptError("the form has another charset than UTF-8; send it as UTF-8.")
+    return None if value is None else collapse_rfc2231_value(value)
 
 
 def _form_parts(body: bytes, boundary: str) -> list[tuple[Headers, bytes]]:

@@ -82,6 +82,7 @@ def test_standard_input_is_read_to_its_end(monkeypatch):
         ("a.html", b"<html><body></body></html>", "has no text"),
         ("a.pdf", pdf(""), "a scanned document must go through text recognition"),
         ("b.pdf", b"%PDF-1.7 and then nothing", "is a damaged PDF"),
+        ("c.pdf", pdf("x").replace(b"trailer", b"trailer 5"), "is a damaged PDF"),
     ],
 )
 def test_what_is_no_text_is_one_sentence(reading, name, data, message):

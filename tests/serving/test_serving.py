@@ -251,6 +251,9 @@ FIELD = b'--b\r\nContent-Disposition: form-data; name="name"\r\n\r\nBr\xfccke\r\
         (FIELD * 9 + form(b"text"), "", "has more than 8 fields"), (form(b"x")[:-6], "", "the form is incomplete"),
         (form(b"text"), "; charset=punycode", "another charset than UTF-8"),
         (FIELD + form(b"text"), "", "the form's field 'name' is no UTF-8 text"),
+        (form(b"text"), "; charset*=idna''x", "another charset than UTF-8"),
+        (form(b"text").replace(b"filename=", b"filename*=punycode''"), "", "another charset than UTF-8"),
+        (form(b"text").replace(b"filename=", b"filename*=\0''"), "", "another charset than UTF-8"),
         (b"--b\r\nX: " + b"y" * 3000 + b"\r\n\r\ntext\r\n--b--\r\n", "", "no headers, or too long ones"),
     ],
 )  # fmt: skip

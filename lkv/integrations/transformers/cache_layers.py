@@ -90,6 +90,9 @@ class AttentionCacheLayer(CacheLayerMixin):
         """Tokens read so far."""
         return 0
 
+    def announce_adapters(self, adapters: str) -> None:
+        """Raise CacheError where the text was read with other adapters, as `read_adapters` names them."""
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the keys that `update` returns."""
         return query_length, self.get_seq_length()

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from lkv.errors import CacheError
+
 _ROWS = 2  # segments of each matrix
 # Short and aligned: where a block of columns shares a quantisation scale, the scale does not change the direction.
 _WIDTH = 64
@@ -108,19 +110,43 @@ def without_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def read_adapters(model: nn.Module) -> str:
-    """A digest of the PEFT adapters (LoRA and others) that are switched on in `model`; "" where there are none."""
+    """A digest of the PEFT adapters (LoRA and others) that are switched on in `model`; "" where there are none.
+
+    It covers their weights, their scales, and which of them are merged into the base model.
+    """
     values = []
     for _, layer in sorted(model.named_modules()):
         if getattr(layer, "base_layer", None) is None or getattr(layer, "disable_adapters", False) is True:
             continue
-        active = getattr(layer, "active_adapters", None) or getattr(layer, "active_adapter", None) or []
+        # Merged adapters work, whichever are active.
+        active = getattr(layer, "merged_adapters", None) or getattr(layer, "active_adapters", None)
+        active = active or getattr(layer, "active_adapter", None) or []
         names = {active} if isinstance(active, str) else set(active)
+        scales = [float(scale) for name, scale in sorted(_scales(layer).items()) if name in names]
+        values.append(torch.tensor(scales, dtype=torch.bfloat16, device="cpu"))
         for name, weight in sorted(layer.named_parameters()):
             if not name.startswith("base_layer.") and names & set(name.split(".")):
                 # A few values of each matrix, in the coarsest dtype that adapters are loaded in.
                 flat = weight.detach().flatten()
                 values.append(flat[:: max(1, len(flat) // _ADAPTER_VALUES)].to("cpu", torch.bfloat16))
-    return hashlib.sha256(torch.cat(values).view(torch.int16).numpy().tobytes()).hexdigest()[:32] if values else ""
+    found = torch.cat(values) if values else torch.empty(0)
+    return hashlib.sha256(found.view(torch.int16).numpy().tobytes()).hexdigest()[:32] if len(found) else ""
+
+
+
+def check_same_adapters(before: str, now: str) -> None:
+    """Raise CacheError where `read_adapters` now returns something else than before."""
+    if before != now:
+        raise CacheError(
+            "the text was compressed with other adapters than those active in the model; activate the same ones, or "
+            "compress the text again."
+        )
+
+
+def _scales(layer: Any) -> dict[str, float]:
+    """What each adapter of a layer is multiplied by; empty for kinds of adapters without such a factor."""
+    scaling = getattr(layer, "scaling", None)
+    return scaling if isinstance(scaling, dict) else {}
 
 
 def read_values(weights: Mapping[str, Tensor], layers: int) -> tuple[float, ...]:

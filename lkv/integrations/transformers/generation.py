@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from lkv.errors import CacheError
 from lkv.integrations.transformers.cache_layers import BaseCache
+from lkv.integrations.transformers.fingerprint import read_adapters
 
 _METHOD = "prepare_inputs_for_generation"
 _ORIGINAL = "_lkv_original"
@@ -30,7 +31,7 @@ def wrap_generation(model: PreTrainedModel) -> None:
     def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, BaseCache) and kwargs.get("inputs_embeds") is None:
-            _announce_inputs(cache, input_ids, kwargs)
+            _announce_inputs(self, cache, input_ids, kwargs)
         return function(self, input_ids, *args, **kwargs)
 
     setattr(prepare_inputs_for_generation, _ORIGINAL, vars(model).get(_METHOD))
@@ -49,8 +50,8 @@ def unwrap_generation(model: PreTrainedModel) -> None:
         setattr(model, _METHOD, original)
 
 
-def _announce_inputs(cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> None:
-    """Pass `ids` [B, T], the first argument of `prepare_inputs_for_generation`, on to the cache."""
+def _announce_inputs(model: PreTrainedModel, cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> None:
+    """Pass `ids` [B, T], the first argument of `prepare_inputs_for_generation`, and the adapters on to the cache."""
     length, tokens = cache.get_seq_length(), ids.shape[-1]
     if kwargs.get("use_cache") is False:
         raise CacheError(
@@ -58,6 +59,8 @@ def _announce_inputs(cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> N
             "tokens that it has read already; give use_cache=True, or leave past_key_values out."
         )
     is_chunk = _is_chunk(tokens, length, kwargs)
+    if not length or kwargs.get("is_first_iteration", tokens - length > 1):
+        cache.announce_adapters(read_adapters(model))
     mask, new_tokens = kwargs.get("attention_mask"), kwargs.get("next_sequence_length")
     # Without a mask there may have been one of nothing but ones, which was dropped.
     if mask is not None:

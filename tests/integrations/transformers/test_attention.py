@@ -206,7 +206,8 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Linear):
         super().__init__()
         self.base_layer, self.lora_A, self.lora_B = base, nn.ModuleDict(), nn.ModuleDict()
-        self.active_adapters, self.disable_adapters = ["first"], False
+        self.active_adapters, self.disable_adapters, self.merged_adapters = ["first"], False, []
+        self.scaling = {"first": 1.0, "second": 1.0}
         for seed, name in enumerate(("first", "second"), 1):
             torch.manual_seed(seed)
             self.lora_A[name] = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
@@ -219,7 +220,7 @@ class LoraLinear(nn.Module):
     def forward(self, x):
         out = self.base_layer(x)
         for name in [] if self.disable_adapters else self.active_adapters:
-            out = out + self.lora_B[name](self.lora_A[name](x))
+            out = out + self.scaling[name] * self.lora_B[name](self.lora_A[name](x))
         return out
 
 
@@ -331,6 +332,35 @@ def test_a_saved_context_needs_the_adapters_it_was_read_with(policy, tmp_path):
     with pytest.raises(ContextFileError, match="other adapters"):
         Context.load(path, model, Words())
     Context.load(path, tiny_llama(), Words())
+
+
+CHANGES = {"active_adapters": ["second"], "merged_adapters": ["second"], "scaling": {"first": 0.5, "second": 1.0}}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_adapters_that_change_after_a_text_was_read_are_noticed(policy, change):
+    model = PeftModel(tiny_llama())
+    kept = compress(model, Words(), TEXT, retention=0.6, policy=policy)
+    full = compress(model, Words(), TEXT, method="full")
+    cache, unread = (RaggedCache(model, retention=0.6, policy=policy) for _ in range(2))
+    how = {"max_new_tokens": 3, "do_sample": False}
+    out = model.generate(IDS, past_key_values=cache, **how)
+    (layer, *_) = (module for module in model.modules() if isinstance(module, LoraLinear))
+    before = getattr(layer, change)
+    model.set_adapters(**{change: CHANGES[change]})
+    for use in (
+        lambda: kept.ask("who?", 4),
+        lambda: full.ask("who?", 4),
+        lambda: model.generate(torch.cat([out, IDS[:, :5]], 1), past_key_values=cache, **how),
+    ):
+        with pytest.raises(CacheError, match="compressed with other adapters"):
+            use()
+    # A cache has the adapters that it reads its text with.
+    model.generate(IDS, past_key_values=unread, **how)
+    model.set_adapters(**{change: before})
+    with pytest.raises(CacheError, match="compressed with other adapters"):
+        model.generate(torch.cat([IDS, IDS], 1), past_key_values=unread, **how)
+    assert kept.ask("who?", 4) is not None and full.ask("who?", 4) is not None
 
 
 def test_learned_prompts_are_refused_unless_they_are_switched_off(policy):
