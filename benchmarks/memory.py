@@ -115,11 +115,16 @@ def best_precisions(rows: Sequence[dict]) -> list[dict]:
     return list(best.values())
 
 
+def comparable_length(rows: Sequence[dict]) -> int:
+    """The greatest length at which every method was measured on the same contexts: a second pass does not fit behind
+    texts of nearly as many tokens as the model reads."""
+    lengths = {row["tokens"] for row in rows}
+    return max(length for length in lengths if len({row["contexts"] for row in rows if row["tokens"] == length}) == 1)
+
+
 def draw(rows: Sequence[dict], path: Path) -> None:
-    """KL over memory at the greatest length with at least as many contexts as any: each method at its best, and LKV in
-    16 bits."""
-    most = max(row["contexts"] for row in rows)
-    tokens = max(row["tokens"] for row in rows if row["contexts"] == most)
+    """KL over memory at the greatest length that compares all methods: each at its best, and LKV in 16 bits."""
+    tokens = comparable_length(rows)
     here = [row for row in rows if row["tokens"] == tokens]
     lines = best_precisions(here)
     styles = method_styles(list(dict.fromkeys(row["method"] for row in lines)))

@@ -9,7 +9,7 @@ import sys
 from benchmarks.claims import claims_page
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
-from benchmarks.memory import best_precisions
+from benchmarks.memory import best_precisions, comparable_length
 from benchmarks.results_page import results_page
 from benchmarks.tables import AT_4096, KL, interval, name_of, read, score, table, tokens
 from lkv.evaluation.report.names import FULL
@@ -36,10 +36,10 @@ def main() -> None:
 
 
 def headline() -> str:
-    """One sentence with the figures at 5% of the bytes, at the greatest length."""
+    """One sentence with the figures at 5% of the bytes, at the greatest length that compares all methods."""
     rows = best_precisions(read("memory", memory=0.05))
-    kl = {row["method"]: row["value"] for row in rows if row["tokens"] == max(each["tokens"] for each in rows)}
-    length = max(row["tokens"] for row in rows)
+    length = comparable_length(rows)
+    kl = {row["method"]: row["value"] for row in rows if row["tokens"] == length}
     return (
         "**LKV compresses the KV cache to 5% of its bytes, and the model answers nearly as before.** Its next-token\n"
         f"predictions differ from those with the full cache by a KL divergence of {kl['lkv']:.3f} nats per token (0: "
@@ -51,7 +51,7 @@ def headline() -> str:
 def readme_section() -> str:
     """One table of what each method keeps of the model, and what LKV costs."""
     memory = read("memory", memory=0.05)
-    length = max(row["tokens"] for row in memory)
+    length = comparable_length(memory)
     by_bytes = {row["method"]: row for row in best_precisions([row for row in memory if row["tokens"] == length])}
     by_entries = {_COMPARED.get(row["method"], row["method"]): row for row in read("grid", task="all")}
     ruler = {row["method"]: row for row in read("ruler", task=ABLE)}

@@ -98,9 +98,12 @@ def memory() -> list[str]:
                 [memory_name(m), *(cells.get((m, share), "") for share in columns)]
                 for m in dict.fromkeys(row["method"] for row in here)
             )
+            most = max(row["contexts"] for row in here)
+            fewer = {name_of(row["method"].split(" (")[0]): row["contexts"] for row in here if row["contexts"] < most}
+            contexts = "".join(f"; {method} only {count}, as its passes are longer" for method, count in fewer.items())
             lead = (
                 f"{here[0]['model'].rpartition('/')[2]}, {tokens(length)}: {KL} and top-1 agreement by the share of a "
-                f"16-bit cache's bytes; {here[0]['contexts']} contexts ({source(name)}). Without a precision: tiers."
+                f"16-bit cache's bytes; {most} contexts{contexts} ({source(name)}). Without a precision: tiers."
             )
             parts += [lead, table((f"{share:.0%}" for share in columns), lines)]
     parts.append("![memory](benchmarks/results/small/memory.png)")
