@@ -53,7 +53,7 @@ def protected_tokens(
     first = 0 if getattr(tokenizer, "chat_template", None) else len(bos_ids(tokenizer))
     # Both are in order, and a token may belong to two intervals that touch.
     starts, ends = [low for low, _ in offsets], [high for _, high in offsets]
-    positions = set()
+    positions: set[int] = set()
     for start, end in intervals:
         inside = range(bisect_right(ends, start), bisect_left(starts, end))
         if not inside:

@@ -90,9 +90,6 @@ class AttentionCacheLayer(CacheLayerMixin):
         """Tokens read so far."""
         return 0
 
-    def announce_adapters(self, adapters: str) -> None:
-        """Raise CacheError where the text was read with other adapters, as `read_adapters` names them."""
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the keys that `update` returns."""
         return query_length, self.get_seq_length()
@@ -173,6 +170,9 @@ class BaseCache(Cache):
             is_first_step: Whether this is the first step of a `generate` call, not one of decoding.
             is_chunk: Whether `ids` are one of the chunks in which `generate` reads a prompt.
         """
+
+    def announce_adapters(self, adapters: str) -> None:
+        """Raise CacheError where the text was read with other adapters, as `read_adapters` names them."""
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """(length, offset) of the keys that the layer's mask covers."""
