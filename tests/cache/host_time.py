@@ -96,12 +96,12 @@ def step(layers: list[RaggedLayer], query: Tensor, key: Tensor, value: Tensor) -
 
 
 def assert_alike(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]], is_tiered: bool) -> None:
-    # Behind name and grid: the output of the join, and what a tiered store rotates, which are new tensors every step.
-    new = {"slice_kernel": {2} if is_tiered else set(), "join_kernel": {5, 7, 8, 9} if is_tiered else {5}}
+    # Behind name and grid: the output, and what a tiered store rotates, which are new tensors every step.
+    new = {2, 3, 4, 9} if is_tiered else {9}
     assert len(first) == len(second) == Launcher.kept // 2
     for one, other in zip(first, second, strict=True):
         differ = {place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]}
-        assert differ <= new[one[0]], (one, other)
+        assert differ <= new, (one, other)
 
 
 @torch.no_grad()
@@ -122,10 +122,10 @@ def main() -> None:
         torch.randn(1, 1, heads, DIM, dtype=torch.bfloat16).transpose(1, 2) for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     # The first step goes through Triton, later ones launch what it compiled: with the same, but for the new output.
-    Launcher.kept = 4 * options.layers
+    Launcher.kept = 2 * options.layers
     for _ in range(2):
         step(layers, query, key, value)
-    assert_alike(Launcher.made[: 2 * options.layers], Launcher.made[2 * options.layers :], bool(options.tiers))
+    assert_alike(Launcher.made[: options.layers], Launcher.made[options.layers :], bool(options.tiers))
     rounds = []
     profile = cProfile.Profile()
     for _ in range(ROUNDS):

@@ -91,7 +91,7 @@ def test_the_kernels_run_where_the_tensors_are(base):
     expected = logits(base, "cpu")
     with fake_gpus() as launches:
         found = logits(copy.deepcopy(base).to("fake:1"), "fake:1")
-    kernels = {"rank_kernel", "move_kernel", "append_kernel", "slice_kernel", "join_kernel"}
+    kernels = {"rank_kernel", "move_kernel", "append_kernel", "slice_kernel"}
     assert {launch.name for launch in launches} == kernels
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
@@ -119,7 +119,7 @@ def test_no_launch_is_larger_than_a_grid_may_be(rows):
         starts, lens = (torch.zeros(1, 1, dtype=torch.int32, device="fake") for _ in range(2))
         ragged_attention(q, pool, pool, starts, lens, 1.0)
         append_and_attend(q, key, key, pool, pool, starts, lens, 1.0)
-    assert len(launches) == 5
+    assert [launch.name for launch in launches] == ["slice_kernel", "append_kernel", "slice_kernel"]
 
 
 def generated(model, device, text, **options):
@@ -239,7 +239,7 @@ LAYERS = 3
 @pytest.mark.parametrize(
     ("options", "rotations"), [({"method": KNORM}, 0), *((x, 7) for x in TIERED.values())], ids=["16 bits", *TIERED]
 )
-def test_a_decode_step_is_two_launches_and_one_allocation_a_layer(on_fake, options, rotations):
+def test_a_decode_step_is_one_launch_and_one_allocation_a_layer(on_fake, options, rotations):
     """And, over tiers, those of the products that rotate q, k, v and the output, whatever the number of tiers."""
     text = ids(70, 2).to("fake")
     cache = RaggedCache(on_fake, **options)
@@ -249,7 +249,7 @@ def test_a_decode_step_is_two_launches_and_one_allocation_a_layer(on_fake, optio
         with watched() as log:
             on_fake(text[:, 61:62], past_key_values=cache)
     assert log.count("wait", "copy") == 0, log.summary("wait", "copy")
-    assert log.count("launch") == (2 + rotations) * LAYERS, log.summary("launch")
+    assert log.count("launch") == (1 + rotations) * LAYERS, log.summary("launch")
     assert log.count("alloc") == (1 + rotations) * LAYERS, log.summary("alloc")
 
 
@@ -282,9 +282,7 @@ def test_a_step_that_is_replayed_is_another_step(on_fake):
         query, key, value = (torch.randn(1, heads, 1, 8).to("fake") for heads in (4, 2, 2))
         buffers = {}
         append_and_attend(query, key, value, *spans.attention_view(), 0.3, buffers=buffers)
-        (step,) = [launches[-2:]]
-        for launch in step:
-            launch.run()
+        launches[-1].run()
         fresh = [append_and_attend(query, key, value, *pools, 0.3, buffers={}) for _ in range(2)]
     after, expected = spans.attention_view(), pools
     assert (after[3] - 2).tolist() == spans.lens.tolist()
@@ -444,12 +442,13 @@ def test_launches_of_eviction_a_layer(on_fake, monkeypatch):
         streamed = cache(streaming=True, prompt_tokens=300)
         launches(streamed, text[:, :100])
         chunk, tables = launches(streamed, text[:, 100:200])
-        # Space, which is a move and a table; attention (3); scores on arrival; then as above.
-        assert chunk == 12 and tables <= 20
+        # Space, which is a move and a table; attention (2); scores on arrival; then as above.
+        assert chunk == 11 and tables <= 20
         decoding = cache(decode_eviction=True, slack=16)
-        launches(decoding, text[:, :100])
-        steps = [launches(decoding, token)[0] for token in text[:, 100:168].split(1, 1)]
-    assert set(steps) == {2, 9} and sum(steps) / len(steps) < 2.5
+        launches(decoding, text[:, :101])
+        launches(decoding, text[:, 101:102])  # which makes the buffers
+        steps = [launches(decoding, token)[0] for token in text[:, 102:170].split(1, 1)]
+    assert set(steps) == {1, 8} and sum(steps) / len(steps) < 1.5
 
 
 @torch.no_grad()

@@ -2,9 +2,9 @@
 
 Heads differ several-fold in length, so a grid with one share a head leaves most of a GPU idle. Here every program reads
 the same number of entries, begins and ends inside any head, and finds out where from the lengths on the device: no
-plan is made and nothing waits for the host. A second kernel joins the parts of each head. In a decode step it also
-attends to the new token, appends it to the pools and counts it, so that a step is two launches, and every replay of
-them (CUDA graphs) is a step of its own.
+plan is made and nothing waits for the host. The last program to read some of a head joins the parts of all. In a decode
+step it also attends to the new token and appends it to the pools, so that a step is one launch, and every replay of it
+(CUDA graphs) is a step of its own.
 """
 
 import functools
@@ -26,27 +26,25 @@ LARGEST_DIM = 256
 _APPEND_BLOCK = 16
 # Below this many entries a program has too little to read to be worth starting.
 _MIN_SLICE = 128
-_PARTS_AT_ONCE = 32
+_JOINED_AT_ONCE = 4096  # numbers of parts
 _PROGRAMS_WITHOUT_GPU = 7
 # What Triton takes beside blocks, queries and shares, to exchange numbers between warps.
 _OWN_SHARED_MEMORY = 4096
 _LOG2_E = 1.4426950408889634
-# What the join does for new tokens: nothing; attend to one and append it; count those that are in the pools already.
+# What is done for new tokens: nothing; attend to one and append it; count those that are in the pools already.
 _NONE, _SINGLE, _COUNT = 0, 1, 2
 _TIER_TENSORS = 5 * MAX_QUANTIZED  # of all tiers that the slice kernel takes
 
 
 class CompiledStep(NamedTuple):
-    """The two kernels of a step as they are compiled, and their constants.
+    """The kernel of a step as it is compiled, and its constants.
 
-    Launched like this, update and attention take the host 29 us a layer and step; by Triton's own launch, which binds
-    some forty arguments anew, 63 us. `python -m tests.cache.host_time` measures it.
+    Launched like this, a step takes the host less than half of the time of Triton's own launch, which binds some forty
+    arguments anew. `python -m tests.cache.host_time` measures it.
     """
 
     slices: Any
-    slice_constants: tuple[Any, ...]
-    join: Any
-    join_constants: tuple[Any, ...]
+    constants: tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +54,6 @@ class Launch:
     programs: int
     tiles: int
     slice_options: dict[str, Any]
-    join_options: dict[str, Any]
     append_options: dict[str, Any]
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
 
@@ -103,7 +100,7 @@ def append_and_attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
     buffers: dict[Any, Any] | None = None, quantized: Sequence[QuantizedKV] = (),
 ) -> Tensor:  # fmt: skip
-    """As `api.append_and_attend`. Two launches for one new token, three for more; nothing waits for the device."""
+    """As `api.append_and_attend`. One launch for one new token, two for more; nothing waits for the device."""
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     rows = key.shape[2]
     with devices.device_guard(q.device):
@@ -113,7 +110,7 @@ def append_and_attend(
             key, value, k_pool, v_pool, starts, lens, starts.shape[1], rows, *key.stride()[:3], *value.stride()[:3],
             **_launch_for(q, starts, value.shape[-1], 1).append_options,
         )  # fmt: skip
-        return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _COUNT, None, quantized)
+        return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _COUNT, buffers, quantized)
 
 
 def _attend(
@@ -126,38 +123,32 @@ def _attend(
     q = q if q.stride(-1) == 1 else q.contiguous()
     packed = rows * (heads // kv_heads)
     launch = _launch_for(q, starts, value_dim, packed)
-    parts, extremes, counted = _work_space(q, (launch.programs + spans - 1) * packed, value_dim, spans, buffers)
+    # Only what a decode step needs is worth keeping.
+    kept = buffers if new == _SINGLE else None
+    parts, extremes = _work_space(q, (launch.programs + spans - 1) * packed, value_dim, kept)
     # Laid out by token, as the caller's next product reads it.
     out = q.new_empty((batch, rows, heads, value_dim)).transpose(1, 2)
-    scale *= _LOG2_E
     strides = q.stride(), key.stride(), value.stride()
     (q_batch, q_head, q_row, _), (k_batch, k_head, _, _), (v_batch, v_head, _, _) = strides
     codes = [x for tier in quantized for x in tier[:5]]
     bits = tuple(number for tier in quantized for number in tier[5:])
-    to_slices: tuple[Any, ...] = (
-        q, k_pool, v_pool, starts, lens, parts, extremes, counted, spans, kv_heads, rows, rows if new == _COUNT else 0,
-        scale, q_batch, q_head, q_row, *codes, *[None] * (_TIER_TENSORS - len(codes)),
+    given: tuple[Any, ...] = (
+        q, key, value, k_pool, v_pool, starts, lens, out, lse, parts, extremes,
+        _tickets(q, spans * launch.tiles + 1, buffers), spans, kv_heads, rows, rows if new == _COUNT else 0,
+        scale * _LOG2_E, *out.stride()[:3], q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head,
+        *codes, *[None] * (_TIER_TENSORS - len(codes)),
     )  # fmt: skip
-    to_join = (
-        parts, extremes, counted, out, extremes if lse is None else lse, q, key, value, k_pool, v_pool, starts, lens,
-        spans, kv_heads, rows, launch.programs, scale, *out.stride()[:3], q_batch, q_head, k_batch, k_head, v_batch,
-        v_head,
-    )  # fmt: skip
-    grids = (launch.programs, launch.tiles, 1), (packed, spans, 1)
+    grid = (launch.programs, launch.tiles, 1)
     variant = new, strides, bits, causal, lse is None
     is_aligned = _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *codes)
     step = launch.compiled.get(variant) if is_aligned else None
     if step is not None:
-        step.slices[grids[0]](*to_slices, *step.slice_constants)
-        step.join[grids[1]](*to_join, *step.join_constants)
+        step.slices[grid](*given, *step.constants)
         return out
-    options = launch.slice_options | _tier_options(launch, q.dtype, bits) | {"CAUSAL": causal}
-    slices = kernels.slice_kernel[grids[0]](*to_slices, **options)
-    join_options = launch.join_options | {"NEW": new, "LSE": lse is not None}
-    join = kernels.join_kernel[grids[1]](*to_join, **join_options)
+    options = launch.slice_options | _tier_options(launch, q.dtype, bits) | {"CAUSAL": causal, "NEW": new}
+    slices = kernels.slice_kernel[grid](*given, **options)
     if is_aligned and isinstance(slices, CompiledKernel):
-        constants = _constants(kernels.slice_kernel, options), _constants(kernels.join_kernel, join_options)
-        launch.compiled[variant] = CompiledStep(slices, constants[0], join, constants[1])
+        launch.compiled[variant] = CompiledStep(slices, _constants(kernels.slice_kernel, options))
     return out
 
 
@@ -175,24 +166,31 @@ def _constants(kernel: Any, options: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _work_space(
-    q: Tensor, places: int, value_dim: int, spans: int, buffers: dict[Any, Any] | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums [places, value_dim] and extremes [places, 2] of the parts, and the lengths read [spans].
-
-    They are taken from `buffers` if given, so that they are allocated once.
-    """
-    key = (q.device, places, value_dim, spans)
-    if buffers is not None and key in buffers:
-        return buffers[key]
+    q: Tensor, places: int, value_dim: int, buffers: dict[Any, Any] | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Sums [places, value_dim] and extremes [places, 2] of the parts; kept in `buffers` if given."""
+    place = "parts", q.device
+    kept = None if buffers is None else buffers.get(place)
+    if kept is not None and kept[0].shape == (places, value_dim):
+        return kept
     made = (
         q.new_empty((places, value_dim), dtype=torch.float32),
         q.new_empty((places, 2), dtype=torch.float32),
-        q.new_empty(spans, dtype=torch.int32),
     )
     if buffers is not None:
-        buffers.clear()
-        buffers[key] = made
+        buffers[place] = made
     return made
+
+
+def _tickets(q: Tensor, count: int, buffers: dict[Any, Any] | None) -> Tensor:
+    """At least `count` zeros in int32, which every launch leaves as it found them; kept in `buffers` if given."""
+    place = "tickets", q.device
+    kept = None if buffers is None else buffers.get(place)
+    if kept is None or len(kept) < count:
+        kept = q.new_zeros(count, dtype=torch.int32)
+        if buffers is not None:
+            buffers[place] = kept
+    return kept
 
 
 def _launch_for(q: Tensor, starts: Tensor, value_dim: int, packed: int) -> Launch:
@@ -216,18 +214,19 @@ def _launch(
     tiles = -(-packed // block_m)
     wanted = 2 * _multiprocessors(device) if gpu else _PROGRAMS_WITHOUT_GPU
     sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
-    shared = sizes | {"GROUP": group, "SPANS": triton.next_power_of_2(spans), "LEAST": _MIN_SLICE}
+    join_m = min(block_m, triton.next_power_of_2(packed))
     return Launch(
         # Many tiles fill a GPU by themselves, and every slice costs room for its part.
         max(1, wanted // tiles),
         tiles,
-        shared | {
+        sizes | {
+            "GROUP": group, "SPANS": triton.next_power_of_2(spans), "LEAST": _MIN_SLICE,
             "BLOCK_M": block_m, "BLOCK_N": blocks["BLOCK_N"],
+            "JOIN_M": join_m, "BLOCK_S": max(1, _JOINED_AT_ONCE // (join_m * blocks["BLOCK_V"])),
             # The interpreter knows bfloat16 as bits, and would multiply those.
             "WIDEN": interpreted() and dtype == torch.bfloat16,
             "num_warps": 8 if block_m * blocks["BLOCK_V"] > 8192 else 4, "num_stages": stages,
         },
-        shared | {"BLOCK_S": _PARTS_AT_ONCE, "num_warps": 4},
         sizes | {"BLOCK_T": _APPEND_BLOCK, "num_warps": 4},
     )  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""The Triton kernels of ragged attention: slices over the entries, the join of their parts, the append.
+"""The Triton kernels of ragged attention: slices over the entries, whose parts are joined in place, and the append.
 
 A span is what one KV head of one batch row holds. The entries of all spans, one span after another, are the flat axis;
 a program of the slice kernel takes one slice of it for one tile of BLOCK_M packed rows. Packed row m of a span is new
 token m // GROUP of query head m % GROUP of its group. Pools are [P, DIM] and [P, VALUE_DIM]. What a slice gives a span
 is its weighted sum of v in `parts` [places, VALUE_DIM], and largest score and sum of weights in `extremes` [places, 2];
-scores are in base 2.
+scores are in base 2. Programs draw tickets: the last one to give a span its part joins them all.
 """
 
 # ruff: noqa: N803 (constants are in capitals)
@@ -21,19 +21,9 @@ SLOPE_3, CUBIC_3 = tl.constexpr(LEVELS[3][0]), tl.constexpr(LEVELS[3][1])
 
 
 @triton.jit
-def _slice_bounds(lens, counted, spans, added, SPANS: tl.constexpr, LEAST: tl.constexpr):
-    """Where this program's slice begins and ends, how many entries each span has, and where each ends.
-
-    `added` entries a span are in the pools, but not counted in `lens` yet; `counted` gets the lengths that were read.
-    """
-    all_spans = tl.arange(0, SPANS)
-    lengths = tl.load(lens + all_spans, mask=all_spans < spans, other=-added) + added
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(counted + all_spans, lengths, mask=all_spans < spans)
-    total = tl.sum(lengths, 0)
-    size = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
-    low = tl.program_id(0) * size
-    return low, tl.minimum(low + size, total), lengths, tl.cumsum(lengths, 0)
+def _pick(table, span, SPANS: tl.constexpr):
+    """Number `span` of a table [SPANS] in registers."""
+    return tl.sum(tl.where(tl.arange(0, SPANS) == span, table, 0), 0)
 
 
 @triton.jit
@@ -46,15 +36,11 @@ def _packed_rows(rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _load_query(
-    q, span, kv_heads, packed, token, within, q_batch, q_head, q_row, dims, real, GROUP: tl.constexpr,
-    WIDEN: tl.constexpr,
-):  # fmt: skip
-    """The queries of a span's packed rows, for the channels `dims` that are `real`."""
-    head = (span % kv_heads) * GROUP + packed % GROUP
-    query_at = q + (span // kv_heads).to(tl.int64) * q_batch + head * q_head + token * q_row
-    query = tl.load(query_at[:, None] + dims[None, :], mask=within[:, None] & real[None, :], other=0.0)
-    return query.to(tl.float32) if WIDEN else query
+def _row_offsets(span, kv_heads, packed, batch_stride, head_stride, row_stride, GROUP: tl.constexpr):
+    """Where the packed rows of a span lie in a tensor [B, Hq, Tq, .] of these strides; they may exceed 32 bits."""
+    batch, head = (span // kv_heads).to(tl.int64), (span % kv_heads) * GROUP + packed % GROUP
+    token = packed // GROUP
+    return batch * batch_stride + head.to(tl.int64) * head_stride + token.to(tl.int64) * row_stride
 
 
 @triton.jit
@@ -157,47 +143,99 @@ def _attend_tier(
 
 
 @triton.jit
-def _store_part(
-    parts, extremes, span, rows, packed, within, value_dims, value_real, highest, weight, sums, GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+def _join_parts(
+    parts, extremes, first, last, packed, within, packed_rows, value_dims, value_real, VALUE_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr, JOIN_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Write what this program's slice gave for one span."""
-    # Programs and spans rise together, so their sum is a place that no other pair has.
-    slot = ((tl.program_id(0) + span) * rows * GROUP).to(tl.int64) + packed
-    tl.store(extremes + 2 * slot, highest, mask=within)
-    tl.store(extremes + 2 * slot + 1, weight, mask=within)
-    tl.store(
-        parts + slot[:, None] * VALUE_DIM + value_dims[None, :],
-        sums,
-        mask=within[:, None] & value_real[None, :],
-    )
+    """Maximum, weight and sums of the packed rows `packed` [JOIN_M] of a span from its parts `first` to `last`."""
+    highest = tl.full([JOIN_M], float("-inf"), tl.float32)
+    weight = tl.zeros([JOIN_M], tl.float32)
+    sums = tl.zeros([JOIN_M, BLOCK_V], tl.float32)
+    for at in range(first, last + 1, BLOCK_S):
+        part = at + tl.arange(0, BLOCK_S)
+        slot = part[:, None].to(tl.int64) * packed_rows + packed[None, :]
+        inside = (part <= last)[:, None] & within[None, :]
+        peak = tl.load(extremes + 2 * slot, mask=inside, other=float("-inf"))
+        share = tl.load(extremes + 2 * slot + 1, mask=inside, other=0.0)
+        part_sums = tl.load(
+            parts + slot[:, :, None] * VALUE_DIM + value_dims[None, None, :],
+            mask=inside[:, :, None] & value_real[None, None, :],
+            other=0.0,
+        )
+        new = tl.maximum(highest, tl.max(peak, 0))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        shrink, factor = tl.exp2(highest - base), tl.exp2(peak - base[None, :])
+        weight = weight * shrink + tl.sum(share * factor, 0)
+        sums = sums * shrink[:, None] + tl.sum(part_sums * factor[:, :, None], 0)
+        highest = new
+    return highest, weight, sums
+
+
+@triton.jit
+def _attend_new(
+    highest, weight, sums, q, key, value, k_pool, v_pool, end, span, kv_heads, packed, within, scale, q_batch, q_head,
+    q_row, k_batch, k_head, v_batch, v_head, dims, real, value_dims, value_real, GROUP: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Attend to the one new token of a span as well, and append it at `end` of the pools."""
+    batch, kv_head = (span // kv_heads).to(tl.int64), (span % kv_heads).to(tl.int64)
+    query_at = q + _row_offsets(span, kv_heads, packed, q_batch, q_head, q_row, GROUP)
+    query = tl.load(query_at[:, None] + dims[None, :], mask=within[:, None] & real[None, :], other=0.0)
+    fresh = tl.load(key + batch * k_batch + kv_head * k_head + dims, mask=real, other=0.0)
+    fresh_value = tl.load(value + batch * v_batch + kv_head * v_head + value_dims, mask=value_real, other=0.0)
+    score = tl.sum(query.to(tl.float32) * fresh.to(tl.float32)[None, :], 1) * scale
+    new = tl.maximum(highest, score)
+    shrink, factor = tl.exp2(highest - new), tl.exp2(score - new)
+    weight = weight * shrink + factor
+    sums = sums * shrink[:, None] + fresh_value.to(tl.float32)[None, :] * factor[:, None]
+    if tl.program_id(1) == 0:
+        tl.store(k_pool + end * DIM + dims, fresh, mask=real)
+        tl.store(v_pool + end * VALUE_DIM + value_dims, fresh_value, mask=value_real)
+    return new, weight, sums
 
 
 @triton.jit
 def slice_kernel(
-    q, k_pool, v_pool, starts, lens, parts, extremes, counted, spans, kv_heads, rows, added, scale, q_batch, q_head,
-    q_row, k_codes_0, k_norms_0, v_codes_0, v_norms_0, tables_0, k_codes_1, k_norms_1, v_codes_1, v_norms_1, tables_1,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPANS: tl.constexpr, LEAST: tl.constexpr,
-    CAUSAL: tl.constexpr, WIDEN: tl.constexpr, TIERS: tl.constexpr, KEY_BITS_0: tl.constexpr,
+    q, key, value, k_pool, v_pool, starts, lens, out, lse, parts, extremes, tickets, spans, kv_heads, rows, added,
+    scale, out_batch, out_head, out_row, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, k_codes_0,
+    k_norms_0, v_codes_0, v_norms_0, tables_0, k_codes_1, k_norms_1, v_codes_1, v_norms_1, tables_1,
+    NEW: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPANS: tl.constexpr,
+    LEAST: tl.constexpr, CAUSAL: tl.constexpr, WIDEN: tl.constexpr, TIERS: tl.constexpr, KEY_BITS_0: tl.constexpr,
     VALUE_BITS_0: tl.constexpr, KEY_BITS_1: tl.constexpr, VALUE_BITS_1: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, JOIN_M: tl.constexpr,
 ):  # fmt: skip
     """One slice of the flat axis for one tile of packed rows; row m of a span is new token m // GROUP.
 
     The first entries of a span are quantised in TIERS tiers, those of the first before those of the second; only the
     others are in the pools. `tables` [2, spans] of a tier: how many entries of a span are in it, and the first of them.
+
+    `added` entries a span are in the pools, but not counted in `lens` yet. NEW: 0 leaves `lens` as it is, 1 appends the
+    one new token of each span, 2 counts what was added. `tickets` [spans * tiles + 1] are 0 before and after.
     """
-    low, high, lengths, ends = _slice_bounds(lens, counted, spans, added, SPANS, LEAST)
-    packed, token, within, latest = _packed_rows(rows, GROUP, BLOCK_M)
+    # Read at once and kept in registers, so that k waits for one load. They are those of every program: `lens` grows
+    # when the last one has them.
     all_spans = tl.arange(0, SPANS)
+    is_span = all_spans < spans
+    all_lengths = tl.load(lens + all_spans, mask=is_span, other=0) + added
+    all_starts = tl.load(starts + all_spans, mask=is_span, other=0)
+    # A span without entries takes up a place all the same, so that every span has a program to join it.
+    places = tl.where(is_span, tl.maximum(all_lengths, 1), 0)
+    ends, total = tl.cumsum(places, 0), tl.sum(places, 0)
+    size = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
+    low = tl.program_id(0) * size
+    high = tl.minimum(low + size, total)
+    packed, token, within, latest = _packed_rows(rows, GROUP, BLOCK_M)
+    joined = tl.program_id(1) * BLOCK_M + tl.arange(0, JOIN_M)
+    packed_rows = tl.cast(rows * GROUP, tl.int64)
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     real, value_real = dims < DIM, value_dims < VALUE_DIM
     if low < high:
         first = tl.sum((ends <= low).to(tl.int32), 0)
         last = tl.sum((ends < high).to(tl.int32), 0)
         for span in range(first, last + 1):
-            length = tl.load(lens + span) + added
-            before = tl.sum(tl.where(all_spans < span, lengths, 0), 0)
+            length = _pick(all_lengths, span, SPANS)
+            after = _pick(ends, span, SPANS)
+            before = after - tl.maximum(length, 1)
             begin = tl.maximum(low - before, 0)
             end = tl.minimum(high - before, length)
             visible = length - 1 + 0 * token
@@ -205,10 +243,10 @@ def slice_kernel(
                 # New tokens that no row of this tile sees are not read.
                 end = tl.minimum(end, length - rows + latest + 1)
                 visible = length - rows + token
-            start = tl.load(starts + span).to(tl.int64)
-            query = _load_query(
-                q, span, kv_heads, packed, token, within, q_batch, q_head, q_row, dims, real, GROUP, WIDEN
-            )
+            start = _pick(all_starts, span, SPANS).to(tl.int64)
+            query_at = q + _row_offsets(span, kv_heads, packed, q_batch, q_head, q_row, GROUP)
+            query = tl.load(query_at[:, None] + dims[None, :], mask=within[:, None] & real[None, :], other=0.0)
+            query = query.to(tl.float32) if WIDEN else query
             highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
             weight = tl.zeros([BLOCK_M], tl.float32)
             sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -229,80 +267,47 @@ def slice_kernel(
                 query, k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end, visible, dims,
                 real, value_dims, value_real, scale, highest, weight, sums, DIM, VALUE_DIM, WIDEN, BLOCK_N,
             )  # fmt: skip
-            _store_part(
-                parts, extremes, span, rows, packed, within, value_dims, value_real, highest, weight, sums, GROUP,
-                VALUE_DIM,
-            )  # fmt: skip
-
-
-@triton.jit
-def join_kernel(
-    parts, extremes, counted, out, lse, q, key, value, k_pool, v_pool, starts, lens, spans, kv_heads, rows, programs,
-    scale, out_batch, out_head, out_row, q_batch, q_head, k_batch, k_head, v_batch, v_head, NEW: tl.constexpr,
-    LSE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPANS: tl.constexpr,
-    LEAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """One packed row of one span from its parts and, if NEW is 1, the new token; the lengths grow if it is not 0."""
-    # Packed rows first: a part of a prompt has more of them than the second axis of a grid may have.
-    packed, span = tl.program_id(0), tl.program_id(1)
-    all_spans = tl.arange(0, SPANS)
-    lengths = tl.load(counted + all_spans, mask=all_spans < spans, other=0)
-    size = tl.maximum(tl.cdiv(tl.sum(lengths, 0), programs), LEAST)
-    before = tl.sum(tl.where(all_spans < span, lengths, 0), 0)
-    length = tl.load(counted + span)
-    first = before // size + span
-    # A span without entries has no parts.
-    last = tl.where(length > 0, (before + length - 1) // size + span, first - 1)
-
-    dims = tl.arange(0, BLOCK_V)
-    highest = tl.full([1], float("-inf"), tl.float32)
-    weight = tl.zeros([1], tl.float32)
-    sums = tl.zeros([BLOCK_V], tl.float32)
-    for at in range(first, last + 1, BLOCK_S):
-        part = at + tl.arange(0, BLOCK_S)
-        inside = part <= last
-        slot = part.to(tl.int64) * rows * GROUP + packed
-        peak = tl.load(extremes + 2 * slot, mask=inside, other=float("-inf"))
-        share = tl.load(extremes + 2 * slot + 1, mask=inside, other=0.0)
-        part_sums = tl.load(
-            parts + slot[:, None] * VALUE_DIM + dims[None, :],
-            mask=inside[:, None] & (dims[None, :] < VALUE_DIM),
-            other=0.0,
-        )
-        new = tl.maximum(highest, tl.max(peak, 0))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        shrink, factor = tl.exp2(highest - base), tl.exp2(peak - base)
-        weight = weight * shrink + tl.sum(share * factor, 0)
-        sums = sums * shrink + tl.sum(part_sums * factor[:, None], 0)
-        highest = new
-    batch, kv_head = (span // kv_heads).to(tl.int64), span % kv_heads
-    head = kv_head * GROUP + packed % GROUP
-    if NEW == 1:
-        channels = tl.arange(0, BLOCK_D)
-        query = tl.load(q + batch * q_batch + head * q_head + channels, mask=channels < DIM, other=0.0)
-        fresh = tl.load(key + batch * k_batch + kv_head * k_head + channels, mask=channels < DIM, other=0.0)
-        fresh_value = tl.load(value + batch * v_batch + kv_head * v_head + dims, mask=dims < VALUE_DIM, other=0.0)
-        score = tl.sum(query.to(tl.float32) * fresh.to(tl.float32), 0) * scale
-        new = tl.maximum(highest, score)
-        shrink, factor = tl.exp2(highest - new), tl.exp2(score - new)
-        weight = weight * shrink + factor
-        sums = sums * shrink + fresh_value.to(tl.float32) * factor
-        if packed == 0:
-            end = (tl.load(starts + span) + length).to(tl.int64)
-            tl.store(k_pool + end * DIM + channels, fresh, mask=channels < DIM)
-            tl.store(v_pool + end * VALUE_DIM + dims, fresh_value, mask=dims < VALUE_DIM)
-            # Nothing in this launch reads `lens`, so that programs of any order agree.
-            tl.store(lens + span, length + 1)
-    elif NEW == 2:  # noqa: SIM102
-        if packed == 0:
-            tl.store(lens + span, length)
-    if LSE:
-        # Of a span without entries: 0, with a logarithm of -inf.
-        row = ((span // kv_heads) * kv_heads * GROUP + head) * rows + packed // GROUP
-        weight = tl.where(weight == 0.0, 1.0, weight)
-        tl.store(lse + row + tl.arange(0, 1), (highest + tl.log2(weight)) * LN_2)
-    slot = out + batch * out_batch + head * out_head + (packed // GROUP) * out_row
-    tl.store(slot + dims, (sums / weight).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+            # Programs and spans rise together, so their sum is a place that no other pair has.
+            slot = (tl.program_id(0) + span) * packed_rows + packed
+            tl.store(extremes + 2 * slot, highest, mask=within)
+            tl.store(extremes + 2 * slot + 1, weight, mask=within)
+            part_at = parts + slot[:, None] * VALUE_DIM + value_dims[None, :]
+            tl.store(part_at, sums, mask=within[:, None] & value_real[None, :])
+            # All threads have stored before one of them draws the ticket, which publishes what they stored.
+            tl.debug_barrier()
+            ticket = tickets + span * tl.num_programs(1) + tl.program_id(1)
+            oldest, newest = before // size, (after - 1) // size
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == newest - oldest:
+                tl.store(ticket, 0)
+                is_row = joined < packed_rows
+                peak, share, mean = _join_parts(
+                    parts, extremes, oldest + span, newest + span, joined, is_row, packed_rows, value_dims, value_real,
+                    VALUE_DIM, BLOCK_S, JOIN_M, BLOCK_V,
+                )  # fmt: skip
+                if NEW == 1:
+                    peak, share, mean = _attend_new(
+                        peak, share, mean, q, key, value, k_pool, v_pool, start + length, span, kv_heads, joined,
+                        is_row, scale, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, dims, real,
+                        value_dims, value_real, GROUP, DIM, VALUE_DIM,
+                    )  # fmt: skip
+                # A row without entries gives 0, with a logarithm of -inf.
+                share = tl.where(share == 0.0, 1.0, share)
+                if lse is not None:
+                    row = _row_offsets(span, kv_heads, joined, kv_heads * packed_rows, rows, 1, GROUP)
+                    tl.store(lse + row, (peak + tl.log2(share)) * LN_2, mask=is_row)
+                out_at = out + _row_offsets(span, kv_heads, joined, out_batch, out_head, out_row, GROUP)
+                tl.store(
+                    out_at[:, None] + value_dims[None, :],
+                    (mean / share[:, None]).to(out.dtype.element_ty),
+                    mask=is_row[:, None] & value_real[None, :],
+                )
+    if NEW > 0:
+        # Every program has read `lens` when the last one is here.
+        tl.debug_barrier()
+        ticket = tickets + spans * tl.num_programs(1)
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == tl.num_programs(0) * tl.num_programs(1) - 1:
+            tl.store(ticket, 0)
+            tl.store(lens + all_spans, all_lengths + (1 if NEW == 1 else 0), mask=is_span)
 
 
 @triton.jit
@@ -312,9 +317,9 @@ def append_kernel(
 ):  # fmt: skip
     """New entries of one span, copied to its end; `lens` stays as it is."""
     span, tile = tl.program_id(0), tl.program_id(1)
-    batch, head = (span // kv_heads).to(tl.int64), span % kv_heads
+    batch, head = (span // kv_heads).to(tl.int64), (span % kv_heads).to(tl.int64)
     end = (tl.load(starts + span) + tl.load(lens + span)).to(tl.int64)
-    row = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    row = tile * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     inside = (row[:, None] < rows) & (dims[None, :] < DIM)
     new = tl.load(key + batch * k_batch + head * k_head + row[:, None] * k_row + dims[None, :], mask=inside)

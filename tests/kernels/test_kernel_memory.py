@@ -1,0 +1,160 @@
+"""The accesses of the Triton kernels to memory, in the interpreter: bounds, order between programs, bytes, int32."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton as triton_package
+import triton.language as tl
+
+import lkv.kernels.ragged_attention.triton as ragged
+from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
+from tests.kernels.pools import assert_equals_reference, coded_pools, pool_of, split_randomly
+
+if not ragged.interpreted():
+    pytest.skip("TRITON_INTERPRET=0 was set", allow_module_level=True)
+from tests.kernels.interpreter import Endless, unlimited_memory, watched
+
+
+@triton_package.jit
+def racing_kernel(x, tickets, ordered: tl.constexpr):
+    """The first program writes what the second one reads."""
+    if tl.program_id(0) == 0:
+        tl.store(x, 1.0)
+        if ordered:
+            tl.atomic_add(tickets, 1, sem="acq_rel")
+    else:
+        if ordered:  # noqa: SIM102 (a kernel)
+            if tl.atomic_add(tickets, 1, sem="acq_rel") == 0:
+                return
+        tl.store(x + 1, tl.load(x))
+
+
+@triton_package.jit
+def straying_kernel(x, n):
+    at = tl.arange(0, 16)
+    tl.store(x + at, tl.load(x + at, mask=at < n), mask=at < n)
+
+
+def test_races_and_stray_accesses_are_found():
+    """Else nothing below means anything. The order of the two programs does not matter."""
+    for seed in range(4):
+        with watched(seed):
+            racing_kernel[(2,)](torch.zeros(2), torch.zeros(1, dtype=torch.int32), True)
+            with pytest.raises(AssertionError, match=r"program . (touches|writes) what"):
+                racing_kernel[(2,)](torch.zeros(2), torch.zeros(1, dtype=torch.int32), False)
+    with watched() as traffic:
+        straying_kernel[(1,)](torch.zeros(9), 9)
+        assert (traffic.fetched, traffic.stored, traffic.accesses) == (36, 36, 18)
+        with pytest.raises(AssertionError, match="1 numbers outside"):
+            straying_kernel[(1,)](torch.zeros(9), 10)
+
+
+@pytest.fixture
+def many_programs(monkeypatch):
+    """Slices much shorter than heads, and several parts a head that are joined in turns."""
+    monkeypatch.setattr(ragged, "_PROGRAMS_WITHOUT_GPU", 24)
+    monkeypatch.setattr(ragged, "_MIN_SLICE", 2)
+    monkeypatch.setattr(ragged, "_JOINED_AT_ONCE", 64)
+    ragged._launch.cache_clear()
+    yield
+    ragged._launch.cache_clear()
+
+
+LENGTHS = [[[90, 7], [0, 31]], [[0, 0], [0, 0]], [[1, 130], [64, 2]]]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["uneven", "empty", "long"])
+def test_a_step_in_any_order_of_its_programs(lengths, many_programs):
+    """Each span is joined once, by whoever comes last; the same launch serves the next step."""
+    torch.manual_seed(0)
+    k, v, starts, lens = pool_of(lengths, 4, 16, 8, torch.float32)
+    full, buffers = [[length + 4 for length in row] for row in lengths], {}
+    key, value, query = torch.randn(2, 2, 4, 16), torch.randn(2, 2, 4, 8), torch.randn(2, 6, 4, 16)
+    for step, begin in enumerate((0, 1, 2)):
+        new = slice(begin, begin + 1) if begin < 2 else slice(2, 4)
+        with watched(step) as traffic:
+            out = append_and_attend(
+                query[:, :, new], key[:, :, new], value[:, :, new], k, v, starts, lens, 0.3, "triton", buffers
+            )
+        assert traffic.launches == ["slice_kernel"] if begin < 2 else ["append_kernel", "slice_kernel"]
+        assert not buffers["tickets", torch.device("cpu")].any()
+        exact = ragged_attention(
+            query[:, :, new].double(), k.double(), v.double(), starts, lens, 0.3, backend="reference"
+        )
+        assert (out - exact).abs().max() < 1e-5
+    assert lens.tolist() == full
+    for row in range(2):
+        for head in range(2):
+            end = int(starts[row, head]) + full[row][head]
+            assert torch.equal(k[end - 4 : end], key[row, head]) and torch.equal(v[end - 4 : end], value[row, head])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tiers_in_any_order_of_programs(rows, many_programs):
+    torch.manual_seed(rows)
+    lengths = split_randomly([[50, 0, 20], [3, 31, 3]], 2)
+    pools = coded_pools(lengths, ((8, 4), (4, 3)), rows + 1, 16, 8, torch.float32)
+    with watched(rows) as traffic:
+        assert_equals_reference(pools, 2, rows, 0.25)
+    steps = ["slice_kernel"] if rows == 1 else ["append_kernel", "slice_kernel"]
+    assert traffic.launches[-len(steps) :] == steps
+
+
+def test_a_decode_step_reads_each_entry_once():
+    """Bytes of k and v, and little beside them."""
+    torch.manual_seed(0)
+    lengths, dim = [[900, 140, 1500, 33]], 64
+    pools = pool_of(lengths, 1, dim, dim, torch.bfloat16)
+    q, new = torch.randn(1, 16, 1, dim).bfloat16(), torch.randn(1, 4, 1, dim).bfloat16()
+    with watched() as traffic:
+        append_and_attend(q, new, new, *pools, 0.125, "triton")
+    entries = sum(lengths[0]) * 2 * dim * 2
+    assert entries < traffic.fetched < 1.05 * entries
+    assert traffic.stored < 0.1 * entries
+
+
+# Batch rows, KV heads, query heads of each, entries a head, new tokens: what 32 bits cannot number.
+FAR = {
+    "a prompt of 600,000 tokens at once": (1, 8, 4, 600_000, 600_000),
+    "64 query heads": (1, 8, 8, 300_000, 300_000),
+    "a part for many rows": (64, 8, 4, 130_000, 8192),
+    "decoding": (64, 32, 1, 1_000_000, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tokens first", "heads first"])
+@pytest.mark.parametrize("case", FAR.values(), ids=FAR)
+def test_no_offset_overflows(case, layout):
+    """Strides of tensors that fit nowhere, of which the first and the last program run, and join."""
+    batch, heads, group, entries, rows = case
+    dim, spans, packed = 128, batch * heads, rows * group
+    q, key, value, k, v, out = (Endless(torch.bfloat16) for _ in range(6))
+    lse, parts, extremes = (Endless(torch.float32) for _ in range(3))
+    lens = torch.full((batch, heads), entries, dtype=torch.int32)
+    starts = (torch.arange(spans).view_as(lens) * entries).int()
+    launch = ragged._launch(lens.device, q.dtype, packed, spans, group, dim, dim)
+    # Short slices: entries are what the interpreter takes time for.
+    slices = 100
+    programs = spans * slices
+
+    def strides(count):
+        return (count * rows * dim, dim, count * dim) if layout == "tokens first" else (
+            count * rows * dim, rows * dim, dim)  # fmt: skip
+
+    of_q, of_new = strides(heads * group), strides(heads)
+    # All other programs have arrived.
+    tickets = torch.zeros(spans * launch.tiles + 1, dtype=torch.int32)
+    tickets[0] = tickets[-2] = slices - 1
+    tickets[-1] = programs * launch.tiles - 2 if rows == 1 else 0
+    options = launch.slice_options | ragged._tier_options(launch, q.dtype, ())
+    with unlimited_memory():
+        ragged.kernels.slice_kernel[(programs, launch.tiles, 1)](
+            q, key, value, k, v, starts, lens, out, lse, parts, extremes, tickets, spans, heads, rows, 0, 0.1, *of_q,
+            *of_q, *of_new[:2], *of_new[:2], *[None] * 10, **options | {"CAUSAL": True, "NEW": int(rows == 1)},
+        )  # fmt: skip
+        ragged.kernels.append_kernel[(spans, -(-rows // 16))](
+            key, value, k, v, starts, lens, heads, rows, *of_new, *of_new, **launch.append_options
+        )
+    assert not tickets.any()
