@@ -114,7 +114,8 @@ def _check_kernels() -> Iterator[Finding]:
 
     def ragged_error(backend: str) -> float:
         """Two KV heads of 40 and 90 entries with free slots after them, two query heads each."""
-        is_half = backend == "varlen"  # flash attention takes half precision alone: its own error is subtracted
+        # Flash attention takes half precision alone: its own error is subtracted.
+        is_half = backend in ("fa3", "varlen")
         dtype = torch.float16 if is_half else torch.float32
         q, k, v = (random(*shape).to(dtype) for shape in ((1, 4, 1, 64), (200, 64), (200, 64)))
         starts, lens = (torch.tensor([row], dtype=torch.int32, device=device) for row in ([0, 100], [40, 90]))
@@ -140,7 +141,10 @@ def _check_kernels() -> Iterator[Finding]:
         return _distance(soft_topk(random(4, 500), 75.0, 0.1).mask.double().sum(-1) / 75, torch.ones(4))
 
     checks: dict[str, Callable[[], float]] = {
-        **{f"ragged attention, {name}": partial(ragged_error, name) for name in ("loop", "cpp", "varlen", "triton")},
+        **{
+            f"ragged attention, {name}": partial(ragged_error, name)
+            for name in ("loop", "cpp", "varlen", "fa3", "triton")
+        },
         **{f"soft-masked attention, {name}": partial(soft_mask_error, name) for name in ("sdpa", "triton")},
         "LKV-T scores": scores_error,
         "Soft-TopK": soft_topk_error,

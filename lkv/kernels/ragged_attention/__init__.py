@@ -1,13 +1,11 @@
 """Attention over spans of unequal length in one flat pool (Sec. 4.5).
 
-`api` checks the arguments and chooses a backend; `cpp` (CPU, with `cpu_kernel.cpp`), `triton` (GPU, with
-`triton_kernels`), `varlen` (GPU without Triton), `loop` (any device) and `reference` (the oracle) compute. `basis`
-holds the coordinates in which entries may be stored.
+`api` chooses a backend and `arguments` has the checks; `cpp` (CPU, with `cpu_kernel.cpp`), `triton` (GPU, with
+`triton_kernels`), `fa3` and `varlen` (GPU without Triton, with `sequences`), `loop` (any device) and `reference` (the
+oracle) compute. `basis` holds the coordinates in which entries may be stored.
 """
 
 from lkv.kernels.ragged_attention.api import (
-    MAX_QUANTIZED,
-    QuantizedKV,
     append,
     append_and_attend,
     can_attend_quantized,
@@ -15,7 +13,9 @@ from lkv.kernels.ragged_attention.api import (
     masked_attention,
     merge_attention,
     ragged_attention,
+    reads_free_slots,
 )
+from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, QuantizedKV
 from lkv.kernels.ragged_attention.basis import Basis
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "masked_attention",
     "merge_attention",
     "ragged_attention",
+    "reads_free_slots",
 ]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lkv.kernels.ragged_attention.api import QuantizedKV
+from lkv.kernels.ragged_attention.arguments import QuantizedKV
 from lkv.kernels.ragged_attention.basis import Basis
 from lkv.utils.cpp import build_library
 

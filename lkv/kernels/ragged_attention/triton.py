@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 import lkv.kernels.ragged_attention.triton_kernels as kernels
-from lkv.kernels.ragged_attention.api import MAX_QUANTIZED, QuantizedKV
+from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, QuantizedKV
 from lkv.utils import devices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

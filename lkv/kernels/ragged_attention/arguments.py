@@ -1,0 +1,180 @@
+"""What attention over the ragged cache takes, and the checks of it; names of shapes as in `api`."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lkv.errors import BackendError
+from lkv.kernels.checks import check_storage, check_tensor
+from lkv.kernels.ragged_attention.basis import Basis
+from lkv.kernels.ragged_attention.levels import QUANTIZED_BITS
+
+MAX_QUANTIZED = 2  # sets of quantised entries a layer
+_INTEGERS = (torch.int32, torch.int64)
+_BASIS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of its mean and scale
+_QUANTIZED_DTYPES = (torch.uint8, torch.bfloat16, torch.uint8, torch.bfloat16, torch.int32)
+
+
+class QuantizedKV(NamedTuple):
+    """Entries of each span in few bits a value, all spans packed: value = level(code) * norm of its entry.
+
+    N entries in all. Codes are laid out as `lkv.cache.quantization.quantize` returns them, and the pools beside them
+    are in the same rotated coordinates.
+
+    Attributes:
+        key_codes: uint8 [N, d * key_bits / 8].
+        key_norms: bfloat16 [N].
+        value_codes: uint8 [N, dv * value_bits / 8].
+        value_norms: bfloat16 [N].
+        tables: int32 [2, B, Hkv]: how many entries a span has here, and its first one.
+        key_bits: 8, 4 or 3.
+        value_bits: 8, 4 or 3.
+    """
+
+    key_codes: Tensor
+    key_norms: Tensor
+    value_codes: Tensor
+    value_norms: Tensor
+    tables: Tensor
+    key_bits: int
+    value_bits: int
+
+
+def check_arguments(
+    q: Tensor | None, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor,
+    key: Tensor | None = None, value: Tensor | None = None, quantized: Sequence[QuantizedKV] = (),
+    basis: Basis | None = None,
+) -> None:  # fmt: skip
+    """Raise ValueError unless all tensors fit one another; what starts and lens say is not read.
+
+    Part of every decode step of every layer, so that it makes few calls.
+    """
+    check_tensor("k_pool", k_pool, 2)
+    check_tensor("v_pool", v_pool, 2)
+    check_tensor("starts", starts, 2)
+    check_tensor("lens", lens, 2)
+    (batch, kv_heads), dtype, device = starts.shape, k_pool.dtype, k_pool.get_device()
+    (entries, dim), (value_entries, value_dim) = k_pool.shape, v_pool.shape
+    if lens.shape != (batch, kv_heads) or starts.dtype not in _INTEGERS or lens.dtype not in _INTEGERS:
+        raise ValueError(
+            f"Expected starts and lens as int32 of one shape [B, Hkv] but got {list(starts.shape)} {starts.dtype} and "
+            f"{list(lens.shape)} {lens.dtype}: they do not fit each other."
+        )
+    if value_entries != entries or v_pool.dtype != dtype or not dtype.is_floating_point or not dim or not value_dim:
+        raise ValueError(
+            f"k_pool {list(k_pool.shape)} {dtype} and v_pool {list(v_pool.shape)} {v_pool.dtype} do not fit each other:"
+            " expected [P, d] and [P, dv] of one floating-point dtype."
+        )
+    same = v_pool.get_device() == starts.get_device() == lens.get_device() == device
+    tokens = None
+    if q is not None:
+        check_tensor("q", q, 4)
+        rows, heads, tokens, q_dim = q.shape
+        if rows != batch or not 0 < kv_heads <= heads or heads % kv_heads or q_dim != dim or q.dtype != dtype:
+            raise ValueError(
+                f"q {list(q.shape)} {q.dtype} does not fit starts {list(starts.shape)} and k_pool "
+                f"{list(k_pool.shape)} {dtype}: expected [{batch}, multiple of {kv_heads}, Tq, {dim}] {dtype}."
+            )
+        same = same and q.get_device() == device
+    if key is not None and value is not None:
+        check_tensor("key", key, 4)
+        check_tensor("value", value, 4)
+        tokens = key.shape[2] if tokens is None else tokens
+        shape, value_shape = (batch, kv_heads, tokens, dim), (batch, kv_heads, tokens, value_dim)
+        if key.shape != shape or value.shape != value_shape or not key.dtype == value.dtype == dtype:
+            raise ValueError(
+                f"key {list(key.shape)} {key.dtype} and value {list(value.shape)} {value.dtype} do not fit the pools, "
+                f"starts and q: expected {list(shape)} and {list(value_shape)} {dtype}."
+            )
+        same = same and key.get_device() == value.get_device() == device
+    if len(quantized) > MAX_QUANTIZED:
+        raise ValueError(f"Expected at most {MAX_QUANTIZED} sets of quantised entries, but got {len(quantized)}.")
+    for part in quantized:
+        _check_quantized(part, starts, dim, value_dim)
+        same = same and all(x.get_device() == device for x in part[:5])
+    if basis is not None:
+        _check_basis(basis, starts, dim, value_dim)
+        same = same and all(x.get_device() == device for x in basis)
+    if not same:
+        raise ValueError(f"All tensors must be on one device, {k_pool.device} as k_pool is.")
+
+
+def _check_quantized(part: QuantizedKV, starts: Tensor, dim: int, value_dim: int) -> None:
+    bits = part.key_bits, part.value_bits
+    if not all(number in QUANTIZED_BITS for number in bits) or dim % 8 or value_dim % 8:
+        raise ValueError(
+            f"Expected {QUANTIZED_BITS} bits and multiples of 8 channels, but got bits {bits} and channels "
+            f"{(dim, value_dim)}."
+        )
+    entries = part.key_codes.shape[0] if part.key_codes.ndim else -1
+    shapes = (
+        (entries, dim * bits[0] // 8),
+        (entries,),
+        (entries, value_dim * bits[1] // 8),
+        (entries,),
+        (2, *starts.shape),
+    )
+    names = part._fields[:5]
+    _check_fields(f"quantised entries of {bits} bits", names, part[:5], shapes, _QUANTIZED_DTYPES)
+
+
+def _check_basis(basis: Basis, starts: Tensor, dim: int, value_dim: int) -> None:
+    by_head = (*starts.shape, dim)
+    shapes = by_head, by_head, (dim, dim), (value_dim, value_dim)
+    by_channel = basis.mean.dtype if basis.mean.dtype in _BASIS_DTYPES else torch.float32
+    dtypes = by_channel, by_channel, torch.float32, torch.float32
+    _check_fields("tensors of the basis", basis._fields, basis, shapes, dtypes)
+    if not all(x.is_contiguous() for x in basis):
+        raise ValueError("The tensors of the basis must be contiguous: call .contiguous() on each.")
+
+
+def check_entering(basis: Basis, **tensors: Tensor) -> None:
+    """Raise ValueError where PyTorch's own operators would read beyond a storage; on a CPU alone, as `_check_spans`."""
+    if basis.mean.device.type == "cpu":
+        for name, x in (*tensors.items(), *basis._asdict().items()):
+            check_storage(name, x)
+
+
+def _check_fields(
+    what: str, names: Sequence[str], tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+) -> None:  # fmt: skip
+    """Raise ValueError unless the tensors of a record have these shapes and dtypes."""
+    for x, shape, dtype in zip(tensors, shapes, dtypes, strict=True):
+        if x.shape != shape or x.dtype is not dtype or x.layout is not torch.strided or x.is_neg() or not x.data_ptr():
+            break
+    else:
+        return
+    for name, x, shape in zip(names, tensors, shapes, strict=True):
+        check_tensor(name, x, len(shape))
+    found = [(tuple(x.shape), x.dtype) for x in tensors]
+    expected = list(zip(shapes, dtypes, strict=True))
+    if found != expected:
+        wanted, actual = (
+            ", ".join(f"{name} {list(shape)} {dtype}" for name, (shape, dtype) in zip(names, pairs, strict=True))
+            for pairs in (expected, found)
+        )
+        raise ValueError(f"The {what} do not fit starts and the pools: expected {wanted}, but got {actual}.")
+
+
+def check_none_quantized(backend: str, quantized: Sequence[QuantizedKV]) -> None:
+    """Raise BackendError where there are codes, for a backend that reads none."""
+    if quantized:
+        raise BackendError(backend, "it reads no codes, as 'triton' and 'cpp' do: restore the entries.")
+
+
+def check_spans(k_pool: Tensor, starts: Tensor, lens: Tensor, added: int | None = None) -> None:
+    """Raise ValueError where a span, or the slots of the `added` new entries after it, lie outside of the pools.
+
+    On a CPU alone: elsewhere reading the answer would wait for the device.
+    """
+    if starts.device.type != "cpu":
+        return
+    for start, length in zip(starts.flatten().tolist(), lens.flatten().tolist(), strict=True):
+        first, count = (start, length) if added is None else (start + length, added)
+        if first < 0 or length < 0 or first + count > len(k_pool):
+            raise ValueError(
+                f"The {count} entries from {first} on, of a span of {length}, reach beyond the pools of {len(k_pool)}."
+            )
