@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import _TYPES, load, save
+from safetensors.torch import _TYPES, load
 from torch import Tensor
 
 from lkv.errors import LkvError
@@ -34,7 +34,7 @@ def write(path: Path, kind: FileKind, tensors: dict[str, Tensor], about: dict[st
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps({"format": kind.version, **about})
     with atomic_write(path, kind.error, f"the {kind.noun}", kind.mode) as temporary:
-        temporary.write_bytes(save(tensors, {kind.header: text, _DIGEST: _digest(tensors, text)}))
+        _write_tensors(temporary, tensors, {kind.header: text, _DIGEST: _digest(tensors, text)})
 
 
 def read(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -93,6 +93,28 @@ def has_kind(path: Path, kind: FileKind) -> bool:
         return False
 
 
+def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file from the tensors' own memory; safetensors makes a copy, or hides the system's errors."""
+    dtypes = {dtype: name for name, dtype in _TYPES.items()}
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that all are aligned
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in names:
+        tensor, start, end = tensors[name], end, end + tensors[name].nbytes
+        header[name] = {"dtype": dtypes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(_bytes(tensors[name]))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.flatten().view(torch.uint8).numpy().data
+
+
 def _header(data: bytes) -> dict[str, Any]:
     """The JSON at the beginning of a safetensors file. Raises ValueError where there is none."""
     size = int.from_bytes(data[:8], "little")
@@ -110,5 +132,5 @@ def _digest(tensors: dict[str, Tensor], about: str) -> str:
     digest = hashlib.sha256(f"{len(about)} {about}".encode(errors="surrogatepass"))
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(errors="surrogatepass"))
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+        digest.update(_bytes(tensor))
     return digest.hexdigest()

@@ -30,6 +30,26 @@ def saved(request, model, tmp_path):
     return path, model
 
 
+def test_files_are_those_that_safetensors_reads(tmp_path):
+    """Every dtype, empty tensors and scalars; each tensor lies at a multiple of its own size."""
+    dtypes = [torch.float64, torch.uint8, torch.bfloat16, torch.int32, torch.bool, torch.float16, torch.int64]
+    tensors = {f"a.{number}": torch.arange(3).to(dtype) for number, dtype in enumerate(dtypes)}
+    tensors |= {"empty": torch.empty(0, 5, dtype=torch.int16), "scalar": torch.tensor(2.5), "é": torch.eye(3).T[::2]}
+    path = tmp_path / "some.kv"
+    tensor_file.write(path, CONTEXT_FILE, tensors, {"ü": "\ud800"})
+    with safe_open(path, "pt") as file:
+        assert set(file.keys()) == set(tensors)
+        for name, tensor in tensors.items():
+            found = file.get_tensor(name)
+            assert found.dtype == tensor.dtype and found.shape == tensor.shape and torch.equal(found, tensor)
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    assert size % 8 == 0
+    assert all(header[name]["data_offsets"][0] % tensor.itemsize == 0 for name, tensor in tensors.items())
+    assert tensor_file.read(path, CONTEXT_FILE)[1] == {"format": 3, "ü": "\ud800"}
+
+
 def test_what_happens_to_the_file_later_does_not_reach_a_loaded_context(saved):
     path, model = saved
     context = Context.load(path, model, Words())
@@ -241,7 +261,7 @@ def test_what_cannot_be_written_is_one_sentence(model, tmp_path, place, monkeypa
         raise OSError(28, "No space left on device") if place == "old.kv" else PermissionError(13, "Permission denied")
 
     if place in ("old.kv", "closed/context.kv"):
-        monkeypatch.setattr("pathlib.Path.write_bytes", refuse)
+        monkeypatch.setattr("lkv.utils.tensor_file._write_tensors", refuse)
     with pytest.raises(ContextFileError, match=r"the context cannot be written to .*nothing was changed there"):
         context.save(tmp_path / place)
     assert (tmp_path / "file").read_text() == "mine" and (tmp_path / "old.kv").read_bytes() == before

@@ -4,7 +4,6 @@ import errno
 import json
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -114,10 +113,10 @@ def test_a_full_disk_leaves_what_was_there(model, tmp_path, monkeypatch):
     name, context = add(store, model, TEXT)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    def full(self, data):
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr("lkv.utils.tensor_file._write_tensors", full)
     with pytest.raises(StoreError, match=r"cannot be written .*No space left on device.*free some space"):
         add(store, model, TEXT)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

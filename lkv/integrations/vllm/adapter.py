@@ -43,7 +43,7 @@ def install_in_worker() -> None:
     for worker in (Worker, *Worker.__subclasses__()):
         if "determine_available_memory" in vars(worker):
             _wrap(worker, "determine_available_memory", _determine_available_memory)
-    Worker.lkv_failure, Worker.lkv_resident = _failure, _resident
+    Worker.lkv_outcome, Worker.lkv_resident = _outcome, _resident
 
 
 def _check(owner: type, name: str, *parameters: str) -> None:
@@ -114,11 +114,12 @@ def _determine_available_memory(method: Any, worker: Any) -> int:
     return available - reserved
 
 
-def _failure(worker: Any, name: str) -> str | None:
-    """RPC: why the context `name` could not be made."""
-    from lkv.integrations.vllm.batch import take_failure
+def _outcome(worker: Any, name: str) -> str | None:
+    """RPC: `VllmContexts.outcome`."""
+    from lkv.integrations.vllm.contexts import loaded_contexts
 
-    return take_failure(name)
+    contexts = loaded_contexts(worker.model_runner)
+    return "" if contexts is None else contexts.outcome(name)
 
 
 def _resident(worker: Any) -> dict[str, int]:

@@ -88,16 +88,18 @@ class CPUPages:
     def __init__(self, kv_cache: Tensor, dim: int):
         blocks, heads, size, _ = kv_cache.shape
         halves = kv_cache.view(blocks, heads, 2, size * dim)
-        self.size = size
+        self.size, self._rows = size, kv_cache.view(-1, size * dim)
         self._keys = halves[:, :, 0].unflatten(-1, (dim, size))
         self._values = halves[:, :, 1].unflatten(-1, (size, dim))
 
     def read(self, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """k and v [H, T, d] of the first `length` tokens in the blocks `table`."""
-        used = table[: -(-length // self.size)].long()
-        key = self._keys[used].permute(1, 0, 3, 2).flatten(1, 2)[:, :length]
-        value = self._values[used].transpose(0, 1).flatten(1, 2)[:, :length]
-        return key, value
+        used, heads, dim = table[: -(-length // self.size)].long(), self._keys.shape[1], self._keys.shape[2]
+        # One copy of whole rows, and one that turns k: half the time of indexing the views.
+        places = 2 * (heads * used + torch.arange(heads)[:, None]) + torch.arange(2)[:, None, None]
+        key, value = self._rows.index_select(0, places.flatten()).view(2, heads, len(used), -1)
+        key = key.unflatten(-1, (dim, self.size)).mT.flatten(1, 2)
+        return key[:, :length], value.view(heads, -1, dim)[:, :length]
 
     def log_sum_exp(self, batch: Batch, query: Tensor, block_table: Tensor, scale: float) -> Tensor:
         """The log-sum-exp [Hq, n] of attention over the pages, for all tokens of `batch`."""
@@ -147,7 +149,8 @@ def compress_texts(batch: Batch, layer: int, pages: Any, block_table: Tensor, sc
     for row, work, _ in batch.compressions:
         key, value = pages.read(block_table[row.index], row.length)
         key, value = (gather_heads(x, batch.total_heads) for x in (key, value))
-        batch.compress(layer, row, work, key, value, scale)
+        if work.compression is not None:
+            work.compression.add_layer(layer, key[None], value[None], scale)
 
 
 class LkvFlashAttentionImpl(FlashAttentionImpl):

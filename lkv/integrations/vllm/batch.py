@@ -14,8 +14,7 @@ from lkv.kernels.ragged_attention import merge_attention
 
 CONTEXT, COMPRESS = "lkv_context", "lkv_compress"  # keys of SamplingParams.extra_args
 _WORK = "_lkv_work"
-_MAX_FAILURES = 256
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("vllm.lkv")
 
 
 @dataclass
@@ -130,18 +129,8 @@ class Batch:
         merged, _ = merge_attention(over_pages, lse[None], over_contexts, context_lse)
         output[self.tokens] = merged[0].transpose(0, 1).to(output.dtype)
 
-    def compress(self, layer: int, row: Row, work: RequestWork, key: Tensor, value: Tensor, scale: float) -> None:
-        """Evict from the k and v [H, T, d] of one layer of a text; a failure ends this compression alone."""
-        if work.compression is None:
-            return
-        try:
-            work.compression.add_layer(layer, key[None], value[None], scale)
-        except Exception as error:
-            work.compression = None
-            _fail(work.wanted, error)
-
     def finish(self, hidden: Tensor) -> None:
-        """Store the contexts that are complete; `hidden` [N, .] is what the model has computed.
+        """Have the contexts stored that are complete; `hidden` [N, .] is what the model has computed.
 
         Where a context was lost, an answer without it would look right: it gets tokens that say nothing.
         """
@@ -150,27 +139,7 @@ class Batch:
         for _, work, state in self.compressions:
             compression, work.compression = work.compression, None
             if compression is not None:
-                try:
-                    compression.store(list(state.prompt_token_ids))
-                except Exception as error:
-                    _fail(work.wanted, error)
-
-
-_failures: dict[str, str] = {}
-
-
-def take_failure(name: str) -> str | None:
-    """Why the context `name` could not be made, once; None where it did not fail."""
-    return _failures.pop(name, None)
-
-
-def _fail(wanted: NewContext | None, error: Exception) -> None:
-    if not isinstance(error, LkvError):
-        _LOG.error("a text could not be compressed", exc_info=error)
-    if wanted is not None:
-        while len(_failures) >= _MAX_FAILURES:
-            _failures.pop(next(iter(_failures)))
-        _failures[wanted.id] = str(error) if isinstance(error, LkvError) else f"{type(error).__name__}: {error}"
+                compression.store_behind(list(state.prompt_token_ids))
 
 
 def worker_contexts(runner: Any) -> VllmContexts:
@@ -214,8 +183,8 @@ def _begin(runner: Any, wanted: NewContext | None) -> Compression | None:
         return None
     try:
         return Compression(worker_contexts(runner), wanted)
-    except Exception as error:
-        _fail(wanted, error)
+    except Exception:  # other requests are answered; the client learns that there is no context
+        _LOG.exception("a text could not be compressed")
         return None
 
 

@@ -1,9 +1,11 @@
 """The stored contexts of vLLM's model, as one process of vLLM sees them, and the plugin's settings."""
 
 import hashlib
+import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,7 +22,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.checks import check_text
 from lkv.context.context import Context
 from lkv.context.protection import Span, protected_tokens
-from lkv.errors import ContextFileError, IntegrationError, PromptError, StoreError
+from lkv.errors import ContextFileError, IntegrationError, LkvError, PromptError, StoreError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.integrations.transformers.spec import inspect_model
@@ -34,6 +36,8 @@ from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, 
 from lkv.utils.prompts import encode_context, tokenizer_digest
 
 _MAX_ANNOUNCED = 1024  # texts that wait for their request
+_MAX_WRITTEN = 256  # contexts of which is known how their writing ended
+_LOG = logging.getLogger("vllm.lkv")
 _ATTRIBUTE = "_lkv_contexts"
 _opening = threading.Lock()
 
@@ -108,6 +112,8 @@ class VllmContexts:
         self._folder = store
         self._announced: dict[str, NewContext] = {}
         self._checked: dict[str, tuple[float, ...]] = {}
+        self._writer = ThreadPoolExecutor(1, "lkv-writer")
+        self._written: dict[str, Future[None]] = {}
 
     def method(self, settings: "CompressionSettings | NewContext") -> Method:
         """The method that keeps as much as `settings` say. Raises LkvError for one that cannot work inside vLLM."""
@@ -169,6 +175,23 @@ class VllmContexts:
         if self.store.nbytes() >= self.settings.max_store * 2**20:
             raise StoreError(f"the store is full ({self.settings.max_store:g} MiB); delete contexts first.")
 
+    def store_behind(self, name: str, store: Callable[[], None]) -> None:
+        """Run `store`, which stores the context `name`, in a thread: no request waits for the disk."""
+        while len(self._written) >= _MAX_WRITTEN:
+            del self._written[next(iter(self._written))]
+        self._written[name] = self._writer.submit(store)
+
+    def outcome(self, name: str) -> str | None:
+        """Why the context `name` could not be stored, once; "" if it was, or nothing is known of it; None until then."""
+        written = self._written.get(name)
+        if written is not None and not written.done():
+            return None
+        error = self._written.pop(name).exception() if written is not None else None
+        if error is not None and not isinstance(error, LkvError):
+            _LOG.error("a text could not be compressed", exc_info=error)
+            return f"{type(error).__name__}: {error}"
+        return "" if error is None else str(error)
+
     def tokens(self, name: str) -> int:
         """Tokens of a stored context, after a check that it can be used: unless its file has changed, once.
 
@@ -228,14 +251,25 @@ class Compression:
     def __init__(self, contexts: VllmContexts, wanted: NewContext):
         self._contexts, self._wanted = contexts, wanted
         self._cache = RaggedCache(contexts.model, method=contexts.method(wanted), slack=0)
+        self._error: Exception | None = None
 
     def add_layer(self, layer: int, key: torch.Tensor, value: torch.Tensor, scale: float) -> None:
-        """Evict from the whole k and v [1, H, T, d] of one layer."""
+        """Evict from the whole k and v [1, H, T, d] of one layer; a failure ends this compression alone."""
         prompt = LayerKV(key, value, scale, rotation=self._contexts.rotations[layer])
-        self._cache.ragged_layers[layer].fill(prompt)
+        try:
+            if self._error is None:
+                self._cache.ragged_layers[layer].fill(prompt)
+        except Exception as error:
+            self._error = error
 
-    def store(self, ids: list[int]) -> None:
-        """Write the context of the text `ids`. Raises StoreError if that fails, LkvError if layers are missing."""
+    def store_behind(self, ids: list[int]) -> None:
+        """Have the context of the text `ids` stored; `VllmContexts.outcome` says when it is, or why it cannot be."""
+        self._contexts.store_behind(self._wanted.id, partial(self._store, ids))
+
+    @torch.inference_mode()
+    def _store(self, ids: list[int]) -> None:
+        if self._error is not None:
+            raise self._error
         contexts, wanted, cache = self._contexts, self._wanted, self._cache
         cache.ids = torch.tensor([ids], device=contexts.model.device)
         target = cache.target

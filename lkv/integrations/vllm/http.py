@@ -194,8 +194,9 @@ class ContextRoutes:
             prompt = {"prompt_token_ids": wanted.ids}
             async for _ in self._engine.generate(prompt, params, f"lkv-{uuid.uuid4().hex}"):
                 pass
-            failures = await self._engine.collective_rpc("lkv_failure", args=(wanted.id,))
-            job.error = next(filter(None, failures), None)
+            while None in (outcomes := await self._engine.collective_rpc("lkv_outcome", args=(wanted.id,))):
+                await asyncio.sleep(0.01)
+            job.error = "".join(outcomes) or None
             if job.error is None and await asyncio.to_thread(contexts.store.describe, wanted.id) is None:
                 job.error = "vLLM ended without compressing the text; see its log, and send it again."
             self._deleted.discard(wanted.id)  # made anew

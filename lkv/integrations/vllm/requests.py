@@ -7,6 +7,7 @@ A request names its context by `extra_args` of its sampling parameters, or its p
 "lkv_context:ID": beam search, which has sampling parameters of its own, passes that on from beam to beam.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,7 +140,9 @@ def compress(
         pass
     params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: wanted.model_dump_json()})
     llm.generate({"prompt_token_ids": wanted.ids}, params, use_tqdm=False)
-    if failure := next(filter(None, llm.collective_rpc("lkv_failure", args=(wanted.id,))), None):
+    while None in (outcomes := llm.collective_rpc("lkv_outcome", args=(wanted.id,))):
+        time.sleep(0.001)
+    if failure := "".join(outcomes):
         raise StoreError(failure)
     if contexts.store.describe(wanted.id) is None:
         raise IntegrationError("vLLM ended without compressing the text; see its log.")
