@@ -1,7 +1,11 @@
 """Contexts inside vLLM: what is compressed there, and answers about them, are those of transformers."""
 
+import copy
 import json
 import random
+import resource
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,15 +13,18 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
+from lkv.cache.store import RaggedStore
 from lkv.cache.tiered_store import TieredStore
 from lkv.context.compression import compress as compress_with_transformers
 from lkv.context.context import Context
 from lkv.errors import LkvError, StoreError
-from lkv.integrations.vllm.contexts import VllmContexts
+from lkv.integrations.vllm import adapter
+from lkv.integrations.vllm.contexts import VllmContexts, unsupported_reason
 from lkv.integrations.vllm.requests import compress, question_prompt
-from lkv.serving.store import ContextStore
+from lkv.policy.policy import Policy
+from lkv.serving.store import CompressionSettings, ContextStore, StoredContext
 from lkv.utils.prompts import encode_question
-from tests.vllm.lab import Lab, ask, asked
+from tests.vllm.lab import RETENTION, Lab, ask, asked
 
 
 def same_entries(lab, name, context):
@@ -222,6 +229,24 @@ def test_two_hundred_requests_with_aborts_and_preemption(lab):
         assert answer == lab.answer(contexts.get(name), ids, tokens), number
 
 
+def test_a_context_is_read_once_a_step(lab, monkeypatch):
+    """However many requests ask it: one call of attention for each context and layer."""
+    llm, names = lab.shared, [compress(lab.shared, lab.text(seed)) for seed in (7, 8)]
+    attend, calls = RaggedStore.attend_compressed, []
+
+    def count(self, query, *rest):
+        calls.append(query.shape[2])
+        return attend(self, query, *rest)
+
+    monkeypatch.setattr(RaggedStore, "attend_compressed", count)
+    prompts = [{"prompt_token_ids": [5, 6, number]} for number in range(7, 12)]
+    params = [asked(names[number % 2], 3, ignore_eos=True) for number in range(5)]
+    llm.generate(prompts, params, use_tqdm=False)
+    layers = len(lab.model.model.layers)
+    # Three questions of three tokens and two, then a token each.
+    assert calls == [9, 6] * layers + [3, 2] * layers * 2
+
+
 def test_pages_are_shared_within_a_context_only(lab):
     llm = lab.shared
     texts = [lab.text(7), lab.text(8)]
@@ -356,20 +381,53 @@ def test_contexts_of_another_model_and_policy_are_refused(lab, tmp_path):
     refused(llm, VLLMValidationError, "another policy", ids, {"lkv_context": name})
 
 
+def put(lab, number, context):
+    """Store a context of `lkv.compress`, as `lkv serve` does; returns its id."""
+    name = f"{number:032x}-{0:016x}"
+    settings = CompressionSettings("lkv", RETENTION, lab.policy.digest(), "", "")
+    ContextStore(str(lab.store), lab.model, lab.tokenizer, lab.policy.digest(), 0).put(
+        StoredContext.describe(name, "", context, settings), context
+    )
+    return name
+
+
+def test_a_question_longer_than_the_positions_is_refused(lab):
+    context = lab.context(lab.text(23, 1500))
+    name = put(lab, 1, context)
+    fitting = [5] * (2048 - context.tokens)
+    assert ask(lab.shared, fitting, name, 1) == lab.answer(context, fitting, 1)
+    refused(lab.shared, VLLMValidationError, "shorten the question", [*fitting, 5], {"lkv_context": name}, max_tokens=1)
+    search = BeamSearchParams(beam_width=2, max_tokens=3)
+    with pytest.raises(VLLMValidationError, match="shorten the question"):
+        lab.shared.beam_search([{"prompt_token_ids": fitting, "cache_salt": f"lkv_context:{name}"}], search)
+    assert len(ask(lab.shared, [5, 6, 7], name, 4)) == 4
+
+
+def test_a_context_of_another_dtype_is_read_in_the_models(lab):
+    model = copy.deepcopy(lab.model).bfloat16()
+    context = compress_with_transformers(model, lab.tokenizer, lab.text(24), retention=RETENTION, policy=lab.policy)
+    name = put(lab, 2, context)
+    read = Context.load(lab.store / f"{name}.kv", lab.model, lab.tokenizer)
+    assert ask(lab.shared, [5, 6, 7], name) == lab.answer(read, [5, 6, 7], 16)
+
+
 def test_a_full_store_is_reported(lab):
     with lab.engine({"max_store": 0.0001}) as llm, pytest.raises(Exception, match="the store is full"):
         compress(llm, lab.text(15, 400))
 
 
-def test_a_context_that_cannot_be_written_is_reported(lab, monkeypatch):
-    def put(*_):
-        raise StoreError("the context cannot be written (No space left on device); free some space.")
-
+def test_a_full_disk_is_reported(lab):
     llm = lab.shared
-    with monkeypatch.context() as patch:
-        patch.setattr(ContextStore, "put", put)
-        with pytest.raises(StoreError, match="No space left"):
+    name, files = compress(llm, lab.text(15)), sorted(lab.store.iterdir())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # the system takes no larger file
+    try:
+        with pytest.raises(StoreError, match=r"cannot be written \(File too large\); free some space"):
             compress(llm, lab.text(16))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(lab.store.iterdir()) == files
+    assert ask(llm, [5, 6, 7], name, 4) == lab.answer(lab.context(lab.text(15)), [5, 6, 7], 4)
     assert ask(llm, [5, 6, 7], compress(llm, lab.text(16))) == lab.answer(lab.context(lab.text(16)), [5, 6, 7], 16)
 
 
@@ -400,6 +458,40 @@ def test_what_does_not_go_with_contexts_is_refused(lab, options, match):
 
 
 @pytest.mark.parametrize(
+    ("part", "name", "value", "match"),
+    [
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline and context parallelism"),
+        ("parallel_config", "decode_context_parallel_size", 2, "pipeline and context parallelism"),
+        ("parallel_config", "enable_dbo", True, "micro-batches"),
+        ("cache_config", "cache_dtype", "fp8", "KV cache is quantised"),
+    ],
+)
+def test_what_splits_or_quantises_pages_is_refused(lab, part, name, value, match):
+    config = lab.config()
+    assert unsupported_reason(config) is None
+    setattr(getattr(config, part), name, value)
+    assert match in unsupported_reason(config)
+
+
+def test_memory_of_contexts_is_taken_from_that_of_pages(lab):
+    config = lab.config({"memory": 3.0})
+    worker = SimpleNamespace(vllm_config=config)
+    for size, extra, left in (
+        (None, config.additional_config, 7),
+        (2**30, config.additional_config, 10),
+        (None, {}, 10),
+    ):
+        config.cache_config.kv_cache_memory_bytes, config.additional_config = size, extra
+        assert adapter._determine_available_memory(lambda _: 10 * 2**20, worker) == left * 2**20
+
+
+def test_a_policy_of_another_model_is_refused(lab, tmp_path):
+    Policy(replace(lab.policy.spec, layers=2)).save_pretrained(tmp_path)
+    with pytest.raises(LkvError, match="layers"):
+        VllmContexts(lab.config({"policy": str(tmp_path)}), torch.device("cpu"), 0)
+
+
+@pytest.mark.parametrize(
     ("settings", "match"),
     [
         ({"method": "snapkv"}, "reads queries"),
@@ -420,8 +512,6 @@ def test_a_request_is_refused_where_contexts_cannot_be_used(lab):
 
 def test_a_vllm_that_does_not_fit_is_left_alone(monkeypatch):
     from vllm.v1.engine.input_processor import InputProcessor
-
-    from lkv.integrations.vllm import adapter
 
     monkeypatch.setattr(InputProcessor, "process_inputs", lambda self, other: None)
     lines = []

@@ -1,0 +1,35 @@
+"""`lkv serve --engine vllm`: the command that starts vLLM's server, and options that it cannot honour."""
+
+import json
+
+import pytest
+
+from lkv.cli.serve import Serve
+from lkv.errors import LkvError
+from lkv.integrations.vllm.command import server_command
+
+DEFAULTS = {name: field.default for name, field in Serve.model_fields.items()}
+
+
+def test_options_become_those_of_vllm(tmp_path):
+    options = DEFAULTS | {
+        "model": str(tmp_path), "name": "tiny", "store": "s3://bucket", "retention": 0.2, "dtype": "float32",
+        "vllm_args": "--max-model-len 512 --chat-template 'a b'",
+    }  # fmt: skip
+    arguments, environment = server_command(options, DEFAULTS, "sesame")
+    assert arguments[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert arguments[-4:] == ["--max-model-len", "512", "--chat-template", "a b"]
+    given = dict(zip(arguments[3:-4:2], arguments[4:-4:2], strict=True))
+    assert given["--model"] == str(tmp_path) and given["--served-model-name"] == "tiny"
+    settings = json.loads(given["--additional-config"])["lkv"]
+    assert (settings["store"], settings["retention"], settings["method"]) == ("s3://bucket", 0.2, "lkv")
+    assert environment["VLLM_API_KEY"] == "sesame" and "sesame" not in " ".join(arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"timeout": 5.0}, "--timeout"), ({"model": "some/model.gguf"}, "vLLM does not read some/model.gguf")],
+)
+def test_options_that_vllm_cannot_honour_are_named(options, match):
+    with pytest.raises(LkvError, match=match):
+        server_command(DEFAULTS | options, DEFAULTS, None)
