@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lkv.integrations.vllm.attention import CPUPages, FlashPages, check_cpu_pages
+from lkv.integrations.vllm.attention import AmxLayout, CPUPages, FlashPages, PageLayout, page_layout
 from lkv.integrations.vllm.batch import Batch, Row
 
 HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 3, 32, 32, 12
@@ -81,5 +81,25 @@ def test_what_flash_attention_is_asked(case, monkeypatch):
 
 
 def test_the_layout_of_vllms_own_kernel_is_probed():
-    check_cpu_pages(torch.float32, 32, 64)
-    check_cpu_pages(torch.float32, 128, 128)
+    for size, dim in ((32, 64), (128, 128), (32, 80)):
+        assert page_layout(torch.float32, size, dim) is PageLayout
+        assert page_layout(torch.bfloat16, size, dim) in (PageLayout, AmxLayout)
+
+
+def test_pages_for_amx(case, monkeypatch):
+    """Token t and channel i of k and v where the kernel for AMX stores them."""
+    key, value, tables, batch, query = case
+    cache = torch.empty(BLOCKS, HEADS, 2, SIZE * DIM)
+    for token in range(SIZE):
+        for channel in range(DIM):
+            place = token // 16 * 16 * DIM + channel // 2 * 32 + token % 16 * 2 + channel % 2
+            cache[:, :, 0, place] = key[:, :, token, channel]
+            place = channel // 16 * 16 * SIZE + token // 2 * 32 + channel % 16 * 2 + token % 2
+            cache[:, :, 1, place] = value[:, :, token, channel]
+    monkeypatch.setattr("lkv.integrations.vllm.attention.page_layout", lambda *_: AmxLayout)
+    pages = CPUPages(cache.view(BLOCKS, HEADS, SIZE, 2 * DIM), DIM)
+    found = pages.log_sum_exp(batch, query, tables, SCALE)
+    torch.testing.assert_close(found, oracle(key, tables, batch, query).float(), atol=1e-5, rtol=1e-5)
+    read_key, read_value = pages.read(tables[3], 90)
+    assert torch.equal(read_key, key[tables[3].long()].transpose(0, 1).flatten(1, 2)[:, :90])
+    assert torch.equal(read_value, value[tables[3].long()].transpose(0, 1).flatten(1, 2)[:, :90])

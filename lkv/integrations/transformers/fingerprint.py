@@ -133,7 +133,6 @@ def read_adapters(model: nn.Module) -> str:
     return hashlib.sha256(found.view(torch.int16).numpy().tobytes()).hexdigest()[:32] if len(found) else ""
 
 
-
 def check_same_adapters(before: str, now: str) -> None:
     """Raise CacheError where `read_adapters` now returns something else than before."""
     if before != now:

@@ -79,27 +79,51 @@ class LkvCPUAttentionBackend(CPUAttentionBackend):
         return LkvCPUAttentionImpl
 
 
-class CPUPages:
-    """vLLM's KV cache of one layer on a CPU, [blocks, H, block size, 2 d]: in each block all k, then all v.
+class PageLayout:
+    """Where vLLM's CPU kernel stores k and v in a block: k [d, size], v [size, d]."""
 
-    The CPU kernel stores the k of a block as [d, block size].
-    """
+    @staticmethod
+    def keys(block: Tensor, size: int, dim: int) -> Tensor:
+        """k [..., size, d] of blocks [..., size * d]."""
+        return block.unflatten(-1, (dim, size)).mT
+
+    @staticmethod
+    def values(block: Tensor, size: int, dim: int) -> Tensor:
+        """v [..., size, d] of blocks [..., size * d]."""
+        return block.unflatten(-1, (size, dim))
+
+
+class AmxLayout(PageLayout):
+    """The kernel for AMX: k [size / 16, d / 2, 16 tokens, 2 channels], v [d / 16, size / 2, 16 channels, 2 tokens]."""
+
+    @staticmethod
+    def keys(block: Tensor, size: int, dim: int) -> Tensor:
+        """As in `PageLayout`."""
+        return block.unflatten(-1, (size // 16, dim // 2, 16, 2)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
+
+    @staticmethod
+    def values(block: Tensor, size: int, dim: int) -> Tensor:
+        """As in `PageLayout`."""
+        tiles = block.unflatten(-1, (dim // 16, size // 2, 16, 2))
+        return tiles.movedim((-3, -1), (-4, -3)).flatten(-2).flatten(-3, -2)
+
+
+class CPUPages:
+    """vLLM's KV cache of one layer on a CPU, [blocks, H, block size, 2 d]: in each block all k, then all v."""
 
     def __init__(self, kv_cache: Tensor, dim: int):
-        blocks, heads, size, _ = kv_cache.shape
-        halves = kv_cache.view(blocks, heads, 2, size * dim)
-        self.size, self._rows = size, kv_cache.view(-1, size * dim)
-        self._keys = halves[:, :, 0].unflatten(-1, (dim, size))
-        self._values = halves[:, :, 1].unflatten(-1, (size, dim))
+        _, self._heads, self.size, _ = kv_cache.shape
+        self._dim, self._layout = dim, page_layout(kv_cache.dtype, self.size, dim)
+        self._rows = kv_cache.view(-1, self.size * dim)
 
     def read(self, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """k and v [H, T, d] of the first `length` tokens in the blocks `table`."""
-        used, heads, dim = table[: -(-length // self.size)].long(), self._keys.shape[1], self._keys.shape[2]
-        # One copy of whole rows, and one that turns k: half the time of indexing the views.
-        places = 2 * (heads * used + torch.arange(heads)[:, None]) + torch.arange(2)[:, None, None]
-        key, value = self._rows.index_select(0, places.flatten()).view(2, heads, len(used), -1)
-        key = key.unflatten(-1, (dim, self.size)).mT.flatten(1, 2)
-        return key[:, :length], value.view(heads, -1, dim)[:, :length]
+        used, place = table[: -(-length // self.size)].long(), (self.size, self._dim)
+        # A copy of whole rows, and one that turns k: half the time of indexing views.
+        first = 2 * (self._heads * used + torch.arange(self._heads)[:, None])
+        key, value = (self._rows.index_select(0, rows.flatten()).view(*rows.shape, -1) for rows in (first, first + 1))
+        key, value = self._layout.keys(key, *place), self._layout.values(value, *place)
+        return key.flatten(1, 2)[:, :length], value.flatten(1, 2)[:, :length]
 
     def log_sum_exp(self, batch: Batch, query: Tensor, block_table: Tensor, scale: float) -> Tensor:
         """The log-sum-exp [Hq, n] of attention over the pages, for all tokens of `batch`."""
@@ -109,8 +133,9 @@ class CPUPages:
             batch.work["tables"] = [self._tables(rows, block_table) for rows in _by_tokens(batch.rows)]
         for columns, tables, visible in batch.work["tables"]:
             tokens = batch.tokens[columns]  # [R, T]
-            queries = query[tokens].unflatten(2, (self._keys.shape[1], -1)).permute(0, 2, 3, 1, 4)  # [R, H, g, T, d]
-            keys = self._keys[tables]  # [R, blocks, H, d, size]
+            queries = query[tokens].unflatten(2, (self._heads, -1)).permute(0, 2, 3, 1, 4)  # [R, H, g, T, d]
+            blocks = self._rows.view(-1, self._heads, 2, self.size * self._dim)[tables, :, 0]
+            keys = self._layout.keys(blocks, self.size, self._dim).mT  # [R, blocks, H, d, size]
             step = max(1, _MAX_SCORES // max(1, queries[..., :1, 0].numel() * tables.shape[1] * self.size))
             parts = [
                 self._part(queries[:, :, :, part], keys, visible[:, part], scale)
@@ -223,18 +248,20 @@ class FlashPages:
 
 
 @functools.cache
-def check_cpu_pages(dtype: torch.dtype, block_size: int, dim: int) -> None:
-    """Raise IntegrationError unless vLLM's kernel stores pages on this processor as `CPUPages` reads them."""
+def page_layout(dtype: torch.dtype, block_size: int, dim: int) -> type[PageLayout]:
+    """Where vLLM's kernel stores k and v on this processor. Raises IntegrationError if it is nowhere known."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = _get_attn_isa(dtype, block_size, dim)
     key, value = torch.randn(2, block_size, 1, dim).to(dtype).unbind()
-    cache = torch.zeros(1, 1, block_size, 2 * dim, dtype=dtype)
+    cache = torch.zeros(2, block_size * dim, dtype=dtype)
     k_cache, v_cache = cache.view(1, 1, 2 * block_size, dim).chunk(2, 2)
     ops.cpu_attn_reshape_and_cache(key, value, k_cache, v_cache, torch.arange(block_size), isa)
-    own_key, own_value = CPUPages(cache, dim).read(torch.zeros(1, dtype=torch.int32), block_size)
-    if not torch.equal(own_key[0], key[:, 0]) or not torch.equal(own_value[0], value[:, 0]):
-        raise IntegrationError(
-            f"vLLM's CPU kernel {isa!r} stores {dtype} keys in a layout that LKV cannot read; use --dtype float32."
-        )
+    for layout in (PageLayout, AmxLayout) if block_size % 16 == dim % 16 == 0 else (PageLayout,):
+        own_key, own_value = layout.keys(cache[0], block_size, dim), layout.values(cache[1], block_size, dim)
+        if torch.equal(own_key, key[:, 0]) and torch.equal(own_value, value[:, 0]):
+            return layout
+    raise IntegrationError(
+        f"vLLM's CPU kernel {isa!r} stores {dtype} keys in a layout that LKV cannot read; use --dtype float32."
+    )

@@ -182,7 +182,7 @@ class VllmContexts:
         self._written[name] = self._writer.submit(store)
 
     def outcome(self, name: str) -> str | None:
-        """Why the context `name` could not be stored, once; "" if it was, or nothing is known of it; None until then."""
+        """Why the context `name` could not be stored, once; "" if it was or nothing is known of it; None until then."""
         written = self._written.get(name)
         if written is not None and not written.done():
             return None

@@ -28,10 +28,10 @@ def front_contexts(processor: Any) -> VllmContexts:
 
     config = processor.vllm_config
     if current_platform.is_cpu():
-        from lkv.integrations.vllm.attention import check_cpu_pages
+        from lkv.integrations.vllm.attention import page_layout
 
         model = config.model_config
-        check_cpu_pages(model.dtype, config.cache_config.block_size, model.get_head_size())
+        page_layout(model.dtype, config.cache_config.block_size, model.get_head_size())
     return open_contexts(processor, config, torch.device("cpu"), 0)
 
 
