@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import parse_options, save_rows
-from lkv.context.inspection import RETENTIONS, InspectionResult, render_page
+from lkv.context.inspection import SHARES, InspectionResult, render_page
+from lkv.methods.memory import UNQUANTIZED
 from lkv.policy.lookup import default_policy
 
 OPENED = """new Promise((done) => {
@@ -53,15 +54,15 @@ ACTIONS = """(async () => {
 def text_of(tokens: int, seed: int = 0) -> InspectionResult:
     """A text as long as is asked for: words of 1 to 9 letters, ranks that heads agree on in part, real budgets."""
     draw = np.random.default_rng(seed)
-    ratios = [default_policy().inference_ratios(retention).numpy() for retention in RETENTIONS]
+    ratios = [default_policy().inference_ratios(retention).numpy() for retention in SHARES]
     layers, heads = ratios[0].shape
     shared = draw.normal(size=(tokens, 1))
     scores = shared + draw.normal(size=(tokens, layers * heads))
     ranks = (-scores).argsort(0).argsort(0).astype(np.uint16)
     letters = np.array(list("etaoinshrdlu"))
     pieces = [" " + "".join(draw.choice(letters, draw.integers(1, 10))) for _ in range(tokens)]
-    counts = np.floor(np.stack([ratio.reshape(-1) for ratio in ratios]) * tokens).astype(int)
-    return InspectionResult("lkv", pieces, ranks, counts, RETENTIONS, layers, heads, 512)
+    counts = np.floor(np.stack([ratio.reshape(1, -1) for ratio in ratios]) * tokens).astype(int)
+    return InspectionResult("lkv", pieces, ranks, counts, SHARES, False, (UNQUANTIZED,), layers, heads, (64, 64), 4)
 
 
 class Browser:

@@ -5,10 +5,10 @@ import sys
 from dataclasses import asdict
 from os.path import exists, isfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lkv.cli.arguments import option
-from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, RunOptions, check_pattern, find_needs
+from lkv.cli.options import Memory, MethodName, PolicyOptions, PositiveInt, RunOptions, check_pattern, find_needs
 from lkv.errors import LkvError
 from lkv.policy.shipped import describe_card, shipped_policies
 from lkv.utils.extras import optional_import
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lkv.policy.policy import Policy
 
 _BASELINES = ("snapkv", "streaming-llm")
+_MEMORY = "10%"
 _PAGE = "of a text"
 
 
@@ -34,6 +35,10 @@ class Inspect(PolicyOptions, RunOptions):
     )
     json_: bool = option("of a policy: print card and budgets as JSON", False, alias="json")
     figure: Path | None = option("of a policy: draw the budgets into this file")
+    memory: Memory | None = option(
+        "budget of the answers, where the slider starts: 10% of the bytes, or 2MB (default: 10%, or --retention)",
+        group=_PAGE,
+    )
     question: list[str] = option(
         "question that all methods answer; may be repeated", [], append=True, group=_PAGE, metavar="TEXT"
     )
@@ -56,9 +61,9 @@ class Inspect(PolicyOptions, RunOptions):
         """Print or draw a policy's budgets, or write the page of a text."""
         if self.what is not None and self.is_text:
             _write_page(self, self.what)
-        elif self.question or self.out:
+        elif self.question or self.out or self.memory:
             problem = "none was given" if self.what is None else f"{self.what!r} does not exist"
-            raise LkvError(f"--question and --out need a text, but {problem}; give a file.")
+            raise LkvError(f"--question, --out and --memory need a text, but {problem}; give a file.")
         else:
             _show_budgets(self)
 
@@ -116,6 +121,9 @@ def _write_page(options: Inspect, source: str) -> None:
 
     if options.json_ or options.figure:
         raise LkvError("--json and --figure show a policy, but a text was given; leave out either.")
+    by_memory = "retention" not in options.model_fields_set
+    if options.memory and not by_memory:
+        raise LkvError("--memory says what is kept and in which precision; leave it or --retention out.")
     if options.method == FULL or SECOND_PASS in find_needs(options.method):
         problem = "keeps everything" if options.method == FULL else "needs a second pass over the text"
         raise LkvError(f"{options.method!r} {problem}, so there is no selection to show; use a one-pass method.")
@@ -125,6 +133,7 @@ def _write_page(options: Inspect, source: str) -> None:
     if exists(out) and source != STDIN and out.samefile(source):
         raise LkvError(f"the page would overwrite {out} itself; give another name with --out.")
     text = read_document(source)
+    from lkv.config import MemoryTarget
     from lkv.context.inspection import inspect_text, render_page
     from lkv.utils.files import check_writable_file, write_text
 
@@ -132,10 +141,14 @@ def _write_page(options: Inspect, source: str) -> None:
     policy = options.load_policy()
     model, tokenizer = options.load_model()
     _log("reading the text, to see what every head keeps of it")
-    inspected = inspect_text(model, tokenizer, text, options.method, policy)
-    answers = _answer(options, model, tokenizer, text, policy) if options.question else {}
+    inspected = inspect_text(model, tokenizer, text, options.method, policy, by_memory=by_memory)
+    full = len(inspected.pieces) * inspected.layers * inspected.heads * inspected.entry_bytes()
+    memory = MemoryTarget.parse(options.memory or _MEMORY)
+    share = (memory.share or (memory.nbytes or 0) / full) if by_memory else options.retention
+    budget: dict[str, Any] = {"memory": options.memory or _MEMORY} if by_memory else {"retention": options.retention}
+    answers = _answer(options, model, tokenizer, text, policy, budget) if options.question else {}
     model_name = Path(options.model_name).name if exists(options.model_name) else options.model_name
-    write_text(out, render_page(inspected, name, model_name, options.retention, answers), LkvError, "the page")
+    write_text(out, render_page(inspected, name, model_name, share, answers), LkvError, "the page")
     _log(f"{len(inspected.pieces):,} tokens in {inspected.layers} x {inspected.heads} heads")
     print(f"the page is in {out}")
 
@@ -146,6 +159,7 @@ def _answer(
     tokenizer: "PreTrainedTokenizerBase",
     text: str,
     policy: "Policy | None",
+    budget: "dict[str, Any]",
 ) -> "dict[str, list[MethodAnswer]]":
     """Answer each question with the full cache, the inspected method and the baselines."""
     from lkv.context.compression import compress
@@ -161,8 +175,8 @@ def _answer(
             tokenizer,
             text,
             method=method,
-            retention=None if method == FULL else options.retention,
             policy=policy if POLICY in find_needs(method) else None,
+            **({} if method == FULL else budget),
         )
         kept = (title, context.realised_retention(), context.nbytes(), context.full_nbytes())
         for question, row in answers.items():

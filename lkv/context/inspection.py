@@ -1,9 +1,10 @@
-"""Which tokens of a text every head of a method keeps, at several retentions, from one reading; and the page of it."""
+"""Which tokens of a text every head of a method keeps, at several budgets, from one reading; and the page of it."""
 
 import base64
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -13,26 +14,38 @@ import torch
 from lkv.errors import LkvError, PromptError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
+from lkv.methods.budgets import Budget
+from lkv.methods.memory import BASIS_BITS, NORM_BITS, UNQUANTIZED, Precision, TierBudget, tier_counts
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import parse_method
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import bos_ids, chat_template_parts, encode, encode_context
 
-RETENTIONS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
+SHARES = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
 
 
 @dataclass(frozen=True)
 class InspectionResult:
-    """The selection of one method in a text of T tokens, for L layers of H KV heads and R retentions."""
+    """The selection of one method in a text of T tokens, for L layers of H KV heads, R budgets and P precisions."""
 
     method: str
     pieces: list[str]  # the text of each token, [T]
     ranks: np.ndarray  # of each token in each head, 0 for the highest score: uint16 or uint32 [T, L * H]
-    counts: np.ndarray  # how many tokens each head keeps at each retention, [R, L * H]
-    retentions: tuple[float, ...]  # [R]
+    counts: np.ndarray  # how many tokens each head keeps in a precision and all better ones, [R, P, L * H]
+    shares: tuple[float, ...]  # the budgets [R], of the full cache's bytes or of its entries
+    by_memory: bool  # whether they are shares of the bytes
+    precisions: tuple[Precision, ...]  # [P], best first
     layers: int  # L
     heads: int  # H
-    entry_bytes: int  # of k and v of one token in one head
+    channels: tuple[int, int]  # of k and of v of one token in one head
+    itemsize: int  # bytes of a value in the model's dtype
+
+    def entry_bytes(self, precision: Precision = UNQUANTIZED) -> float:
+        """Bytes of one token in one head."""
+        if not precision.is_quantized:
+            return sum(self.channels) * self.itemsize
+        bits = precision.key_bits * self.channels[0] + precision.value_bits * self.channels[1] + 2 * NORM_BITS
+        return bits / 8
 
 
 @torch.no_grad()
@@ -42,9 +55,12 @@ def inspect_text(
     text: str,
     method: str = "lkv",
     policy: Policy | None = None,
-    retentions: Sequence[float] = RETENTIONS,
+    shares: Sequence[float] = SHARES,
+    by_memory: bool = True,
 ) -> InspectionResult:
     """Read a text once and rank its tokens in every head.
+
+    `shares` are budgets: memory, or retentions without `by_memory`.
 
     Raises PromptError for a text longer than the model reads; LkvError for a method that reads the text twice or needs
     a pattern, and as RaggedCache raises.
@@ -58,8 +74,10 @@ def inspect_text(
             f"{method!r} needs a pattern of retrieval heads, which an inspection has not; use another method."
         )
     methods = [
-        resolve_method(method, model, retention=retention, policy=policy, tokenizer=tokenizer)
-        for retention in retentions
+        resolve_method(
+            method, model, policy=policy, tokenizer=tokenizer, **{"memory" if by_memory else "retention": share}
+        )
+        for share in shares
     ]
     if methods[0].needs_whole_prompt:
         raise LkvError(
@@ -70,9 +88,14 @@ def inspect_text(
     first = prompt[0]
     return InspectionResult(
         method=method, pieces=token_texts(tokenizer, text, ids), ranks=ranks, counts=counts,
-        retentions=tuple(retentions), layers=len(prompt), heads=first.key.shape[1],
-        entry_bytes=(first.key.shape[-1] + first.value.shape[-1]) * first.key.element_size(),
+        shares=tuple(shares), by_memory=by_memory, precisions=tuple(tier.precision for tier in _tiers(methods[0])),
+        layers=len(prompt), heads=first.key.shape[1], channels=(first.key.shape[-1], first.value.shape[-1]),
+        itemsize=first.key.element_size(),
     )  # fmt: skip
+
+
+def _tiers(method: Method) -> tuple[TierBudget, ...]:
+    return method.tiers or (TierBudget(UNQUANTIZED, method.budget),)
 
 
 def _ranked(methods: Sequence[Method], prompt: list[LayerKV]) -> tuple[np.ndarray, np.ndarray]:
@@ -81,20 +104,27 @@ def _ranked(methods: Sequence[Method], prompt: list[LayerKV]) -> tuple[np.ndarra
     for layer, read in enumerate(prompt):
         selector = methods[0].selector
         scores = selector.scores(layer, read)
-        layer_counts = [method.budget.counts(layer, scores) for method in methods]
+        tokens, heads = scores.shape[-1], scores.shape[1]
+        count = partial(_counts, layer, scores)
+        layer_counts = [tier_counts(_tiers(method), tokens, heads, 1, count) for method in methods]
         order = scores[0].argsort(dim=-1, descending=True, stable=True)
         if selector.refines:
             # A larger budget keeps all that a smaller one does: tokens that more of the budgets keep come first.
             kept = torch.zeros_like(order)
-            for own in layer_counts:
+            for *_, own in layer_counts:
                 best = selector.refine(layer, read, scores, own)[0].argsort(dim=-1, descending=True, stable=True)
                 for head, count in enumerate(own[0]):
                     kept[head, best[head, :count]] += 1
             order = order.gather(-1, kept.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
         ranks.append(order.argsort(-1).cpu().numpy())
-        counts.append([own[0] for own in layer_counts])
+        counts.append([[tier[0] for tier in tiers] for tiers in layer_counts])
     kind = np.uint16 if ranks[0].shape[-1] <= 1 << 16 else np.uint32
-    return np.concatenate(ranks).T.astype(kind), np.asarray(counts).transpose(1, 0, 2).reshape(len(methods), -1)
+    table = np.asarray(counts).transpose(1, 2, 0, 3)  # from [L, R, P, H]
+    return np.concatenate(ranks).T.astype(kind), table.reshape(*table.shape[:2], -1)
+
+
+def _counts(layer: int, scores: torch.Tensor, budget: Budget) -> list[list[int]]:
+    return budget.counts(layer, scores)
 
 
 def token_texts(tokenizer: Any, text: str, ids: list[int]) -> list[str]:
@@ -124,27 +154,41 @@ class MethodAnswer:
 
 
 def render_page(
-    result: InspectionResult, title: str, model: str, retention: float, answers: dict[str, list[MethodAnswer]]
+    result: InspectionResult, title: str, model: str, share: float, answers: dict[str, list[MethodAnswer]]
 ) -> str:
-    """Render the page, one HTML file that needs no server; slider and answers (by question) are at `retention`."""
-    start = min(range(len(result.retentions)), key=lambda i: abs(result.retentions[i] - retention))
+    """Render the page, one HTML file that needs no server; slider and answers (by question) are at `share`."""
+    start = min(range(len(result.shares)), key=lambda i: abs(result.shares[i] - share))
     data: dict[str, Any] = {
         "title": title,
         "model": model,
         "method": result.method,
         "layers": result.layers,
         "heads": result.heads,
-        "entryBytes": result.entry_bytes,
-        "retentions": result.retentions,
+        "budget": "memory" if result.by_memory else "retention",
+        "shares": result.shares,
+        "entryBytes": result.entry_bytes(),
+        "basisBytes": result.layers * result.heads * result.channels[0] * BASIS_BITS / 8,
+        "tiers": [
+            {"name": _precision_name(each), "bytes": result.entry_bytes(each), "coded": each.is_quantized}
+            for each in result.precisions
+        ],
         "start": start,
         "pieces": result.pieces,
         "counts": result.counts.tolist(),
         "rankBytes": result.ranks.dtype.itemsize,
         "ranks": base64.b64encode(result.ranks.astype(result.ranks.dtype.newbyteorder("<")).tobytes()).decode(),
-        "answersAt": retention,
+        "answersAt": share,
         "answers": {question: [asdict(answer) for answer in row] for question, row in answers.items()},
     }
     # "<" could end the script that holds the data.
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
     template = resources.files(__package__).joinpath("inspection_page.html").read_text(encoding="utf-8")
     return template.replace("/* DATA */", text)
+
+
+def _precision_name(precision: Precision) -> str:
+    """How the page calls the entries of a tier."""
+    if not precision.is_quantized:
+        return "unquantised"
+    same = precision.key_bits == precision.value_bits
+    return f"{precision.key_bits} bits" if same else f"k {precision.key_bits}, v {precision.value_bits} bits"

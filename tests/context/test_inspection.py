@@ -46,19 +46,39 @@ def data_of(page: str) -> dict:
 def test_a_head_keeps_on_the_page_what_it_keeps_in_the_cache(folder, method):
     model, tokenizer = load_model(str(folder / "model"))
     policy = Policy.from_pretrained(folder / "policy") if method == "lkv" else None
-    found = inspect_text(model, tokenizer, TEXT, method, policy, retentions=(0.1, 0.3, 0.7, 1.0))
+    found = inspect_text(model, tokenizer, TEXT, method, policy, shares=(0.1, 0.3, 0.7, 1.0), by_memory=False)
     cache = RaggedCache(model, policy=policy, retention=0.3, method=method)
     ids = torch.tensor([encode_context(tokenizer, TEXT)])
     model(ids, past_key_values=cache, use_cache=True)
-    assert cache.kept_counts() == found.counts[1].reshape(found.layers, found.heads).tolist()
+    assert cache.kept_counts() == found.counts[1, 0].reshape(found.layers, found.heads).tolist()
     whole = RaggedCache(model, method="knorm", retention=1.0)
     model(ids, past_key_values=whole, use_cache=True)
     for layer in range(found.layers):
         for head in range(found.heads):
             keys = [held_keys(cached, layer, head) for cached in (cache, whole)]
             place = layer * found.heads + head
-            tokens = np.flatnonzero(found.ranks[:, place] < found.counts[1][place])
+            tokens = np.flatnonzero(found.ranks[:, place] < found.counts[1, 0, place])
             torch.testing.assert_close(keys[0].sort(0).values, keys[1][tokens].sort(0).values)
+
+
+def test_tiers_on_the_page_are_those_of_the_cache(folder):
+    """Within a memory budget: entries of each head in each tier, and bytes."""
+    model, tokenizer = load_model(str(folder / "model"))
+    policy = Policy.from_pretrained(folder / "policy")
+    found = inspect_text(model, tokenizer, TEXT, "lkv", policy, shares=(0.1, 0.3, 1.0))
+    for share, counts in zip(found.shares[:2], found.counts, strict=False):
+        cache = compress(model, tokenizer, TEXT, policy=policy, memory=share).cache
+        lens = np.diff(counts, axis=0, prepend=0)
+        for layer, state in enumerate(layer.store.tiers for layer in cache.ragged_layers):
+            heads = slice(layer * found.heads, (layer + 1) * found.heads)
+            held = {tier.precision: tier.lens[0].tolist() for tier in state}
+            shown = {each: lens[place, heads].tolist() for place, each in enumerate(found.precisions)}
+            assert held == {each: numbers for each, numbers in shown.items() if each in held}
+            assert all(sum(numbers) == 0 for each, numbers in shown.items() if each not in held)
+        basis = found.layers * found.heads * found.channels[0] * 4
+        nbytes = sum(row.sum() * found.entry_bytes(each) for row, each in zip(lens, found.precisions, strict=True))
+        assert nbytes + basis == cache.nbytes()
+    assert (found.counts[2] == len(found.pieces)).all()
 
 
 def held_keys(cache: RaggedCache, layer: int, head: int) -> torch.Tensor:
@@ -91,7 +111,11 @@ def test_the_page_holds_text_numbers_and_answers_and_needs_nothing_else(folder, 
     assert "the page is in" in capsys.readouterr().out
     assert not re.search(r"(?:src|href)=|@import|url\(|https?://", page)
     data = data_of(page)
-    assert "".join(data["pieces"]).endswith(TEXT) and data["retentions"][data["start"]] == 0.3
+    assert (
+        "".join(data["pieces"]).endswith(TEXT)
+        and data["shares"][data["start"]] == 0.3
+        and data["budget"] == "retention"
+    )
     ranks = np.frombuffer(base64.b64decode(data["ranks"]), "<u2").reshape(len(data["pieces"]), -1)
     assert ranks.shape[1] == data["layers"] * data["heads"] == 6
     assert (np.sort(ranks, 0) == np.arange(len(ranks))[:, None]).all()
