@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 _START, _END = "<!-- table: python -m tests.families -->\n", "<!-- end of the table -->\n"
@@ -66,11 +67,13 @@ class Family:
     refused: str = ""
     drop: tuple[str, ...] = ()
     newer: bool = False  # whether the oldest version of transformers supported cannot run it with LKV
+    until: str = ""  # the version of transformers from which on it is not refused any more
 
     @property
     def known(self) -> bool:
         """Whether this version of transformers has it."""
-        if self.newer and transformers.__version__.startswith("5.2."):
+        version = Version(transformers.__version__)
+        if (self.newer and version < Version("5.3")) or (self.until and version >= Version(self.until)):
             return False
         return hasattr(transformers, self._config) and hasattr(transformers, self._model)
 
@@ -179,8 +182,8 @@ REFUSED = [
     Family("Llama4", _EXPERTS, "Llama4TextConfig", refused="layers of kind ['chunked_attention']"),
     Family("DeepseekV3", _ROUTED, refused="no per-head key-value cache"),
     Family("Qwen3Next", _EXPERTS, refused="layers of kind ['linear_attention']"),
-    Family("CodeGen", refused="attention by code of its own"),
-    Family("GPTJ", refused="attention by code of its own"),
+    Family("CodeGen", refused="attention by code of its own", until="5.24"),
+    Family("GPTJ", refused="attention by code of its own", until="5.24"),
 ]
 
 

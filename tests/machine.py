@@ -223,8 +223,8 @@ class CacheMachine(RuleBasedStateMachine):
     def _tolerance(self) -> float:
         if not self.tiers:
             return TOLERANCE[self.dtype]
-        # A number that lies between two levels, or two numbers of 16 bits, may become either one; bfloat16 has an eighth
-        # of float16's precision.
+        # A number that lies between two levels, or two numbers of 16 bits, may become either one; bfloat16 has an
+        # eighth of float16's precision.
         least = min(min(bits) for bits in self.tiers)
         if self.dtype in HALF:
             return {8: 0.1, 4: 0.15, 3: 0.2}[least] * (4 if self.dtype == torch.bfloat16 else 1)

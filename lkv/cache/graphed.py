@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lkv.cache.tiered_store import KVStore
+from lkv.integrations.transformers.cache_argument import NAMES, cache_argument, find_cache
 from lkv.kernels.ragged_attention import can_replay
 from lkv.utils import devices
 
@@ -29,7 +30,7 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "output_hidden_states": (False,),
     "logits_to_keep": (0, 1),
 }
-_READ = ("input_ids", "position_ids", "attention_mask", "past_key_values", "cache_position")
+_READ = ("input_ids", "position_ids", "attention_mask", *NAMES, "cache_position")
 
 
 def graphed_forward(model: PreTrainedModel, cache: "RaggedCache", tokens: int) -> Callable[..., Any]:
@@ -38,7 +39,7 @@ def graphed_forward(model: PreTrainedModel, cache: "RaggedCache", tokens: int) -
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is not cache:
+        if find_cache(kwargs) is not cache:
             return plain(*args, **kwargs)
         if len(args) == 1:
             return forward(input_ids=args[0], **kwargs)
@@ -109,7 +110,7 @@ class GraphedStep:
         self._positions.fill_(cache.get_seq_length())
 
         def step() -> Any:
-            return plain(input_ids=self._ids, position_ids=self._positions, past_key_values=cache, use_cache=True)
+            return plain(input_ids=self._ids, position_ids=self._positions, **cache_argument(cache), use_cache=True)
 
         appended = _stores(cache)[0].appended_tokens
         try:

@@ -17,6 +17,7 @@ from lkv.context.context import Context
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.progress import report_progress
 from lkv.methods.budgets import RetentionTarget
@@ -194,7 +195,7 @@ def _prefill(
     for number, part in enumerate(parts):
         if progress is not None and isinstance(cache, RaggedCache):
             cache.on_layer_start = lambda layer, done=number: progress((done + layer / len(cache.layers)) / len(parts))
-        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+        model.base_model(input_ids=part, **cache_argument(cache), use_cache=True)
     if isinstance(cache, RaggedCache):
         cache.on_layer_start = None
 

@@ -27,6 +27,7 @@ from lkv.context.generation import (
 )
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.integrations.transformers.attention import input_device
+from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import crop_to, kv_nbytes
 from lkv.integrations.transformers.fingerprint import check_same_adapters, read_adapters
 from lkv.integrations.transformers.spec import max_positions, unwrap_model
@@ -194,7 +195,7 @@ class Context:
             )
         ids = torch.tensor([prefix + target], device=input_device(self.model))
         with self.working_cache() as cache:
-            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
+            logits = self.model(input_ids=ids, **cache_argument(cache), use_cache=True).logits[0]
         return logits[len(prefix) - 1 : -1], ids[0, len(prefix) :]
 
     @contextmanager

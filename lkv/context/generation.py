@@ -12,12 +12,13 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.attention import input_device
+from lkv.integrations.transformers.cache_argument import NAMES, cache_argument
 from lkv.integrations.transformers.spec import max_positions
 
 _DEFAULT_LENGTH = 128  # new tokens
 # Options of generate that a question sets itself, or whose result it reads.
 _RESERVED = (
-    "inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values", "return_dict_in_generate", "use_cache",
+    "inputs", "input_ids", "inputs_embeds", "attention_mask", *NAMES, "return_dict_in_generate", "use_cache",
     "cache_implementation", "prefill_chunk_size",
 )  # fmt: skip
 _COUNTS = ("num_beams", "num_return_sequences")
@@ -103,7 +104,7 @@ def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int,
     # None means "not set" for counts.
     settings |= {name: value for name, value in options.items() if value is not None or name not in _COUNTS}
     ids = torch.tensor(padded, device=device)
-    return model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)[:, length:]
+    return model.generate(ids, attention_mask=mask, **cache_argument(cache), **settings)[:, length:]
 
 
 def without_padding(model: Any, ids: list[int], options: dict[str, Any]) -> list[int]:

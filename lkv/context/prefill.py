@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
+from lkv.integrations.transformers.cache_argument import cache_argument, find_cache
 from lkv.utils.overrides import override_method
 
 _OWN = ("slack", "streaming", "decode_eviction", "bits")  # what a cache needs beside its method
@@ -34,7 +35,7 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
     print(compression.cache.nbytes(), compression.cache.full_nbytes())
     ```
 
-    Each call gets a new `RaggedCache`, unless it brings `past_key_values`. After the block `generate` is as before.
+    Each call gets a new `RaggedCache`, unless it brings one. After the block `generate` is as before.
 
     Args:
         model: The model whose `generate` is called, also by a pipeline.
@@ -58,13 +59,13 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
     compression, generate = PrefillCompression(), model.generate
 
     def generate_compressed(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is None:
+        if find_cache(kwargs) is None:
             if kwargs.get("use_cache") is False:
                 raise CacheError("use_cache=False leaves no cache to compress; leave it out, or end the block before.")
             ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
             tokens = ids.shape[-1] if isinstance(ids, Tensor) else None
             compression.cache = RaggedCache(model, method=method, prompt_tokens=tokens, **own)
-            kwargs["past_key_values"] = compression.cache
+            kwargs |= cache_argument(compression.cache)
         return generate(*args, **kwargs)
 
     with override_method(model, "generate", generate_compressed):

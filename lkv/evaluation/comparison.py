@@ -16,6 +16,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import MemoryTarget
 from lkv.errors import LkvError
 from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import crop_to
 from lkv.integrations.transformers.prefill import LayerKV, PromptKV, as_prompt_kv, query_rotations
 from lkv.methods.budgets import RetentionTarget, Uniform
@@ -261,7 +262,7 @@ class MethodComparison:
     def append(self, ids: list[int]) -> None:
         """Append `ids` to the prompt; they are not evicted."""
         if ids:
-            self._model.base_model(input_ids=self._batch(ids), past_key_values=self._cache, use_cache=True)
+            self._model.base_model(input_ids=self._batch(ids), **cache_argument(self._cache), use_cache=True)
             self._ids += ids
 
     def generate(
@@ -292,7 +293,7 @@ class MethodComparison:
         handle = head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
         try:
             with self._working_cache() as cache:
-                out = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=targets)
+                out = self._model(input_ids=ids, **cache_argument(cache), use_cache=True, logits_to_keep=targets)
         finally:
             handle.remove()
         return BatchPrediction(out.logits[:, -targets:], hidden[0][:, -targets:])
@@ -348,7 +349,7 @@ def generate_greedily(
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **cache_argument(cache),
             do_sample=False,
             max_new_tokens=end - ids.shape[1],
             min_new_tokens=1 if stops and ids.shape[1] == start else None,

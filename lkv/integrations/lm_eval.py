@@ -22,6 +22,7 @@ from lkv.context.context import Context
 from lkv.errors import IntegrationError
 from lkv.integrations.splitting import ContextSplit, common_prefix_length
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.cache_argument import cache_argument, find_cache
 from lkv.methods.method import resolve_method
 from lkv.methods.registry import FULL
 from lkv.utils.extras import optional_import
@@ -206,7 +207,7 @@ class LKVLM(HFLM):
         with self._compressed_cache(inps) as cache, torch.no_grad():
             if not cache:
                 return super()._model_call(inps, attn_mask, labels)
-            context_tokens = cache["past_key_values"].get_seq_length()
+            context_tokens = find_cache(cache).get_seq_length()
             return self.model(input_ids=inps[:, context_tokens:], use_cache=True, **cache).logits
 
     @contextmanager
@@ -227,7 +228,7 @@ class LKVLM(HFLM):
         context = self._compress(ids[0, :context_tokens].tolist())
         statistics.add(context_tokens, context)
         with context.working_cache() as cache:
-            yield {"past_key_values": cache}
+            yield cache_argument(cache)
 
     def _compress(self, ids: list[int]) -> Context:
         """The compressed context of `ids`; successive questions about one context share it."""

@@ -18,6 +18,7 @@ from torch.nn.functional import log_softmax, pad
 from lkv.config import TrainingConfig
 from lkv.errors import TrainingError
 from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache
 from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv, read_prompt
 from lkv.kernels.soft_mask_attention import soft_mask_attention
@@ -188,7 +189,7 @@ class SampleDistillation:
         out = self._model(
             input_ids=ids,
             position_ids=positions,
-            past_key_values=cache,
+            **cache_argument(cache),
             use_cache=True,
             output_hidden_states=True,
             **options,

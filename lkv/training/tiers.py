@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.memory import Precision, TierTable
 from lkv.methods.method import resolve_method
@@ -79,5 +80,5 @@ def _predictions(model: Any, cache: RaggedCache, sample: TokenizedSample) -> Ite
     """Log-probabilities [n, V] of the targets of each continuation."""
     for ids, skip in sample.continuations:
         tokens = torch.tensor([ids[:-1]], device=model.device)
-        logits = model(input_ids=tokens, past_key_values=cache.fork(), use_cache=True).logits[0]
+        logits = model(input_ids=tokens, **cache_argument(cache.fork()), use_cache=True).logits[0]
         yield log_softmax(logits[max(0, skip - 1) :].float(), -1)

@@ -317,14 +317,20 @@ def test_bodies_in_many_small_chunks_are_refused(parts, tmp_path, monkeypatch, k
         assert server.ask("/healthz") == (200, "ok\n")
 
 
+def send_slowly(client: socket.socket, count: int) -> None:
+    """`count` bytes, one in 0.02 s."""
+    for _ in range(count):
+        client.sendall(b"x")
+        time.sleep(0.02)
+
+
 def test_bodies_that_go_on_after_their_answer_are_not_waited_for(parts, tmp_path, monkeypatch):
     monkeypatch.setattr(BoundedProtocol, "header_seconds", 0.3)
     with serving(*parts, tmp_path, key="secret") as server:
-        with connect(server, "/v1/contexts", "Content-Length: 1000") as client, pytest.raises(ConnectionError):
+        with connect(server, "/v1/contexts", "Content-Length: 1000") as client:
             assert client.recv(1000).startswith(b"HTTP/1.1 401")
-            for _ in range(200):
-                client.sendall(b"x")
-                time.sleep(0.02)
+            with pytest.raises(ConnectionError):
+                send_slowly(client, 200)
         assert server.ask("/healthz") == (200, "ok\n")
 
 

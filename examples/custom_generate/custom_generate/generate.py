@@ -3,6 +3,7 @@
 from typing import Any
 
 from lkv import RaggedCache
+from lkv.integrations.transformers.cache_argument import cache_argument, find_cache
 
 
 def generate(
@@ -14,6 +15,6 @@ def generate(
     **kwargs: Any,
 ) -> Any:
     """Run model.generate with a cache within `memory`, or of `retention`; other arguments are those of generate."""
-    if kwargs.get("past_key_values") is None:
-        kwargs["past_key_values"] = RaggedCache(model, memory=memory, retention=retention, policy=policy, method=method)
+    if find_cache(kwargs) is None:
+        kwargs |= cache_argument(RaggedCache(model, memory=memory, retention=retention, policy=policy, method=method))
     return model.generate(**kwargs)

@@ -14,6 +14,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import LkvError
 from lkv.evaluation.profiling.memory import Peak, measure_peak
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import kv_nbytes
 from lkv.methods.registry import FULL, parse_method
 from lkv.policy.policy import Policy
@@ -134,12 +135,12 @@ class Profiler:
             started = self._now()
             # The base model: logits of a whole prompt would be larger than its cache.
             for part in ids[:, :tokens].split(settings.chunk or tokens, 1):
-                model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+                model.base_model(input_ids=part, **cache_argument(cache), use_cache=True)
             prefill_seconds = self._now() - started
             kv_bytes, realised = (kv_nbytes(cache), 1.0) if is_full else (cache.nbytes(), cache.realised_retention())
             started = self._now()
             for step in ids[:, tokens:].split(1, 1):
-                model(input_ids=step, past_key_values=cache, use_cache=True)
+                model(input_ids=step, **cache_argument(cache), use_cache=True)
             decode_seconds = (self._now() - started) / settings.new_tokens
         return ProfileRun(prefill_seconds, decode_seconds, kv_bytes, realised, peak.nbytes)
 

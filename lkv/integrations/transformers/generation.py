@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lkv.errors import CacheError
+from lkv.integrations.transformers.cache_argument import find_cache
 from lkv.integrations.transformers.cache_layers import BaseCache
 from lkv.integrations.transformers.fingerprint import read_adapters
 
@@ -29,7 +30,7 @@ def wrap_generation(model: PreTrainedModel) -> None:
 
     @wraps(function)
     def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = find_cache(kwargs)
         if isinstance(cache, BaseCache) and kwargs.get("inputs_embeds") is None:
             _announce_inputs(self, cache, input_ids, kwargs)
         return function(self, input_ids, *args, **kwargs)
@@ -56,7 +57,7 @@ def _announce_inputs(model: PreTrainedModel, cache: BaseCache, ids: Tensor, kwar
     if kwargs.get("use_cache") is False:
         raise CacheError(
             "generate was called with use_cache=False, in an option or a configuration, and would feed this cache "
-            "tokens that it has read already; give use_cache=True, or leave past_key_values out."
+            "tokens that it has read already; give use_cache=True, or leave the cache out."
         )
     is_chunk = _is_chunk(tokens, length, kwargs)
     if not length or kwargs.get("is_first_iteration", tokens - length > 1):

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from lkv.errors import CacheError, UnsupportedModelError
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
 from lkv.integrations.transformers.rotation import PROBE_TOKENS, NoRotation, Rotation, variation
 from lkv.integrations.transformers.spec import evaluation_mode, unwrap_model
@@ -123,7 +124,7 @@ def read_prompt(model: PreTrainedModel, ids: Tensor, queries: bool | int = False
     layers = [
         _CapturingLayer(queries) if window is None else SlidingWindowLayer(window) for window in patched.sliding_windows
     ]
-    unwrap_model(model).base_model(input_ids=ids, past_key_values=BaseCache(layers=[*layers]), use_cache=True)
+    unwrap_model(model).base_model(input_ids=ids, **cache_argument(BaseCache(layers=[*layers])), use_cache=True)
     full = [layer.captured for layer in layers if isinstance(layer, _CapturingLayer)]
     sliding = [layer if isinstance(layer, SlidingWindowLayer) else None for layer in layers]
     rotated = (replace(layer, rotation=rotation) for layer, rotation in zip(full, patched.rotations, strict=True))

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lkv.errors import UnsupportedModelError
+from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.spec import evaluation_mode, full_attention_modules, sliding_windows
 
 PROBE_TOKENS = 16
@@ -29,7 +30,7 @@ class Rotation:
         module, _ = full_attention_modules(model)[0]
         apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
         rotary = getattr(model.get_decoder(), "rotary_emb", None)
-        if apply is None or rotary is None:
+        if apply is None or rotary is None or [*signature(apply).parameters][2:4] != ["cos", "sin"]:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no rotary embedding that LKV can undo; use a model such as Llama, Qwen2, "
                 "Qwen3, Mistral, Phi-3 or Gemma-3, or another method."
@@ -221,6 +222,6 @@ def _probe_keys(model: Any) -> list[Tensor]:
     ids = torch.full((1, PROBE_TOKENS), token, device=model.get_input_embeddings().weight.device)
     cache = DynamicCache()
     with evaluation_mode(model):
-        model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model.base_model(input_ids=ids, **cache_argument(cache), use_cache=True)
     layers: list[Any] = [x for x, window in zip(cache.layers, sliding_windows(model), strict=True) if window is None]
     return [layer.keys.to(torch.promote_types(layer.keys.dtype, torch.float32)) for layer in layers]

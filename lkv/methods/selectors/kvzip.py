@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import BaseCache
 from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv
 from lkv.methods.registry import register_selector
@@ -91,7 +92,7 @@ def replay_scores(
         model.base_model(
             input_ids=torch.tensor([replay], device=device),
             position_ids=torch.arange(len(ids), end, device=device)[None],
-            past_key_values=BaseCache(layers=as_prompt_kv(prompt).continuation_layers(layers)),
+            **cache_argument(BaseCache(layers=as_prompt_kv(prompt).continuation_layers(layers))),
             use_cache=True,
         )
     return torch.stack([layer.scores.to(device) for layer in layers])

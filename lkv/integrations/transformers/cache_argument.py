@@ -1,0 +1,19 @@
+"""The argument by which a model is given its cache: `cache` since transformers 5.24, `past_key_values` before."""
+
+from inspect import signature
+from typing import Any
+
+from transformers import GenerationMixin
+
+NAMES = ("cache", "past_key_values")
+_NAME = NAMES["cache" not in signature(GenerationMixin.prepare_inputs_for_generation).parameters]
+
+
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """`cache` as an argument of `model(...)` and `model.generate(...)`."""
+    return {_NAME: cache}
+
+
+def find_cache(arguments: dict[str, Any]) -> Any:
+    """The cache among keyword arguments, by either name; None without one."""
+    return next((arguments[name] for name in NAMES if arguments.get(name) is not None), None)
