@@ -11,6 +11,7 @@ log-sum-exp. See docs/guides/vllm.md.
 |---|---|
 | `adapter.py` | the entry point of the plugin, and every place where it hooks into vLLM |
 | `contexts.py` | settings; stored contexts of vLLM's model, in each process |
+| `skeleton.py` | the transformers model without weights, by which contexts are checked, loaded and scored |
 | `requests.py` | checks requests in the front end; prompts for `vllm.LLM` |
 | `batch.py` | one forward pass of the worker: which tokens follow which context, which texts are compressed |
 | `attention.py` | attention backends: CPU, CUDA |

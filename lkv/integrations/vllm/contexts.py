@@ -7,16 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import safe_open
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.checks import check_text
@@ -25,7 +21,7 @@ from lkv.context.protection import Span, protected_tokens
 from lkv.errors import ContextFileError, IntegrationError, LkvError, PromptError, StoreError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.integrations.vllm.skeleton import build_skeleton
 from lkv.methods.memory import TierTarget
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import FULL, parse_method
@@ -241,7 +237,7 @@ class NewContext(BaseModel):
             problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
             raise PromptError(
                 f"lkv_compress: {'.'.join(map(str, problem['loc']))} {problem['msg']}; create a context by POST "
-                "/v1/contexts, or with lkv.integrations.vllm.requests.compress_prompt."
+                "/v1/contexts, or with lkv.integrations.vllm.requests.compress."
             ) from None
 
 
@@ -315,71 +311,3 @@ def open_contexts(owner: Any, vllm_config: Any, device: torch.device, memory_byt
 def loaded_contexts(owner: Any) -> VllmContexts | None:
     """The contexts that `open_contexts` made for `owner`, if any."""
     return getattr(owner, _ATTRIBUTE, None)
-
-
-def build_skeleton(
-    name: str, revision: str | None, dtype: torch.dtype, device: torch.device, download_dir: str | None = None
-) -> Any:
-    """The transformers model of a checkpoint without its weights, patched by LKV.
-
-    Only the weights that its fingerprint samples are read, and dropped again. Raises IntegrationError if they cannot.
-    """
-    from accelerate import init_empty_weights
-
-    config = AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
-    depth = config.get_text_config(decoder=True).num_hidden_layers
-    sampled = {f".layers.{index}." for index in (0, depth // 2, depth - 1)}
-    wanted = {key for key, _ in model.named_parameters() if any(part in f".{key}" for part in sampled)}
-    _replace_weights(model, lambda weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape))
-    missing = wanted - _read_weights(model, _checkpoint_files(name, revision, download_dir), wanted)
-    if missing:
-        raise IntegrationError(
-            f"contexts cannot be used with {name}: its safetensors files have no {min(missing)}; quantised and other "
-            "formats of weights cannot be recognised here."
-        )
-    spec = inspect_model(model)
-    # No memory: every weight is one zero, seen in all places.
-    _replace_weights(model, lambda weight: torch.zeros((), dtype=weight.dtype, device=device).expand(weight.shape))
-    for buffer_owner in model.modules():
-        for key, buffer in list(buffer_owner._buffers.items()):
-            buffer_owner._buffers[key] = None if buffer is None else buffer.to(device)
-    patch_attention(model, replace(spec))
-    return model
-
-
-def _replace_weights(model: nn.Module, make: Any) -> None:
-    for module in model.modules():
-        for key, weight in list(module._parameters.items()):
-            if weight is not None:
-                module._parameters[key] = nn.Parameter(make(weight), requires_grad=False)
-
-
-def _read_weights(model: nn.Module, files: list[Path], wanted: set[str]) -> set[str]:
-    """Put the `wanted` weights of the files into the model; returns the names that were found."""
-    found = set()
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            for key in wanted & set(tensors.keys()):
-                owner, _, leaf = key.rpartition(".")
-                module = model.get_submodule(owner)
-                old = module._parameters[leaf]
-                tensor = tensors.get_tensor(key)
-                if old is not None and tensor.shape == old.shape:
-                    module._parameters[leaf] = nn.Parameter(tensor.to(old.dtype), requires_grad=False)
-                    found.add(key)
-    return found
-
-
-def _checkpoint_files(name: str, revision: str | None, download_dir: str | None) -> list[Path]:
-    if os.path.isdir(name):
-        folder = Path(name)
-    else:
-        from huggingface_hub import snapshot_download
-
-        # vLLM has downloaded the weights already.
-        folder = Path(
-            snapshot_download(name, revision=revision, cache_dir=download_dir, allow_patterns=["*.safetensors"])
-        )
-    return sorted(folder.glob("*.safetensors"))

@@ -19,8 +19,6 @@ from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.contexts import NewContext, VllmContexts, open_contexts
 from lkv.utils.prompts import encode_question
 
-_DEFAULT_TOKENS = 128  # of an answer, where neither the request nor its positions say less
-
 
 def front_contexts(processor: Any) -> VllmContexts:
     """The contexts of a front end's input processor. Raises LkvError where contexts cannot be used."""
