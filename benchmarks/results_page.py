@@ -111,7 +111,7 @@ def memory() -> list[str]:
     if ruler:
         lead, budget = "RULER's five retrieval tasks", "{:.0%} of a 16-bit cache's bytes, in tiers"
         parts += ruler_by_retention(ruler, lead, "ruler_memory", budget)
-    return [*parts, "## By length"]
+    return [*parts, *needles("needles_memory"), "## By length"]
 
 
 def lengths(name: str) -> list[str]:
@@ -131,19 +131,21 @@ def lengths(name: str) -> list[str]:
 
 
 def needles(name: str) -> list[str]:
-    """The share found of what was hidden, one needle or four at a time, by method, R and length."""
+    """The share found of what was hidden, one needle or four at a time, by method, budget and length."""
     parts = []
     for count, what in ((1, "A needle"), (4, "One of four needles")):
         if rows := read(name, needles=count):
+            budget = "memory" if "memory" in rows[0] else "retention"
+            head, form = ("bytes", ".0%") if budget == "memory" else ("R", "g")
             columns = sorted({row["tokens"] for row in rows})
-            cells = {(row["method"], row["retention"], row["tokens"]): interval(row, digits=2) for row in rows}
+            cells = {(row["method"], row[budget], row["tokens"]): interval(row, digits=2) for row in rows}
             lines = [
-                [name_of(m), f"{r:g}", *(cells.get((m, r, length), "cannot run") for length in columns)]
+                [name_of(m), format(r, form), *(cells.get((m, r, length), "cannot run") for length in columns)]
                 for m, r in dict.fromkeys((method, retention) for method, retention, _ in cells)
             ]
             found = counted(row["n"] for row in rows)
             parts += [f"{what} in real prose, share found of {found} ({source(name)})."]
-            parts += [table(["R", *map(tokens, columns)], lines)]
+            parts += [table([head, *map(tokens, columns)], lines)]
     return parts
 
 
