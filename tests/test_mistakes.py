@@ -128,7 +128,7 @@ def test_names_that_are_no_policy_are_named(name):
     [
         (["inspect", "MODEL"], "looks like a model, not like a policy"),
         (["inspect", "bok.txt"], "there is no file or folder 'bok.txt'"),
-        (["inspect", "--question", "who?"], "--question and --out need a text, but none was given"),
+        (["inspect", "--question", "who?"], "--question, --out and --memory need a text, but none was given"),
         (["inspect", "--model", "MODEL"], "there is no policy for this model (LlamaForCausalLM"),
         (["inspect", DEFAULT, "--model", "MODEL"], f"but '{DEFAULT}' is given too; leave one"),
         (["inspect", "--policy-revision", "v1"], "--policy-revision without --policy"),

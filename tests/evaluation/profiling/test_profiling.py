@@ -26,6 +26,7 @@ from lkv.errors import UnsupportedModelError
 from lkv.evaluation.profiling.measure import OUT_OF_MEMORY, Profiler, ProfileSettings, find_largest
 from lkv.evaluation.profiling.random_models import CONFIGS, extend_positions, random_model, random_policy, read_config
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.cache_argument import find_cache
 from lkv.models.shapes import Shape, longest_prompt, predict_memory
 from tests.conftest import tiny_llama
 
@@ -113,7 +114,7 @@ class Device:
         self.full, self.ragged, self.error = full, ragged, error
 
     def __call__(self, module, args, kwargs):
-        is_full = isinstance(kwargs["past_key_values"], DynamicCache)
+        is_full = isinstance(find_cache(kwargs), DynamicCache)
         if kwargs["input_ids"].shape[1] > (self.full if is_full else self.ragged):
             raise self.error("the device is on fire")
 
