@@ -75,7 +75,12 @@ def inspect_text(
         )
     methods = [
         resolve_method(
-            method, model, policy=policy, tokenizer=tokenizer, **{"memory" if by_memory else "retention": share}
+            method,
+            model,
+            policy=policy,
+            tokenizer=tokenizer,
+            memory=share if by_memory else None,
+            retention=None if by_memory else share,
         )
         for share in shares
     ]
@@ -113,8 +118,8 @@ def _ranked(methods: Sequence[Method], prompt: list[LayerKV]) -> tuple[np.ndarra
             kept = torch.zeros_like(order)
             for *_, own in layer_counts:
                 best = selector.refine(layer, read, scores, own)[0].argsort(dim=-1, descending=True, stable=True)
-                for head, count in enumerate(own[0]):
-                    kept[head, best[head, :count]] += 1
+                for head, number in enumerate(own[0]):
+                    kept[head, best[head, :number]] += 1
             order = order.gather(-1, kept.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
         ranks.append(order.argsort(-1).cpu().numpy())
         counts.append([[tier[0] for tier in tiers] for tiers in layer_counts])
