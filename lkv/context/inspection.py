@@ -17,7 +17,7 @@ from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.methods.budgets import Budget
 from lkv.methods.memory import BASIS_BITS, NORM_BITS, UNQUANTIZED, Precision, TierBudget, tier_counts
 from lkv.methods.method import Method, resolve_method
-from lkv.methods.registry import parse_method
+from lkv.methods.registry import method_label, parse_method
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import bos_ids, chat_template_parts, encode, encode_context
 
@@ -166,7 +166,7 @@ def render_page(
     data: dict[str, Any] = {
         "title": title,
         "model": model,
-        "method": result.method,
+        "method": method_label(result.method),
         "layers": result.layers,
         "heads": result.heads,
         "budget": "memory" if result.by_memory else "retention",
@@ -194,6 +194,6 @@ def render_page(
 def _precision_name(precision: Precision) -> str:
     """How the page calls the entries of a tier."""
     if not precision.is_quantized:
-        return "unquantised"
+        return "full precision"
     same = precision.key_bits == precision.value_bits
     return f"{precision.key_bits} bits" if same else f"k {precision.key_bits}, v {precision.value_bits} bits"
