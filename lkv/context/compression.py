@@ -139,18 +139,23 @@ def compress_ids(
         cache = RaggedCache(model, method=chosen, **options)
         _prefill(model, cache, tensor, chunk, progress)
     cache.ids = tensor
-    target = cache.target
-    metadata = {
-        "method": cache.config.method.name,
+    digest = hashlib.sha256((str(tokenizer.decode(ids)) if text is None else text).encode()).hexdigest()
+    return Context(model, tokenizer, ids, cache, describe_compression(cache, digest))
+
+
+def describe_compression(cache: RaggedCache, text_sha256: str) -> dict[str, Any]:
+    """How the text of that digest was compressed into `cache`: the metadata of its context."""
+    method, target = cache.config.method, cache.target
+    return {
+        "method": method.name,
         "memory": str(target.memory) if isinstance(target, TierTarget) else None,
         "retention": target.retention if type(target) is RetentionTarget and target.tokens is None else None,
         "budget_tokens": None if target is None else target.tokens,
-        "bits": options.get("bits"),
-        "protected_tokens": len(protected) or None,
+        "bits": cache.config.bits,
+        "protected_tokens": len(method.protected) or None,
         "policy": cache.policy.digest() if cache.policy is not None else None,
-        "text_sha256": hashlib.sha256((str(tokenizer.decode(ids)) if text is None else text).encode()).hexdigest(),
+        "text_sha256": text_sha256,
     }
-    return Context(model, tokenizer, ids, cache, metadata)
 
 
 def _check_arguments(

@@ -16,13 +16,13 @@ from transformers import AutoTokenizer
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.checks import check_text
+from lkv.context.compression import describe_compression
 from lkv.context.context import Context
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import ContextFileError, IntegrationError, LkvError, PromptError, StoreError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.integrations.vllm.skeleton import build_skeleton
-from lkv.methods.memory import TierTarget
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import FULL, parse_method
 from lkv.models.loading import cache_folder
@@ -268,14 +268,7 @@ class Compression:
             raise self._error
         contexts, wanted, cache = self._contexts, self._wanted, self._cache
         cache.ids = torch.tensor([ids], device=contexts.model.device)
-        target = cache.target
-        metadata = {
-            "method": cache.config.method.name,
-            "memory": str(target.memory) if isinstance(target, TierTarget) else None,
-            "retention": None if wanted.memory else wanted.retention, "budget_tokens": None, "bits": None,
-            "protected_tokens": len(wanted.protected) or None, "policy": contexts.compression.policy,
-            "text_sha256": wanted.sha256,
-        }  # fmt: skip
+        metadata = describe_compression(cache, wanted.sha256)
         context = Context(contexts.model, contexts.tokenizer, ids, cache, metadata)
         settings = contexts.compression._replace(retention=wanted.retention, memory=wanted.memory)
         contexts.store.put(StoredContext.describe(wanted.id, wanted.name, context, settings), context)
