@@ -14,16 +14,15 @@ from lkv.cache.config import MAX_COUNT, CacheConfig, LayerContext, SharedState
 from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.quantization import check_width
+from lkv.cache.token_history import TokenHistory
 from lkv.config import ModelSpec
 from lkv.errors import CacheError, PromptError, RetentionError
 from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
+from lkv.integrations.transformers.cache_layers import BaseCache, SlidingWindowLayer
 from lkv.integrations.transformers.compiled import register_cache
 from lkv.integrations.transformers.fingerprint import check_same_adapters, read_adapters
-from lkv.integrations.transformers.masks import visible_keys
 from lkv.integrations.transformers.prefill import LayerKV, as_prompt_kv, query_rotations
 from lkv.integrations.transformers.spec import unwrap_model
-from lkv.kernels.ragged_attention import masked_attention, merge_attention
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import REFIT
 from lkv.policy.policy import Policy
@@ -388,126 +387,3 @@ class RaggedCache(BaseCache):
             if any(tuple(x.shape) != shape or not x.is_floating_point() for x in window.values()):
                 raise ValueError(f"k and v of its sliding layer {index} are not {shape}")
             layer.restore(window, tokens, like)
-
-
-class TokenHistory:
-    """The ids of the tokens that a cache has read, as far as `generate` announced them."""
-
-    def __init__(self) -> None:
-        self.ids: Tensor | None = None  # [B, k] of the first k tokens
-        self._announced: Tensor | None = None
-        self._only_chunks = False  # whether all that was read came as chunks of one prompt
-
-    def continues_chunks(self, length: int, is_chunk: bool) -> bool:
-        """Whether a chunk comes after others of the same prompt, which have `length` tokens together."""
-        had_chunks = self._only_chunks and length > 0
-        self._only_chunks = is_chunk and (self._only_chunks or not length)
-        return is_chunk and had_chunks
-
-    def announce(self, ids: Tensor, length: int, is_full: bool, is_first_step: bool) -> None:
-        """Take the ids that come after `length` tokens; for the arguments see `BaseCache.announce_inputs`.
-
-        Raises CacheError for ids that do not begin with those read, or that contain nothing new.
-        """
-        read = self.ids
-        if read is not None and len(read) != len(ids):
-            read = None
-        if not is_full:
-            is_complete = read is not None and read.shape[1] == length
-            self._announced = torch.cat([read, ids.to(read.device)], 1) if read is not None and is_complete else None
-            return
-        if length and ids.shape[1] <= length:
-            raise CacheError(
-                f"this cache has read {length} tokens, but the ids given are {ids.shape[1]}: give all that it has read "
-                "followed by new ones, or make a new cache (or reset() this one) for another prompt."
-            )
-        if is_first_step and read is not None:
-            common = min(length, read.shape[1])
-            if not torch.equal(read[:, :common], ids[:, :common].to(read.device)):
-                raise CacheError(
-                    "the ids given do not begin with those that this cache has read; for another prompt make a new "
-                    "cache, or reset() this one."
-                )
-        self._announced = ids
-
-    def read(self, length: int, tokens: int) -> None:
-        """Record the announced ids as read, from `length` tokens on up to `tokens`; ids they replace are forgotten."""
-        announced, self._announced = self._announced, None
-        if announced is not None and announced.shape[1] == tokens:
-            self.ids = announced
-        elif self.ids is not None:
-            self.ids = self.ids[:, :length]
-
-    def select(self, rows: Tensor) -> None:
-        """Keep the batch rows `rows` [n], in that order."""
-        if self.ids is not None:
-            self.ids = self.ids[rows.to(self.ids.device)]
-
-
-class SharedCache(BaseCache):
-    """A cache for a batch whose rows all begin with one compressed prompt, which is stored once.
-
-    The prompt's cache may be used on its own meanwhile: its compressed entries are only read.
-
-    Args:
-        cache: A cache of one row that has read its prompt, without sliding-window layers.
-    """
-
-    def __init__(self, cache: RaggedCache):
-        super().__init__(layers=[SharedLayer(layer) for layer in cache.ragged_layers])
-
-
-class SharedLayer(AttentionCacheLayer):
-    """One layer of a `SharedCache`: k and v [B, H, T, d] of what follows, beside the entries of the prompt."""
-
-    def __init__(self, prompt: RaggedLayer):
-        super().__init__()
-        self._prompt = prompt
-        self.model_config = prompt.model_config
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what follows the prompt."""
-        self._key: Tensor | None = None
-        self._value: Tensor | None = None
-        self.is_initialized = False
-
-    @property
-    def _appended_tokens(self) -> int:
-        return 0 if self._key is None else self._key.shape[2]
-
-    def get_seq_length(self, *args: Any) -> int:
-        """Tokens of the prompt and of what follows."""
-        return self._prompt.prompt_length + self._appended_tokens
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of what follows alone: all rows see the whole prompt."""
-        return self._appended_tokens + query_length, self._prompt.prompt_length
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append k and v of new tokens; returns these."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        key, value = key_states.to(value_states.dtype), value_states
-        if self._key is not None and self._value is not None:
-            key, value = torch.cat([self._key, key], 2), torch.cat([self._value, value], 2)
-        self._key, self._value = key, value
-        return key_states, value_states
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
-    ) -> Tensor:
-        """Attention over the prompt and over what follows, merged by their log-sum-exp."""
-        assert self._key is not None and self._value is not None and self._prompt.store is not None
-        batch, _, new, _ = query.shape
-        query, key, value = query.to(self._value.dtype), self._key, self._value
-        if isinstance(mask, Tensor):
-            visible = visible_keys(mask)
-        else:
-            visible = torch.ones(1, 1, new, key.shape[2], dtype=torch.bool, device=key.device).tril(key.shape[2] - new)
-        late, late_lse = masked_attention(query, key, value, visible, scale)
-        # To the prompt all rows are new tokens of one row: it is read once for all of them.
-        rows = query.transpose(0, 1).flatten(1, 2)[None]
-        out, lse = self._prompt.store.attend_compressed(rows, scale)
-        out, lse = (x[0].unflatten(1, (batch, new)).transpose(0, 1) for x in (out, lse))
-        return merge_attention(out, lse, late, late_lse)[0].transpose(1, 2)

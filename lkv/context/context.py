@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from lkv.cache.ragged_cache import RaggedCache, SharedCache
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.cache.shared_cache import SharedCache
 from lkv.context import saved_context
 from lkv.context.checks import check_model_and_tokenizer, check_text
 from lkv.context.generation import (

@@ -1,0 +1,82 @@
+"""SharedCache: a batch whose rows begin with one compressed prompt."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lkv.cache.layer import RaggedLayer
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache
+from lkv.integrations.transformers.masks import visible_keys
+from lkv.kernels.ragged_attention import masked_attention, merge_attention
+
+
+class SharedCache(BaseCache):
+    """A cache for a batch whose rows all begin with one compressed prompt, which is stored once.
+
+    The prompt's cache may be used on its own meanwhile: its compressed entries are only read.
+
+    Args:
+        cache: A cache of one row that has read its prompt, without sliding-window layers.
+    """
+
+    def __init__(self, cache: RaggedCache):
+        super().__init__(layers=[SharedLayer(layer) for layer in cache.ragged_layers])
+
+
+class SharedLayer(AttentionCacheLayer):
+    """One layer of a `SharedCache`: k and v [B, H, T, d] of what follows, beside the entries of the prompt."""
+
+    def __init__(self, prompt: RaggedLayer):
+        super().__init__()
+        self._prompt = prompt
+        self.model_config = prompt.model_config
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what follows the prompt."""
+        self._key: Tensor | None = None
+        self._value: Tensor | None = None
+        self.is_initialized = False
+
+    @property
+    def _appended_tokens(self) -> int:
+        return 0 if self._key is None else self._key.shape[2]
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens of the prompt and of what follows."""
+        return self._prompt.prompt_length + self._appended_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of what follows alone: all rows see the whole prompt."""
+        return self._appended_tokens + query_length, self._prompt.prompt_length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append k and v of new tokens; returns these."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        key, value = key_states.to(value_states.dtype), value_states
+        if self._key is not None and self._value is not None:
+            key, value = torch.cat([self._key, key], 2), torch.cat([self._value, value], 2)
+        self._key, self._value = key, value
+        return key_states, value_states
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        """Attention over the prompt and over what follows, merged by their log-sum-exp."""
+        assert self._key is not None and self._value is not None and self._prompt.store is not None
+        batch, _, new, _ = query.shape
+        query, key, value = query.to(self._value.dtype), self._key, self._value
+        if isinstance(mask, Tensor):
+            visible = visible_keys(mask)
+        else:
+            visible = torch.ones(1, 1, new, key.shape[2], dtype=torch.bool, device=key.device).tril(key.shape[2] - new)
+        late, late_lse = masked_attention(query, key, value, visible, scale)
+        # To the prompt all rows are new tokens of one row: it is read once for all of them.
+        rows = query.transpose(0, 1).flatten(1, 2)[None]
+        out, lse = self._prompt.store.attend_compressed(rows, scale)
+        out, lse = (x[0].unflatten(1, (batch, new)).transpose(0, 1) for x in (out, lse))
+        return merge_attention(out, lse, late, late_lse)[0].transpose(1, 2)
