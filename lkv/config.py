@@ -101,6 +101,10 @@ class MemoryTarget:
             )
         return cls(nbytes=int(number))
 
+    def share_of(self, full: float) -> float:
+        """The share of a full cache of so many bytes."""
+        return self.share if self.share is not None else (self.nbytes or 0) / full
+
     def __str__(self) -> str:
         return f"memory {self.share:.4g}" if self.share is not None else f"memory {self.nbytes} bytes"
 

@@ -143,9 +143,9 @@ def _write_page(options: Inspect, source: str) -> None:
     _log("reading the text, to see what every head keeps of it")
     inspected = inspect_text(model, tokenizer, text, options.method, policy, by_memory=by_memory)
     full = len(inspected.pieces) * inspected.layers * inspected.heads * inspected.entry_bytes()
-    memory = MemoryTarget.parse(options.memory or _MEMORY)
-    share = (memory.share or (memory.nbytes or 0) / full) if by_memory else options.retention
-    budget: dict[str, Any] = {"memory": options.memory or _MEMORY} if by_memory else {"retention": options.retention}
+    memory = options.memory or _MEMORY
+    share = MemoryTarget.parse(memory).share_of(full) if by_memory else options.retention
+    budget: dict[str, Any] = {"memory": memory} if by_memory else {"retention": options.retention}
     answers = _answer(options, model, tokenizer, text, policy, budget) if options.question else {}
     model_name = Path(options.model_name).name if exists(options.model_name) else options.model_name
     write_text(out, render_page(inspected, name, model_name, share, answers), LkvError, "the page")

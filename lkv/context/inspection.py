@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from lkv.cache.config import CacheConfig
 from lkv.errors import LkvError, PromptError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.methods.budgets import Budget
-from lkv.methods.memory import BASIS_BITS, NORM_BITS, UNQUANTIZED, Precision, TierBudget, tier_counts
+from lkv.methods.memory import BASIS_BITS, NORM_BITS, UNQUANTIZED, Precision, tier_counts
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import method_label, parse_method
 from lkv.policy.policy import Policy
@@ -90,17 +91,13 @@ def inspect_text(
         )
     prompt = read_prompt(model, torch.tensor([ids], device=input_device(model)), methods[0].selector.reads_queries)
     ranks, counts = _ranked(methods, prompt)
-    first = prompt[0]
+    first, precisions = prompt[0], tuple(tier.precision for tier in CacheConfig(methods[0]).tiers)
     return InspectionResult(
         method=method, pieces=token_texts(tokenizer, text, ids), ranks=ranks, counts=counts,
-        shares=tuple(shares), by_memory=by_memory, precisions=tuple(tier.precision for tier in _tiers(methods[0])),
+        shares=tuple(shares), by_memory=by_memory, precisions=precisions,
         layers=len(prompt), heads=first.key.shape[1], channels=(first.key.shape[-1], first.value.shape[-1]),
         itemsize=first.key.element_size(),
     )  # fmt: skip
-
-
-def _tiers(method: Method) -> tuple[TierBudget, ...]:
-    return method.tiers or (TierBudget(UNQUANTIZED, method.budget),)
 
 
 def _ranked(methods: Sequence[Method], prompt: list[LayerKV]) -> tuple[np.ndarray, np.ndarray]:
@@ -111,7 +108,7 @@ def _ranked(methods: Sequence[Method], prompt: list[LayerKV]) -> tuple[np.ndarra
         scores = selector.scores(layer, read)
         tokens, heads = scores.shape[-1], scores.shape[1]
         count = partial(_counts, layer, scores)
-        layer_counts = [tier_counts(_tiers(method), tokens, heads, 1, count) for method in methods]
+        layer_counts = [tier_counts(CacheConfig(method).tiers, tokens, heads, 1, count) for method in methods]
         order = scores[0].argsort(dim=-1, descending=True, stable=True)
         if selector.refines:
             # A larger budget keeps all that a smaller one does: tokens that more of the budgets keep come first.

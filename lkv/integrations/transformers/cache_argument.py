@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-NAMES = ("cache", "past_key_values")
-_NAME = NAMES["cache" not in signature(GenerationMixin.prepare_inputs_for_generation).parameters]
+NAMES = _NEW, _OLD = ("cache", "past_key_values")
+_NAME = _NEW if _NEW in signature(GenerationMixin.prepare_inputs_for_generation).parameters else _OLD
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:

@@ -124,15 +124,15 @@ def _attend(
     packed = rows * (heads // kv_heads)
     launch = _launch_for(q, starts, value_dim, packed)
     # Only what a decode step needs is worth keeping.
-    kept = buffers if new == _SINGLE else None
-    parts, extremes = _work_space(q, (launch.programs + spans - 1) * packed, value_dim, kept)
+    places = (launch.programs + spans - 1) * packed
+    parts, extremes = _work_space(q, places, value_dim, buffers if new == _SINGLE else None)
     # Laid out by token, as the caller's next product reads it.
     out = q.new_empty((batch, rows, heads, value_dim)).transpose(1, 2)
     strides = q.stride(), key.stride(), value.stride()
     (q_batch, q_head, q_row, _), (k_batch, k_head, _, _), (v_batch, v_head, _, _) = strides
     codes = [x for tier in quantized for x in tier[:5]]
     bits = tuple(number for tier in quantized for number in tier[5:])
-    given: tuple[Any, ...] = (
+    arguments: tuple[Any, ...] = (
         q, key, value, k_pool, v_pool, starts, lens, out, lse, parts, extremes,
         _tickets(q, spans * launch.tiles + 1, buffers), spans, kv_heads, rows, rows if new == _COUNT else 0,
         scale * _LOG2_E, *out.stride()[:3], q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head,
@@ -143,10 +143,10 @@ def _attend(
     is_aligned = _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *codes)
     step = launch.compiled.get(variant) if is_aligned else None
     if step is not None:
-        step.slices[grid](*given, *step.constants)
+        step.slices[grid](*arguments, *step.constants)
         return out
     options = launch.slice_options | _tier_options(launch, q.dtype, bits) | {"CAUSAL": causal, "NEW": new}
-    slices = kernels.slice_kernel[grid](*given, **options)
+    slices = kernels.slice_kernel[grid](*arguments, **options)
     if is_aligned and isinstance(slices, CompiledKernel):
         launch.compiled[variant] = CompiledStep(slices, _constants(kernels.slice_kernel, options))
     return out
@@ -170,9 +170,9 @@ def _work_space(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sums [places, value_dim] and extremes [places, 2] of the parts; kept in `buffers` if given."""
     place = "parts", q.device
-    kept = None if buffers is None else buffers.get(place)
-    if kept is not None and kept[0].shape == (places, value_dim):
-        return kept
+    buffer = None if buffers is None else buffers.get(place)
+    if buffer is not None and buffer[0].shape == (places, value_dim):
+        return buffer
     made = (
         q.new_empty((places, value_dim), dtype=torch.float32),
         q.new_empty((places, 2), dtype=torch.float32),
@@ -185,12 +185,12 @@ def _work_space(
 def _tickets(q: Tensor, count: int, buffers: dict[Any, Any] | None) -> Tensor:
     """At least `count` zeros in int32, which every launch leaves as it found them; kept in `buffers` if given."""
     place = "tickets", q.device
-    kept = None if buffers is None else buffers.get(place)
-    if kept is None or len(kept) < count:
-        kept = q.new_zeros(count, dtype=torch.int32)
+    buffer = None if buffers is None else buffers.get(place)
+    if buffer is None or len(buffer) < count:
+        buffer = q.new_zeros(count, dtype=torch.int32)
         if buffers is not None:
-            buffers[place] = kept
-    return kept
+            buffers[place] = buffer
+    return buffer
 
 
 def _launch_for(q: Tensor, starts: Tensor, value_dim: int, packed: int) -> Launch:
