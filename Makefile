@@ -92,7 +92,7 @@ VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM)/bin/python -m pytest -q -W ignore tests/vllm
-	PYTHONPATH="$(CURDIR)/$(VLLM)/previous" $(VLLM)/bin/python -m pytest -q -W ignore tests/vllm/test_contexts.py tests/vllm/test_pages.py -k "Llama or pages or several or lost"
+	PYTHONPATH="$(CURDIR)/$(VLLM)/previous" $(VLLM)/bin/python -m pytest -q -W ignore tests/vllm/test_contexts.py tests/vllm/test_refusals.py tests/vllm/test_pages.py -k "Llama or pages or several or lost"
 
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)

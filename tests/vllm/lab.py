@@ -130,3 +130,8 @@ def asked(context: str | None, tokens: int = 16, **options: Any) -> SamplingPara
     """Greedy decoding, about a context."""
     extra = None if context is None else {"lkv_context": context}
     return SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, "extra_args": extra} | options)
+
+
+def forget(llm):
+    """Empty the worker's memory of contexts, so that files are read."""
+    llm.collective_rpc(lambda worker: worker.model_runner._lkv_contexts.store._loaded.clear())
