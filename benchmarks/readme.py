@@ -11,7 +11,7 @@ from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
 from benchmarks.memory import best_precisions, comparable_length
 from benchmarks.results_page import results_page
-from benchmarks.tables import AT_4096, KL, interval, name_of, read, score, table, tokens
+from benchmarks.tables import AT_4096, KL, interval, name_of, overlapping_items, read, score, table, tokens
 from lkv.evaluation.report.names import FULL
 
 ROOT = RESULTS.parents[1]
@@ -79,8 +79,8 @@ def readme_section() -> str:
         f"{by_bytes['lkv']['contexts']} contexts, `memory.json`). Second: equal entries (an entry is the key and value "
         f"of one token in one head) in float32 (1k to 2k tokens, {grid['contexts']} contexts, `grid.json`). RULER: "
         f"score of 100, over the tasks where the full cache reaches 50 (2,048 tokens, {ruler[FULL]['n']} samples, "
-        "`ruler.json`). LKV was trained on other texts of the same kinds, invented facts among them (137 of its 22,869 "
-        "items overlap with evaluated texts, `overlap.json`); the baselines are untrained."
+        "`ruler.json`). LKV was trained on other texts of the same kinds, invented facts among them "
+        f"({overlapping_items()}, `overlap.json`); the baselines are untrained."
     )
     links = (
         "All figures come from `benchmarks/results/`, whose files name command, machine and seed. "

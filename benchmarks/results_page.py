@@ -15,6 +15,7 @@ from benchmarks.tables import (
     minus_lkv,
     name_of,
     other_models,
+    overlapping_items,
     read,
     score,
     source,
@@ -56,8 +57,8 @@ def results_page() -> str:
     lead = (
         "SmolLM2-135M-Instruct with the shipped policy, the question unknown at compression; intervals are 95%. Each "
         "figure comes from a file under `benchmarks/results/`, which names its command, machine and seed. "
-        "LKV's training data held invented facts hidden in text, not unlike needles, and 137 of its 22,869 items "
-        "overlap with evaluated texts (`overlap.json`); the baselines are untrained. More methods and "
+        "LKV's training data held invented facts hidden in text, not unlike needles, and "
+        f"{overlapping_items()} (`overlap.json`); the baselines are untrained. More methods and "
         "retentions on fewer samples are [below](#more-methods-and-retentions)."
     )
     refit = (

@@ -40,6 +40,13 @@ def _shipped_digests() -> list[str]:
     return [Policy.from_pretrained(entry.folder).digest() for entry in shipped_policies()]
 
 
+def overlapping_items() -> str:
+    """How many items of the training data overlap with evaluated texts."""
+    rows = read("overlap")
+    overlapping, items = (sum(row[key] for row in rows) for key in ("value", "n"))
+    return f"{overlapping} of its {items:,} items overlap with evaluated texts"
+
+
 def other_models() -> list[str]:
     """The models other than the embedded one that result files are of."""
     return sorted(path.stem.removeprefix("length-") for path in RESULTS.glob("length-*.json"))
