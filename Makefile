@@ -30,9 +30,9 @@ test: install $(QUANTISATION)
 test-slow: install $(QUANTISATION)
 	$(BIN)/python $(SLOW_TESTS)
 
-# As on a processor without AVX-512: PyTorch, and what LKV compiles, use AVX2 alone.
+# As on a processor without AVX-512: PyTorch, its oneDNN (which would use AMX), and what LKV compiles, use AVX2 alone.
 test-avx2: install $(QUANTISATION)
-	ATEN_CPU_CAPABILITY=avx2 $(BIN)/python $(TESTS) $(AVX2_TESTS)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python $(TESTS) $(AVX2_TESTS)
 
 test-oldest: install-oldest
 	$(OLDEST)/bin/python $(TESTS)
