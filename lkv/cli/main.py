@@ -1,6 +1,7 @@
 """Entry point of the command line. It imports the module of the requested command alone, so that help is fast."""
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 2 for errors that the user can fix (one sentence on stderr), 130 after Ctrl-C.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # answers may have characters that the terminal lacks
     try:
         try:
             command = parse_arguments(sys.argv[1:] if arguments is None else arguments)
@@ -57,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 logging.getLogger(name).setLevel(logging.ERROR)
             command.run()
         finally:
-            sys.stdout.flush()  # the interpreter would print a traceback if flushing failed at its exit
+            _flush_output()  # the interpreter would print a traceback if flushing failed at its exit
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return _CLOSED_PIPE
     except KeyboardInterrupt:
         print("lkv: interrupted", file=sys.stderr)
@@ -67,7 +70,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LkvError as error:
         print(f"lkv: {error}", file=sys.stderr)
         return _INTERRUPTED if isinstance(error, TrainingStoppedError) else _USER_ERROR
+    except OSError as error:  # of a place that nothing checked before, such as the standard output
+        print(f"lkv: the system refuses to read or write ({error}); give another place.", file=sys.stderr)
+        return _USER_ERROR
     return 0
+
+
+def _flush_output() -> None:
+    """Write what is buffered; what the system refuses is dropped, and its OSError raised."""
+    if sys.stdout is None:  # closed before the start
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+        raise
+
+
+def _drop_output() -> None:
+    """Send what is still buffered nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse_arguments(words: Sequence[str]) -> "Command":

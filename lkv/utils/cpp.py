@@ -67,7 +67,10 @@ def build_library(source: Path, flags: Sequence[str] = (), rebuild: bool = False
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line]
             raise RuntimeError(f"{compiler[0]} fails: {(errors or done.stderr.splitlines() or ['no message'])[0]}")
-        # Other processes may compile at the same time: each replaces a whole file.
+        # Other processes may compile at the same time: each replaces a whole file. One that is cut short by a power cut
+        # would end every process that loads it.
+        with open(unfinished, "rb") as written:
+            os.fsync(written.fileno())
         os.replace(unfinished, target)
     finally:
         Path(unfinished).unlink(missing_ok=True)

@@ -222,6 +222,17 @@ def test_a_failing_compiler_is_named(monkeypatch, tmp_path):
     assert list((tmp_path / "lkv").iterdir()) == []
 
 
+def test_a_library_is_on_the_disk_before_it_has_its_name(monkeypatch, tmp_path):
+    source, order = tmp_path / "small.cpp", []
+    source.write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(os, "fsync", lambda handle: order.append(os.fstat(handle).st_size))
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: order.append("named") or replace(*paths))
+    library = build.build_library(source)
+    assert order == [library.stat().st_size, "named"]
+
+
 def test_a_library_is_compiled_once_and_again_where_damaged(monkeypatch, tmp_path):
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" int answer() { return 42; }')

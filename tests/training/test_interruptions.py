@@ -1,5 +1,6 @@
 """A training that is stopped, resumed or started over damaged files: nothing is lost, and one sentence says why."""
 
+import io
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,3 +250,19 @@ def test_a_reader_that_leaves_early_sees_no_traceback(words):
     finally:
         os.close(writing)
     assert done.stderr == "" and done.returncode in (0, 141)
+
+
+@pytest.mark.parametrize(("place", "code"), [("/dev/full", 2), ("&-", 0)])
+def test_an_output_that_takes_nothing_is_one_sentence(place, code):
+    command = ["sh", "-c", f'"$0" -m lkv methods >{place}', sys.executable]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == code
+    assert done.stderr.startswith("lkv: the system refuses to read or write ([Errno 28]") if code else done.stderr == ""
+
+
+def test_answers_beyond_the_terminals_characters_are_escaped(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr("lkv.cli.main.parse_arguments", lambda _: SimpleNamespace(run=lambda: print("Brücke")))
+    assert main([]) == 0
+    assert stream.buffer.getvalue() == b"Br\\xfccke\n"
