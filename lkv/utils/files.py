@@ -39,11 +39,14 @@ def atomic_write(path: Path, error: type[LkvError], subject: str, mode: int = 0o
     `mode` less the umask, and its content is on the disk before it is renamed. Missing folders are created.
 
     Raises:
-        LkvError: Of the type `error`, naming `subject` and `path`, for every OSError, in the block too; an older file
-            at `path` is then unchanged.
+        LkvError: Of the type `error`, naming `subject` and `path`, for a device or a pipe, and for every OSError, in
+            the block too; what is at `path` is then unchanged.
     """
     if not path.name:
         raise error(f"{path} is a folder; give a file for {subject}.")
+    # Who may write to /dev would replace a device by a file.
+    if os.path.exists(path) and not (path.is_file() or path.is_dir()):
+        raise error(f"{path} is a device or a pipe, which a file would replace; give a file for {subject}.")
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

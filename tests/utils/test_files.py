@@ -90,3 +90,13 @@ def test_places_that_cannot_be_written_to_are_refused(tmp_path):
         check_writable_file(tmp_path, DataError, "the text")
     check_writable_file(tmp_path / "deep" / "a.txt", DataError, "the text")
     assert os.listdir(tmp_path / "deep") == []
+
+
+@pytest.mark.parametrize("through_link", [False, True])
+def test_devices_and_pipes_are_not_replaced(tmp_path, through_link):
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    with pytest.raises(DataError, match="is a device or a pipe"):
+        write_text(link if through_link else pipe, "text", DataError, "the text")
+    assert pipe.is_fifo() and link.is_symlink() and len(list(tmp_path.iterdir())) == 2
