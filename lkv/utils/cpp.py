@@ -15,7 +15,10 @@ import torch
 def find_compiler() -> list[str] | None:
     """The command of the C++ compiler: $CXX, else g++ or clang++; None where there is none."""
     for command in (os.environ.get("CXX", ""), "g++", "clang++"):
-        words = shlex.split(command)
+        try:
+            words = shlex.split(command)
+        except ValueError:  # an open quote
+            continue
         if words and shutil.which(words[0]):
             return words
     return None

@@ -304,3 +304,9 @@ def test_processors_without_avx512_compute_the_same(tmp_path):
     older = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run([sys.executable, *words], env=older, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_a_compiler_that_is_no_command_is_passed_over(monkeypatch):
+    usual = build.find_compiler()
+    monkeypatch.setenv("CXX", '"')
+    assert build.find_compiler() == usual

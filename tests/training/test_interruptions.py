@@ -260,6 +260,13 @@ def test_an_output_that_takes_nothing_is_one_sentence(place, code):
     assert done.stderr.startswith("lkv: the system refuses to read or write ([Errno 28]") if code else done.stderr == ""
 
 
+def test_a_standard_input_that_is_closed_holds_no_text(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["ask", "-", "Who?"]) == 2
+    assert capsys.readouterr().err.startswith("lkv: standard input has no text")
+    sys.stdin.close()
+
+
 def test_answers_beyond_the_terminals_characters_are_escaped(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", stream)
