@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 2 for errors that the user can fix (one sentence on stderr), 130 after Ctrl-C.
     """
     if sys.stdin is None:  # closed before the start: then there is nothing to read
-        sys.stdin = open(os.devnull, encoding="utf-8")
+        sys.stdin = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # answers may have characters that the terminal lacks
     try:
