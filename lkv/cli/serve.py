@@ -34,7 +34,11 @@ class Serve(PolicyOptions, RunOptions):
     grace: float = option("seconds that a shutdown waits for answers in flight", 30.0, ge=0, le=86400)
 
     engine: Literal["lkv", "vllm"] = option("lkv's own small server, or vLLM's with the plugin (extra vllm)", "lkv")
-    vllm_args: str = option("with --engine vllm: further options of vLLM's server, as one text", "")
+    vllm_args: str = option(
+        "with --engine vllm: further options of vLLM's server, as one text, after an equals sign: "
+        "--vllm-args='--enforce-eager'",
+        "",
+    )
 
     def run(self) -> None:
         """Serve until interrupted."""

@@ -93,7 +93,9 @@ class ChatRequest(BaseModel):
 
 
 class ContextRequest(BaseModel):
-    """The body of a new context."""
+    """The body of a new context. A misspelt field would change nothing unnoticed, so unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid")
 
     text: StrictStr
     name: Annotated[StrictStr, Field(max_length=200)] = ""
@@ -166,14 +168,20 @@ def _form_parts(body: bytes, boundary: str) -> list[tuple[Headers, bytes]]:
 
 
 def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:
-    """The body of a request, JSON or the fields of a form. Raises PromptError with the first problem."""
+    """The body of a request, JSON or the fields of a form. Raises PromptError with one problem."""
     if isinstance(data, bytes):
         _check_structure(data)
     try:
         return schema.model_validate_json(data) if isinstance(data, bytes) else schema.model_validate(data)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        # A misspelt field is why another one is missing.
+        problem = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
         field = ".".join(map(str, problem["loc"]))[:100] or "the body"
+        if problem["type"] == "extra_forbidden":
+            raise PromptError(
+                f"{field}: there is no such field; the fields are {', '.join(schema.model_fields)}."
+            ) from None
         raise PromptError(f"{field}: {problem['msg']}; check the request.") from None
 
 

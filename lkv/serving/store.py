@@ -223,6 +223,11 @@ class ContextStore:
                     pass
         return is_stored
 
+    def release(self, name: str) -> None:
+        """Drop a context from memory; running answers keep it until they end."""
+        with self._lock:
+            self._loaded.pop(name, None)
+
     def expire(self, seconds: float | None) -> None:
         """Delete contexts that nobody has asked here for `seconds`, and files of writes that were cut off a day ago."""
         files = self._listing()

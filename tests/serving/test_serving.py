@@ -232,6 +232,7 @@ def test_bad_chats_get_one_sentence(server, body, status, says):
         ({"text": "x", "retention": 2}, "must lie in (0, 1]"), ({"text": "x", "system": " "}, "system prompt is empty"),
         ({"text": "a b", "protect": ["c"]}, "does not contain 'c'"), ({"text": "x", "protect": [""]}, "span is empty"),
         ({"text": "x", "protect": "x"}, "protect: Input should be a valid"),
+        ({"text": "x", "retain": 0.5}, "retain: there is no such field; the fields are text, name, system, "),
         (b"{", "Invalid JSON"), ({"text": "x" * 10**5}, "the text has 100,000 characters, too many"),
     ],
 )  # fmt: skip
@@ -251,6 +252,7 @@ FIELD = b'--b\r\nContent-Disposition: form-data; name="name"\r\n\r\nBr\xfccke\r\
         (FIELD * 9 + form(b"text"), "", "has more than 8 fields"), (form(b"x")[:-6], "", "the form is incomplete"),
         (form(b"text"), "; charset=punycode", "another charset than UTF-8"),
         (FIELD + form(b"text"), "", "the form's field 'name' is no UTF-8 text"),
+        (form(b"text").replace(b'"file"', b'"fil"'), "", "fil: there is no such field"),
         (form(b"text"), "; charset*=idna''x", "another charset than UTF-8"),
         (form(b"text").replace(b"filename=", b"filename*=punycode''"), "", "another charset than UTF-8"),
         (form(b"text").replace(b"filename=", b"filename*=\0''"), "", "another charset than UTF-8"),

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from vllm.utils.cpu_resource_utils import MemoryNodeInfo
 
 from lkv.cli.serve import Serve
 from lkv.errors import LkvError
@@ -24,6 +25,24 @@ def test_options_become_those_of_vllm(tmp_path):
     settings = json.loads(given["--additional-config"])["lkv"]
     assert (settings["store"], settings["retention"], settings["method"]) == ("s3://bucket", 0.2, "lkv")
     assert environment["VLLM_API_KEY"] == "sesame" and "sesame" not in " ".join(arguments)
+
+
+@pytest.mark.parametrize(
+    ("vllm_args", "free", "share"),
+    [
+        ("", 18, ["0.39"]), ("", 0.1, ["0.01"]), ("--enforce-eager", 23, ["0.5"]),
+        ("--gpu-memory-utilization 0.7", 18, ["0.7"]), ("--kv_cache_memory_bytes=4G", 18, []),
+    ],
+)  # fmt: skip
+def test_on_a_cpu_vllm_gets_half_of_the_free_memory(monkeypatch, tmp_path, vllm_args, free, share):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    memory = MemoryNodeInfo(total_memory=23 * 2**30, available_memory=int(free * 2**30))
+    monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_memory_node_info", lambda node: memory)
+    options = DEFAULTS | {"model": str(tmp_path), "vllm_args": vllm_args}
+    arguments, _ = server_command(options, DEFAULTS, None)
+    places = [place for place, word in enumerate(arguments) if word == "--gpu-memory-utilization"]
+    assert [arguments[place + 1] for place in places] == share
+    assert arguments[len(arguments) - len(vllm_args.split()) :] == vllm_args.split()
 
 
 @pytest.mark.parametrize(

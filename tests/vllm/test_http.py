@@ -43,6 +43,12 @@ class Server:
         assert state["status"] == "ready", state
         return name
 
+    def memory(self) -> tuple[float, float]:
+        """Contexts in the workers' memory, and their bytes, as /metrics gives them."""
+        lines = self.http.get("/metrics").text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if line.startswith("lkv_"))
+        return float(values["lkv_contexts_resident"]), float(values["lkv_context_bytes"])
+
     def ask(self, question: str, model: str = "tiny", **options) -> str:
         """One greedy answer."""
         options = {"max_tokens": 12, "temperature": 0, **options}
@@ -191,20 +197,22 @@ def test_contexts_are_listed_described_and_deleted(server, lab):
     assert server.http.post("/v1/contexts", json={"text": text}).status_code == 200
     file = server.http.post("/v1/contexts", files={"file": ("notes.txt", lab.text(32).encode())})
     assert file.json()["name"] == "notes.txt"
+    server.create(lab.text(32))  # the same
+    resident, nbytes = server.memory()
+    assert nbytes >= about["bytes"] and resident >= 2
     metrics = server.http.get("/metrics").text
-    values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("lkv_"))
-    assert float(values["lkv_context_bytes"]) >= about["bytes"] and float(values["lkv_contexts_resident"]) >= 1
-    assert float(values["lkv_texts_waiting"]) <= 1 and "vllm:num_requests_running" in metrics  # the file's
+    assert "lkv_texts_waiting 0.0" in metrics and "vllm:num_requests_running" in metrics
     assert "/v1/contexts" in server.http.get("/").text  # the page
     assert server.http.delete(f"/v1/contexts/{name}").json()["deleted"] is True
     assert server.http.get(f"/v1/contexts/{name}").status_code == 404
     assert not (lab.store / f"{name}.kv").exists()
+    assert server.memory() == (resident - 1, nbytes - about["bytes"])
     with pytest.raises(openai.NotFoundError, match="no context"):
         server.ask("what?", f"tiny:{name}")
 
 
 def test_a_context_deleted_during_an_answer_goes_afterwards(server, lab):
-    text = lab.text(33)
+    text, before = lab.text(33), server.memory()
     name, want = server.create(text), expected(lab, lab.context(text), "what?", 200)
     messages = [{"role": "user", "content": "what?"}]
     stream = server.client.chat.completions.create(
@@ -216,7 +224,7 @@ def test_a_context_deleted_during_an_answer_goes_afterwards(server, lab):
     assert server.http.get(f"/v1/contexts/{name}").status_code == 404
     assert squash("".join(x.choices[0].delta.content or "" for x in [*first, *parts] if x.choices)) == want
     deadline = time.monotonic() + 10
-    while (lab.store / f"{name}.kv").exists():
+    while (lab.store / f"{name}.kv").exists() or server.memory() != before:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -263,6 +271,7 @@ def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
         answer = server.http.post("/v1/chat/completions", json=request)
         assert answer.status_code == 400 and match in answer.json()["error"]["message"], answer.text
     for body, match in (
+        ({"text": "a b", "retain": 0.5}, "retain: there is no such field"),
         ({"text": " "}, "is empty"),
         ({"text": "a", "retention": 0.1}, "nothing of it would be kept"),
         ({"text": lab.text(1, 1500)}, "--max-model-len"),

@@ -43,7 +43,7 @@ def install_in_worker() -> None:
     for worker in (Worker, *Worker.__subclasses__()):
         if "determine_available_memory" in vars(worker):
             _wrap(worker, "determine_available_memory", _determine_available_memory)
-    Worker.lkv_outcome, Worker.lkv_resident = _outcome, _resident
+    Worker.lkv_outcome, Worker.lkv_resident, Worker.lkv_release = _outcome, _resident, _release
 
 
 def _check(owner: type, name: str, *parameters: str) -> None:
@@ -128,3 +128,12 @@ def _resident(worker: Any) -> dict[str, int]:
 
     contexts = loaded_contexts(worker.model_runner)
     return {} if contexts is None else contexts.store.resident()
+
+
+def _release(worker: Any, name: str) -> None:
+    """RPC: drop a deleted context from this worker's memory."""
+    from lkv.integrations.vllm.contexts import loaded_contexts
+
+    contexts = loaded_contexts(worker.model_runner)
+    if contexts is not None:
+        contexts.store.release(name)

@@ -24,6 +24,7 @@ _IGNORED = (
     "strict",
     "policy_revision",
 )
+_MEMORY_OPTIONS = {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"}
 
 
 def serve(options: dict[str, Any], defaults: dict[str, Any], key: str | None) -> None:
@@ -79,4 +80,23 @@ def server_command(
     environment = {"VLLM_PLUGINS": "lkv", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     if key is not None:
         environment["VLLM_API_KEY"] = key
-    return arguments + shlex.split(options["vllm_args"]), environment
+    added = shlex.split(options["vllm_args"])
+    return arguments + _memory_option(added) + added, environment
+
+
+def _memory_option(added: list[str]) -> list[str]:
+    """On a CPU, half of the free memory for vLLM, unless the options `added` or the environment give a size.
+
+    vLLM's own default is 92% of all memory, and it does not start where less is free.
+    """
+    from vllm.platforms import current_platform
+    from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node
+
+    names = {option.partition("=")[0].replace("_", "-") for option in added}
+    is_sized = bool(names & _MEMORY_OPTIONS) or bool(os.environ.get("VLLM_CPU_KVCACHE_SPACE"))
+    if is_sized or not current_platform.is_cpu():
+        return []
+    memory = get_memory_node_info(get_visible_memory_node()[0])
+    share = max(int(50 * memory.available_memory / memory.total_memory), 1) / 100
+    print(f"vLLM may use {share:.0%} of the memory, half of what is free (--gpu-memory-utilization in --vllm-args).")
+    return ["--gpu-memory-utilization", str(share)]

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -203,7 +203,7 @@ class ContextRoutes:
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
         if job.is_deleted:
-            await asyncio.to_thread(contexts.store.delete, wanted.id)
+            await self._delete(contexts, wanted.id)
         elif job.error is None:
             self._jobs.pop(wanted.id, None)
 
@@ -211,8 +211,14 @@ class ContextRoutes:
         """Delete the files of a deleted context unless requests use it: a queued one would not find them."""
         if name in self._deleted and not self._users[name]:
             contexts = await self.contexts()
-            await asyncio.to_thread(contexts.store.delete, name)
+            await self._delete(contexts, name)
             self._deleted.discard(name)
+
+    async def _delete(self, contexts: VllmContexts, name: str) -> None:
+        """Delete a context's files, and drop it from the workers' memory."""
+        await asyncio.to_thread(contexts.store.delete, name)
+        with suppress(Exception):  # the engine has ended, and its memory with it
+            await self._engine.collective_rpc("lkv_release", args=(name,))
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[None]:
