@@ -1,9 +1,15 @@
 """Optional packages of each extra. Does not import torch."""
 
+import json
+import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from lkv.errors import MissingPackageError
 
@@ -55,6 +61,28 @@ def optional_import(extra: str, purpose: str) -> Iterator[None]:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra: from the checkout where LKV is imported from one, else by name."""
-    is_checkout = (Path(__file__).parents[2] / "pyproject.toml").is_file()
-    return f"pip install -e '.[{extra}]'" if is_checkout else f"pip install 'lkv-cache[{extra}]'"
+    """Return the command that installs an extra, from where LKV itself comes."""
+    checkout = Path(__file__).parents[2]
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install -e {shlex.quote(f'{_short_path(checkout)}[{extra}]')}"
+    return f"pip install {shlex.quote(_requirement(extra))}"
+
+
+def _requirement(extra: str) -> str:
+    """What pip installs to get the extra: the folder, file or address that LKV was installed from, else its name."""
+    try:
+        record = metadata.distribution("lkv-cache").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return f".[{extra}]"  # nothing says where LKV comes from: in a checkout of it
+    if record is None:
+        return f"lkv-cache[{extra}]"  # from a package index
+    origin = json.loads(record)
+    if origin["url"].startswith("file:"):
+        return f"{_short_path(Path(url2pathname(urlsplit(origin['url']).path)))}[{extra}]"
+    vcs = origin.get("vcs_info", {}).get("vcs")
+    return f"lkv-cache[{extra}] @ {f'{vcs}+' if vcs else ''}{origin['url']}"
+
+
+def _short_path(path: Path) -> str:
+    """`.` for the working directory and for what is no longer there, else the path."""
+    return "." if not path.exists() or os.path.samefile(path, os.curdir) else str(path)
