@@ -348,11 +348,11 @@ class RaggedLayer(AttentionCacheLayer):
         tensors = {name: torch.tensor(numbers, device="cpu") for name, numbers in counts.items()}
         return {**self.store.state(), "kept": self.kept_counts, **tensors}
 
-    def restore(self, state: dict[str, Tensor], like: Tensor) -> None:
-        """Load what `state` returned, on the device and in the dtype of `like`."""
+    def restore(self, state: dict[str, Tensor], like: Tensor, has_free_slots: bool) -> None:
+        """Load what `state` returned, on the device and in the dtype of `like`, with free slots for tokens to come."""
         self.lazy_initialization(like, like)
-        lens = state["kept"]
-        free_slots = self._context.config.initial_slots(self._context.index, lens, like.device)
+        lens, config = state["kept"], self._context.config
+        free_slots = config.initial_slots(self._context.index, lens, like.device) if has_free_slots else 0
         self.store = restore_store(state, lens, free_slots, like)
         self.real_tokens = state["real"].tolist()
         self._padding = [0] * len(self.real_tokens)

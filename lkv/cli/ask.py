@@ -14,6 +14,7 @@ from lkv.cli.options import (
     MethodName,
     PolicyOptions,
     PositiveInt,
+    Retention,
     RunOptions,
     check_pattern,
     find_needs,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lkv.context.context import Context
 
 _MEMORY = "10%"
+_RETENTION = 0.15  # with --bits alone
 _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
 _COMPRESSION_OPTIONS = ("memory", "retention", "method", "policy", "pattern", "chunk", "bits", "streaming", "protect")
 
@@ -46,7 +48,14 @@ class Ask(PolicyOptions, RunOptions):
     pattern: Path | None = option("for duo: full_attention_heads.tsv, or a long text to estimate it from")
     chunk: PositiveInt | None = option("read the text in chunks of this many tokens")
     streaming: bool = option("evict after every chunk: for texts too long for memory", False)
-    memory: Memory | None = option("what k and v may take: 10% of the full cache's bytes, or 200MB (default: 10%)")
+    memory: Memory | None = option(
+        "what k and v may take: 10% of the full cache's bytes, or 200MB (default: "
+        f"{_MEMORY} without --retention and --bits)"
+    )
+    retention: Retention | None = option(
+        f"instead of --memory: fraction of the KV entries to keep, all in one precision (default: {_RETENTION} with "
+        "--bits)"
+    )
     bits: Literal["3", "4", "8"] | None = option("quantise the KV entries that --retention keeps to 3, 4 or 8 bits")
     protect: list[str] = option(
         "words of the text that are kept whatever else is evicted; may be repeated", [], append=True, metavar="WORDS"
@@ -98,9 +107,7 @@ class Ask(PolicyOptions, RunOptions):
             raise LkvError(f"the uncompressed cache of {FULL!r} cannot be saved; leave --save out, or use a method.")
         if self.pattern and PATTERN not in find_needs(self.method):
             raise LkvError(f"the method {self.method!r} takes no --pattern; leave it out, or use duo.")
-        shares = [
-            f"--{name}" for name in ("retention", "bits") if getattr(self, name) and name in self.model_fields_set
-        ]
+        shares = [f"--{name}" for name in ("retention", "bits") if getattr(self, name)]
         if self.memory and (shares or self.method == FULL):
             other = " and ".join(shares) or f"--method {FULL}"
             raise LkvError(f"--memory says what is kept and in which precision; leave it or {other} out.")
@@ -130,9 +137,9 @@ class Ask(PolicyOptions, RunOptions):
         options: dict[str, Any] = {"bits": int(self.bits)} if self.bits else {}
         options |= {"pattern": load_pattern(self.pattern, model, tokenizer)} if self.pattern else {}
         options |= {"streaming": True} if self.streaming else {}
-        keeps_share = self.bits or "retention" in self.model_fields_set
-        retention = self.retention if keeps_share and self.method != FULL else None
-        memory = None if keeps_share or self.method == FULL else self.memory or _MEMORY
+        retention = self.retention or (_RETENTION if self.bits else None)
+        retention = None if self.method == FULL else retention
+        memory = None if retention or self.method == FULL else self.memory or _MEMORY
         chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
         started = time.perf_counter()
         with _show_progress(model, len(encode_context(tokenizer, text))):
@@ -158,7 +165,7 @@ def _describe_size(context: "Context") -> str:
 
 @contextmanager
 def _show_progress(model: "PreTrainedModel", tokens: int) -> Iterator[None]:
-    """Show a bar of the tokens read while the block runs, if stderr is a terminal."""
+    """Show how far the text is read while the block runs: a bar if stderr is a terminal, else a line before it."""
     from tqdm import tqdm
 
     from lkv.integrations.transformers.progress import report_progress
@@ -169,6 +176,8 @@ def _show_progress(model: "PreTrainedModel", tokens: int) -> Iterator[None]:
     def advance(count: float) -> None:
         bar.update(min(count, tokens - bar.n))  # a second pass over the text does not count
 
+    if bar.disable:
+        print(f"[reading {tokens:,} tokens]", file=sys.stderr, flush=True)
     with bar, report_progress(model, advance):
         yield
 

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lkv.cli.arguments import option
-from lkv.cli.options import Memory, MethodName, PolicyOptions, PositiveInt, RunOptions, check_pattern, find_needs
+from lkv.cli.options import (
+    Memory,
+    MethodName,
+    PolicyOptions,
+    PositiveInt,
+    Retention,
+    RunOptions,
+    check_pattern,
+    find_needs,
+)
 from lkv.errors import LkvError
 from lkv.policy.shipped import describe_card, shipped_policies
 from lkv.utils.extras import optional_import
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
 
 _BASELINES = ("snapkv", "streaming-llm")
 _MEMORY = "10%"
+_RETENTION = 0.15
 _PAGE = "of a text"
 
 
@@ -35,8 +45,13 @@ class Inspect(PolicyOptions, RunOptions):
     )
     json_: bool = option("of a policy: print card and budgets as JSON", False, alias="json")
     figure: Path | None = option("of a policy: draw the budgets into this file")
+    retention: Retention | None = option(
+        f"of a policy: the average share that its heads keep (default: {_RETENTION}); of a text: what the answers keep "
+        "of the KV entries, instead of --memory"
+    )
     memory: Memory | None = option(
-        "budget of the answers, where the slider starts: 10% of the bytes, or 2MB (default: 10%, or --retention)",
+        "what the answers keep, where the slider starts: 10% of the full cache's bytes, or 2MB (default: "
+        f"{_MEMORY} without --retention)",
         group=_PAGE,
     )
     question: list[str] = option(
@@ -70,19 +85,20 @@ class Inspect(PolicyOptions, RunOptions):
 
 def _show_budgets(options: Inspect) -> None:
     policy = _load_policy(options)
-    ratios = policy.inference_ratios(options.retention).tolist()
+    retention = options.retention or _RETENTION
+    ratios = policy.inference_ratios(retention).tolist()
     if options.json_:
         description = {"model": asdict(policy.spec), "inputs": asdict(policy.inputs), "card": policy.card}
-        print(json.dumps(description | {"retention": options.retention, "shares": ratios}, indent=1))
+        print(json.dumps(description | {"retention": retention, "shares": ratios}, indent=1))
     else:
         print("\n".join(_describe_card(policy)))
-        print(f"\nshare of the tokens that each KV head keeps, on average {options.retention:g}:")
+        print(f"\nshare of the tokens that each KV head keeps, on average {retention:g}:")
         for layer, row in enumerate(ratios):
             print(f"layer {layer:3}: " + " ".join(f"{ratio:.3f}" for ratio in row))
     if options.figure:
         with optional_import("plots", "--figure"):
             from lkv.evaluation.report.figures import draw_budgets
-        draw_budgets(ratios, options.retention, options.figure)
+        draw_budgets(ratios, retention, options.figure)
         print(f"the figure is in {options.figure}", file=sys.stderr)
 
 
@@ -121,8 +137,7 @@ def _write_page(options: Inspect, source: str) -> None:
 
     if options.json_ or options.figure:
         raise LkvError("--json and --figure show a policy, but a text was given; leave out either.")
-    by_memory = "retention" not in options.model_fields_set
-    if options.memory and not by_memory:
+    if options.memory and options.retention:
         raise LkvError("--memory says what is kept and in which precision; leave it or --retention out.")
     if options.method == FULL or SECOND_PASS in find_needs(options.method):
         problem = "keeps everything" if options.method == FULL else "needs a second pass over the text"
@@ -141,11 +156,11 @@ def _write_page(options: Inspect, source: str) -> None:
     policy = options.load_policy()
     model, tokenizer = options.load_model()
     _log("reading the text, to see what every head keeps of it")
-    inspected = inspect_text(model, tokenizer, text, options.method, policy, by_memory=by_memory)
+    inspected = inspect_text(model, tokenizer, text, options.method, policy, by_memory=options.retention is None)
     full = len(inspected.pieces) * inspected.layers * inspected.heads * inspected.entry_bytes()
     memory = options.memory or _MEMORY
-    share = MemoryTarget.parse(memory).share_of(full) if by_memory else options.retention
-    budget: dict[str, Any] = {"memory": memory} if by_memory else {"retention": options.retention}
+    share = options.retention or MemoryTarget.parse(memory).share_of(full)
+    budget: dict[str, Any] = {"retention": options.retention} if options.retention else {"memory": memory}
     answers = _answer(options, model, tokenizer, text, policy, budget) if options.question else {}
     model_name = Path(options.model_name).name if exists(options.model_name) else options.model_name
     write_text(out, render_page(inspected, name, model_name, share, answers), LkvError, "the page")

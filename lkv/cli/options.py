@@ -57,9 +57,8 @@ class ModelOptions(Command):
 
 
 class RunOptions(ModelOptions):
-    """Which model is loaded, in which dtype, where it runs, and how much of its KV cache is kept."""
+    """Which model is loaded, in which dtype, and where it runs."""
 
-    retention: Retention = option("fraction of the KV cache to keep", 0.15)
     dtype: Dtype | None = option("dtype of the model (default: as stored)")
     device: str | None = option(f"{DEVICE} (default: cpu)")
 

@@ -6,7 +6,7 @@ import socket
 from typing import Literal
 
 from lkv.cli.arguments import option
-from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, RunOptions, check_pattern
+from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, Retention, RunOptions, check_pattern
 from lkv.errors import LkvError, ServerError
 
 _KEY_VARIABLE = "LKV_API_KEY"
@@ -17,6 +17,7 @@ class Serve(PolicyOptions, RunOptions):
 
     name: str | None = option("the model's name for clients (default: from --model)")
     method: MethodName = option("a name from `lkv methods`, except full", "lkv")
+    retention: Retention = option("fraction of the KV entries to keep, where a request names no budget", 0.15)
     host: str = option(f"address to listen on; other than localhost needs ${_KEY_VARIABLE}", "127.0.0.1")
     port: int = option("port to listen on", 8000, ge=1, le=65535)
     store: str | None = option("folder or fsspec URL of the saved contexts (default: in the cache folder)")

@@ -71,7 +71,7 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
         ids, vocabulary = tensors.pop("ids"), model.get_input_embeddings().weight.shape[0]
         if ids.ndim != 1 or ids.dtype != torch.int32 or not len(ids) or ids.min() < 0 or ids.max() >= vocabulary:
             raise ValueError("its ids are not of this model's vocabulary")
-        cache = _restored_cache(model, metadata["method"], ids.tolist(), tensors)
+        cache = _restored_cache(model, metadata, ids.tolist(), tensors)
         if header.get("adapters", cache.adapters) != cache.adapters:
             raise ContextFileError(
                 f"{path} was saved with other adapters than those active in the model; activate the same ones, or "
@@ -82,10 +82,10 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
         raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
 
 
-def _restored_cache(model: Any, method: str, ids: list[int], tensors: dict[str, Tensor]) -> RaggedCache:
+def _restored_cache(model: Any, metadata: dict[str, Any], ids: list[int], tensors: dict[str, Tensor]) -> RaggedCache:
     """A cache with `tensors`, as `context_tensors` gives them."""
     compressed: Any = _AlreadyCompressed()
-    cache = RaggedCache(model, method=Method(method, compressed, compressed))
+    cache = RaggedCache(model, method=Method(metadata["method"], compressed, compressed))
     like = model.get_input_embeddings().weight[:0]
     sliding = {name: tensors.pop(name) for name in list(tensors) if name.startswith("sliding_")}
     states: list[dict[str, Tensor]] = [{} for _ in cache.ragged_layers]
@@ -96,7 +96,8 @@ def _restored_cache(model: Any, method: str, ids: list[int], tensors: dict[str, 
         states[int(index)][field] = tensor
     for layer, state in zip(cache.ragged_layers, states, strict=True):
         check_state(state, len(ids), cache.spec)
-        layer.restore(state, like)
+        # Without free slots a memory budget holds here, too, until the first question.
+        layer.restore(state, like, has_free_slots=metadata["memory"] is None)
     cache.restore_sliding(sliding, len(ids), like)
     cache.ids = torch.tensor([ids], device=input_device(model))
     return cache

@@ -147,12 +147,30 @@ def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, monke
     assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
 
 
-def test_what_is_saved_answers_as_what_was_read(folder, asked, tmp_path):
-    saved = tmp_path / "text.kv"
-    _, out, said = asked(folder / "text.md", "When?", "--save", saved)
+@pytest.mark.parametrize("amount", [(), ("--retention", "0.5"), ("--bits", "4")], ids=str)
+def test_what_is_saved_answers_as_what_was_read_in_as_many_bytes(folder, asked, tmp_path, amount):
+    saved, size = tmp_path / "text.kv", r"KV cache [\d.]+ of [\d.]+ MB \([\d.]+\)"
+    _, out, said = asked(folder / "text.md", "When?", *amount, "--save", saved)
     assert f"saved to {saved}" in said and saved.is_file()
+    (taken,) = re.findall(size, said)
     status, again, said = asked("--load", saved, "When?", method="")
-    assert status == 0 and again == out and f"[{len(TEXT)} tokens loaded; KV cache" in said
+    assert status == 0 and again == out and f"[{len(TEXT)} tokens loaded; {taken}]" in said
+
+
+def test_reading_shows_its_progress(folder, asked, monkeypatch):
+    """A line where stderr is no terminal, and a bar where it is."""
+    _, _, said = asked(folder / "text.md", "When?")
+    assert said.splitlines().count(f"[reading {len(TEXT)} tokens]") == 1 and "reading " not in asked("nothing")[2]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _, _, said = asked(folder / "text.md", "When?")
+    assert "[reading" not in said and re.search(rf"reading .*% \|.*of {len(TEXT)} tokens", said)
+
+
+def test_help_says_which_budget_applies_by_default(capsys):
+    with pytest.raises(SystemExit):
+        main(["ask", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "(default: 10% without --retention and --bits)" in words and "(default: 0.15 with --bits)" in words
 
 
 def test_a_text_comes_from_stdin_and_questions_are_typed(folder, asked, monkeypatch, tmp_path):

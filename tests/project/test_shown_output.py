@@ -57,8 +57,10 @@ def printed_by_commands(code: str) -> str:
 
 
 def without_times(text: str) -> str:
-    """The lines without times, progress bars and empty lines."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("Loading weights")]
+    """The lines without times, progress (on a terminal a bar, which goes) and empty lines."""
+    lines = [
+        line for line in text.splitlines() if line.strip() and not line.startswith(("Loading weights", "[reading"))
+    ]
     return "\n".join(_TIMES.sub("in ...", line) for line in lines)
 
 
