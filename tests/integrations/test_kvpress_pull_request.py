@@ -1,0 +1,79 @@
+"""The press in examples/kvpress masks what LKV's own presses mask, and works as kvpress's tests use one."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+with warnings.catch_warnings():
+    # A package that kvpress imports uses a module of the standard library that goes away.
+    warnings.filterwarnings("ignore", "'pipes' is deprecated", DeprecationWarning)
+    kvpress = pytest.importorskip("kvpress")
+
+from examples.kvpress.lkv_press import LKVPress
+from lkv.config import ScorerInputs
+from lkv.integrations.kvpress import LKVHeadBudgetPress, LKVScorerPress
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.policy.policy import Policy
+from tests.conftest import tiny_llama
+
+PAGE = Path(__file__).parents[2] / "examples" / "kvpress" / "README.md"
+TOKENS = 200
+
+
+@pytest.fixture
+def saved(tmp_path) -> str:
+    """A random policy with the paper's scorer, in a folder."""
+    torch.manual_seed(0)
+    policy = Policy(inspect_model(tiny_llama()))
+    with torch.no_grad():
+        policy.heads.embeddings.normal_(std=3)
+        policy.tokens.bias.normal_()
+        policy.tokens.mean.normal_()
+        policy.tokens.std.uniform_(0.5, 2)
+    policy.save_pretrained(tmp_path / "policy")
+    return str(tmp_path / "policy")
+
+
+@torch.no_grad()
+def masked(model, press) -> list[set[tuple[int, ...]]]:
+    """(row, head, token) of what each layer masks after reading two texts."""
+    ids = torch.randint(3, 67, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    with press(model):
+        model.model(input_ids=ids, past_key_values=DynamicCache(), cache_position=torch.arange(TOKENS))
+    found = []
+    for layer in model.model.layers:
+        indices = layer.self_attn.masked_key_indices
+        found.append(set(zip(*(index.tolist() for index in indices), strict=True)) if indices else set())
+    return found
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.85])
+def test_it_masks_what_the_packages_presses_mask(saved, ratio):
+    policy = Policy.from_pretrained(saved)
+    wanted = masked(tiny_llama(), LKVHeadBudgetPress(policy, LKVScorerPress(policy, ratio)))
+    assert masked(tiny_llama(), LKVPress(saved, compression_ratio=ratio)) == wanted
+    share = sum(map(len, wanted)) / (2 * 3 * 2 * TOKENS)
+    assert share == pytest.approx(ratio, abs=0.01)
+
+
+def test_what_it_cannot_use_is_refused(saved, tmp_path):
+    with pytest.raises(ValueError, match=r"has \(layers, KV heads\) \(3, 2\), but the model has \(2, 2\)"):
+        masked(tiny_llama(num_hidden_layers=2), LKVPress(saved, 0.5))
+    Policy(inspect_model(tiny_llama()), inputs=ScorerInputs(key="unrotated")).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="has not the scorer of the paper"):
+        masked(tiny_llama(), LKVPress(str(tmp_path / "other"), 0.5))
+    with pytest.raises(AssertionError, match="Compression ratio"):
+        LKVPress(saved, 1.0)
+
+
+def test_the_class_for_kvpresss_tests_works():
+    code = re.findall(r"```python\n(class .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
+    names = {"LKVPress": LKVPress, "torch": torch}
+    exec(code, names)
+    for ratio in (0.2, 0.8):
+        found = masked(tiny_llama(), names["TestLKVPress"](compression_ratio=ratio))
+        assert sum(map(len, found)) / (2 * 3 * 2 * TOKENS) == pytest.approx(ratio, abs=0.02)
