@@ -22,11 +22,12 @@ from lkv.training.trainer import ADAMW_BETAS
 CLAIMS = Path(__file__).with_name("claims.json")
 HELD, UNCLEAR, PARTLY, NOT_HELD = "held", "held, not beyond the intervals", "held in part", "did not hold"
 BY_TESTS, NOT_TESTABLE = "held, by tests", "not testable here"
+_EXACT_UNITS = ("ratio of bytes", "items", "tokens of the longest prompt")  # what is counted needs no interval
 _COMPARISON = re.compile(r"(\w+) ([<>]) (?:([\d.]+) )?(\w+)")
 
 
 class Figure(NamedTuple):
-    """A figure of a result file, with the bounds of its interval where it has one."""
+    """A figure of a result file, with the bounds of its interval: of no width for what is counted or has none."""
 
     file: str
     row: dict[str, Any]
@@ -34,6 +35,7 @@ class Figure(NamedTuple):
     low: float
     high: float
     digits: int
+    is_certain: bool
 
     def __str__(self) -> str:
         text = f"{self.value:.{self.digits}f}"
@@ -49,9 +51,10 @@ def read_figure(file: str, wanted: Mapping[str, Any], key: str = "value", digits
     (row,) = rows
     bounds = ("low", "high") if key == "value" else (f"{key}_low", f"{key}_high")
     low, high = (row[bound if bound in row else key] for bound in bounds)
+    has_interval = row.get("n") != 1 and bounds[0] in row
     if digits is None:
         digits = 1 if "score" in row.get("unit", "") and key == "value" else 3
-    return Figure(file, row, row[key], low, high, digits)
+    return Figure(file, row, row[key], low, high, digits, has_interval or row["unit"].startswith(_EXACT_UNITS))
 
 
 def figures_of(claim: Mapping[str, Any]) -> dict[str, Figure]:
@@ -72,14 +75,15 @@ def verdict(claim: Mapping[str, Any]) -> str:
 
 
 def _compare(comparison: str, figures: Mapping[str, Figure]) -> tuple[bool, bool]:
-    """Whether "a < 0.5 b" is true of the values, and whether the intervals are apart."""
+    """Whether "a < 0.5 b" is true of the values, and whether both have intervals, which are apart."""
     match = _COMPARISON.fullmatch(comparison)
     if not match:
         raise ValueError(f"{comparison!r} is no comparison; write it as 'a < b' or 'a < 0.5 b'.")
     left, right, factor = figures[match[1]], figures[match[4]], float(match[3] or 1)
+    are_certain = left.is_certain and right.is_certain
     if match[2] == ">":
-        return left.value > factor * right.value, left.low > factor * right.high
-    return left.value < factor * right.value, left.high < factor * right.low
+        return left.value > factor * right.value, are_certain and left.low > factor * right.high
+    return left.value < factor * right.value, are_certain and left.high < factor * right.low
 
 
 def claims_page() -> str:
@@ -98,7 +102,8 @@ def claims_page() -> str:
             "lower is better; scores are of 100; brackets are 95% intervals. LKV is the shipped policy, whose scorer "
             "has more inputs than the paper's, unless it says otherwise.",
             f"Of {len(claims)} claims: {summary}. A verdict follows from the figures by the comparisons in "
-            "`benchmarks/claims.json`; \"not beyond the intervals\": the means are so, but the intervals overlap.",
+            "`benchmarks/claims.json`; \"not beyond the intervals\": the means are so, but the intervals overlap, or a "
+            "figure has none.",
             table(["where", "verdict", "figures", "files"], _claim_lines(claims), "claim"),
             *training(),
             "## What is the paper's and what is ours",

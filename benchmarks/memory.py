@@ -3,9 +3,10 @@
 python -m benchmarks.memory --data FOLDER    (FOLDER is the evaluation folder; writes memory.json and its figure)
 python -m benchmarks.memory --data FOLDER --model NAME
 
-A budget is a share of the bytes of a 16-bit cache, whatever dtype the model computes in. Every method is measured in
-tiers, and with all its entries in 16, 8 and 4 bits. --full-table has all budgets and precisions for every method, else
-only LKV has, and LKV with compensation in tiers.
+A budget is a share of the bytes of a 16-bit cache, whatever dtype the model computes in: an entry that is not quantised
+counts 16 bits a value, also where the model computes in float32. Every method is measured in tiers, and with all its
+entries in 16, 8 and 4 bits. --full-table has all budgets and precisions for every method, else only LKV has, and LKV
+with compensation in tiers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,7 @@ from lkv.methods.memory import DEFAULT_TABLE, Precision, TierTable
 
 METHODS = ["lkv", "lkv+refit", "kvzip", "snapkv", "lkv-h+expected"]
 TABLES = {"": DEFAULT_TABLE} | {f"{bits} bits": TierTable.single(Precision(bits, bits)) for bits in (16, 8, 4)}
+UNQUANTIZED_ROW = "(16 bits)"
 COMPARED = (0.15, 0.05)  # the budgets of methods other than LKV
 Sample = dict[str, Any]
 
@@ -37,19 +39,18 @@ def main() -> None:
     )  # fmt: skip
     contexts, subject = per_length(options.tokens, options.contexts), subject_of(options)
     options.out = options.out or subject.results("memory")
-    scale = 2 / subject.model.dtype.itemsize
+    dtype = subject.model.dtype
+    shares = [share * own_share(name, dtype) for name in ("", UNQUANTIZED_ROW) for share in options.memory]
     grid = MethodGrid(
-        subject.model, subject.tokenizer, options.methods, [share * scale for share in options.memory],
-        subject.policy, tier_tables=TABLES,
+        subject.model, subject.tokenizer, options.methods, shares, subject.policy, tier_tables=TABLES
     )  # fmt: skip
-    if not options.full_table:
-        compared = {share * scale for share in COMPARED}
 
-        def is_measured(name: str, share: float) -> bool:
-            in_full = name.split(" ")[0] == "lkv" or name == "lkv+refit"
-            return in_full or (share in compared and "(8 " not in name)
+    def is_measured(name: str, share: float) -> bool:
+        in_full = options.full_table or name.split(" ")[0] == "lkv" or name == "lkv+refit"
+        budgets = options.memory if in_full else COMPARED if "(8 " not in name else ()
+        return share in {budget * own_share(name, dtype) for budget in budgets}
 
-        grid = grid.select(frozenset(pair for pair in grid.pairs if is_measured(*pair)))
+    grid = grid.select(frozenset(pair for pair in grid.pairs if is_measured(*pair)))
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
     cases = cases_by_length(options.tasks, contexts)
 
@@ -71,22 +72,30 @@ def main() -> None:
 @torch.no_grad()
 def measure(subject: Subject, grid: MethodGrid, ids: list[int], continuations: Continuations) -> Sample:
     """KL and agreement of each method and budget over each continuation, and the share of bytes that each holds."""
-    model, half = subject.model, 2 / subject.model.dtype.itemsize
+    model = subject.model
     prompt = read_prompt(model, torch.tensor([ids]), queries=True)
     rows, skipped = grid.bind(ids, prompt)
-    full_nbytes = sum(layer.key.nbytes + layer.value.nbytes for layer in prompt) * half
+    full_nbytes = sum(layer.key.nbytes + layer.value.nbytes for layer in prompt)
     full = MethodComparison(model, ids, prompt, [rows[0].method])
     predictions = [full.predict(target, skip).row(0) for target, skip in continuations]
     sample: Sample = {"tokens": len(ids), "rows": [], "held": [], "kept": [], "measured": [[] for _ in continuations]}
     for row in rows[1:]:
         comparison = MethodComparison(model, ids, prompt, [row.method])
-        sample["rows"].append([row.name, round(row.retention / half, 4)])
-        sample["held"].append(comparison.nbytes() / full_nbytes)
+        scale = own_share(row.name, model.dtype)
+        sample["rows"].append([row.name, round(row.retention / scale, 4)])
+        sample["held"].append(comparison.nbytes() / full_nbytes / scale)
         sample["kept"] += comparison.realised_retentions()
         for measured, expected, (target, skip) in zip(sample["measured"], predictions, continuations, strict=True):
             fidelity = comparison.predict(target, skip).row(0).fidelity_to(expected)
             measured.append([fidelity.kl, fidelity.agreement])
-    return sample | {"skipped": [[each.name, each.retention / half, each.reason] for each in skipped]}
+    scales = [own_share(each.name, model.dtype) for each in skipped]
+    reasons = [[each.name, each.retention / scale, each.reason] for each, scale in zip(skipped, scales, strict=True)]
+    return sample | {"skipped": reasons}
+
+
+def own_share(name: str, dtype: torch.dtype) -> float:
+    """The bytes of a row's entries by those of a 16-bit cache, by their share of the bytes of a cache in `dtype`."""
+    return 1.0 if name.endswith(UNQUANTIZED_ROW) else 2 / dtype.itemsize
 
 
 def summarise(samples: Iterable[tuple[int, Sample]]) -> list[dict]:

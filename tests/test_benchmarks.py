@@ -179,7 +179,8 @@ def test_methods_are_compared_at_equal_bytes(tmp_path, monkeypatch, capsys):
     assert len([row for row in rows if row["method"].startswith("lkv")]) == 8 and len(rows) == 11
     assert all(0.7 * row["memory"] < row["held"] <= row["memory"] for row in rows)
     kept = {row["method"]: row["kept"] for row in rows if row["memory"] == 0.15}
-    assert kept["lkv (16 bits)"] < kept["lkv (8 bits)"] < kept["lkv"] < kept["lkv (4 bits)"]
+    # The model computes in float32; unquantised entries count 16 bits a value all the same.
+    assert 0.1 < kept["lkv (16 bits)"] <= 0.15 < kept["lkv (8 bits)"] < kept["lkv"] < kept["lkv (4 bits)"]
     assert {row["method"] for row in memory.best_precisions(rows)} == {"lkv", "snapkv"}
     assert (tmp_path / "small" / "memory.png").is_file()
 
