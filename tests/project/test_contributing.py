@@ -1,6 +1,10 @@
-"""What CONTRIBUTING.md says of adding a selector works as written, and the files it names are there."""
+"""What CONTRIBUTING.md and docs/methods.md say of methods of one's own works as written."""
 
+import os
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,8 @@ from lkv.methods import registry
 from lkv.methods.registry import parse_method, register_method
 from tests.conftest import tiny_llama
 
-PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "CONTRIBUTING.md"
 
 
 def test_the_selector_of_the_page_works_everywhere(own_registry, capsys):
@@ -30,6 +35,31 @@ def test_the_selector_of_the_page_works_everywhere(own_registry, capsys):
     cache = RaggedCache(model, retention=0.5, method="uniform+large-values")
     model(torch.arange(3, 23)[None], past_key_values=cache, use_cache=True)
     assert cache.realised_retention() == 0.5
+
+
+def test_the_package_of_the_methods_page_is_found(tmp_path):
+    """Its files as they are shown, installed as pip would: the command line lists the method."""
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    code, config = (
+        re.search(rf"```{kind}\n(.*?)```", page[page.index("`my_methods.py`:") :], re.DOTALL)[1]
+        for kind in ("python", "toml")
+    )
+    project = tomllib.loads(config)
+    (module,) = project["tool"]["setuptools"]["py-modules"]
+    (tmp_path / f"{module}.py").write_text(code)
+    info = tmp_path / "my_methods-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['project']['name']}\nVersion: 0.1\n")
+    points = project["project"]["entry-points"]["lkv.methods"]
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[lkv.methods]", *lines, ""]))
+    done = subprocess.run(
+        [sys.executable, "-m", "lkv", "methods"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and re.search(r"^ *large-values +.*values of large norm", done.stdout, re.MULTILINE)
 
 
 def test_a_name_is_given_once_and_a_part_must_be_known(own_registry):
