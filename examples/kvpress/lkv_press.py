@@ -113,13 +113,14 @@ class LKVPress(BasePress):
         """
         if self.compression_ratio == 0:
             return keys, values
-        assert module.config._attn_implementation != "eager", "eager mode not supported"
+        implementation = module.config._attn_implementation  # type: ignore[union-attr]
+        assert implementation != "eager", "eager mode not supported"
 
-        layer_idx, seq_len = int(module.layer_idx), keys.shape[2]
+        layer_idx, seq_len = int(module.layer_idx), keys.shape[2]  # type: ignore[arg-type]
         n_kept = (self.head_ratios()[layer_idx] * seq_len + 1e-6).long()
         # The rank of each KV pair in its head, 0 for the highest score
         ranks = self.score(layer_idx, keys, values).argsort(dim=-1, descending=True).argsort(dim=-1)
 
         # Save indices to mask during the attention mechanism. Please refer to attention_patch.py for more details
-        module.masked_key_indices = torch.where(ranks >= n_kept[:, None])
+        module.masked_key_indices = torch.where(ranks >= n_kept[:, None])  # type: ignore[assignment]
         return keys, values
