@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 
 import pytest
 import torch
@@ -68,6 +69,7 @@ def test_a_text_read_in_chunks_is_compressed_as_a_whole(lab):
         # Found again: nothing is read a second time.
         before = (lab.store / f"{name}.kv").stat().st_mtime_ns
         assert compress(llm, text, retention=0.2) == name
+        assert not any(thread.name.startswith("lkv") for thread in threading.enumerate())  # see store_behind
         assert (lab.store / f"{name}.kv").stat().st_mtime_ns == before
 
 

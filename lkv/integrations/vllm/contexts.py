@@ -108,7 +108,6 @@ class VllmContexts:
         self._folder = store
         self._announced: dict[str, NewContext] = {}
         self._checked: dict[str, tuple[float, ...]] = {}
-        self._writer = ThreadPoolExecutor(1, "lkv-writer")
         self._written: dict[str, Future[None]] = {}
 
     def method(self, settings: "CompressionSettings | NewContext") -> Method:
@@ -175,7 +174,11 @@ class VllmContexts:
         """Run `store`, which stores the context `name`, in a thread: no request waits for the disk."""
         while len(self._written) >= _MAX_WRITTEN:
             del self._written[next(iter(self._written))]
-        self._written[name] = self._writer.submit(store)
+        # A thread that stays would keep its OpenMP threads: more of them than processors sleep at each barrier instead
+        # of spinning, and every later step of the model takes half as long again.
+        writer = ThreadPoolExecutor(1, "lkv-writer")
+        self._written[name] = writer.submit(store)
+        writer.shutdown(wait=False)
 
     def outcome(self, name: str) -> str | None:
         """Why the context `name` could not be stored, once; "" if it was or nothing is known of it; None until then."""
