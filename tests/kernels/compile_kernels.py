@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,11 +96,11 @@ class Compiler:
         devices.device_guard = lambda device: nullcontext()
         for cached in (ragged._launch, ragged._shared_memory, ragged._multiprocessors, soft.tiles_on):
             cached.cache_clear()
-        plain, rows, limit = self._run, self.rows, GPUS[self._arch][0]
+        plain, rows, limit, arch = self._run, self.rows, GPUS[self._arch][0], self._arch
 
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             kernel = plain(self, *args, grid=grid, warmup=True, **options)
-            rows.append({"kernel": self.__name__, "limit": limit, "grid": [int(n) for n in grid]} | facts(kernel))
+            rows.append({"kernel": self.__name__, "limit": limit, "grid": [int(n) for n in grid]} | facts(kernel, arch))
             return kernel
 
         jit.JITFunction.run = run
@@ -109,16 +110,22 @@ class Compiler:
         jit.JITFunction.run = self._run
 
 
-def facts(kernel: Any) -> dict[str, Any]:
-    """What the compiled code takes of a GPU."""
+def facts(kernel: Any, arch: int) -> dict[str, Any]:
+    """What the compiled code takes of a GPU, and its instructions that matter."""
     ptx = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        shown = subprocess.run([DUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    used = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", shown.stdout)}
+        shown = subprocess.run(
+            [DUMP, "--dump-resource-usage", "--dump-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    used = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", shown)}
+    names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", shown, re.MULTILINE)
+    counted = Counter(name.split(".")[0] for name in names)
+    copies = [name for name in names if name.startswith("LDGSTS")]
+    threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
     return {
-        "shared": kernel.metadata.shared,
+        "shared": shared,
         "tensor_columns": getattr(kernel.metadata, "tmem_size", 0) or 0,
         "warps": kernel.metadata.num_warps,
         "stages": kernel.metadata.num_stages,
@@ -126,6 +133,13 @@ def facts(kernel: Any) -> dict[str, Any]:
         "stack": used["STACK"],
         "traps": len(re.findall(r"\btrap;", ptx)),
         "asynchronous": ptx.count("cp.async.c") + ptx.count("cp.async.bulk"),
+        "instructions": len(names),
+        "copies": len(copies),
+        "wide_copies": sum(bool(re.search(r"\.128(\.|$)", name)) for name in copies),
+        "local": counted["LDL"] + counted["STL"],
+        "barriers": counted["BAR"],
+        # A multiprocessor has 1 KiB more of shared memory than a block may use, which each block takes for itself.
+        "programs": min(65_536 // (threads * -(-used["REG"] // 8) * 8), (GPUS[arch][0] + 1024) // (shared + 1024)),
     }
 
 
@@ -182,21 +196,24 @@ def soft_rows(dim: int, dtype: torch.dtype) -> int:
     return tiles.shared
 
 
-def compiled(arch: int, dim: int, dtype: str, eviction: bool = False) -> list[dict[str, Any]]:
+def compiled(arch: int, dim: int, dtype: str, kernels: str) -> list[dict[str, Any]]:
     """A row a kernel; a length that is no multiple of the tiles is the harder one to compile."""
-    if eviction:
-        with Compiler(arch) as compiler, torch.no_grad():
-            eviction_rows(dim, getattr(torch, dtype))
-        return [{"arch": arch, "dim": dim, "dtype": dtype} | row for row in compiler.rows]
+    numbers: torch.dtype = getattr(torch, dtype)
     with Compiler(arch) as compiler, torch.no_grad():
-        decode_rows(dim, getattr(torch, dtype))
-        decode_rows(dim, getattr(torch, dtype), 64)
-        for tiers in TIERS:
-            tier_rows(dim, getattr(torch, dtype), tiers)
-        stated = soft_rows(dim, getattr(torch, dtype))
-    if arch == 90:  # for which the tiles state what they need
-        for row in compiler.rows[-3:]:
-            row["limit"] = stated
+        if kernels == "eviction":
+            eviction_rows(dim, numbers)
+        elif kernels == "decode":
+            for new in (1, 16, 64):
+                decode_rows(dim, numbers, new)
+        else:
+            for new in (1, 64):
+                decode_rows(dim, numbers, new)
+            for tiers in TIERS:
+                tier_rows(dim, numbers, tiers)
+            stated = soft_rows(dim, numbers)
+            if arch == 90:  # for which the tiles state what they need
+                for row in compiler.rows[-3:]:
+                    row["limit"] = stated
     return [{"arch": arch, "dim": dim, "dtype": dtype} | row for row in compiler.rows]
 
 
@@ -245,7 +262,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 100], choices=GPUS)
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 80, 96, 128, 256])
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--eviction", action="store_true", help="the kernels of eviction instead of attention's")
+    parser.add_argument("--kernels", default="attention", choices=("attention", "decode", "eviction"))
     options = parser.parse_args()
     if options.table:
         return print(table(read(options.table)))
@@ -254,7 +271,7 @@ def main() -> None:
     for given in itertools.product(options.arch, options.dim, options.dtype):
         if given in done:
             continue
-        lines = [json.dumps(row | {"problems": problems(row)}) for row in compiled(*given, options.eviction)]
+        lines = [json.dumps(row | {"problems": problems(row)}) for row in compiled(*given, options.kernels)]
         print(*lines, sep="\n", flush=True)
         if options.out:
             with options.out.open("a") as file:

@@ -11,36 +11,60 @@ import pytest
 pytest.importorskip("triton")
 
 
-# One head size a GPU and precision, the ones nearest to a limit; `python -m tests.kernels.compile_kernels` takes all.
-@pytest.mark.parametrize(
-    ("arch", "dim", "dtype"),
-    [
-        (100, 128, "float32"),
-        (100, 128, "bfloat16"),
-        (89, 128, "bfloat16"),
-        pytest.param(90, 128, "float32", marks=pytest.mark.slow),
-        (90, 256, "bfloat16"),
-        pytest.param(90, 128, "bfloat16", marks=pytest.mark.slow),
-        pytest.param("90 --eviction", 128, "bfloat16", marks=pytest.mark.slow),
-        (80, 96, "float16"),
-        (80, 256, "float32"),
-    ],
-)
-def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
-    """In a process of its own, because here the kernels are interpreted."""
+def compiled(arch, dim, dtype, kernels="attention"):
+    """The rows of `compile_kernels`, in a process of its own, because here the kernels are interpreted."""
     done = subprocess.run(
         [
             sys.executable, "-m", "tests.kernels.compile_kernels",
-            "--arch", *str(arch).split(), "--dim", str(dim), "--dtype", dtype,
+            "--arch", str(arch), "--dim", str(dim), "--dtype", dtype, "--kernels", kernels,
         ],
         env=os.environ | {"TRITON_INTERPRET": "0"}, cwd=Path(__file__).parents[2], capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    kernels = {row["kernel"] for row in rows}
-    expected = {"slice_kernel", "append_kernel", "forward", "query_gradient", "key_gradient"}
-    assert kernels == ({"score_kernel", "rank_kernel", "move_kernel"} if "eviction" in str(arch) else expected)
     assert not [row for row in rows if row["problems"]]
+    return rows
+
+
+# One head size a GPU and precision, the ones nearest to a limit; `python -m tests.kernels.compile_kernels` takes all.
+@pytest.mark.parametrize(
+    ("arch", "dim", "dtype"),
+    [
+        pytest.param(100, 128, "float32", marks=pytest.mark.slow),
+        (100, 128, "bfloat16"),
+        (89, 128, "bfloat16"),
+        pytest.param(90, 128, "float32", marks=pytest.mark.slow),
+        (90, 256, "bfloat16"),
+        pytest.param(90, 128, "bfloat16", marks=pytest.mark.slow),
+        (80, 96, "float16"),
+        pytest.param(80, 256, "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
+    kernels = {row["kernel"] for row in compiled(arch, dim, dtype)}
+    assert kernels == {"slice_kernel", "append_kernel", "forward", "query_gradient", "key_gradient"}
+
+
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 89))])
+def test_attention_over_pools_keeps_everything_in_registers(arch):
+    """Of 1, 16 and 64 new tokens of an 8B model's heads, after compilation: what the machine code says."""
+    steps = [row for row in compiled(arch, 128, "bfloat16", "decode") if row["kernel"] == "slice_kernel"]
+    assert [row["grid"][1] for row in steps] == [1, 1, 4]
+    for new, row in zip((1, 16, 64), steps, strict=True):
+        assert row["local"] == row["stack"] == 0
+        # All entries are copied asynchronously, 16 bytes at a time.
+        assert row["copies"] == row["wide_copies"] >= 32
+        # With 100 KiB of shared memory a multiprocessor holds one program of many tokens.
+        assert row["programs"] == (1 if arch == 89 and new > 1 else 2)
+        assert row["barriers"] <= 32
+
+
+@pytest.mark.slow
+def test_eviction_fits_the_gpu_that_it_is_compiled_for():
+    rows = compiled(90, 128, "bfloat16", "eviction")
+    assert {row["kernel"] for row in rows} == {"score_kernel", "rank_kernel", "move_kernel"}
+    for row in rows:
+        assert row["kernel"] == "score_kernel" or row["local"] == row["stack"] == 0
 
 
 @pytest.mark.parametrize("tiers", [[], ["84", "43"]], ids=str)

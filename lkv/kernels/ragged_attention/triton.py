@@ -26,7 +26,8 @@ LARGEST_DIM = 256
 _APPEND_BLOCK = 16
 # Below this many entries a program has too little to read to be worth starting.
 _MIN_SLICE = 128
-_JOINED_AT_ONCE = 4096  # numbers of parts
+_JOINED_ROWS = 16  # packed rows whose parts are joined at once
+_JOINED_AT_ONCE = 4096  # numbers of these parts
 _PROGRAMS_WITHOUT_GPU = 7
 # What Triton takes beside blocks, queries and shares, to exchange numbers between warps.
 _OWN_SHARED_MEMORY = 4096
@@ -214,7 +215,7 @@ def _launch(
     tiles = -(-packed // block_m)
     wanted = 2 * _multiprocessors(device) if gpu else _PROGRAMS_WITHOUT_GPU
     sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
-    join_m = min(block_m, triton.next_power_of_2(packed))
+    join_m = min(_JOINED_ROWS, triton.next_power_of_2(packed))
     return Launch(
         # Many tiles fill a GPU by themselves, and every slice costs room for its part.
         max(1, wanted // tiles),

@@ -225,8 +225,7 @@ def slice_kernel(
     low = tl.program_id(0) * size
     high = tl.minimum(low + size, total)
     packed, token, within, latest = _packed_rows(rows, GROUP, BLOCK_M)
-    joined = tl.program_id(1) * BLOCK_M + tl.arange(0, JOIN_M)
-    packed_rows = tl.cast(rows * GROUP, tl.int64)
+    first_row, packed_rows = tl.program_id(1) * BLOCK_M, tl.cast(rows * GROUP, tl.int64)
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     real, value_real = dims < DIM, value_dims < VALUE_DIM
     if low < high:
@@ -279,28 +278,31 @@ def slice_kernel(
             oldest, newest = before // size, (after - 1) // size
             if tl.atomic_add(ticket, 1, sem="acq_rel") == newest - oldest:
                 tl.store(ticket, 0)
-                is_row = joined < packed_rows
-                peak, share, mean = _join_parts(
-                    parts, extremes, oldest + span, newest + span, joined, is_row, packed_rows, value_dims, value_real,
-                    VALUE_DIM, BLOCK_S, JOIN_M, BLOCK_V,
-                )  # fmt: skip
-                if NEW == 1:
-                    peak, share, mean = _attend_new(
-                        peak, share, mean, q, key, value, k_pool, v_pool, start + length, span, kv_heads, joined,
-                        is_row, scale, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, dims, real,
-                        value_dims, value_real, GROUP, DIM, VALUE_DIM,
+                # JOIN_M rows at a time: the parts of all rows of a tile would not fit a program's registers.
+                for row in range(first_row, tl.minimum(first_row + BLOCK_M, rows * GROUP), JOIN_M):
+                    joined = row + tl.arange(0, JOIN_M)
+                    is_row = joined < packed_rows
+                    peak, share, mean = _join_parts(
+                        parts, extremes, oldest + span, newest + span, joined, is_row, packed_rows, value_dims,
+                        value_real, VALUE_DIM, BLOCK_S, JOIN_M, BLOCK_V,
                     )  # fmt: skip
-                # A row without entries gives 0, with a logarithm of -inf.
-                share = tl.where(share == 0.0, 1.0, share)
-                if lse is not None:
-                    row = _row_offsets(span, kv_heads, joined, kv_heads * packed_rows, rows, 1, GROUP)
-                    tl.store(lse + row, (peak + tl.log2(share)) * LN_2, mask=is_row)
-                out_at = out + _row_offsets(span, kv_heads, joined, out_batch, out_head, out_row, GROUP)
-                tl.store(
-                    out_at[:, None] + value_dims[None, :],
-                    (mean / share[:, None]).to(out.dtype.element_ty),
-                    mask=is_row[:, None] & value_real[None, :],
-                )
+                    if NEW == 1:
+                        peak, share, mean = _attend_new(
+                            peak, share, mean, q, key, value, k_pool, v_pool, start + length, span, kv_heads, joined,
+                            is_row, scale, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, dims, real,
+                            value_dims, value_real, GROUP, DIM, VALUE_DIM,
+                        )  # fmt: skip
+                    # A row without entries gives 0, with a logarithm of -inf.
+                    share = tl.where(share == 0.0, 1.0, share)
+                    if lse is not None:
+                        place = _row_offsets(span, kv_heads, joined, kv_heads * packed_rows, rows, 1, GROUP)
+                        tl.store(lse + place, (peak + tl.log2(share)) * LN_2, mask=is_row)
+                    out_at = out + _row_offsets(span, kv_heads, joined, out_batch, out_head, out_row, GROUP)
+                    tl.store(
+                        out_at[:, None] + value_dims[None, :],
+                        (mean / share[:, None]).to(out.dtype.element_ty),
+                        mask=is_row[:, None] & value_real[None, :],
+                    )
     if NEW > 0:
         # Every program has read `lens` when the last one is here.
         tl.debug_barrier()
