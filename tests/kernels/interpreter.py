@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
@@ -113,6 +114,13 @@ class Memory:
         assert not late.any(), f"program {self.program} touches what programs {set(writer[others][late])} write"
 
 
+def _converted(x: Any, annotation: str | None) -> Any:
+    """An argument as the interpreter takes it; a number of 64 bits where the kernel asks for that, as Triton has it."""
+    if annotation != "tl.int64":
+        return interpreter._implicit_cvt(x)
+    return tl.tensor(interpreter.TensorHandle(np.array([x], np.int64), tl.int64), tl.int64)
+
+
 @contextmanager
 def _replaced_launches(run: Callable[[Any, dict[str, Any], list[Tensor]], None]) -> Iterator[None]:
     """In the block, `run(executor, arguments, tensors)` runs the programs of each launch."""
@@ -123,7 +131,9 @@ def _replaced_launches(run: Callable[[Any, dict[str, Any], list[Tensor]], None])
         scope = interpreter._patch_lang(self.fn)
         try:
             given = inspect.getcallargs(self.fn, *args, **options).items()
-            arguments = {n: x if n in self.constexprs else interpreter._implicit_cvt(x) for n, x in given}
+            arguments = {
+                n: x if n in self.constexprs else _converted(x, self.fn.__annotations__.get(n)) for n, x in given
+            }
             interpreter.interpreter_builder.set_grid_dim(*self.grid, *(1,) * (3 - len(self.grid)))
             run(self, arguments, tensors)
         finally:

@@ -8,7 +8,10 @@ import triton as triton_package
 import triton.language as tl
 
 import lkv.kernels.ragged_attention.triton as ragged
+import lkv.kernels.selection.triton as selection
+import lkv.kernels.soft_mask_attention.triton as soft
 from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
+from lkv.kernels.selection import ScoreWeights
 from tests.kernels.pools import assert_equals_reference, coded_pools, pool_of, split_randomly
 
 if not ragged.interpreted():
@@ -114,6 +117,35 @@ def test_a_decode_step_reads_each_entry_once():
     assert traffic.stored < 0.1 * entries
 
 
+def eviction_traffic(tokens, heads=8, dim=128):
+    """Bytes of the scores of a prompt, and of all of its eviction at 15%, as an 8B model's layer has it."""
+    torch.manual_seed(0)
+    key, value = (torch.randn(1, tokens, heads, dim).bfloat16().transpose(1, 2) for _ in range(2))
+    by_head = [torch.randn(heads, *shape) for shape in ((dim,), (dim,), (20, dim), (4,), (), (13,), (13,))]
+    weights = ScoreWeights(torch.randn(heads, 2 * dim, dim).bfloat16() / 16, *by_head)
+    tables, mean_tables = torch.randn(2, tokens, dim).bfloat16(), torch.randn(2, dim)
+    prompt, keep = selection.Entries.of_prompt(key, value), torch.full((1, heads), tokens * 15 // 100).int()
+    pools = [torch.zeros(int(keep.sum()), dim).bfloat16() for _ in range(2)]
+    with watched() as traffic:
+        scores = selection.score(prompt, weights, (*tables,), (*mean_tables,), 0, tokens, dim**-0.5)
+        scored = traffic.fetched + traffic.stored
+        selection.move(prompt, selection.rank(scores, keep), (*pools, (keep.cumsum(1) - keep).int()))
+    assert traffic.launches == ["score_kernel", "rank_kernel", "move_kernel"]
+    return scored, traffic.fetched + traffic.stored
+
+
+def test_eviction_reads_and_writes_little_of_a_token():
+    """Of every further token in each head: k and v are 512 bytes, its score 4, and the rotation's tables 64 a head.
+
+    It was 10.7 KB where PyTorch's operators computed the scores alone.
+    """
+    short, long = (eviction_traffic(tokens) for tokens in (60, 100))
+    scored, whole = ((b - a) / (40 * 8) for a, b in zip(short, long, strict=True))
+    assert scored == 512 + 4 + 64
+    # A rank is a score read and a place written; the move reads places, and 15% of k and v, and writes these.
+    assert whole == scored + 8 + 4 + 0.15 * 2 * 512 < 1100
+
+
 # Batch rows, KV heads, query heads of each, entries a head, new tokens: what 32 bits cannot number.
 FAR = {
     "a prompt of 600,000 tokens at once": (1, 8, 4, 600_000, 600_000),
@@ -158,3 +190,60 @@ def test_no_offset_overflows(case, layout):
             key, value, k, v, starts, lens, heads, rows, *of_new, *of_new, **launch.append_options
         )
     assert not tickets.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tokens first", "heads first", "pools"])
+def test_no_offset_of_eviction_overflows(layout):
+    """32 KV heads of a million tokens; pools that end at the last of 2^31 entries."""
+    tokens, heads, batch, dim = 1_000_000, 32, 2, 128
+    spans = heads * batch
+    strides = (tokens * heads * dim, dim, heads * dim) if layout == "tokens first" else (
+        tokens * heads * dim, tokens * dim, dim)  # fmt: skip
+    starts = torch.full((spans,), 2**31 - 1 - tokens, dtype=torch.int32)
+    counts = torch.full((spans,), tokens, dtype=torch.int32) if layout == "pools" else None
+    where = starts if layout == "pools" else None
+    strides = (0, 0, 0) if layout == "pools" else strides
+    key, value, weight = (Endless(torch.bfloat16) for _ in range(3))
+    tables = [Endless(torch.float32) for _ in range(12)]
+    scores, positions, places = Endless(torch.float32), Endless(torch.int32), Endless(torch.int32)
+    sizes = {"BLOCK": 64, "BLOCK_H": 64, "BLOCK_U": 128, "BLOCK_R": 16, "BLOCK_K": 16, "DIM": dim}
+    kernels = selection.kernels
+    with unlimited_memory():
+        for arrival in (True, False):
+            out = None if arrival and layout == "pools" else tables[0]
+            kernels.score_kernel[(-(-tokens // 64), spans)](
+                key, value, where, counts, *strides, *strides, scores, positions, out, *tables[1:3], weight,
+                *tables[3:], heads, tokens, 0, tokens, 0.1, ARRIVAL=arrival, EVICTION=True, GROUP=4, ROWS=9, KNOTS=13,
+                WIDEN=True, **sizes,
+            )  # fmt: skip
+        kernels.move_kernel[(-(-tokens // 64), spans)](
+            key, value, scores, positions, where, *strides, *strides, counts, places, tokens, key, value, scores,
+            positions, starts, heads, DIM=dim, VALUE_DIM=dim, BLOCK=64, BLOCK_D=dim, BLOCK_V=dim,
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tokens first", "heads first"])
+def test_no_offset_of_training_overflows(layout):
+    """Rows and columns of tensors of 8 texts of 600,000 tokens, as a view of them has their strides."""
+    tokens, size, heads, kv_heads, batch, dim = 600_000, 130, 32, 8, 8, 128
+
+    def strides(count):
+        found = (count * tokens * dim, dim, count * dim) if layout == "tokens first" else (
+            count * tokens * dim, tokens * dim, dim)  # fmt: skip
+        return dict(zip(("batch", "head", "row"), found, strict=True))
+
+    arguments = {"rows": size, "columns": size, "heads": heads, "kv_heads": kv_heads, "dim": dim, "width": dim}
+    arguments |= {"scale": 0.1, "block_rows": 64, "block_columns": 64}
+    arguments |= {f"{name}_{axis}": stride for name in "qkv" for axis, stride in strides(
+        heads if name == "q" else kv_heads).items()}  # fmt: skip
+    q, k, v, out, d_out, d_q, d_k, d_v = (Endless(torch.bfloat16) for _ in range(8))
+    log_mask, lse, delta, d_mask = (Endless(torch.float32) for _ in range(4))
+    kernels = soft.kernels
+    with unlimited_memory():
+        kernels.forward[(3, batch * heads)](q, k, v, log_mask, out, lse, **arguments)
+        kernels.query_gradient[(3, batch * heads)](q, k, v, log_mask, out, d_out, lse, delta, d_q, **arguments)
+        kernels.key_gradient[(3, batch * kv_heads)](
+            q, k, v, log_mask, d_out, lse, delta, d_k, d_v, d_mask, bounded=True, **arguments
+        )

@@ -74,7 +74,8 @@ def move_kernel(
     Entries lie in pools from `starts` on, or, where that is None, in [B, H, width, .] of the strides given. With
     `new_scores` their scores go with them, and their positions (where those are None, their numbers).
     """
-    span, batch, head = tl.program_id(1), (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    span = tl.program_id(1)
+    batch, head = (span // heads).to(tl.int64), (span % heads).to(tl.int64)
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     count = width
     if counts is not None:
@@ -192,7 +193,7 @@ def score_kernel(
     """
     HALF: tl.constexpr = DIM // 2
     span = tl.program_id(1)
-    batch, head = (span // heads).to(tl.int64), span % heads
+    batch, head = (span // heads).to(tl.int64), (span % heads).to(tl.int64)
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, place = entry < width, start + entry
     at = span.to(tl.int64) * width + entry
