@@ -56,7 +56,8 @@ class Family:
     """`name` is the prefix of the classes in transformers, `changes` what its tiny model has of its own.
 
     `layers`: which layers are evicted from. `rotation`: which of these LKV knows the rotary embedding of; without it a
-    policy must read k as cached. `refused`: why it is not served, as the error says it.
+    policy must read k as cached. A family that does not train has attention sinks. `refused`: why it is not served, as
+    the error says it.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Family:
     rotation: str = "yes"
     refused: str = ""
     drop: tuple[str, ...] = ()
+    trains: bool = True  # whether policies can be trained for it
     newer: bool = False  # whether the oldest version of transformers supported cannot run it with LKV
     until: str = ""  # the version of transformers from which on it is not refused any more
 
@@ -96,6 +98,7 @@ class Family:
         return model.to(dtype).eval()
 
 
+_SINKS = _MIXED | {"num_local_experts": 2, "num_experts_per_tok": 1}
 _SLIDING = {"layers": "full attention; sliding ones stay"}
 SERVED = [
     Family("Llama"),
@@ -167,18 +170,14 @@ SERVED = [
         "OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}, drop=("num_key_value_heads",), rotation="none: k as cached"
     ),
     Family("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2}),
+    Family("GptOss", _SINKS, **_SLIDING, rotation="none: k as cached", trains=False),
 ]
 REFUSED = [
     Family("Youtu", refused="no per-head key-value cache"),
-    Family("VaultGemma", _MIXED | {"query_pre_attn_scalar": 8}, refused="attention sinks or capped attention logits"),
+    Family("VaultGemma", _MIXED | {"query_pre_attn_scalar": 8}, refused="capped attention logits"),
     Family("Bloom", refused="attention by code of its own"),
     Family("Mpt", refused="attention by code of its own"),
-    Family(
-        "GptOss",
-        _MIXED | {"num_local_experts": 2, "num_experts_per_tok": 1},
-        refused="attention sinks or capped attention logits",
-    ),
-    Family("Gemma2", _MIXED | {"query_pre_attn_scalar": 8}, refused="attention sinks or capped attention logits"),
+    Family("Gemma2", _MIXED | {"query_pre_attn_scalar": 8}, refused="capped attention logits"),
     Family("Llama4", _EXPERTS, "Llama4TextConfig", refused="layers of kind ['chunked_attention']"),
     Family("DeepseekV3", _ROUTED, refused="no per-head key-value cache"),
     Family("Qwen3Next", _EXPERTS, refused="layers of kind ['linear_attention']"),

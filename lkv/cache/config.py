@@ -149,15 +149,16 @@ class SharedState:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What one layer needs beside its entries: its index among the evicting layers, and its RoPE.
+    """What one layer needs beside its entries: its index among the evicting layers, its RoPE and its attention sinks.
 
-    `rotation` is None where LKV cannot undo it.
+    `rotation` is None where LKV cannot undo it, `sinks` [Hq] where the layer has none.
     """
 
     index: int
     config: CacheConfig
     shared: SharedState
     rotation: Rotation | None
+    sinks: Tensor | None = None
 
 
 def mean_entries(counts: Tensor) -> int:

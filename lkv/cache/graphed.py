@@ -163,6 +163,8 @@ def _lasting_refusal(model: PreTrainedModel, cache: "RaggedCache") -> str | None
         return "the model is spread over several devices."
     if cache.sliding_layers:
         return "the model has sliding-window layers, which lie elsewhere after every token."
+    if any(layer.sinks is not None for layer in cache.ragged_layers):
+        return "the model has attention sinks, which are not joined by the kernel."
     if cache.config.decode_eviction:
         return "decode_eviction chooses among the entries while tokens are generated."
     if not can_replay(weights.device, weights.dtype, cache.spec.head_dim):

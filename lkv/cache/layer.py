@@ -39,6 +39,7 @@ class RaggedLayer(AttentionCacheLayer):
     """
 
     is_croppable = True
+    takes_sinks = True
 
     def __init__(self, context: LayerContext):
         super().__init__()
@@ -55,6 +56,11 @@ class RaggedLayer(AttentionCacheLayer):
         self.real_tokens: list[int] = []
         self._padding: list[int] = []  # tokens of padding before those of each row
         self.is_initialized = False
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """The attention sinks [Hq] of the layer, if it has some."""
+        return self._context.sinks
 
     @property
     def kept_counts(self) -> Tensor:
@@ -201,10 +207,10 @@ class RaggedLayer(AttentionCacheLayer):
         appended = store.appended_tokens
         try:
             if padding is not None:
-                out = extend_padded(store, query, key, value, scale, padding)
+                out = extend_padded(store, query, key, value, scale, padding, self.sinks)
             else:
                 buffers = self._context.shared.buffers
-                out = store.extend(query, key, value, scale, buffers)
+                out = store.extend(query, key, value, scale, buffers, self.sinks)
         except BaseException:
             # They were appended, and perhaps counted, before attention failed: the pass may be tried again.
             store.crop(store.appended_tokens - appended)

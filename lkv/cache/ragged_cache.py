@@ -136,7 +136,8 @@ class RaggedCache(BaseCache):
         self._history = TokenHistory()
         self.shared = shared = SharedState(self.spec.layers - 1)
         contexts = [
-            LayerContext(index, self.config, shared, rotation) for index, rotation in enumerate(patched.rotations)
+            LayerContext(index, self.config, shared, rotation, sinks)
+            for index, (rotation, sinks) in enumerate(zip(patched.rotations, patched.sinks, strict=True))
         ]
         remaining = iter(contexts)
         layers: list[Any] = [

@@ -10,7 +10,7 @@ from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache
 from lkv.integrations.transformers.masks import visible_keys
-from lkv.kernels.ragged_attention import masked_attention, merge_attention
+from lkv.kernels.ragged_attention import join_sinks, masked_attention, merge_attention
 
 
 class SharedCache(BaseCache):
@@ -28,6 +28,8 @@ class SharedCache(BaseCache):
 
 class SharedLayer(AttentionCacheLayer):
     """One layer of a `SharedCache`: k and v [B, H, T, d] of what follows, beside the entries of the prompt."""
+
+    takes_sinks = True
 
     def __init__(self, prompt: RaggedLayer):
         super().__init__()
@@ -79,4 +81,6 @@ class SharedLayer(AttentionCacheLayer):
         rows = query.transpose(0, 1).flatten(1, 2)[None]
         out, lse = self._prompt.store.attend_compressed(rows, scale)
         out, lse = (x[0].unflatten(1, (batch, new)).transpose(0, 1) for x in (out, lse))
-        return merge_attention(out, lse, late, late_lse)[0].transpose(1, 2)
+        out, lse = merge_attention(out, lse, late, late_lse)
+        sinks = self._prompt.sinks
+        return (out if sinks is None else join_sinks(out, lse, sinks)).transpose(1, 2)

@@ -16,6 +16,7 @@ from lkv.kernels.ragged_attention import (
     append,
     append_and_attend,
     can_attend_quantized,
+    join_sinks,
     ragged_attention,
 )
 from lkv.methods.memory import QUANTIZED_BITS, UNQUANTIZED, Precision
@@ -129,9 +130,14 @@ class TieredStore:
         value: Tensor,
         scale: float,
         buffers: dict[Any, Any] | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """As `RaggedStore.extend`."""
         view, quantized, basis = self._pools(), self._quantized, self._basis
+        if sinks is not None:
+            append(key, value, *view, basis)
+            self.count_appended(key.shape[2])
+            return join_sinks(*self._attend(query, scale), sinks)
         if can_attend_quantized(query, *view, key, value, quantized=quantized):
             out = append_and_attend(query, key, value, *view, scale, buffers=buffers, quantized=quantized, basis=basis)
             self.count_appended(key.shape[2])
@@ -153,6 +159,13 @@ class TieredStore:
         if not can_attend_quantized(query, *view, quantized=quantized):
             return self.restore(with_appended=False).attend_compressed(query, scale)
         return ragged_attention(query, *view, scale, causal=False, lse=True, quantized=quantized, basis=self._basis)
+
+    def _attend(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Outputs and log-sum-exps of `query` over all entries, the last of which are its own tokens."""
+        view, quantized = self._pools(), self._quantized
+        if can_attend_quantized(query, *view, quantized=quantized):
+            return ragged_attention(query, *view, scale, lse=True, quantized=quantized, basis=self._basis)
+        return ragged_attention(query, *self.attention_view(), scale, lse=True)
 
     def attention_view(self) -> StoreView:
         """As `RaggedStore.attention_view`, over pools restored for this call."""
@@ -340,7 +353,10 @@ def _head_numbers(lens: Tensor, device: torch.device) -> Tensor:
 KVStore = RaggedStore | TieredStore
 
 
-def extend_padded(store: KVStore, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor) -> Tensor:
+def extend_padded(
+    store: KVStore, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Append and attend as `store.extend`, row by row.
 
     New tokens that are `padding` [B, T] (on the CPU) are not appended, and their outputs are 0.
@@ -353,6 +369,10 @@ def extend_padded(store: KVStore, query: Tensor, key: Tensor, value: Tensor, sca
     k_pool, v_pool, starts, lens = store.attention_view()
     for row, real in enumerate(tokens):
         rows = slice(row, row + 1)
-        attended = ragged_attention(query[rows][:, :, real], k_pool, v_pool, starts[rows], lens[rows], scale)
+        view = k_pool, v_pool, starts[rows], lens[rows]
+        if sinks is None:
+            attended = ragged_attention(query[rows][:, :, real], *view, scale)
+        else:
+            attended = join_sinks(*ragged_attention(query[rows][:, :, real], *view, scale, lse=True), sinks)
         out[rows] = out[rows].index_copy(2, real, attended)
     return out

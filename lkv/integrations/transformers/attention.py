@@ -30,6 +30,7 @@ from lkv.integrations.transformers.compiled import extend, take_traced
 from lkv.integrations.transformers.generation import unwrap_generation, wrap_generation
 from lkv.integrations.transformers.rotation import Rotation, layer_rotations
 from lkv.integrations.transformers.spec import (
+    attention_sinks,
     check_adapters,
     inspect_model,
     local_kv_heads,
@@ -52,6 +53,7 @@ class PatchedModel:
             from.
         heads: The KV heads that this process computes (a part of them under tensor parallelism).
         rotations: The RoPE of each full-attention layer; None where LKV cannot undo it.
+        sinks: The attention sinks of each full-attention layer, [Hq]; None where it has none.
         config: The model's configuration object.
     """
 
@@ -59,6 +61,7 @@ class PatchedModel:
     sliding_windows: tuple[int | None, ...]
     heads: slice
     rotations: tuple[Rotation | None, ...]
+    sinks: tuple[Tensor | None, ...]
     config: Any
     _configs: dict[int, PreTrainedConfig] = field(default_factory=dict, repr=False)  # those that were switched
 
@@ -89,6 +92,7 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
             sliding_windows=tuple(sliding_windows(model)),
             heads=local_kv_heads(model),
             rotations=layer_rotations(model),
+            sinks=tuple(attention_sinks(model)),
             config=model.config,
         )
     _register_attention(model, patched)
@@ -215,6 +219,11 @@ def _attend(
     if layer is None:
         return stock()
     _check_owner(layer, module)
+    if isinstance(getattr(module, "sinks", None), Tensor) and not layer.takes_sinks:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has attention sinks, which neither the training of policies nor KVzip's second "
+            "pass computes yet; use a method without either, such as snapkv."
+        )
     return layer.attend(query, key, value, mask, scale, lambda: stock()[0]), None
 
 

@@ -55,6 +55,8 @@ class AttentionCacheLayer(CacheLayerMixin):
     model_config: Any = None
     # What `update` returned last, until attention over it is computed.
     pending_key: Tensor | None = None
+    # Whether `attend` lets attention sinks take their share, where the model has some.
+    takes_sinks = False
     # Whether compiled models may leave the layer to `lkv::extend`, and whether it then reads a prompt.
     is_traceable = False
     is_reading_prompt = True

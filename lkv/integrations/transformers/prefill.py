@@ -136,9 +136,16 @@ def query_rotations(model: PreTrainedModel, wanted_by: str) -> list[Rotation]:
 
     A model may rotate the queries of some layers differently, or change them after RoPE; their scores would be wrong
     without an error. So the model reads one token repeated, whose queries are all equal before RoPE: undoing it must
-    make them equal. This is done once a model. Raises UnsupportedModelError that names what wants it, `wanted_by`.
+    make them equal. This is done once a model. Raises UnsupportedModelError that names what wants it, `wanted_by`; also
+    for a model with attention sinks, with which nothing that wants rotated queries reckons.
     """
-    rotations = [rotation or Rotation(model) for rotation in patch_attention(model).rotations]
+    patched = patch_attention(model)
+    if any(sinks is not None for sinks in patched.sinks):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has attention sinks, with which {wanted_by} does not reckon yet; use a method "
+            "such as snapkv."
+        )
+    rotations = [rotation or Rotation(model) for rotation in patched.rotations]
     if all(rotation.is_verified for rotation in rotations):
         return rotations
     token = model.config.get_text_config(decoder=True).vocab_size // 2
@@ -175,6 +182,7 @@ class _CapturingLayer(AttentionCacheLayer):
     """Keeps k, v and queries of one forward pass."""
 
     captured: LayerKV
+    takes_sinks = True
 
     def __init__(self, queries: bool | int):
         super().__init__()

@@ -41,10 +41,15 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
             "full-attention layers, which it evicts from, and sliding-window ones beside them. Use such a model."
         )
     weights = without_adapters(dict(model.named_parameters()))
-    if any(key.endswith(".sinks") for key in weights) or getattr(text, "attn_logit_softcapping", None):
+    if getattr(text, "attn_logit_softcapping", None):
         raise UnsupportedModelError(
-            f"{name} has attention sinks or capped attention logits, which LKV does not compute yet; use a model with "
-            "plain softmax attention, such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3."
+            f"{name} has capped attention logits, which LKV does not compute yet; use a model with plain softmax "
+            "attention, such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3."
+        )
+    if any(sinks is not None and sinks.shape != (heads,) for sinks in attention_sinks(model)):
+        raise UnsupportedModelError(
+            f"{name} has attention sinks that are not one number a query head here, as in gpt-oss on one device; use "
+            "such a model, without tensor parallelism."
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; LKV works with decoder-only models.")
@@ -83,6 +88,16 @@ def sliding_windows(model: PreTrainedModel) -> list[int | None]:
     everywhere = "sliding_attention" if window else "full_attention"
     kinds = getattr(text, "layer_types", None) or [everywhere] * text.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def attention_sinks(model: PreTrainedModel) -> list[Tensor | None]:
+    """The sinks of each full-attention layer, one more logit [Hq] of its query heads; None where it has none."""
+    sinks: dict[int, Tensor] = {}
+    for module in model.get_decoder().modules():
+        index, weight = getattr(module, "layer_idx", None), getattr(module, "sinks", None)
+        if isinstance(index, int) and isinstance(weight, nn.Parameter):
+            sinks[index] = weight
+    return [sinks.get(index) for index, window in enumerate(sliding_windows(model)) if window is None]
 
 
 def local_kv_heads(model: PreTrainedModel) -> slice:

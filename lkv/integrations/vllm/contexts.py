@@ -89,6 +89,8 @@ class VllmContexts:
         patched = patch_attention(self.model)
         if any(window is not None for window in patched.sliding_windows):
             raise IntegrationError("models with sliding-window layers cannot be served with contexts by vLLM yet.")
+        if any(sinks is not None for sinks in patched.sinks):
+            raise IntegrationError("models with attention sinks cannot be served with contexts by vLLM yet.")
         self.rotations, self.max_positions = patched.rotations, patched.spec.max_positions
         self.tokenizer = AutoTokenizer.from_pretrained(
             config.tokenizer, revision=config.tokenizer_revision or "main", trust_remote_code=False

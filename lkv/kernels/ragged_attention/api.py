@@ -249,6 +249,29 @@ def merge_attention(
     return _module("loop").merge(left, left_lse, right, right_lse)
 
 
+def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Let attention sinks take their share: one more logit of each query head, which has no value.
+
+    Args:
+        out: Outputs [B, Hq, Tq, dv] without them.
+        lse: Log-sum-exp [B, Hq, Tq] of the scores, -inf where nothing was visible.
+        sinks: The logits of the sinks, [Hq].
+
+    Returns:
+        Outputs [B, Hq, Tq, dv] in the dtype of `out`.
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    if out.ndim != 4 or lse.shape != out.shape[:-1] or sinks.shape != out.shape[1:2]:
+        raise ValueError(
+            f"Expected outputs [B, Hq, Tq, dv], their log-sum-exps [B, Hq, Tq] and sinks [Hq], but got "
+            f"{list(out.shape)}, {list(lse.shape)} and {list(sinks.shape)}."
+        )
+    share = torch.sigmoid(lse - sinks.to(lse)[:, None])
+    return (out * share[..., None]).to(out.dtype)
+
+
 def _append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
     for name, x in (("key", key), ("value", value), ("k_pool", k_pool), ("v_pool", v_pool), ("starts", starts),
                     ("lens", lens)):  # fmt: skip
