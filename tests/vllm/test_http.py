@@ -1,9 +1,7 @@
 """vLLM's server with the plugin, asked by OpenAI's client: contexts by HTTP, errors, deletion, a killed engine."""
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ import pytest
 
 from lkv.context.compression import compress
 from lkv.utils.prompts import encode, render_messages
+from tests.vllm.servers import serving
 
 KEY = "sesame"
 
@@ -58,45 +57,21 @@ class Server:
 
 
 @contextmanager
-def serving(lab, port: int):
-    """`lkv serve --engine vllm` in a process of its own."""
-    environment = {**os.environ, "LKV_API_KEY": KEY, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
+def serving_lab(lab, port: int):
+    """The lab's model behind a server."""
     arguments = [
-        *("--engine", "vllm", "--model", str(lab.folder), "--name", "tiny", "--store", str(lab.store)),
+        *("serve", "--engine", "vllm", "--model", str(lab.folder), "--name", "tiny", "--store", str(lab.store)),
         *("--policy", lab.settings["policy"], "--retention", str(lab.settings["retention"]), "--memory", "64"),
-        *("--port", str(port), "--dtype", "float32", "--max-requests", "8"),
-        *("--vllm-args", "--enforce-eager --max-model-len 1024"),
+        *("--dtype", "float32", "--max-requests", "8", "--vllm-args", "--enforce-eager --max-model-len 1024"),
     ]
-    with open(lab.store.parent / "server.log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lkv", "serve", *arguments], env=environment, stdout=log, stderr=log
-        )
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 400
-    try:
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, (lab.store.parent / "server.log").read_text()
-            try:
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.5)
+    with serving(arguments, port, lab.store.parent / "server.log", LKV_API_KEY=KEY) as (url, process):
         yield Server(url, process)
-    finally:
-        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for child in children:
-            if child.is_running():
-                child.kill()
 
 
 @pytest.fixture(scope="module")
 def server(lab):
     lab.close_shared()
-    with serving(lab, 18431) as server:
+    with serving_lab(lab, 18431) as server:
         yield server
 
 
@@ -299,6 +274,6 @@ def test_a_killed_engine_loses_no_context(server, lab):
         if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
             child.send_signal(signal.SIGKILL)
     server.process.wait(60)
-    with serving(lab, 18432) as other:
+    with serving_lab(lab, 18432) as other:
         assert other.ask("what?", f"tiny:{name}") == want
         assert other.http.post("/v1/contexts", json={"text": text}).status_code == 200

@@ -30,7 +30,8 @@ _MEMORY_OPTIONS = {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--con
 def serve(options: dict[str, Any], defaults: dict[str, Any], key: str | None) -> None:
     """Replace this process by vLLM's server. Raises LkvError where it cannot be started with these options."""
     arguments, environment = server_command(options, defaults, key)
-    print(f"vLLM serves on http://{options['host']}:{options['port']} (Ctrl-C ends it)", flush=True)
+    address = f"http://{options['host']}:{options['port']}"
+    print(f'vLLM starts; it serves on {address} after "Application startup complete." (Ctrl-C ends it)', flush=True)
     os.execve(arguments[0], arguments, {**os.environ, **environment})
 
 

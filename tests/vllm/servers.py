@@ -1,0 +1,41 @@
+"""`lkv serve --engine vllm` in a process of its own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+
+
+@contextmanager
+def serving(arguments: Sequence[str], port: int, log: Path, **variables: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Start a server by `lkv` with `arguments`, wait until it is ready, and end it; yields its address and process."""
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-m", "lkv", *arguments, "--port", str(port)]
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 400
+    try:
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            try:
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.5)
+        yield url, process
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        for child in children:
+            if child.is_running():
+                child.kill()
